@@ -349,7 +349,7 @@ def _kernels_excess_s(
             for sliced in (named or model.sliced_layers)  # parts of sequences are traced in groups of their own
             for parameter in (*sliced.frozen_parameters, *sliced.parameters)
             if parameter.cut is not None and len(parameter.shape) == 2
-        ]  # a matrix is cut with a head into parts, of which the smallest are as wide as one
+        ]  # matrices are cut by heads; the smallest part is one head wide
         head_width = min(head_widths, default=None)
         rate = rates.attention_flop_per_s(head_width, s, backward=backward, causal=causal)
         excess_s += attention * (1 / rate - 1 / own_flop_per_s)

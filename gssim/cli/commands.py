@@ -190,7 +190,7 @@ def sweep_command(
 
 
 def _check_options(out: Path | None, jobs: int | None, dask: str | None, *, as_json: bool) -> None:
-    """Raise UserError where options of a sweep exclude each other."""
+    """Raise UserError if options of a sweep exclude each other."""
     as_table = out is not None and out.suffix in TABLES
     if dask is not None and jobs is not None:
         raise UserError(f"--dask {dask}: its workers say how many points at a time; leave out --jobs")
@@ -234,7 +234,7 @@ def _make_table(
 
 
 def _check_only(out: Path, points: Sequence[Point], only: Sequence[str], *, file: Path) -> None:
-    """Raise UserError where a table of the chosen points would replace one with more points."""
+    """Raise UserError if a table of the chosen points would replace one with more points."""
     if not only:
         return
     names = {point.name for point in points}
@@ -321,5 +321,5 @@ def _print_found(search: Search, question: str, run: Sequence[str], *, as_json: 
 
 
 def main() -> None:
-    """Run the command line; a user's error is one line and exit 2, a failed run one line and exit 1."""
+    """Run the command line; a user's error is one line and exit code 2, a failed run one line and exit code 1."""
     run_command_line(app, "gssim")

@@ -219,7 +219,7 @@ def fits_command(
 
 
 def _fit(result: Result) -> str:
-    """Return whether a plan fits, by how much, and the change that helps most where it does not."""
+    """Return whether a plan fits and by how much; if it does not fit, also the change that helps most."""
     if result.does_not_fit is None:
         if result.margin is None:
             return "fits"

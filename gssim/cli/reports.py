@@ -18,13 +18,13 @@ from gssim.terminal import PIPE_WIDTH, plain_console
 from gssim.units import human_bytes, human_seconds
 
 UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
-"""Unit of the additional column by objective, and the factor to that unit."""
+"""By objective: unit of its additional column, and the factor that converts to this unit."""
 
 
 def print_found(found: Found, question: str, run: Sequence[str]) -> None:
     """Print the best plans and their bottlenecks, the front of time and memory, and comparisons.
 
-    `run`: words of the command that predicts the scenario.
+    `run`: the words of the command that predicts the scenario.
     """
     console = plain_console(PIPE_WIDTH)
     if question:
@@ -51,7 +51,9 @@ def print_found(found: Found, question: str, run: Sequence[str]) -> None:
 
 
 def nothing_fits(found: Found) -> list[str]:
-    """Return lines for a search without a fitting plan: the nearest plan, and changes that would help."""
+    """Return lines for a search in which no plan fits: the plan that needs least memory, and changes that would
+    help.
+    """
     if found.nearest is None:
         return ["no plan so far that fits" if found.counts.left else "no plan of the space can run", *left_out(found)]
     candidate, result = found.nearest
@@ -64,11 +66,11 @@ def nothing_fits(found: Found) -> list[str]:
 
 
 SHOWN_REASONS = 12
-"""Largest number of reasons shown for plans that were left out."""
+"""Largest number of reasons for refused plans that is shown."""
 
 
 def left_out(found: Found) -> list[str]:
-    """Return lines for plans that were left out, by reason, the largest groups first."""
+    """Return lines on refused plans, by reason, the largest groups first."""
     lines = found.counts.left_out.lines()
     more = len(lines) - SHOWN_REASONS
     return [*lines[:SHOWN_REASONS], *([f"left out for {more} other reasons: see --json"] if more > 0 else [])]

@@ -83,7 +83,7 @@ def ends_of(wiring: Wiring, conditions: Conditions) -> list[tuple[int, int]]:
 
 
 MOST_NAMES = 8
-"""Up to so many nodes, messages list all of their names."""
+"""Largest number of nodes whose names messages list in full."""
 
 
 def _node(wiring: Wiring, name: str, key: str) -> int:

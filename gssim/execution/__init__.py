@@ -1,4 +1,4 @@
-"""Executor of independent work (inline, processes, Dask), stores of what it finished, caches, and fingerprints."""
+"""Executors of independent work (inline, processes, Dask), stores of finished work, caches, and fingerprints."""
 
 from gssim.execution.executor import (
     Alone,

@@ -1,8 +1,8 @@
 """Caches of results that many scenarios share: parsed files, models, wirings, programs.
 
-The points of a sweep differ in a key or two. One `Shared` lives as long as a process answers points, and is passed to
-`load_scenario` and `simulate`; without one, each call has its own. It caches pure functions under keys that hold all of
-their inputs, so that no result depends on the order of calls.
+The points of a sweep differ in a key or two. A process that predicts points has one `Shared` for all of them, and
+passes it to `load_scenario` and `simulate`; without one, each call has a cache of its own. Only pure functions are
+cached, under keys that contain all of their inputs, so no result depends on the order of calls.
 """
 
 from collections import OrderedDict
@@ -13,11 +13,11 @@ from typing import TypeVar, cast
 T = TypeVar("T")
 
 MOST_KEPT = 64
-"""Cached values of each kind; beyond that, the least recently used one is dropped."""
+"""Number of cached values of each kind; beyond it, the least recently used value is dropped."""
 
 
 MOST_LARGE = 2**22
-"""Elements of all large values together, of about 50 bytes each, so that all need at most 200 MB."""
+"""Largest total number of elements of all large values, of about 50 bytes each: at most 200 MB."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -30,7 +30,7 @@ class Same:
     """
 
     value: object
-    """Referenced, so that no other object can have its identity."""
+    """The object itself. Holding it ensures that no other object can get its identity."""
 
     def __eq__(self, other: object) -> bool:
         """Return whether both refer to the same object."""
@@ -42,7 +42,7 @@ class Same:
 
 
 class Recent:
-    """A least-recently-used cache limited by total weight; the last value stays whatever its weight.
+    """A least-recently-used cache with limited total weight; the latest value is kept whatever its weight.
 
     >>> recent = Recent(most=10)
     >>> [recent.once(n, lambda n=n: print("working") or n, weight=lambda n: n) for n in (6, 5, 6, 6)]
@@ -58,7 +58,7 @@ class Recent:
         self._weight = 0
 
     def once(self, key: Hashable, make: Callable[[], T], *, weight: Callable[[T], int]) -> T:
-        """Return the cached value of a key, or else the result of `make`; see `Shared.once`."""
+        """Return the cached value of a key, or else compute it with `make`; see `Shared.once`."""
         if key in self._kept:
             self._kept.move_to_end(key)
             return cast(T, self._kept[key][0])
@@ -83,13 +83,14 @@ class Shared:
     def __init__(self, most: int = MOST_KEPT) -> None:
         self.most = most
         self.large = Recent(MOST_LARGE)
-        """Cache of values whose memory is proportional to their number of elements, which is their weight."""
+        """Cache for values whose memory is proportional to their number of elements, which is used as their weight."""
         self._kept: dict[str, OrderedDict[Hashable, object]] = {}
 
     def once(self, kind: str, key: Hashable, make: Callable[[], T], *, most: int | None = None) -> T:
-        """Return the cached value of a key, or else the result of `make`; `most`: of this kind, instead of the default.
+        """Return the cached value of a key, or else compute it with `make`; `most`: number of values of this kind to
+        keep.
 
-        Exceptions are not cached. `key` must hold all inputs of the function, and the value must not be changed.
+        Exceptions are not cached. `key` must contain all inputs of the function, and the value must not be changed.
         """
         kept = self._kept.setdefault(kind, OrderedDict())
         if key in kept:

@@ -18,18 +18,18 @@ from gssim.errors import RunFailedError, UserError
 from gssim.units import excess, whole_number
 
 LOOK_S = 0.2
-"""Timeout of a wait for chunks, after which an interrupt of the user is noticed."""
+"""Seconds that a wait for chunks lasts at most, so that a user's interrupt is noticed."""
 
 
 class Workers(Protocol):
     """An executor of chunks of work."""
 
     in_chunks: bool
-    """Whether it pays to submit several points together."""
+    """Whether it is worthwhile to submit several points together."""
 
     @property
     def at_a_time(self) -> int:
-        """Most chunks to submit at once, running and queued: enough for every worker to have a next one."""
+        """Most chunks to submit at once, running or queued, so that every worker always has a next one."""
 
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
         """Submit a chunk; return a handle of it."""
@@ -97,7 +97,7 @@ def _died() -> RunFailedError:
 
 @contextmanager
 def processes(jobs: int) -> Iterator[Workers]:
-    """Provide an executor of so many processes, or of this one only, for chunks of work that are alike."""
+    """Provide an executor of `jobs` processes (1: this process) for chunks of similar work."""
     if jobs <= 1:
         yield Alone()
         return
@@ -108,16 +108,17 @@ def processes(jobs: int) -> Iterator[Workers]:
 
 @contextmanager
 def processes_with(state: Any, jobs: int) -> Iterator[Workers]:
-    """Provide an executor of so many processes, each with `state`, its `worker_state`, and one piece of work at a time.
+    """Provide an executor of `jobs` processes, each with `state` as its `worker_state`, and one piece of work at a
+    time.
 
-    Where processes can be forked, they begin with what `state` holds now. Call it before any thread is started.
+    Where processes can be forked, they start with the present content of `state`. Call this before starting any thread.
     """
     with _pool(jobs, "fork" if sys.platform == "linux" else "spawn", state) as pool:
         yield Processes(pool, jobs)
 
 
 def worker_state() -> Any:
-    """Return the state that this process, a worker, was started with."""
+    """Return the state with which this worker process was started."""
     return _STATE[0]
 
 
@@ -126,9 +127,9 @@ _STATE: list[Any] = [None]
 
 @contextmanager
 def _pool(jobs: int, start: str, state: Any) -> Iterator[ProcessPoolExecutor]:
-    """Provide a pool; where its block is left by an exception, its processes end at once."""
+    """Provide a pool. If its block is left by an exception, its processes end at once."""
     context = get_context(start)
-    if start == "forkserver":  # it imports once what all workers need, and lives as long as this process
+    if start == "forkserver":  # it imports what all workers need only once, and lives as long as this process
         context.set_forkserver_preload(["gssim.sweeps.predictions"])
         ensure_running()  # multiprocessing's tracker: its start would unblock the interrupt
     stopped, running = context.Pipe(duplex=False)  # the processes end when `running` is closed
@@ -151,8 +152,10 @@ def _pool(jobs: int, start: str, state: Any) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _interrupt_blocked() -> Iterator[None]:
-    """Start processes inside with the user's interrupt blocked, until `_begin` ignores it: while they import modules,
-    it would end them with a traceback. This process gets it afterwards. (Windows cannot block it.)
+    """Start processes in this context with the user's interrupt blocked, until `_begin` ignores it.
+
+    Otherwise an interrupt would end them with a traceback while they import modules. This process gets the interrupt
+    afterwards. (Windows cannot block it.)
     """
     if sys.platform == "win32":
         yield
@@ -165,9 +168,9 @@ def _interrupt_blocked() -> Iterator[None]:
 
 
 def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection], environment: Mapping[str, str]) -> None:
-    """Ignore the user's interrupt, which the parent process handles, and end when that process does, or stops it.
+    """Ignore the user's interrupt, which the parent process handles; end when the parent ends or stops this process.
 
-    It takes over the parent's environment, which may have changed since the fork server was started.
+    The process takes over the parent's environment, which may have changed since the fork server was started.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform != "win32":
@@ -188,7 +191,7 @@ def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection], env
 
 
 class DaskWorkers:
-    """Executor of a Dask cluster's workers, however many there are at a time; Dask repeats the work of lost ones."""
+    """Executor on a Dask cluster's workers, whose number may change; Dask repeats the work of lost workers."""
 
     in_chunks = True
 
@@ -235,7 +238,7 @@ class DaskWorkers:
 
 @contextmanager
 def dask_workers(address: str) -> Iterator[Workers]:
-    """Provide an executor of the Dask scheduler at an address; raise UserError where there is none."""
+    """Provide an executor of the Dask scheduler at an address; raise UserError if there is none."""
     try:
         from distributed import Client
     except ImportError:
@@ -255,9 +258,9 @@ CONNECT_S = 10
 
 
 def checked_jobs(asked: Any, name: str = "--jobs") -> int:
-    """Return the number of processes that is asked for: as many as usable cores where it is None.
+    """Return the requested number of processes, or the number of usable cores if `asked` is None.
 
-    Raises UserError where it is no whole number, or one over the limit.
+    Raises UserError if it is not a whole number, or over the limit.
     """
     if asked is None:
         return usable_cores()

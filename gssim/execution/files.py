@@ -3,13 +3,13 @@
 Invalid files are reported as UserError.
 
 [Note: what is ours] A file is written under another name in its own folder, synced, and renamed. The partial file's
-name is derived from the file's, so that the next writer of the same file replaces the one of a killed writer. Nothing
-else is removed: an existing device or pipe is written to, a symbolic link is followed, and a lock, a partial file or a
-temporary folder is removed only if it has our mark and no process holds its lock, which the kernel releases with the
-process.
+name is derived from the file's name, so the next writer of the same file replaces the partial file of a killed writer.
+Nothing else is removed. An existing device or pipe is written to directly, and a symbolic link is followed. A lock, a
+partial file or a temporary folder is removed only if it has our mark and no process holds its lock; the kernel releases
+a lock when its process ends.
 
-[Note: formulas] Spreadsheets treat a cell that begins with one of `=+-@` as a formula, and may execute it. So such
-texts are written with a leading apostrophe, as spreadsheets themselves mark text, and read without it.
+[Note: formulas] Spreadsheets treat a cell that begins with one of `=+-@` as a formula, and may execute it. Such texts
+are written with a leading apostrophe, as spreadsheets themselves mark text, and read without it.
 """
 
 import csv
@@ -51,7 +51,7 @@ MOST_LINKS = 40
 
 
 def check_place(path: Path) -> None:
-    """Raise UserError where no file can be written at `path`, before the work whose result would be lost.
+    """Raise UserError if no file can be written at `path`; called before the work whose result would be lost.
 
     A missing folder is created by the writer.
     """
@@ -65,7 +65,7 @@ def check_place(path: Path) -> None:
 
 
 def check_text_name(path: Path) -> None:
-    """Raise UserError for a path that is no text in UTF-8, where a library takes no other."""
+    """Raise UserError for a path that is not UTF-8 text, for libraries that take no other path."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -88,9 +88,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:
-    """Write files that belong together: all are on disk under other names before the first is renamed.
+    """Write files that belong together: all are on disk under other names before the first one is renamed.
 
-    Raises UserError where one of them cannot be written; then none is.
+    Raises UserError if one of them cannot be written; then none is.
     """
     written: list[_Writing] = []
     with ExitStack() as stack:
@@ -111,9 +111,9 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[IO[bytes]]:
-    """Provide a stream to write a file, which appears when the context ends without an error.
+    """Provide a stream for writing a file, which appears at its path once the context ends without an error.
 
-    Waits for another process that is writing the same file. Raises UserError where it cannot be written.
+    Waits for another process that is writing the same file. Raises UserError if the file cannot be written.
     """
     with _reported(path):
         partial = _Writing(path)
@@ -140,7 +140,7 @@ def _reported(path: Path | str) -> Iterator[None]:
 
 
 class _Writing:
-    """A file being written: under another name until it is committed, unless it is a device or a pipe."""
+    """A file being written: under another name until it is committed, or directly if it is a device or a pipe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -216,7 +216,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _target_of(path: Path) -> tuple[Path, bool]:
-    """Return (file to replace, False), or (path, True) for direct writing: to a device, pipe or open descriptor."""
+    """Return (file to replace, False), or (path, True) if it is written directly: a device, pipe or open descriptor."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):  # also for a dangling link
@@ -251,7 +251,7 @@ def _claimed_partial(partial: Path) -> int:
         _lock(handle)
         if _is_at(handle, partial):
             return handle
-        os.close(handle)  # another writer has removed it as stale
+        os.close(handle)  # another writer has taken it for abandoned and removed it
 
 
 def remove_partial(path: Path) -> None:
@@ -303,10 +303,10 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def held_lock(lock: Path, said: str = "") -> int | None:
-    """Acquire a lock file and return its handle; None where another process holds it.
+    """Acquire a lock file and return its handle; None if another process holds it.
 
-    `said`: content of the file, for others. To be released by `release_lock`; a process that inherits the handle holds
-    the lock too.
+    `said`: content of the file, for other processes to show. Release it with `release_lock`. A process that inherits
+    the handle holds the lock too.
     """
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     while True:
@@ -329,10 +329,11 @@ def release_lock(lock: Path, handle: int) -> None:
 
 @contextmanager
 def locked(lock: Path, *, place: str) -> Iterator[int]:
-    """Hold the lock of an output, `place`, as long as the context lasts; raise UserError where another process does.
+    """Hold the lock of an output, `place`, for the lifetime of the context; raise UserError if another process holds
+    it.
 
-    The message names that process. The lock file, and folders created for it, are removed afterwards; a killed process
-    leaves an unlocked file. Provides the lock's handle, for child processes to hold it too.
+    The message names that process. Afterwards the lock file, and folders created for it, are removed; a killed process
+    leaves an unlocked file. Provides the lock's handle, so that child processes can hold it too.
     """
     with _reported(place):
         made = [folder for folder in lock.parents if not folder.exists()]
@@ -356,7 +357,7 @@ def locked(lock: Path, *, place: str) -> Iterator[int]:
 
 
 def _holder(lock: Path) -> str | None:
-    """Return the description of a lock file's holder; empty if not written yet; None if the file is none of ours."""
+    """Return the description of a lock file's holder; empty if not written yet; None if the file is not one of ours."""
     try:
         content = lock.read_text(encoding="utf-8")
         holder = json.loads(content)["gssim_lock"] if content else None
@@ -372,9 +373,10 @@ def _holder(lock: Path) -> str | None:
 
 @contextmanager
 def scratch_folder(prefix: str = PREFIXES[0], *, inside: Path | None = None) -> Iterator[Path]:
-    """Provide a temporary folder, which is removed when the context ends; those of killed processes are removed first.
+    """Provide a temporary folder, which is removed when the context ends. Folders of killed processes are removed
+    first.
 
-    `inside`: parent folder, if not the default one for temporary folders.
+    `inside`: parent folder; None: the default folder for temporary files.
     """
     remove_abandoned(inside)
     while True:
@@ -382,7 +384,7 @@ def scratch_folder(prefix: str = PREFIXES[0], *, inside: Path | None = None) -> 
         try:
             handle = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
-            continue  # removed as an abandoned one before it was locked
+            continue  # another process took it for abandoned, and removed it before it was locked
         if _lock(handle, wait=False) and _is_at(handle, folder):
             (folder / FOLDER_MARK).touch()
             break
@@ -395,9 +397,9 @@ def scratch_folder(prefix: str = PREFIXES[0], *, inside: Path | None = None) -> 
 
 
 def remove_abandoned(inside: Path | None = None) -> list[Path]:
-    """Remove and return our temporary folders whose process has died.
+    """Remove our temporary folders whose process has died, and return them.
 
-    A folder is ours if it has our mark, or if it is empty, because its process has died before marking it.
+    A folder is ours if it has our mark, or if it is empty because its process died before marking it.
     """
     removed = []
     above = inside or Path(tempfile.gettempdir())
@@ -419,16 +421,16 @@ def remove_abandoned(inside: Path | None = None) -> list[Path]:
 def _remove_marked(folder: Path) -> None:
     """Remove a temporary folder of ours, its mark last.
 
-    By the mark a later process knows what is left, where this one is killed meanwhile, or where a process that is dying
-    still writes into the folder.
+    If this process is killed meanwhile, or a dying process still writes into the folder, a later process finds the rest
+    by the mark.
     """
-    with suppress(OSError):  # as far as it can be removed
+    with suppress(OSError):  # remove as much as possible
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != FOLDER_MARK:
                 path.unlink(missing_ok=True)
-        if {FOLDER_MARK}.issuperset(os.listdir(folder)):  # nothing was written meanwhile
+        if {FOLDER_MARK}.issuperset(os.listdir(folder)):  # nothing was written into it meanwhile
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -482,11 +484,11 @@ def parsed_json(content: str | bytes, *, file: str) -> Any:
 
 
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-"""See [Note: formulas]."""
+"""Beginnings of texts that spreadsheets treat as formulas; see [Note: formulas]."""
 
 
 def as_text_cell(text: str) -> str:
-    """Return a text as a cell of CSV that no spreadsheet treats as a formula; see [Note: formulas].
+    """Return a text as a CSV cell that no spreadsheet treats as a formula; see [Note: formulas].
 
     >>> as_text_cell("=1+1"), as_text_cell("gs"), of_text_cell("'=1+1"), of_text_cell("it's")
     ("'=1+1", 'gs', '=1+1', "it's")
@@ -502,9 +504,9 @@ def of_text_cell(cell: str) -> str:
 def read_rows(
     path: Path, needed: Sequence[str] = (), what: str = "a table"
 ) -> tuple[tuple[str, ...], list[dict[str, str]]]:
-    """Return the columns of a CSV file, and its rows by column; missing cells are empty.
+    """Return the columns of a CSV file, and its rows by column; missing cells are empty texts.
 
-    Raises UserError where the file is missing, or a column of `needed` is: then it is not `what`.
+    Raises UserError if the file is missing, or lacks a column of `needed`; the message then says that it is not `what`.
     """
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
     try:
@@ -520,7 +522,7 @@ def read_rows(
 
 
 def number_in(row: dict[str, str], column: str, path: Path) -> float | None:
-    """Return the number in a row's column, None where it is empty; raise UserError where it is no finite number."""
+    """Return the number in a row's column, None if it is empty; raise UserError if it is not a finite number."""
     text = row.get(column, "").strip()
     if not text:
         return None

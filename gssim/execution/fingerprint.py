@@ -7,11 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 SUFFIXES = (".py", ".toml", ".json", ".cpp")
-"""Suffixes of files that determine a package's behaviour."""
+"""Suffixes of the files that determine a package's behaviour."""
 NUMERICS = ("simpy", "numpy", "scipy")
 """Packages whose version may change a prediction."""
 SHOWN = 16
-"""Digits of a digest that provenance shows."""
+"""Number of digits of a digest that provenance shows."""
 
 
 @cache

@@ -1,7 +1,8 @@
-"""Stores of finished work, from which an interrupted command goes on: files of a folder, or lines of a file.
+"""Stores of finished work, with which an interrupted command continues: one file per item, or one line per item.
 
-Each item has a key, made of all that its value depends on; what has another key, or is damaged, is done again. One
-process at a time writes to a store: it holds the lock of the output (`gssim.execution.files.locked`).
+Each item has a key made of everything that its value depends on. An item with another key, or a damaged one, is
+computed again. Only one process at a time writes to a store: it holds the output's lock
+(`gssim.execution.files.locked`).
 """
 
 import hashlib
@@ -22,26 +23,28 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class FileStore(Generic[Item]):
-    """Store of a file for each item, by name, in a folder of the user's."""
+    """Store with one file per item, by name, in a folder of the user's."""
 
     folder: Path
     read: Callable[[Path], Item]
-    """Raises UserError for a missing or damaged file."""
+    """Reads an item from its file; raises UserError if the file is missing or damaged."""
     text: Callable[[Item], str]
-    """Content of an item's file."""
+    """Gives the content of an item's file."""
     key: Callable[[Item], object]
-    """Key of an item that was read; may raise UserError for one that has none."""
+    """Gives the key of an item that was read; may raise UserError for an item without one."""
     is_exact: bool = False
-    """Whether a file is only used if its text is the one that would be written: for what can be computed again."""
+    """Whether a file is used only if it has exactly the text that would be written; for items that are cheap to
+    redo.
+    """
 
     def kept(self, name: str, key: object) -> Item | None:
-        """Return the item in the file of this name if it has this key; else None."""
+        """Return the item in the file `name` if its key is `key`; else None."""
         file = self.folder / name
         remove_partial(file)
         try:
             item = self.read(file)
             is_wanted = self.key(item) == key
-        except UserError:  # none, or a damaged one
+        except UserError:  # the file is missing or damaged
             return None
         if is_wanted and self.is_exact:
             is_wanted = file.read_text(encoding="utf-8") == self.text(item)
@@ -53,14 +56,14 @@ class FileStore(Generic[Item]):
 
 
 PATTERN = "gssim-*.jsonl"
-"""Names of the files of records; nothing else in the folder is read or removed."""
+"""Pattern of the names of files of records; nothing else in the folder is read or removed."""
 
 
 class RecordStore:
-    """Store of many small items until all are there: one line each, with its key and a digest, in a temporary folder.
+    """Store of many small items until all are finished, in a temporary folder: one line each, with key and digest.
 
-    Every process appends to a file of its own. An unfinished or damaged line is ignored. Only the position of a record
-    in its file is held in memory.
+    Every process appends to a file of its own. Unfinished or damaged lines are ignored. Only the position of each
+    record in its file is kept in memory.
     """
 
     def __init__(self, folder: Path, wanted: Collection[str]) -> None:
@@ -111,13 +114,13 @@ class RecordStore:
                 stream.close()
 
     def close(self) -> None:
-        """Close the file that records are added to."""
+        """Close the file to which records are appended."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
     def remove(self) -> None:
-        """Remove all records, and their folder where it holds nothing else."""
+        """Remove all records, and the folder if it holds nothing else."""
         self.close()
         for file in self.folder.glob(PATTERN):
             file.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Other programs' files: importers of training configurations and clusters, and exporters.
 
-Names are loaded when they are first used: commands that read no such file need not wait for their readers.
+Names are loaded on first use, so that commands that read no such file do not wait for the importers.
 """
 
 from importlib import import_module

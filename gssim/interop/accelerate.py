@@ -1,6 +1,6 @@
 """Importers of DeepSpeed's JSON and of Hugging Face Accelerate's YAML.
 
-Keys as of DeepSpeed 0.18 and Accelerate 1.12. What FSDP does is FSDP2's: `fully_shard` on each block.
+Keys are those of DeepSpeed 0.18 and Accelerate 1.12. FSDP is simulated as FSDP2, with `fully_shard` on each block.
 """
 
 from collections import Counter
@@ -118,7 +118,7 @@ DEEPSPEED: dict[str, Rule] = {
     **listed("implementation", "disable_allgather", "graph_harvesting", "communication_options.*", "tensor_parallel.*"),
     **listed(LAUNCHER, "cuda_visible_devices", "comm_backend_name", "*_comment*", "*comment"),
 }
-"""What becomes of DeepSpeed's keys that are not read; the first pattern counts."""
+"""How DeepSpeed's keys are treated that are not read; the first matching pattern counts."""
 
 
 def _precision_of_deepspeed(keys: Keys, training: Training) -> None:
@@ -173,7 +173,9 @@ def deepspeed(keys: Keys) -> Training:
 
 
 def _ulysses(keys: Keys, training: Training, *names: str) -> None:
-    """Read DeepSpeed's sequence parallelism: all-to-alls in attention, state sharded over its ranks too (engine.py)."""
+    """Read DeepSpeed's sequence parallelism: all-to-alls in attention; state is sharded over its ranks too
+    (engine.py).
+    """
     ranks = keys.integer(*names, sets="plan.cp")
     if ranks is not None and ranks.value > 1:
         training.cp, training.context_exchange = ranks, Value("all-to-all", ranks.origin)
@@ -182,7 +184,7 @@ def _ulysses(keys: Keys, training: Training, *names: str) -> None:
 def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
     stage = keys.integer("zero_optimization.stage", sets="plan.method", least=0)
     training.zero1_implementation = "deepspeed"
-    # runtime/pipe/engine.py keeps as many buffers as micro-batches are in flight, and one for a gradient
+    # runtime/pipe/engine.py keeps a buffer for each micro-batch in flight, and one for a gradient
     training.receive_buffers = Value("in-flight", "DeepSpeed's pipelines have buffers for what is in flight")
     training.sharding = Value("none", "zero_optimization.stage is not given: 0")
     if stage is not None and stage.value > 3:
@@ -206,7 +208,7 @@ OTHER_PLACE = "offloading to other places than the host's memory cannot be simul
 
 
 def _offload_of_deepspeed(keys: Keys, training: Training) -> None:
-    """Read what is offloaded; DeepSpeed copies parameters in the training's precision, FSDP2 in the optimizer's."""
+    """Read what is offloaded. DeepSpeed copies parameters in the training precision, FSDP2 in the optimizer's."""
     states, parameters = (
         keys.choice(OFFLOADED, f"zero_optimization.offload_{name}.device", sets="plan.offload", why=OTHER_PLACE)
         for name in ("optimizer", "param")
@@ -285,7 +287,7 @@ ACCELERATE: dict[str, Rule] = {
     **listed(LAUNCHER, "downcast_bf16", "enable_cpu_affinity", "command*", "num_cpu_threads_per_process", "use_cpu"),
     **listed(LAUNCHER, "deepspeed_hostfile", "deepspeed_multinode_launcher", "max_restarts", "monitor_interval"),
 }
-"""What becomes of Accelerate's keys that are not read."""
+"""How Accelerate's keys are treated that are not read."""
 
 SHARDINGS = {
     **dict.fromkeys(("full_shard", "1", "true", "full"), ("zero3", False)),
@@ -298,7 +300,7 @@ SHARDINGS = {
 
 
 def accelerate(keys: Keys, cluster: Cluster) -> Training:
-    """Return the training in an Accelerate configuration, with that of the DeepSpeed file that it names."""
+    """Return the training in an Accelerate configuration, including the DeepSpeed file that it may name."""
     kind = str(keys.raw("distributed_type") or "NO").upper()
     found = Training()
     if kind == "DEEPSPEED":
@@ -326,9 +328,9 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
 
 
 def _parallelism_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
-    """Read the sizes of the mesh, of which FSDP2 shards over dp_shard times cp: parallelism_config.py, fsdp_utils.py.
+    """Read the sizes of the mesh; FSDP2 shards over dp_shard times cp (parallelism_config.py, fsdp_utils.py).
 
-    A size that is not given is 1, except where all are: then FSDP shards over all processes.
+    A size that is not given is 1; if none is given, FSDP shards over all processes.
     """
     sizes = {}
     for name in ("dp_replicate", "dp_shard", "tp", "cp"):
@@ -355,7 +357,7 @@ def _parallelism_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
 
 
 def _sequences_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
-    """Read DeepSpeed's sequence parallelism, and the length of sequences, where all have the same."""
+    """Read DeepSpeed's sequence parallelism, and the length of sequences if all have the same."""
     key = "parallelism_config.parallelism_config_sp"
     sizes = [f"{key}_size", "parallelism_config.sp_size"]
     if kind == "DEEPSPEED":
@@ -428,13 +430,13 @@ def _deepspeed_of_accelerate(keys: Keys) -> Training:
 
 
 FILLED = ("train_*batch_size*", "gradient_accumulation_steps", "gradient_clipping", "bf16.enabled", "fp16.enabled")
-"""Keys of a DeepSpeed file that Hugging Face's Trainer fills in where they are "auto"."""
+"""Keys of a DeepSpeed file that Hugging Face's Trainer fills in if they are "auto"."""
 
 
 def deepspeed_file(keys: Keys, key: str, name: str, *, fills: str = "", precision: str = "") -> Training | None:
-    """Return the training in a DeepSpeed file that a key names, beside the file or in the working directory.
+    """Return the training in a DeepSpeed file that a key names, searched beside the file or in the working directory.
 
-    `fills`: the program whose own keys stand for what is "auto" in it; `precision`: what they say of that.
+    `fills`: the program whose own keys replace "auto" in it. `precision`: the precision that these keys give.
     """
     places = [Path(keys.file).parent / name, Path(name)]
     path = next((place for place in places if place.is_file()), None)
@@ -463,7 +465,7 @@ def read_fsdp(keys: Keys, training: Training, cluster: Cluster, *, prefix: str) 
     strategy = keys.choice(
         SHARDINGS, *(names if version and version.value == 2 else reversed(names)), sets="plan.method"
     )
-    for name in names:  # the other one has no effect in this generation
+    for name in names:  # the other name has no effect in this generation of FSDP
         if keys.has(name) and name not in keys.read:
             keys.note(name, "of the other generation of FSDP")
     sharding, inside = strategy.value if strategy is not None else ("zero3", False)

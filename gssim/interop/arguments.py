@@ -1,7 +1,8 @@
-"""Arguments of Megatron-LM: of a command line, a script that is followed, a file of arguments, or a YAML file of them.
+"""Arguments of Megatron-LM, from a command line, a script that is followed, a file of arguments, or a YAML file.
 
-Names have hyphens, and no leading ones. Of a script those of the command that trains count. What the script leaves
-open is `Undecided`; arguments of the launcher, before the program's name, have names that begin with `launcher:`.
+Names are written with hyphens, without the leading ones. In a script, only the command that trains counts. Values that
+the script leaves open are `Undecided`. Names of the launcher's arguments (before the program's name) begin with
+`launcher:`.
 """
 
 import json
@@ -26,7 +27,7 @@ BEGINS_TRAINING = {
     "batch-size",
     "lr",
 }
-"""Options by which a command is one that trains."""
+"""Options that mark a command as one that trains."""
 OF_MODELS = {
     "num-layers",
     "hidden-size",
@@ -35,7 +36,7 @@ OF_MODELS = {
     "tensor-model-parallel-size",
     "pipeline-model-parallel-size",
 }
-"""Options by which a command, or a variable, has to do with Megatron-LM."""
+"""Options that mark a command, or a variable, as Megatron-LM's."""
 LAUNCHER = {
     "nproc-per-node": "nproc-per-node",
     "nnodes": "nnodes",
@@ -49,7 +50,7 @@ FLAG = re.compile(
     r"|group-query-attention|untie-embeddings-and-output-weights|apply-layernorm-1p|qk-layernorm|deepspeed"
     r"|checkpoint-activations|deepspeed-activation-checkpointing|moe-grouped-gemm|add-qkv-bias|log-(?!interval).*"
 )
-"""Options that take no value: a variable behind one may hold further arguments."""
+"""Options that take no value; a variable that follows one may hold further arguments."""
 DEEPSPEED_FILE = "deepspeed-config"
 MOST_NESTED = 5
 
@@ -61,7 +62,8 @@ def arguments_in(
 ) -> Options:
     r"""Return the arguments in a command line, script or file of arguments; flags without a value are True.
 
-    `variables`: of the script, which the caller gives. `folder`: where files lie that it includes.
+    `variables`: values that the caller gives for the script's variables. `folder`: folder of the files that it
+    includes.
 
     >>> arguments_in("N=8\ntorchrun pretrain_gpt.py --micro-batch-size 2 --seq-length=$((N)) --bf16", file="train.sh")
     {'micro-batch-size': '2', 'seq-length': '8', 'bf16': True}
@@ -88,7 +90,7 @@ def arguments_in(
 
 
 def _of_commands(script: Script) -> Options:
-    """Return the arguments of the command that trains, or of the variables where none does."""
+    """Return the arguments of the command that trains or, without such a command, those in variables."""
     pieces = [word for command in script.commands if command.words[0].startswith("--") for word in command.words]
     commands = [each for each in script.commands if not each.words[0].startswith("--")]
     runs = [(each, _options_of(each.words, script)) for each in commands]
@@ -107,7 +109,7 @@ def _of_commands(script: Script) -> Options:
 
 
 def _joined(runs: Sequence[tuple[Command, Options]]) -> Options:
-    """Return the options of several trainings; those that differ are open."""
+    """Return the options of several trainings; options that differ are `Undecided`."""
     if len(runs) == 1:
         return runs[0][1]
     lines = ", ".join(dict.fromkeys(str(command.line) for command, _ in runs))
@@ -122,7 +124,7 @@ def _joined(runs: Sequence[tuple[Command, Options]]) -> Options:
 
 
 def _undecided(values: Sequence[Any], decided: str) -> Any:
-    """Return one of several values, of which some may be open themselves; a single one as it is."""
+    """Return one value for several, some of which may be `Undecided`; a single value is returned as it is."""
     if len(values) == 1:
         return values[0]
     parts = [value.alternatives if isinstance(value, Undecided) else (value,) for value in values]
@@ -161,7 +163,7 @@ def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options
 
 
 def _add(found: Options, more: Options) -> None:
-    """Add options; one that is there already with another value is open."""
+    """Add options; one that is already there with another value becomes `Undecided`."""
     for name, value in more.items():
         if name in found and found[name] != value:
             value = _undecided((found[name], value), "as it is given twice: leave one")
@@ -173,7 +175,7 @@ def _name(word: str) -> str:
 
 
 def _pairs(words: Sequence[str], script: Script) -> list[tuple[str, str | bool]]:
-    """Return options and their values; a mark that is no value stands for options, and is a name."""
+    """Return options and their values. A mark that is not a value stands for options, and counts as a name."""
     found: list[tuple[str, str | bool]] = []
     values: list[str] | None = None
     name = ""
@@ -197,7 +199,7 @@ def _pairs(words: Sequence[str], script: Script) -> list[tuple[str, str | bool]]
 
 
 def _valued(value: str | bool, script: Script) -> Any:
-    """Return a value, or what it needs."""
+    """Return a value, or an `Undecided` with what it depends on."""
     if isinstance(value, bool) or not is_open(value):
         return value
     labels = MARKS.findall(value)
@@ -222,7 +224,7 @@ def _hint(variable: str) -> str:
 
 
 def _json_in(document: str, file: str) -> Options:
-    """Return the keys of a JSON file that a script writes; what is open in it is a text with its variable."""
+    """Return the keys of a JSON file that a script writes; an open value is a text with its variable."""
     for quoted in (r'"\g<0>"', r"\g<0>"):
         try:
             data = json.loads(written(MARKS.sub(quoted, document)))

@@ -73,7 +73,7 @@ AUTOMODEL: dict[str, Rule] = {
     **listed("how processes are started, not what they do", "dist_env.*", "slurm*", "launcher*", "skypilot*", "k8s*"),
     **listed("how processes are started, not what they do", "nproc_per_node", "nnodes", "device*"),
 }
-"""What becomes of Automodel's keys that are not read."""
+"""How Automodel's keys are treated that are not read."""
 
 
 def automodel(keys: Keys) -> Training:
@@ -150,7 +150,7 @@ def _automodel_sharding(keys: Keys, training: Training, at: str) -> None:
 
 
 def _automodel_memory(keys: Keys, training: Training) -> None:
-    """Read what is kept in the host's memory, and the size of buckets."""
+    """Read which state is kept in host memory, and the size of buckets."""
     policy, on_host = "distributed.offload_policy._target_", keys.flag("distributed.cpu_offload")
     if "CPUOffloadPolicy" in str(keys.raw(policy)):
         training.offload = Value("parameters", keys.line(policy))
@@ -164,7 +164,7 @@ def _automodel_memory(keys: Keys, training: Training) -> None:
 
 
 def _automodel_precision(keys: Keys, training: Training) -> None:
-    """Read in what weights are kept and computed; FSDP2 casts them by its policy, unless there are adapters.
+    """Read the precisions of weights and compute; FSDP2 casts by its policy, unless there are adapters.
 
     Source: NeMo Automodel, components/distributed/config.py: param_dtype = bfloat16 and reduce_dtype = float32 by
     default; before mid-2026 gradients were reduced in bfloat16.
@@ -198,7 +198,7 @@ def _automodel_precision(keys: Keys, training: Training) -> None:
 
 
 def _automodel_adapters(keys: Keys, training: Training) -> None:
-    """Read adapters of low rank; patterns of their maps are resolved on the model (module_matcher.py)."""
+    """Read low-rank adapters; patterns of their maps are resolved on the model (module_matcher.py)."""
     if not keys.has("peft._target_"):
         return
     if not str(keys.raw("peft._target_")).endswith("lora.PeftConfig"):
@@ -227,7 +227,7 @@ def _automodel_adapters(keys: Keys, training: Training) -> None:
 
 
 OUTSIDE_BLOCKS = re.compile("lm_head|vision|visual|image|audio|embed|projector")
-"""Of names of modules that are no maps of a language model's blocks."""
+"""Pattern of the names of modules that are not maps of a language model's blocks."""
 
 
 def _automodel_recompute(keys: Keys, training: Training, key: str) -> None:

@@ -89,12 +89,12 @@ AXOLOTL: dict[str, Rule] = {
         LAUNCHER, "experimental_*", "gpu_memory_limit", "max_memory", "project_name", "gradient_checkpointing_kwargs*"
     ),
 }
-"""What becomes of axolotl's keys that are not read."""
+"""How axolotl's keys are treated that are not read."""
 FSDP = {
     **{pattern: rule for pattern, rule in ACCELERATE.items() if pattern.startswith("fsdp_config.")},
     **listed("how the model is built and saved", "fsdp_final_state_dict_type"),
 }
-"""What becomes of those of FSDP, where it is on."""
+"""How FSDP's keys are treated if FSDP is on."""
 NO_FSDP = listed("of FSDP, which is off", "fsdp_config.*", "fsdp_final_state_dict_type")
 
 
@@ -102,7 +102,7 @@ CONTEXT, EXPERTS = "context_parallel_size", "expert_parallel_size"
 
 
 def axolotl(keys: Keys, cluster: Cluster) -> Training:
-    """Return the training in an axolotl recipe; batches are of samples that are packed to `sequence_len` tokens."""
+    """Return the training in an axolotl recipe; a sample is a sequence of `sequence_len` packed tokens."""
     training = Training()
     sizes = {
         "dp_replicate": ("dp_replicate_size", "plan.dp_replicate"),
@@ -136,7 +136,7 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
 
 def _axolotl_parts(keys: Keys, training: Training) -> None:
     """Read context parallelism, the parameters that are trained, and buckets."""
-    # the older name counts where the newer is not given: utils/schemas/validation.py
+    # the older name counts if the newer one is not given: utils/schemas/validation.py
     older, newer = (keys.integer(f"{each}", sets="plan.cp") for each in ("sequence_parallel_degree", CONTEXT))
     training.cp = newer or older
     if older is not None and newer is not None and older.value != newer.value:
@@ -151,7 +151,7 @@ def _axolotl_parts(keys: Keys, training: Training) -> None:
 
 
 def _axolotl_experts(keys: Keys, training: Training) -> None:
-    """Read how ranks divide experts: as an axis of its own, over which all else is sharded too."""
+    """Read expert parallelism, an axis of its own over which everything else is sharded too."""
     training.ep = keys.integer(EXPERTS, sets="plan.ep")
     implementation = keys.raw("experts_implementation")
     if implementation == "grouped_mm":
@@ -183,7 +183,7 @@ def _axolotl_batch(keys: Keys, training: Training) -> None:
 
 
 def _axolotl_adapters(keys: Keys, training: Training) -> None:
-    """Read adapters of low rank: their rank, scale and maps."""
+    """Read low-rank adapters: their rank, scale and maps."""
     kind = keys.raw("adapter")
     in_4_bits, in_8_bits = keys.flag("load_in_4bit"), keys.flag("load_in_8bit")
     few = next((each for each in (in_4_bits, in_8_bits) if each is not None and each.value), None)
@@ -225,7 +225,7 @@ PLUGINS = {
     "axolotl.integrations.swanlab.": LOGGING,
     "axolotl.integrations.spectrum.": "it does what its own keys say",
 }
-"""What becomes of plugins that change nothing by themselves."""
+"""Why plugins are accepted that change nothing by themselves."""
 
 
 def _axolotl_loss(keys: Keys, training: Training) -> None:
@@ -247,7 +247,7 @@ def _axolotl_loss(keys: Keys, training: Training) -> None:
 
 
 def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> bool:
-    """Read what shards, and return whether FSDP is on."""
+    """Read the sharding, and return whether FSDP is on."""
     file = keys.raw("deepspeed")
     on = keys.raw("fsdp")
     shards = any(key.startswith("fsdp_config.") and keys.has(key) for key in keys.values) or bool(on)
@@ -269,7 +269,7 @@ def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> bool:
 
 
 def _axolotl_fsdp(keys: Keys, training: Training, cluster: Cluster, on: Any) -> None:
-    """Read the keys of FSDP, all of which have a prefix in older recipes; `on`: the value of `fsdp`."""
+    """Read FSDP's keys, all of which have a prefix in older recipes; `on`: the value of `fsdp`."""
     prefixed = (key for key in keys.values if key.startswith("fsdp_config.fsdp_") and key != "fsdp_config.fsdp_version")
     prefix = "fsdp_config.fsdp_" if any(prefixed) else "fsdp_config."
     read_fsdp(keys, training, cluster, prefix=prefix)
@@ -284,7 +284,7 @@ def _axolotl_fsdp(keys: Keys, training: Training, cluster: Cluster, on: Any) -> 
 
 
 def _axolotl_deepspeed(keys: Keys, training: Training, file: str) -> None:
-    """Read the DeepSpeed file, whose batch and precision are those of the recipe."""
+    """Read the DeepSpeed file; batch and precision are those of the recipe."""
     on = [kind for kind in ("bf16", "fp16") if keys.values.get(kind) in (True, "auto", "true")]
     found = deepspeed_file(keys, "deepspeed", file, fills="axolotl", precision=on[0] if on else "")
     if found is None:

@@ -1,4 +1,4 @@
-"""Cluster files from hosts and a fabric: as a topology where it has a shape, else link by link."""
+"""Cluster files from hosts and a fabric: as a topology if one describes them, else link by link."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ HOP_LATENCY_S = 0.5e-6
 
 
 class MadeCluster:
-    """A cluster file's text, what was assumed in it, and what was fitted."""
+    """The text of a cluster file, and notes on what was assumed and what was fitted."""
 
     def __init__(self, text: str, notes: Sequence[str], fitted: Sequence[str]) -> None:
         self.text, self.notes, self.fitted = text, tuple(notes), tuple(fitted)
@@ -44,10 +44,10 @@ def cluster_of(
 ) -> MadeCluster:
     """Return the cluster of hosts and switches that files describe.
 
-    `paths`: NCCL's XML or `nvidia-smi topo -m` of one or more hosts, and at most one file of switches; without a host's
-    file hosts are usual servers of `gpu`, or with `detect` this machine. `hosts`: how many equal ones, where no file
-    says. `devices`: how many of each host are used; None: all. `nccl_tests`: measured all-reduces, to which NCCL's
-    constants are fitted. Raises UserError for files that are invalid or contradict each other.
+    `paths`: NCCL's XML or `nvidia-smi topo -m` of one or more hosts, and at most one file of switches. Without a host's
+    file, hosts are usual servers of `gpu` or, with `detect`, this machine. `hosts`: number of equal hosts, if no file
+    gives it. `devices`: how many devices of each host are used; None: all. `nccl_tests`: measured all-reduces to which
+    NCCL's constants are fitted. Raises UserError for files that are invalid or contradict each other.
     """
     if not 0 < oversubscription < 1000:
         raise UserError(f"--oversubscription {oversubscription}: must be more than 0 and less than 1000")
@@ -80,7 +80,7 @@ def cluster_of(
 
 
 def _fit_nccl(data: dict[str, Any], cluster: Cluster, path: Path | None) -> list[str]:
-    """Replace the generation of NCCL's constants by a table that is fitted to measurements; return how well it fits."""
+    """Replace NCCL's constants of a generation by constants fitted to measurements; return a note on the fit."""
     if path is None:
         return []
     if cluster.backend != "nccl":
@@ -108,9 +108,9 @@ def _read(paths: Sequence[Path], gpu: str | None) -> tuple[list[Host], Fabric | 
 def cluster_tables(
     hosts: Sequence[Host], name: str, fabric: Fabric | None = None, oversubscription: float = 1.0
 ) -> dict[str, Any]:
-    """Return the tables of a cluster file of hosts; without a fabric several are joined by one switch.
+    """Return the tables of a cluster file of hosts; without a fabric, several hosts are joined by one switch.
 
-    Raises UserError where hosts that are to be joined have no network card.
+    Raises UserError if hosts that are to be joined have no network card.
     """
     first = hosts[0]
     source = "; ".join(dict.fromkeys(host.source for host in hosts))
@@ -148,7 +148,7 @@ def _group(host: Host, count: int, needs_network: bool) -> dict[str, Any]:
 
 
 def _shape(fabric: Fabric | None, oversubscription: float) -> dict[str, Any] | None:
-    """Return the fabric as a shape of cluster files; None where it has none of them."""
+    """Return the fabric as a topology of cluster files; None if no topology describes it."""
     if fabric is None or len(fabric.switches) == 1:
         return {"kind": "switch"}
     leafs = [list(same) for _, same in groupby(fabric.nodes, key=lambda node: fabric.above[node])]
@@ -198,7 +198,7 @@ def _link_by_link(
         else:
             links.append(_link(ends[0], ends[1], rate, latency_s))
     if fabric is not None:
-        for switch in fabric.switches:  # lower ones first, so that what is below is known
+        for switch in fabric.switches:  # from the lowest up, so that everything below a switch is known
             for parent in above.get(switch, []):
                 rate = up_bytes_per_s[switch] / len(above[switch]) / oversubscription
                 links.append(_link(switch, parent, rate, HOP_LATENCY_S))
@@ -228,7 +228,7 @@ def _between(a: str, b: str, rate: Any) -> dict[str, Any]:
 
 
 def _of_cores(hosts: Sequence[Host], fabric: Fabric | None, name: str, source: str) -> dict[str, Any]:
-    """Return hosts of processors, whose cores are the devices."""
+    """Return hosts of CPUs, whose cores are the devices."""
     if fabric is not None and len(fabric.switches) > 1:
         raise UserError("--detect: cores behind several switches cannot be written; allowed: one switch")
     host, rates = hosts[0], replace(hosts[0]).inside_link
@@ -263,7 +263,7 @@ def _of_cores(hosts: Sequence[Host], fabric: Fabric | None, name: str, source: s
 
 
 def _text(data: dict[str, Any], notes: Sequence[str], fabric: Fabric | None, fitted: Sequence[str]) -> str:
-    """Return the tables as TOML, with what was assumed and what was fitted as comments."""
+    """Return the tables as TOML, with comments on what was assumed and what was fitted."""
     lines = [f"# What does {one_line(str(data['name']))} do?", *(f"# default: {one_line(note)}" for note in notes)]
     lines += [f"# {one_line(note)}" for note in fitted]
     if fabric is not None and len(fabric.nodes) <= 64:
@@ -285,7 +285,7 @@ def _text(data: dict[str, Any], notes: Sequence[str], fabric: Fabric | None, fit
 def usual_cluster(gpu: str, count: int) -> dict[str, Any]:
     """Return the tables of a cluster of `count` GPUs in their usual servers, behind one switch.
 
-    Raises UserError where they are no whole number of servers, or the GPU's server is not known.
+    Raises UserError if they are not a whole number of servers, or the GPU's usual server is not known.
 
     >>> usual_cluster("h100", 16)["topology"]["servers"][0]["count"]
     2

@@ -1,6 +1,6 @@
 """Export of a scenario's plan to a configuration of DeepSpeed, Accelerate or torchtitan, or to a script for torchrun.
 
-A plan that a program cannot execute is refused; what its format has no key for is returned as notes.
+A plan that the program cannot execute is refused; settings for which its format has no key are returned as notes.
 """
 
 import json
@@ -31,7 +31,7 @@ OPTIMIZER_TYPES = {"adamw": "AdamW", "adam": "Adam"}
 
 @dataclass
 class Exported:
-    """A file for another program, and what it cannot hold."""
+    """A file for another program, and notes on the settings that it cannot hold."""
 
     text: str
     notes: list[str] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Exported:
 def export_scenario(scenario: Scenario, to: str) -> Exported:
     """Return a scenario's plan as a file for the program `to`, one of `EXPORTS`.
 
-    Raises UserError where that program cannot execute the plan.
+    Raises UserError if that program cannot execute the plan.
     """
     if to not in EXPORTS:
         raise UserError(f"--to {to}: no such format; allowed: {', '.join(EXPORTS)}")
@@ -82,7 +82,7 @@ ONE_KIND: dict[str, Any] = {
     "plan.tp_overlap": False,
     "plan.async_input_gradients": False,
 }
-"""Keys of which the programs have one kind."""
+"""Keys for which the other programs have only one value."""
 IN_CODE: dict[str, tuple[Any, str]] = {
     "workload.adapters": (None, "add them to the model"),
     "workload.frozen": (None, "freeze them"),
@@ -93,18 +93,18 @@ IN_CODE: dict[str, tuple[Any, str]] = {
     "workload.tf32": (False, "set torch.backends.cuda.matmul.allow_tf32"),
     "workload.data": ("auto", "the data are your script's"),
 }
-"""Keys that are the user's code's, with their defaults: files of DeepSpeed and Accelerate are for such code."""
+"""Keys that are up to the user's code, with their defaults; files of DeepSpeed and Accelerate accompany such code."""
 
 
 def note_of(key: str, value: Any, reason: str) -> str:
-    """Return the line for what a file does not hold: its key and value as `--set` takes them, and the reason."""
+    """Return the line for a setting that a file does not hold: key and value as `--set` takes them, and the reason."""
     if hasattr(value, "__dataclass_fields__"):
         value = {name: each for name in value.__dataclass_fields__ if (each := getattr(value, name)) is not None}
     return f"{key} = {toml(list(value) if isinstance(value, tuple) else value)}: {reason}"
 
 
 def _notes(scenario: Scenario, to: str) -> list[str]:
-    """Return what a file cannot hold; refuse what the program cannot do without the user's code."""
+    """Return notes on what a file cannot hold; refuse what the program cannot do without the user's code."""
     plan, policies, workload = scenario.plan, scenario.policies, scenario.workload
     has_code = to in ("deepspeed", "accelerate")
     notes = []
@@ -134,7 +134,7 @@ def _notes(scenario: Scenario, to: str) -> list[str]:
 
 
 def _read_back_method(scenario: Scenario) -> str:
-    """Return the method that an import of the file names."""
+    """Return the method that an import of the exported file would give."""
     plan, policies = scenario.plan, scenario.policies
     if policies.dp_replicate * policies.dp_shard * policies.cp == 1:
         return "pipeline" if policies.pp > 1 else "tensor" if policies.tp > 1 else "single"
@@ -166,7 +166,7 @@ def _refuse_contexts(scenario: Scenario, to: str) -> None:
 
 
 def _refuse_precisions(scenario: Scenario, to: str) -> None:
-    """Refuse precisions, and scales of the loss, that a program does not have so."""
+    """Refuse precisions and loss scales that a program does not have in this form."""
     workload, shards = scenario.workload, METHODS[scenario.plan.method].gradients == "reduce-scatter"
     _refuse(to, "workload.precision", workload.precision, workload.precision in DTYPES, "fp32, bf16")
     casts = to == "accelerate" and not shards
@@ -202,7 +202,7 @@ def _batch(scenario: Scenario) -> tuple[int, int]:
 
 
 def _sync(scenario: Scenario, to: str, wanted: str, notes: list[str]) -> None:
-    """Refuse another synchronization of gradients than the program's, where it makes a difference; note it else."""
+    """If gradients are synchronized at another time than the program's, refuse it, or note it if it does not matter."""
     policies, method = scenario.policies, METHODS[scenario.plan.method]
     matters = scenario.plan.micro_batches > 1 and policies.gradients == "reduce-scatter"
     _refuse(to, "plan.gradient_sync", policies.gradient_sync, not matters or policies.gradient_sync == wanted, wanted)
@@ -242,7 +242,7 @@ def _deepspeed(scenario: Scenario, notes: list[str]) -> Exported:
     if policies.tp > 1:
         data["tensor_parallel"] = {"autotp_size": policies.tp}
     if policies.cp > 1:
-        # both make the mesh, over which the model's attention has to be DeepSpeed's DistributedAttention: __init__.py
+        # both make the mesh; the model's attention has to be DeepSpeed's DistributedAttention over it: __init__.py
         data |= {"sequence_parallel_size": policies.cp, "data_parallel_size": policies.data_ranks}
     data |= _deepspeed_optimizer(workload, notes)
     if workload.sequence_length is not None:
@@ -251,7 +251,7 @@ def _deepspeed(scenario: Scenario, notes: list[str]) -> Exported:
 
 
 def _deepspeed_optimizer(workload: Workload, notes: list[str]) -> dict[str, Any]:
-    """Return DeepSpeed's table of the optimizer, of which it has Adam alone here."""
+    """Return DeepSpeed's table of the optimizer; of its optimizers, only Adam exists here."""
     implementation = workload.optimizer_implementation
     if implementation not in ("default", "fused"):
         notes.append(note_of("workload.optimizer_implementation", implementation, "the file says torch's own"))
@@ -268,7 +268,7 @@ def _deepspeed_optimizer(workload: Workload, notes: list[str]) -> dict[str, Any]
 
 
 def _optimizer_notes(workload: Workload, reason: str, *, has_kind: bool) -> list[str]:
-    """Return lines for an optimizer that is the script's; its implementation where no other line has it."""
+    """Return notes for an optimizer that is up to the script, with its implementation if no other note has it."""
     names = ["optimizer", "learning_rate", "weight_decay"]
     names += ["momentum"] if workload.optimizer in ("sgd-momentum", "muon") else []
     names += [] if has_kind and workload.optimizer_implementation != "fused" else ["optimizer_implementation"]
@@ -300,7 +300,7 @@ def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
         for key, ranks in (("plan.tp", policies.tp), ("plan.cp", policies.cp)):
             fine = ranks == 1 or plan.method == "tensor"
             _refuse("accelerate", key, ranks, fine, "1: its replicas are neither tensor- nor context-parallel")
-    elif policies.dp_replicate > 1:  # it takes no replicas of shards over context ranks alone
+    elif policies.dp_replicate > 1:  # it does not replicate shards that are over context ranks only
         _refuse("accelerate", "plan.dp_shard", policies.dp_shard, policies.dp_shard > 1, "more than 1")
     _sync(scenario, "accelerate", "step", notes)
     hosts = Counter(device.host for device in scenario.cluster.devices[: scenario.ranks])
@@ -354,7 +354,7 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
     recompute = plan.recompute if plan.recompute != "none" else workload.model.compiled_recompute
     allowed = "none, every-second-product, full"
     _refuse("torchtitan", "plan.recompute", plan.recompute, plan.recompute != "selective", allowed)
-    if plan.method == "ddp":  # which it has on one axis alone, and whose place FSDP takes where there are context ranks
+    if plan.method == "ddp":  # torchtitan has DDP on one axis only, and FSDP takes its place if there are context ranks
         for axis in ("tp", "pp", "cp"):
             ranks = getattr(policies, axis)
             _refuse("torchtitan", f"plan.{axis}", ranks, ranks == 1, "1 under method 'ddp'")

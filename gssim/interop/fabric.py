@@ -1,6 +1,6 @@
-"""Fabrics between hosts: Slurm's topology.conf and topology.yaml (topograph writes them), and labels of Kubernetes.
+"""Fabrics between hosts: Slurm's topology.conf and topology.yaml (topograph writes both), and labels of Kubernetes.
 
-None of them has rates: switches are taken to be as fast as the cards below them, divided by an oversubscription.
+None of them gives rates. Switches are assumed to be as fast as the cards below them, divided by an oversubscription.
 """
 
 import re
@@ -16,7 +16,7 @@ from gssim.interop.reading import parsed_json, parsed_yaml
 
 TIER = re.compile(r"^(?:fabric\.topograph\.run|network\.topology\.(?:nvidia\.com|kubernetes\.io))/(?:tier-)?(.+)$")
 ORDER = {"accelerator": 0, "leaf": 1, "spine": 2, "core": 3, "block": 1, "datacenter": 4}
-"""Levels of labels that have names in the place of numbers."""
+"""Levels of labels that have names instead of numbers."""
 
 
 @dataclass
@@ -26,12 +26,12 @@ class Fabric:
     nodes: list[str] = field(default_factory=list)
     """Names of the hosts in the order of the file."""
     above: dict[str, list[str]] = field(default_factory=dict)
-    """Switches directly over each host and switch."""
+    """Switches directly above each host or switch."""
     listed: list[str] = field(default_factory=list)
-    """What the file says that has no effect."""
+    """Lines on parts of the file that have no effect."""
 
     def put(self, child: str, parent: str) -> None:
-        """Hang a host or switch under a switch."""
+        """Put a host or switch under a switch."""
         parents = self.above.setdefault(child, [])
         if parent not in parents:
             parents.append(parent)
@@ -40,18 +40,18 @@ class Fabric:
     def switches(self) -> list[str]:
         """Names of all switches, lower ones first."""
         found = list(dict.fromkeys(parent for node in self.nodes for parent in self.above.get(node, [])))
-        for switch in found:  # grows while it is walked
+        for switch in found:  # the list grows while it is walked
             found += [parent for parent in self.above.get(switch, []) if parent not in found]
         return found
 
     @property
     def tops(self) -> list[str]:
-        """Switches under no other."""
+        """Switches that are under no other switch."""
         return [switch for switch in self.switches if not self.above.get(switch)]
 
 
 def of_fabric_file(path: Path, text: str) -> Fabric:
-    """Return the fabric in a file of switches; raise UserError where it is invalid or has islands."""
+    """Return the fabric in a file of switches; raise UserError if it is invalid or has unconnected parts."""
     file = str(path)
     if path.suffix in (".yaml", ".yml", ".json"):
         data = parsed_json(text, file=file) if path.suffix == ".json" else parsed_yaml(text, file=file)
@@ -103,7 +103,7 @@ def _hang(fabric: Fabric, name: str, nodes: str | None, switches: str | None, wh
 
 
 def _join_blocks(fabric: Fabric, blocks: Sequence[str]) -> None:
-    """Put one switch over blocks, which the file does not join."""
+    """Put one switch above all blocks, if the file does not connect them."""
     if len(blocks) > 1:
         fabric.listed.append(f"{len(blocks)} blocks: joined by one switch, as the file does not say")
         for block in blocks:
@@ -111,7 +111,7 @@ def _join_blocks(fabric: Fabric, blocks: Sequence[str]) -> None:
 
 
 def _of_yaml(data: Any, file: str) -> Fabric:
-    """Return the fabric of a topology.yaml: a list of topologies, of which the cluster's default counts."""
+    """Return the fabric of a topology.yaml, a list of topologies; only the cluster's default one counts."""
     entries = data if isinstance(data, list) else [data]
     tables = [entry for entry in entries if isinstance(entry, Mapping) and (entry.get("tree") or entry.get("block"))]
     if not tables:
@@ -160,7 +160,7 @@ def _of_labels(items: Sequence[Any], file: str) -> Fabric:
 
 
 def _check(fabric: Fabric, file: str) -> None:
-    """Raise UserError for cycles, islands, and switches that nothing hangs under."""
+    """Raise UserError for cycles, unconnected parts, and switches with nothing below them."""
     if not fabric.nodes:
         raise UserError(f"{file}: names no hosts")
     hosts = set(fabric.nodes)
@@ -185,7 +185,7 @@ def _check(fabric: Fabric, file: str) -> None:
 
 
 def _check_order(fabric: Fabric, file: str) -> None:
-    """Raise UserError for switches that are under themselves, and for those that no host is under."""
+    """Raise UserError for switches that are below themselves, and for switches without hosts."""
     switches = fabric.switches
     empty = sorted(name for name in fabric.above if name not in {*switches, *fabric.nodes})
     if empty:
@@ -196,7 +196,7 @@ def _check_order(fabric: Fabric, file: str) -> None:
         for parent in fabric.above.get(name, []):
             below[parent].append(name)
     free = [name for name, parents in left.items() if not parents]
-    for name in free:  # grows while it is walked, from the tops down
+    for name in free:  # grows while it is walked, from the top switches down
         for child in below[name]:
             left[child] -= 1
             if not left[child]:

@@ -1,5 +1,5 @@
-"""Names of the formats that are read and written; apart, so that help texts need none of the importers."""
+"""Names of the formats that are read and written, in a module of their own so that help texts load no importers."""
 
 FORMATS = ("deepspeed", "accelerate", "megatron", "torchtitan", "automodel", "axolotl")
 PROGRAMS = ("deepspeed", "accelerate", "torchtitan", "torchrun")
-"""What `gssim export` writes."""
+"""Formats that `gssim export` writes."""

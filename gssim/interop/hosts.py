@@ -1,6 +1,6 @@
-"""Hosts from what machines say of themselves: NCCL's topology XML, `nvidia-smi topo -m`, and /sys and /proc.
+"""Hosts from descriptions by the machines themselves: NCCL's topology XML, `nvidia-smi topo -m`, and /sys and /proc.
 
-Rates are of the wire, as in the presets; `nccl` in the cluster file knows how much of them is reached.
+Rates are wire rates, as in the presets; `nccl` in the cluster file says which fraction of them is reached.
 """
 
 import os
@@ -32,9 +32,9 @@ NVLINK_PRESETS = {
     (100, 18): "nvlink5-b200",
 }
 GPU_OF_CAPABILITY = {70: "v100", 80: "a100", 90: "h100", 100: "b200"}
-"""The GPU of a compute capability where only one of the presets has it; others are to be named."""
+"""GPU of each compute capability that only one of the presets has; other GPUs must be named."""
 CAPABILITY_OF_CARD = {"rtx3090": 86}
-"""Of cards that are no GPU of `GPU_OF_CAPABILITY` and can be bridged."""
+"""Compute capability of cards that are not in `GPU_OF_CAPABILITY`, and that NVLinks can join in pairs."""
 NCCL_OF_CAPABILITY = {
     70: "volta",
     75: "volta",
@@ -56,7 +56,7 @@ BETWEEN_PROCESSORS = (
 )
 """What is assumed of a host whose GPUs without NVLinks hang at several processors."""
 MOST_GPUS = 256
-"""Most GPUs of a matrix."""
+"""Largest number of GPUs in a matrix."""
 
 Rate = str | dict[str, Any]
 """A link's preset, or its table."""
@@ -70,7 +70,7 @@ class Host:
     """Preset of its devices."""
     devices: int
     inside: str
-    """nvswitch, pcie, cube-mesh, none, or links: those of `pairs`."""
+    """How the devices are linked: nvswitch, pcie, cube-mesh, none, or links (those in `pairs`)."""
     inside_link: Rate | None
     nics: int
     nic_link: Rate | None
@@ -78,13 +78,13 @@ class Host:
     nccl: str
     source: str
     pairs: list[tuple[int, int, Rate]] = field(default_factory=list)
-    """Links between two devices, where no shape of the cluster file has them."""
+    """Links between two devices, if no shape of cluster files describes them."""
     defaults: list[str] = field(default_factory=list)
-    """What was assumed."""
+    """Notes on what was assumed."""
 
 
 def of_server(server: Server) -> Host:
-    """Return a usual server as a host."""
+    """Return the usual server of a GPU as a host."""
     return Host(
         server.device,
         server.devices,
@@ -99,10 +99,10 @@ def of_server(server: Server) -> Host:
 
 
 def first_devices(host: Host, count: int | None) -> Host:
-    """Return a host of which only the first `count` devices are used (None: all); raise UserError where it has fewer.
+    """Return a host with only its first `count` devices in use (None: all); raise UserError if it has fewer.
 
-    Part of a cube mesh is described as joined by a switch, by the links that its first device has to the others.
-    As many network cards are left as the devices share evenly.
+    A part of a cube mesh is described as joined by a switch, at the rate of the links that its first device has to the
+    others. Network cards are reduced to as many as the devices share evenly.
     """
     if count is None:
         return host
@@ -124,7 +124,9 @@ def first_devices(host: Host, count: int | None) -> Host:
 
 
 def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:
-    """Return the host in a topology that NCCL has dumped; `gpu` names its GPUs where their capability does not."""
+    """Return the host in a topology that NCCL has dumped; `gpu` names its GPUs if their capability does not identify
+    them.
+    """
     root = parsed_xml(text, file=file)
     if root.tag != "system":
         raise UserError(f"{file}: <{one_line(root.tag, 40)}>: is no topology of NCCL; allowed: <system>")
@@ -221,7 +223,7 @@ def _joined_by_pairs(host: Host, pairs: dict[tuple[int, int], int], rate: Any) -
 
 
 def _cards(host: Host, nets: Sequence[Element], file: str) -> None:
-    """Fill in the network cards that are as fast as the fastest one; the others are for storage or control."""
+    """Fill in the network cards that are as fast as the fastest one; slower cards are for storage or control."""
     speeds = [(net.get("name", ""), _int(net, "speed", file)) for net in nets]
     fastest = max((speed for _, speed in speeds), default=0)
     cards = [(name, speed) for name, speed in speeds if speed == fastest]
@@ -255,7 +257,9 @@ def card_link(name: str, gbit: float) -> Rate:
 
 
 def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:
-    """Return the host in the output of `nvidia-smi topo -m`, which has no rates: they are those of the GPU's server."""
+    """Return the host in the output of `nvidia-smi topo -m`. It has no rates; those of the GPU's usual server
+    are used.
+    """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [line.split("\t") if "\t" in line else line.split() for line in plain.splitlines()]
     header = next((line for line in lines if any(cell.strip() == "GPU0" for cell in line)), None)
@@ -288,7 +292,7 @@ def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:
 def _join_gpus(
     host: Host, rows: Mapping[str, Sequence[str]], names: Sequence[str], server: Server, *, file: str
 ) -> None:
-    """Set how GPUs are joined inside a host by the matrix's cells, of which `NV4` stands for four NVLinks."""
+    """Set how GPUs are joined inside a host, from the matrix's cells (`NV4` means four NVLinks)."""
     gpus = list(rows)
     links: dict[tuple[int, int], int] = {}
     for a, b in combinations(range(len(gpus)), 2):
@@ -318,7 +322,7 @@ def _join_gpus(
 
 
 def detected(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Host:
-    """Return this machine: its GPUs where nvidia-smi tells them, else its processor's cores."""
+    """Return this machine as a host: its GPUs if nvidia-smi lists any, else its processor's cores."""
     names = _smi("--query-gpu=name", "--format=csv,noheader")
     if names:
         first = names.splitlines()[0].lower()
@@ -346,7 +350,7 @@ def detected(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Host:
 
 
 def _smi(*arguments: str) -> str:
-    """Return the output of nvidia-smi, or an empty text where there is none."""
+    """Return the output of nvidia-smi, or an empty text if it is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -362,7 +366,7 @@ FLOP_PER_CYCLE = {"avx512f": 64, "avx2": 32, "asimd": 16}
 
 
 def _processor(proc: Path) -> Host:
-    """Return the cores of this machine as devices, with rates that are assumed from clock and vectors."""
+    """Return the cores of this machine as devices, with rates estimated from clock and vector width."""
     try:
         info = (proc / "cpuinfo").read_text(errors="replace")
         total = re.search(r"MemTotal:\s*([0-9]+) kB", (proc / "meminfo").read_text())

@@ -1,6 +1,6 @@
-"""Importer of Megatron-LM's arguments, and of those that Megatron-DeepSpeed adds.
+"""Importer of Megatron-LM's arguments, including those that Megatron-DeepSpeed adds.
 
-Names as of Megatron-LM core 0.16, written with hyphens and without the leading ones.
+Names are those of Megatron-LM core 0.16, written with hyphens and without the leading ones.
 """
 
 from gssim.interop.accelerate import deepspeed, deepspeed_file
@@ -297,7 +297,7 @@ MEGATRON: dict[str, Rule] = {
         "refit-*",
     ),
 }
-"""What becomes of Megatron's arguments that are not read; the first pattern counts."""
+"""How Megatron's arguments are treated that are not read; the first matching pattern counts."""
 
 STRATEGIES = {"no_shard": "none", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
 CONTEXT_EXCHANGES = {"p2p": "ring", "a2a": "all-to-all"}
@@ -411,7 +411,7 @@ READ_SIZES = {
 
 
 def _batch_schedule(keys: Keys, training: Training) -> None:
-    """Take the last batch of a schedule, such as `0:16 2.4B:320`, which must be the global one."""
+    """Read the last batch size of a schedule such as `0:16 2.4B:320`; it must be the global batch size."""
     schedule = keys.raw("step-batch-size-schedule")
     if schedule is None:
         return
@@ -479,7 +479,7 @@ def _pipeline(keys: Keys, training: Training) -> None:
     counted = _ends_of_stages(keys)
     if ranks == 1:
         return
-    training.short_schedules = True  # its warm-up has at most as many micro-batches as there are: schedules.py
+    training.short_schedules = True  # its warm-up is no longer than the number of micro-batches: schedules.py
     training.schedule = Value("1f1b", "neither virtual stages nor layers of them are given")
     if virtual is not None and virtual.value > 1:
         training.schedule, training.stages_per_rank = Value("interleaved", virtual.origin), virtual
@@ -489,7 +489,7 @@ def _pipeline(keys: Keys, training: Training) -> None:
     if counted is not None:
         _count_ends(keys, training, counted, virtual.value if virtual is not None else 1)
     training.even_stages = True
-    # each receive allocates a tensor, which is freed with the backward that uses it: p2p_communication.py, schedules.py
+    # each receive allocates a tensor, which the backward that uses it frees: p2p_communication.py, schedules.py
     training.receive_buffers = Value("in-flight", "Megatron-LM frees what a stage received after its backward")
 
 
@@ -498,7 +498,7 @@ PARTITION = "pp-partition-method"
 
 
 def _ends_of_stages(keys: Keys) -> tuple[int, int, str] | None:
-    """Return whether embedding and loss count as a block each when blocks are divided among stages, and the key."""
+    """Return whether embedding and loss count as a block each in the division of blocks into stages, and the key."""
     flags = [keys.flag(name) for name in ENDS]
     method = keys.raw(PARTITION)
     if method is not None:
@@ -512,7 +512,7 @@ def _ends_of_stages(keys: Keys) -> tuple[int, int, str] | None:
 
 
 def _count_ends(keys: Keys, training: Training, counted: tuple[int, int, str], virtual: int) -> None:
-    """Set the blocks of the first and of the last stage, where its embedding or loss counts as one."""
+    """Set the number of blocks of the first and last stage, if the embedding or loss counts as a block there."""
     first, last, key = counted
     blocks, ranks = training.architecture.get("layers"), training.pp
     if blocks is None or ranks is None or (blocks.value + first + last) % (ranks.value * virtual):
@@ -527,7 +527,7 @@ DEEPSPEED_FILE = "deepspeed-config"
 
 
 def _deepspeed(keys: Keys, training: Training) -> None:
-    """Read what Megatron-DeepSpeed adds: the engine's file, which says how state is sharded, and Ulysses' ranks."""
+    """Read what Megatron-DeepSpeed adds: the engine's file, which sets how state is sharded, and Ulysses' ranks."""
     ranks = keys.integer("ds-sequence-parallel-size", sets="plan.cp")
     if ranks is not None and ranks.value > 1:
         training.cp, training.context_exchange = ranks, Value("all-to-all", ranks.origin)
@@ -570,7 +570,7 @@ def _deepspeed(keys: Keys, training: Training) -> None:
 
 
 def _engine(keys: Keys, stage: Value | None) -> Training | None:
-    """Return the training in the engine's configuration: of a file, or of a text that the script writes."""
+    """Return the training in the engine's configuration, from a file or from a text that the script writes."""
     prefix = f"{DEEPSPEED_FILE}."
     written = {key.removeprefix(prefix): value for key, value in keys.values.items() if key.startswith(prefix)}
     name = keys.raw(DEEPSPEED_FILE, sets="plan.method")
@@ -595,7 +595,7 @@ def _engine(keys: Keys, stage: Value | None) -> Training | None:
 
 
 def _checkpoints(keys: Keys, training: Training) -> bool:
-    """Read the older spelling, by which whole blocks are recomputed, and return whether it is on."""
+    """Read the older spelling of full-block recomputation, and return whether it is on."""
     whole, chunk = keys.flag("checkpoint-activations"), keys.integer("checkpoint-num-layers")
     if whole is None or not whole.value:
         return False

@@ -12,7 +12,7 @@ from gssim.scenario import load_model
 from gssim.workload import Model, shipped_models
 
 TOLD_BY_ALL = ("layers", "width", "heads", "vocabulary")
-"""Sizes that a config must name to be recognised."""
+"""Sizes that a config must give to be recognised."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class ModelFile:
 
 
 def find_model(name: str) -> ModelFile:
-    """Return a model by its file, its Hugging Face config.json, or the name of a shipped one.
+    """Return a model, named by its file, its Hugging Face config.json, or the name of a shipped model.
 
-    Raises UserError where there is none, or the config is of no shipped model.
+    Raises UserError if there is none, or if no shipped model has the config's sizes.
     """
     path = Path(name)
     if path.suffix == ".json":
@@ -43,7 +43,7 @@ def find_model(name: str) -> ModelFile:
 
 
 def _of_config(path: Path) -> ModelFile:
-    """Return the shipped model, not compiled, that was traced from a config of these sizes."""
+    """Return the shipped model (not a compiled one) that was traced from a config of these sizes."""
     config: Any = parsed_json(read_bounded(path), file=str(path))
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UserError(f"{path}: model_type: missing; this is no config of a Hugging Face model")

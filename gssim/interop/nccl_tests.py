@@ -1,4 +1,4 @@
-"""Measured all-reduces of nccl-tests, to which NCCL's constants of a cluster are fitted."""
+"""Measured all-reduces of nccl-tests, to which the NCCL constants of a cluster are fitted."""
 
 import csv
 import re
@@ -16,7 +16,7 @@ from gssim.network import Router
 
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 FITTED = ("latency_s", "simple_hop_ratio", "pipeline_latency_s")
-"""Fitted constants beside the ratio of achieved and wire rate, which is the network's if there are several nodes."""
+"""Fitted constants, besides the ratio of achieved to wire rate: the network's if there are several nodes."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class NcclTable:
     rows: tuple[tuple[float, float], ...]
     """(bytes, seconds)."""
     ranks: int | None
-    """Number of ranks that the file lists; None: it lists none."""
+    """Number of ranks that the file lists; None if it lists none."""
 
 
 def nccl_table(path: Path) -> NcclTable:
@@ -77,7 +77,7 @@ def _rows_of_csv(text: str, file: str) -> list[tuple[float, float]]:
 def fitted_constants(cluster: Cluster, table: NcclTable, generation: str) -> tuple[dict[str, Any], str]:
     """Return the cluster file's `nccl` table with constants fitted to measurements, and a note of how well they fit.
 
-    `generation`: NCCL's constants that are not fitted. Raises UserError if the cluster has fewer devices than the
+    `generation`: has the NCCL constants that are not fitted. Raises UserError if the cluster has fewer devices than the
     table has ranks, or one.
     """
     ranks = table.ranks or len(cluster.devices)

@@ -1,12 +1,12 @@
 """Reading of other programs' files: bounded JSON, YAML, TOML and XML, and accounting for every key of a file.
 
-[Note: hostile files] Files come from strangers. They are read up to `MOST_BYTES`; brackets nested deeper than
-`MOST_NESTED` and more than `MOST_VALUES` values (which a YAML file of nine lines can make by aliases) are refused, as
-are document types and entities in XML. No file is executed, and no class is built that a file names.
+[Note: hostile files] Files may come from strangers. At most `MOST_BYTES` are read. Brackets nested deeper than
+`MOST_NESTED`, and more than `MOST_VALUES` values (which a YAML file of nine lines can create by aliases), are refused,
+as are document types and entities in XML. Nothing in a file is executed, and no class that a file names is created.
 
-[Note: every key counts] A key of a file is either read into the scenario, or listed as having no effect on it, or
-refused: because the plan cannot say it, or because nobody told what it does. `Keys` holds which; `Keys.close` refuses
-what is left over. Refused keys are collected, so that all of them are named at once.
+[Note: every key counts] Each key of a file is read into the scenario, listed as having no effect on it, or refused:
+because the plan cannot express it, or because its meaning is not known. `Keys` keeps track; `Keys.close` refuses the
+rest. Refused keys are collected, so that all of them are reported at once.
 """
 
 import json
@@ -23,11 +23,11 @@ from gssim.errors import UserError, one_line
 MOST_BYTES = 4 * 2**20
 """Size of the largest file that is read: topologies of thousands of hosts stay below it."""
 MOST_YAML_BYTES = 2**20
-"""The same of YAML, whose parser is slow."""
+"""Size of the largest YAML file that is read; its parser is slow."""
 MOST_NESTED = 64
 MOST_VALUES = 100_000
 SHOWN_VALUE = 60
-"""Characters of a value that messages show."""
+"""Number of characters of a value that messages show."""
 
 
 def read_bounded(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
@@ -75,7 +75,7 @@ def parsed_yaml(text: str, *, file: str) -> Any:
     import yaml  # here, as the commands that read no YAML need not wait for it
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc] # yaml has no annotations here
-        """PyYAML's safe loader, with a limit on what merge keys expand to."""
+        """PyYAML's safe loader, with a limit on the expansion of merge keys."""
 
         merged = 0
 
@@ -120,7 +120,7 @@ def _reason(error: BaseException) -> str:
 
 
 def flattened(data: Any, *, file: str) -> dict[str, Any]:
-    """Return nested tables as one, by dotted keys; lists stay values, empty tables are left out.
+    """Return nested tables as a single one with dotted keys; lists stay values, empty tables are left out.
 
     >>> flattened({"betas": [0.9, 0.95], "zero_optimization": {"stage": 3}}, file="example")
     {'betas': [0.9, 0.95], 'zero_optimization.stage': 3}
@@ -143,7 +143,7 @@ def flattened(data: Any, *, file: str) -> dict[str, Any]:
 
 
 def _measure(data: Any, file: str) -> None:
-    """Raise UserError for data of too many values or levels, aliases counted wherever they are used."""
+    """Raise UserError for data with too many values or levels; aliases count wherever they are used."""
     level, seen = [data], 0
     for _ in range(MOST_NESTED):
         below: list[Any] = []
@@ -159,7 +159,7 @@ def _measure(data: Any, file: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a file's value for messages and comments, on one line and short.
+    """Return a file's value for messages and comments, shortened to one line.
 
     >>> shown("auto"), shown(None), shown([1, 2])
     ('"auto"', 'null', '[1, 2]')
@@ -173,7 +173,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Value:
-    """A value for the scenario, and the key that it was read from."""
+    """A value for the scenario, and the key from which it was read."""
 
     value: Any
     origin: str
@@ -182,13 +182,13 @@ class Value:
 
 @dataclass(frozen=True)
 class Undecided:
-    """A value that a file leaves open: what it needs of a variable, or what a test decides that the file does not."""
+    """A value that a file leaves open: it depends on a variable, or on a test, that the file does not determine."""
 
     text: str
-    """As it is written."""
+    """The value as it is written in the file."""
     reason: str
     alternatives: tuple[Any, ...] = ()
-    """Values, of which one it is; None: the key is not given. Empty: any."""
+    """Possible values, if they are known; None among them: the key is not given. Empty: any value."""
 
     def __str__(self) -> str:
         """Return the value as it is written."""
@@ -197,14 +197,14 @@ class Undecided:
 
 @dataclass
 class Keys:
-    """The keys of one file, and what became of each; see [Note: every key counts]."""
+    """The keys of one file, and how each was treated; see [Note: every key counts]."""
 
     file: str
     values: dict[str, Any]
     overridden: frozenset[str] = frozenset()
-    """Keys of the scenario that `--set` gives: what they replace need not be understood."""
+    """Scenario keys that `--set` gives; the file's keys that they replace need not be understood."""
     ignored: Sequence[str] = ()
-    """Patterns of keys (`*` and `?` match) that the user wants to be ignored."""
+    """Patterns of keys (`*` and `?` match) that the user wants to ignore."""
     read: set[str] = field(default_factory=set)
     listed: list[tuple[str, str]] = field(default_factory=list)
     """Keys without an effect on the scenario, each with the reason."""
@@ -216,7 +216,7 @@ class Keys:
         return self.values.get(key) is not None
 
     def raw(self, key: str, *, sets: str = "") -> Any:
-        """Return the value of a key, which counts as read; None where there is none, or the file leaves it open."""
+        """Return the value of a key and count it as read; None if there is none, or if the file leaves it open."""
         if key in self.values:
             self.read.add(key)
         value = self.values.get(key)
@@ -249,9 +249,9 @@ class Keys:
             self.refused.append((self.line(key), reason + hint))
 
     def number(self, *names: str, sets: str = "", least: float = 0.0) -> Value | None:
-        """Return the value of the first of these keys that the file holds, as a number; None where there is none.
+        """Return the value of the first of these keys that the file has, as a number; None if it has none.
 
-        `sets`: the scenario's key that it becomes. Texts of numbers are numbers: YAML reads `1e-4` as a text.
+        `sets`: the scenario key that the value is for. Texts of numbers count as numbers: YAML reads `1e-4` as a text.
         """
         for name in names:
             value = self.raw(name, sets=sets)
@@ -270,7 +270,7 @@ class Keys:
         return None
 
     def integer(self, *names: str, sets: str = "", least: int = 1) -> Value | None:
-        """Return the same as a whole number of at least `least`."""
+        """Return `number` as a whole number of at least `least`."""
         found = self.number(*names, sets=sets, least=-1)
         if found is None:
             return None
@@ -295,9 +295,9 @@ class Keys:
         return None
 
     def choice(self, choices: Mapping[str, Any], *names: str, sets: str = "", why: str = "") -> Value | None:
-        """Return what the first of these keys stands for; keys are compared in lower case.
+        """Return the meaning, by `choices`, of the value of the first of these keys, compared in lower case.
 
-        A value without a meaning here is refused, `why` being the reason.
+        Other values are refused with the reason `why`.
         """
         for name in names:
             value = self.raw(name, sets=sets)
@@ -315,11 +315,13 @@ class Keys:
         return {line.partition(" = ")[0] for line, _ in self.refused}
 
     def close(self, table: Mapping[str, "Rule"]) -> None:
-        """Account for the keys that were not read: by the first pattern of `table` that matches, else as unknown."""
+        """Treat the keys that were not read: by the first pattern of `table` that matches, else refuse them as
+        unknown.
+        """
         for key in self.values:
             if key in self.read:
                 continue
-            # a variable of a script that may hold arguments, whatever it is called, is none of the table
+            # a script's variable that may hold arguments, whatever its name, is not in the table
             known = {} if key.startswith("$") else table
             rule = next((rule for pattern, rule in known.items() if fnmatchcase(key, pattern)), None)
             value = self.values[key]
@@ -341,18 +343,18 @@ OFF = (None, False, 0, "", "none", "None", "null", "no", "false", "off", "disabl
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a key that is not read into the scenario."""
+    """How a key is treated that is not read into the scenario."""
 
     reason: str
     no_effect: bool = False
-    """Whether it changes neither step time nor memory, whatever its value."""
+    """Whether the key affects neither step time nor memory, whatever its value."""
     neutral: tuple[Any, ...] = ()
-    """Values, besides those of `OFF`, under which it changes nothing."""
+    """Values, besides those of `OFF`, with which the key has no effect."""
     replaced_by: tuple[str, ...] = ()
-    """Keys of the scenario that say what it would have said."""
+    """Scenario keys that can replace it."""
 
     def harmless(self, value: Any) -> bool:
-        """Return whether a key of this value changes nothing; texts of numbers, which scripts hold, are numbers.
+        """Return whether a key with this value has no effect; texts of numbers, as in scripts, count as numbers.
 
         >>> Rule("LoRA").harmless(None), Rule("LoRA").harmless("lora"), Rule("cp", neutral=(1,)).harmless("1")
         (True, False, True)

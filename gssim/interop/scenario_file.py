@@ -32,18 +32,18 @@ from gssim.scenario.overrides import parsed_override, toml
 
 @dataclass(frozen=True)
 class Imported:
-    """A scenario that was made of another program's file."""
+    """A scenario made from another program's file."""
 
     text: str
     """The scenario's TOML."""
     listed: tuple[str, ...]
-    """Lines on keys that have no effect, or were approximated."""
+    """Lines on keys that have no effect, or that were approximated."""
     defaults: tuple[str, ...]
-    """Lines on keys of the scenario that the file does not tell."""
+    """Lines on scenario keys that the file does not give."""
 
 
 COUNTS = frozenset(("plan.ranks", "plan.tp", "plan.pp", "plan.cp", "plan.micro_batches", "workload.global_batch_size"))
-"""Keys by which other counts are derived from a file: they are checked before the scenario is."""
+"""Keys from which other counts of a file are derived; they are checked before the scenario is."""
 MOST = 10**9
 
 
@@ -61,11 +61,11 @@ def import_scenario(
 ) -> Imported:
     """Return the scenario that a file of another program describes.
 
-    `model`: a model file, a Hugging Face config.json or the name of a shipped model. `form`: one of `FORMATS`; None: as
-    the file looks. `ignored`: patterns of keys that are left out although they may change the answer. `out`: where the
-    scenario will be, for relative paths. `text`: the content, where it is not read from the file. `variables`:
-    NAME=VALUE of a script, or 1=VALUE for its first argument. Raises RefusedError where keys cannot be read, and
-    UserError for a file that is invalid or of an unknown format.
+    `model`: a model file, a Hugging Face config.json, or the name of a shipped model. `form`: one of `FORMATS`; None:
+    detected from the file. `ignored`: patterns of keys that are left out although they may change the answer. `out`:
+    where the scenario will be, for relative paths. `text`: the content, if it is not to be read from the file.
+    `variables`: NAME=VALUE for a script's variable, or 1=VALUE for its first argument. Raises RefusedError if keys
+    cannot be read, and UserError for a file that is invalid or of an unknown format.
     """
     text = read_bounded(path) if text is None else text
     given: dict[str, str] = {}
@@ -102,7 +102,7 @@ def import_scenario(
 
 
 class RefusedError(UserError):
-    """A file with keys that cannot be read into a scenario; the message has the first and counts the others."""
+    """A file with keys that cannot be read into a scenario; the message names the first and the number of others."""
 
     def __init__(self, file: str, refused: Sequence[str], listed: Sequence[str]) -> None:
         more = f" (and {len(refused) - 1} more keys, listed above)" if len(refused) > 1 else ""
@@ -161,7 +161,7 @@ SIGNS: dict[str, tuple[str, ...]] = {
     "torchtitan": ("parallelism", "activation_checkpoint", "job"),
     "automodel": ("step_scheduler", "recipe", "dist_env"),
 }
-"""Keys at the top of a file, any of which tells its format; tried in this order."""
+"""Top-level keys that identify a file's format; formats are tried in this order."""
 
 
 def _looks_like(data: Any, file: str) -> str | None:
@@ -232,7 +232,7 @@ def _written(
 
 
 def _check(text: str, path: Path, cluster: Path, model: Path, entries: Sequence[Entry]) -> None:
-    """Raise UserError where the scenario cannot run, with what its key was read from."""
+    """Raise UserError if the scenario cannot run, with the origin of the key at fault."""
     tables = parsed_toml(text, file=str(path))
     tables["cluster"], tables["workload"]["model"] = str(cluster.resolve()), str(model.resolve())
     tables.setdefault("name", path.stem or "imported")

@@ -8,7 +8,7 @@ from gssim.scenario import Scenario, reduce_precision
 from gssim.workload import TokenInput, unrolled
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
-"""torch's names of precisions that the formats have."""
+"""torch's names of precisions."""
 SCRIPT = '''\
 """{title}
 

@@ -1,4 +1,4 @@
-"""Usual servers by GPU: what stands around the GPUs of the presets where no file tells it."""
+"""Usual servers by GPU: how the presets' GPUs are connected if no file describes it."""
 
 from dataclasses import dataclass
 
@@ -54,7 +54,7 @@ SERVERS: dict[str, Server] = {
     "rtx3090": _pcie("rtx3090", 8, "pcie4x16-8-gpus", "tcp-10g", "ampere"),
     "rtx4090": _pcie("rtx4090", 8, "pcie4x16", "tcp-10g", "ampere"),
 }
-"""By the GPU's usual name."""
+"""Usual servers by the GPU's usual name."""
 
 
 def _has_server(preset: str) -> bool:
@@ -63,7 +63,7 @@ def _has_server(preset: str) -> bool:
 
 
 def server_of(gpu: str) -> Server:
-    """Return the usual server of a GPU, by its usual name or that of a preset; raise UserError where there is none.
+    """Return the usual server of a GPU, by its usual name or its preset's name; raise UserError if there is none.
 
     >>> server_of("h100").inside_link, server_of("a100-sxm-40").device
     ('nvlink4-h100', 'a100-sxm-40')

@@ -1,12 +1,13 @@
-r"""Shell scripts, followed without being run: the commands that they would start, with their variables replaced.
+r"""Shell scripts, followed without being run, to find the commands that they would start, with variables replaced.
 
 [Note: following a script] Assignments, arrays, `if`, `case`, loops, functions, `eval`, `bash -c` and here-documents of
-bash are followed; other programs are not started and count as successful. What a script takes from outside is open: a
-variable that it sets nowhere, `$1`, the output of a command. Open values stand in words as marks, `\0NAME\0`. A
-variable that is not set is unset for `${NAME:-default}` and for `-z`; in every other test it is open. Of a test that is
-open, both branches are followed, and a variable that they leave with different values becomes a mark with these as its
-alternatives; one that other branches alone set is empty. Branches that exit before they start anything are not taken,
-as the script is read for what it starts. Variables that the caller gives stay as given, whatever the script assigns.
+bash are followed; other programs are not started and count as successful. Values from outside the script are open: a
+variable that the script sets nowhere, `$1`, the output of a command. Open values appear in words as marks, `\0NAME\0`.
+A variable that is not set counts as unset for `${NAME:-default}` and `-z`, and as open in every other test. Both
+branches of an open test are followed. A variable that they leave with different values becomes a mark with these values
+as alternatives; one that only other branches set is empty. Branches that exit before starting anything are not taken,
+since the script is read for what it starts. Variables given by the caller keep their values, whatever the script
+assigns.
 """
 
 import re
@@ -34,14 +35,14 @@ SHELLS = re.compile(r"(.*/)?(bash|sh|zsh)")
 
 @dataclass
 class Script:
-    """What is left of a script once it is followed."""
+    """The outcome of following a script."""
 
     commands: list[Command]
     variables: dict[str, Variable]
     files: dict[str, str]
-    """Texts that it writes, by the names of the files."""
+    """Texts that the script writes, by file name."""
     branches: dict[str, Branch]
-    """By the names of the marks that stand for what they decide."""
+    """Open tests, by the names of the marks that depend on them."""
 
 
 def follow(
@@ -70,12 +71,12 @@ def follow(
 
 @dataclass
 class _Frame:
-    """A function, an included file, a loop, or a turn of one."""
+    """A function, an included file, a loop, or one pass of a loop."""
 
     kind: str
-    """What ends it: return, break or continue."""
+    """Command that ends it: return, break or continue."""
     left: list[tuple[State, str, str]] = field(default_factory=list)
-    """States of branches that ended it, each with its test and a variable of that."""
+    """States of branches that ended it early, each with its test and a variable of the test."""
 
 
 class _Shell(Words):
@@ -103,7 +104,7 @@ class _Shell(Words):
             self.depth -= 1
 
     def run(self, nodes: Sequence[Node]) -> bool | None:
-        """Follow commands; return whether the last one succeeds, None where that is open."""
+        """Follow commands; return whether the last one succeeds, or None if that is open."""
         status: bool | None = True
         for node in nodes:
             self.count(1)
@@ -151,7 +152,7 @@ class _Shell(Words):
         return self._fork([lambda: self.run(node.inside[at + 1]), lambda: self._if(node, at + 2)], *where)
 
     def _where(self, condition: Sequence[Node], word: str = "if") -> tuple[str, str]:
-        """Return how a test is written, and a variable in it."""
+        """Return the text of a test, and a variable in it."""
         pieces: list[str] = []
         line, waiting = condition[0].line if condition else 0, list(condition)
         while waiting:
@@ -175,7 +176,7 @@ class _Shell(Words):
             return None
 
     def framed(self, work: Callable[[], bool | None], kind: str) -> bool | None:
-        """Follow what return, break or continue may end, and merge what the branches leave that end it."""
+        """Follow commands that return, break or continue may end; merge the states of all branches that end there."""
         frame = _Frame(kind)
         self.frames.append(frame)
         try:
@@ -190,7 +191,7 @@ class _Shell(Words):
         return True
 
     def _fork(self, choices: Sequence[Callable[[], bool | None]], where: str, variable: str) -> bool | None:
-        """Follow several branches of which one is taken, and merge what they leave."""
+        """Follow several branches, one of which is taken, and merge their resulting states."""
         before = self.state
         ends: list[State] = []
         left: list[tuple[str, State]] = []
@@ -216,7 +217,7 @@ class _Shell(Words):
         return None
 
     def _merge(self, ends: Sequence[State], where: str, variable: str) -> None:
-        """Go on with the states that branches left, as one."""
+        """Continue with the states that branches left, merged into one."""
         self.state = ends[0].copied()
         for end in ends[1:]:
             self.state.files |= end.files
@@ -227,7 +228,7 @@ class _Shell(Words):
                 self.state.variables[name] = self._merged(name, values, where, variable)
 
     def _merged(self, name: str, values: Sequence[Variable | None], where: str, variable: str) -> Variable:
-        """Return what a variable is behind branches: the words that all have at its beginning, and a mark."""
+        """Return a variable's value after branches: the words with which all values begin, and a mark for the rest."""
         is_array = any(isinstance(value, tuple) for value in values)
         words = [value if isinstance(value, tuple) else tuple((value or "").split()) for value in values]
         same = 0
@@ -328,7 +329,7 @@ class _Shell(Words):
         return self._start(node, words, document)
 
     def _start(self, node: Node, words: Sequence[str], document: str | None) -> bool | None:
-        """Follow what a shell is given, or keep a command that would be started."""
+        """Follow the script that a shell is given, or record a command that would be started."""
         inner = self._script_in(words)
         if inner is None and (SHELLS.fullmatch(words[0]) or words[0] in ("sbatch", "srun", "ssh")):
             inner = document
@@ -392,7 +393,7 @@ class _Shell(Words):
         for frame in reversed(self.frames):
             if frame.kind == kind:
                 raise LeftError(kind)
-            if frame.kind == "return":  # a function ends no loop of its caller
+            if frame.kind == "return":  # a function cannot end a loop of its caller
                 break
         return True
 
@@ -419,13 +420,13 @@ class _Shell(Words):
 
 
 def _reads_arguments(condition: Sequence[Node]) -> bool:
-    """Return whether a loop goes over the script's arguments, of which there are none."""
+    """Return whether a loop runs over the script's arguments, of which there are none."""
     text = " ".join(word for each in condition for word in each.words)
     return "$#" in text or "$1" in text or text.startswith("getopts")
 
 
 def _assigned(nodes: Sequence[Node]) -> set[str]:
-    """Return the variables that commands set, wherever they stand; those of loops over arguments are left out."""
+    """Return the variables that commands set anywhere, except those set by loops over arguments."""
     found: set[str] = set()
     from_outside: set[str] = set()
     waiting = list(nodes)
@@ -444,5 +445,5 @@ def _assigned(nodes: Sequence[Node]) -> set[str]:
 
 
 def _cleaned(text: str) -> str:
-    """Return a text of a file without the characters of marks."""
+    """Return a file's text without the characters that delimit marks."""
     return re.sub("[\0\1]", " ", text)

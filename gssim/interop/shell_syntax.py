@@ -1,7 +1,7 @@
 """Words and commands of shell scripts: tokens, here-documents, and the tree of commands.
 
-Quotations and expansions stay in the words as they are written; `gssim.interop.shell` resolves them. What is open of a
-text stands in it as a mark.
+Quotations and expansions are kept in words as written; `gssim.interop.shell` resolves them. Open parts of a text are
+represented by marks.
 """
 
 import re
@@ -16,26 +16,26 @@ INSTEAD = "give the command line itself in place of the script"
 
 MARK = "\0"
 PRIVATE = 0xE000
-"""Characters of a mark that mean something to a shell are moved by this, to a private area of Unicode."""
+"""Offset by which characters of a mark that a shell would interpret are moved, to a private area of Unicode."""
 MARKS = re.compile(f"{MARK}([^{MARK}]*){MARK}")
 NAME = re.compile(r"[A-Za-z_]\w*")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
 PLACEHOLDER = re.compile(r"<[A-Za-z][^<>\n]*>(?=[\s\"'/;)]|$)")
-"""What the user is to fill in, which a shell would take for files."""
+"""Placeholders that the user is to fill in, which a shell would take for redirections."""
 OPERATORS = (";;&", "<<<", "<<-", "&>>", ";;", ";&", "&&", "||", "&>", ">&", "<&", "<<", ">>", ">|", "|&")
 REDIRECTIONS = {"<", ">", ">>", ">|", ">&", "<&", "&>", "&>>", "<<<", "<<", "<<-"}
 OPENING = {"if", "for", "then", "else", "elif", "while", "until", "do", "{", "!", "time"}
-"""Words behind which a command begins."""
+"""Words after which a command begins."""
 DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 
 
 def is_open(text: str) -> bool:
-    """Return whether marks stand in a text."""
+    """Return whether a text contains marks."""
     return MARKS.search(text) is not None
 
 
 def written(text: str) -> str:
-    r"""Return a text with its marks as the script has them.
+    r"""Return a text in which marks are written as in the script.
 
     >>> written("1-\0MODEL\0")
     '1-$MODEL'
@@ -44,7 +44,7 @@ def written(text: str) -> str:
 
 
 def shown_mark(label: str) -> str:
-    """Return what a mark stands for, as a script has it: a variable or an expression."""
+    """Return the variable or expression that a mark stands for, as the script writes it."""
     shown = "".join(chr(ord(each) - PRIVATE) if 0 <= ord(each) - PRIVATE < 128 else each for each in label)
     shown = one_line(shown.partition("\1")[0], 60)
     return shown if shown.startswith(("$", "`", "<", ">")) else f"${shown}"
@@ -59,10 +59,10 @@ def mark(label: str) -> str:
 
 @dataclass(frozen=True)
 class Token:
-    """A word or a sign, with the number of its line, its parts, and the place behind it."""
+    """A word or sign: its line number, its parts, and the position after it."""
 
     kind: str
-    """word, operator, newline, array (name, sign, words), test (words), counted (arithmetic), or document."""
+    """Kind: word, operator, newline, array (name, sign, words), test (words), counted (arithmetic), or document."""
     value: str
     line: int
     parts: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class Token:
 
 @dataclass
 class Node:
-    """A command: kind, its words as they are written, the commands inside, and the line."""
+    """A command: its kind, line and words as written, and the commands inside it."""
 
     kind: str
     line: int
@@ -94,7 +94,7 @@ class Tokens:
             self._next()
 
     def line(self, at: int | None = None) -> int:
-        """Return the number of the line of a place."""
+        """Return the line number of a position."""
         return bisect_right(self.breaks, (self.at if at is None else at) - 1) + 1
 
     def fail(self, reason: str) -> UserError:
@@ -253,7 +253,7 @@ class Tokens:
         raise self.fail("a quotation has no end")
 
     def _end_of_expansion(self, at: int) -> int:
-        """Return the place behind an expansion that begins here, or behind one character."""
+        """Return the position after an expansion that begins here, or after one character."""
         text = self.text
         if text.startswith("$(", at):
             return self._balanced(at + 1, "(", ")")
@@ -504,7 +504,7 @@ class Parser:
                 node.redirections.append((operator, target.value))
 
     def _document_of_line(self) -> str:
-        """Return the next here-document that is still unused; a mark for those that expand begins it."""
+        """Return the next unused here-document; it is prefixed by a mark of whether it is expanded."""
         for position in range(self.at, len(self.found)):
             token = self.found[position]
             if token.kind == "document":
@@ -514,7 +514,7 @@ class Parser:
 
 
 def end_of(raw: str, at: int, file: str) -> int:
-    """Return the place behind a quotation or an expansion in a word."""
+    """Return the position after a quotation or expansion in a word."""
     tokens = copy(_EMPTY)
     tokens.text, tokens.file = raw, file
     if raw[at] == '"':

@@ -1,6 +1,6 @@
-"""Words of shell scripts: variables and expansions, arithmetic and tests, as far as a script tells them.
+"""Words of shell scripts: variables and expansions, arithmetic and tests, as far as the script determines them.
 
-What it leaves open stands in texts as marks: see [Note: following a script] in `gssim.interop.shell`.
+Open values appear in texts as marks: see [Note: following a script] in `gssim.interop.shell`.
 """
 
 import ast
@@ -14,10 +14,10 @@ from gssim.errors import UserError
 from gssim.interop.shell_syntax import ASSIGNMENT, INSTEAD, MARKS, NAME, Parser, Token, end_of, is_open, mark
 
 MOST_STEPS = 20_000
-"""Commands of a script that are followed; each `STEP` characters of their words count as one more."""
+"""Largest number of followed commands; every `STEP` characters of their words count as one more command."""
 STEP = 2000
 MOST_CHARACTERS = 50_000
-"""Of a variable; a script can double one in each line."""
+"""Largest number of characters of a variable; a script can double one in each line."""
 
 PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL)
 
@@ -27,14 +27,14 @@ Variable = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Branch:
-    """What an open test decides."""
+    """The values between which an open test decides."""
 
     alternatives: tuple[str | None, ...]
-    """Texts, of which one it is; None: not set."""
+    """Possible texts; None stands for an unset variable."""
     where: str
-    """The test, as it is written, and its line."""
+    """The test as written, and its line."""
     variable: str
-    """A variable that decides it; empty where none does."""
+    """A variable on which the test depends; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ExitError(Exception):
 
 
 class LeftError(Exception):
-    """A function or an included file ends here (return), or a loop (break), or a turn of it (continue)."""
+    """A function or an included file ends here (return), or a loop (break), or one pass of it (continue)."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -59,13 +59,13 @@ class LeftError(Exception):
 
 @dataclass
 class State:
-    """What a script has done so far."""
+    """Everything that a script has done so far."""
 
     variables: dict[str, Variable] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     positional: tuple[str, ...] | None = None
-    """Arguments of the function that runs; None: those of the script."""
+    """Arguments of the running function; None: the script's own arguments apply."""
 
     def copied(self) -> "State":
         """Return a state that a branch can change."""
@@ -73,10 +73,10 @@ class State:
 
 
 class Words:
-    """Variables of a script, and what words become under them."""
+    """Variables of a script, and the expansion of words with them."""
 
     def __init__(self, file: str, given: dict[str, str]) -> None:
-        """Begin with the variables that are given, which stay so."""
+        """Start with the given variables, whose values do not change."""
         self.file, self.given = file, given
         self.state = State()
         self.branches: dict[str, Branch] = {}
@@ -85,7 +85,7 @@ class Words:
         self.steps = 0
 
     def count(self, steps: int) -> None:
-        """Raise UserError where a script goes on too long."""
+        """Raise UserError if a script runs for too long."""
         self.steps += steps
         if self.steps > MOST_STEPS:
             raise UserError(f"{self.file}: runs too long to be followed; {INSTEAD}")
@@ -137,7 +137,7 @@ class Words:
         return text
 
     def fields(self, raw: str) -> list[str]:
-        """Return the words that a word becomes."""
+        """Return the words to which a word expands."""
         found: list[str] = []
         current: str | None = None
         for part, kind in self._expanded(raw):
@@ -221,11 +221,11 @@ class Words:
         return parts
 
     def inside_quotation(self, raw: str) -> str:
-        """Return what stands between double quotation marks as one text."""
+        """Return the text between double quotation marks, expanded."""
         return "".join((" " if kind == "next" else "") + part for part, kind in self._quoted(raw))
 
     def _expansion(self, raw: str) -> Variable:
-        """Return what an expansion becomes, from its `$` or backquote on."""
+        """Return the value of an expansion, which begins with `$` or a backquote."""
         if raw.startswith("$(("):
             return self.arithmetic(raw[3:-2])
         if raw.startswith(("$(", "`")):
@@ -235,7 +235,7 @@ class Words:
         return self._parameter(raw[1:], raw) if len(raw) > 1 else raw
 
     def _output(self, text: str, raw: str) -> str:
-        """Return the output of a command: of echo and cat of a here-document, else a mark."""
+        """Return the output of a command: of `echo`, or of `cat` with a here-document; a mark for other commands."""
         before, self.state = self.state, self.state.copied()
         try:
             nodes = Parser(text, self.file).all()
@@ -262,7 +262,7 @@ class Words:
             value = (value,) if isinstance(value, str) else value
         elif isinstance(value, tuple) and name not in "@*":
             number = index[1:-1] if index else "0"
-            if not number.isdigit() or any(map(is_open, value[: int(number) + 1])):  # of which one may be many
+            if not number.isdigit() or any(map(is_open, value[: int(number) + 1])):  # an open element may be several
                 return mark(raw)
             value = value[int(number)] if int(number) < len(value) else ""
         if not rest:
@@ -273,7 +273,7 @@ class Words:
         return self._defaulted(name, value, default, raw)
 
     def _defaulted(self, name: str, value: Variable | None, default: re.Match[str], raw: str) -> Variable:
-        """Return a variable, or what stands in its place where it is not set, or where it is."""
+        """Return a variable, or the text that replaces it if it is (or is not) set."""
         is_unset = name in self.own and name not in self.state.variables and name not in self.given
         is_set: bool | None = value is not None and not is_unset and not (default[1] and not value)
         if is_set and default[1]:
@@ -293,7 +293,9 @@ class Words:
         return text
 
     def _stands_for_nothing(self, value: Variable | None) -> bool | None:
-        """Return whether an open value is empty: a variable or argument that is not set is, and None is open."""
+        """Return whether an open value is empty: True for a variable or argument that is not set, None if that
+        is open.
+        """
         if not isinstance(value, str) or not is_open(value) or MARKS.sub("", value):
             return False
         found: list[bool | None] = []
@@ -307,7 +309,7 @@ class Words:
 
     @staticmethod
     def _cut(value: Variable | None, rest: str, raw: str) -> str:
-        """Return a text in other case, or without its beginning or end; a mark where it cannot be told."""
+        """Return a text in another case, or without its beginning or end; a mark if it cannot be determined."""
         if not isinstance(value, str) or len(value) > STEP or is_open(value) or re.search(r"[$`]", rest):
             return mark(raw)
         if rest in (",,", "^^"):
@@ -342,7 +344,7 @@ class Words:
     # tests
 
     def holds(self, words: Sequence[str], *, is_double: bool) -> bool | None:
-        """Return whether a test holds; None where that is open."""
+        """Return whether a test holds; None if that is open."""
         for operators, stop in ((("||", "-o"), True), (("&&", "-a"), False)):
             places = [place for place, word in enumerate(words) if word in operators]
             if places and 0 < places[0] < len(words) - 1:
@@ -368,7 +370,7 @@ class Words:
                 return None
 
     def _is_empty(self, text: str) -> bool | None:
-        """Return whether a text is empty; a variable that nothing sets is."""
+        """Return whether a text is empty; a variable that nothing sets counts as empty."""
         if MARKS.sub("", text):
             return False
         labels = MARKS.findall(text)

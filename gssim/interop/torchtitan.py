@@ -83,7 +83,7 @@ TORCHTITAN: dict[str, Rule] = {
     **listed(LOGGING, "activation_checkpoint.determinism_check", "activation_checkpoint.debug", "data.*"),
     **listed("of recomputation, see above", "activation_checkpoint.*"),
 }
-"""What becomes of torchtitan's keys that are not read."""
+"""How torchtitan's keys are treated that are not read."""
 
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", **dict.fromkeys(("interleaved1f1b", "interleaved_1f1b"), "interleaved")}
 RESHARD = {"default": "default", "always": "zero3", "never": "zero2"}
@@ -101,11 +101,13 @@ DEGREES: dict[str, tuple[str, ...]] = {
         "training.data_parallel_degree",
     ),
 }
-"""Keys of the table `parallelism`, and where degrees stood before 0.1 (2024 to March 2025)."""
+"""Keys in the table `parallelism`, and where the degrees were before 0.1 (2024 to March 2025)."""
 
 
 def torchtitan(keys: Keys) -> Training:
-    """Return the training in a torchtitan configuration of any generation; what it leaves out has its defaults."""
+    """Return the training in a torchtitan configuration of any generation; keys that it leaves out have its
+    defaults.
+    """
     training = Training()
     degrees = {}
     for name, (key, *older) in DEGREES.items():
@@ -135,7 +137,7 @@ def torchtitan(keys: Keys) -> Training:
     training.learning_rate = keys.number("optimizer.lr") or Value(8e-4, "optimizer.lr = 8e-4 (its default)")
     weight_decay = keys.number("optimizer.weight_decay")
     training.weight_decay = weight_decay or Value(0.1, "optimizer.weight_decay = 0.1 (its default)")
-    if keys.raw("training.max_norm") != math.inf:  # that clips nothing
+    if keys.raw("training.max_norm") != math.inf:  # an infinite norm clips nothing
         training.clip_norm = keys.number("training.max_norm") or Value(1.0, "training.max_norm = 1.0 (its default)")
     training.seed = keys.integer("debug.seed", "training.seed", least=0)
     _pipeline(keys, training)
@@ -154,7 +156,7 @@ def torchtitan(keys: Keys) -> Training:
 
 
 def _pipeline(keys: Keys, training: Training) -> None:
-    """Read schedule and micro-batches: their number, or before 0.1 that of a rank's batch, by default as of stages."""
+    """Read the schedule and the micro-batches, given by number or by size; before 0.1 by default as many as stages."""
     tables = ("parallelism", "experimental")
     number, numbers = "parallelism.num_pp_microbatches", [f"{table}.pipeline_parallel_microbatches" for table in tables]
     names = [f"{table}.pipeline_parallel_{key}" for table in tables for key in ("schedule", "microbatch_size")]
@@ -196,7 +198,7 @@ def _sharding(keys: Keys, training: Training) -> None:
 
 
 def _batch(keys: Keys, training: Training) -> None:
-    """Read samples, of the older generations, or tokens, of the newer ones."""
+    """Read the batch in samples (older generations) or in tokens (newer ones)."""
     whole = keys.flag("parallelism.disable_loss_parallel", "training.disable_loss_parallel")
     divided = keys.flag("training.enable_loss_parallel")
     origin = whole.origin if whole is not None else "parallelism.disable_loss_parallel = false (its default)"
@@ -260,9 +262,10 @@ def _compilation(keys: Keys, training: Training) -> None:
 
 
 def _recompute(keys: Keys, training: Training) -> None:
-    """Read the recomputation, by `mode`, or in the newer generations by the fields that a policy has.
+    """Read the recomputation: from `mode` or, in newer generations, from the fields of a policy.
 
-    Selective recomputation is by operation in these, and by `selective_ac_option` before: `op`, or whole layers.
+    In newer generations selective recomputation is by operation; before, `selective_ac_option` is `op` or selects
+    layers.
     """
     mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
     by_operation = True

@@ -1,8 +1,8 @@
 """A training as other programs' files describe it, and the scenario that it becomes on a model and a cluster.
 
-Importers fill in a `Training`; `scenario_of` checks its sizes against model and cluster, resolves what the file leaves
-open, and returns the scenario's entries, each with the key that it was read from. What nobody said has a default,
-which is marked as such.
+Importers fill in a `Training`. `scenario_of` checks its sizes against model and cluster, resolves what the file leaves
+open, and returns the scenario's entries, each with the key from which it was read. Everything that the file does not
+give has a default, which is marked as such.
 """
 
 import re
@@ -68,7 +68,7 @@ ARCHITECTURE: dict[str, tuple[str, ...]] = {
     "experts": ("num_local_experts", "n_routed_experts", "num_experts", "experts"),
     "experts per token": ("num_experts_per_tok", "experts_per_token"),
 }
-"""Sizes of a transformer, and what configs of Hugging Face and factories call them."""
+"""Sizes of a transformer, with their names in Hugging Face configs and in factories."""
 DEFAULTS_OF_TYPES: dict[str, dict[str, int]] = {
     "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},
     "bert": {
@@ -79,20 +79,20 @@ DEFAULTS_OF_TYPES: dict[str, dict[str, int]] = {
         "vocab_size": 30522,
     },
 }
-"""Defaults of the configs of transformers, for model files that hold only what differs from them."""
+"""Default sizes of configs in transformers, for model files that hold only the differences from them."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """What other programs' plans say and this one cannot say yet."""
+    """A setting of other programs that plans here do not have yet."""
 
     what: str
     scenario_key: str
-    """The key that will say it; once it exists, importers set it."""
+    """The scenario key for the setting; once it exists, importers set it."""
     harmless: tuple[Any, ...]
-    """Values under which it is off."""
+    """Values with which the setting is off."""
     approximated: bool = False
-    """Whether the answer without it is close: it is listed, not refused."""
+    """Whether the prediction without it is close; it is then listed instead of refused."""
 
 
 PENDING: dict[str, Pending] = {
@@ -104,20 +104,20 @@ PENDING: dict[str, Pending] = {
         approximated=True,
     ),
 }
-"""The one place for what is missing: an entry's fields are those of `Training`."""
+"""All settings that are missing, keyed by the field of `Training`."""
 
 
 @dataclass
 class Training:
-    """What a file says of a training; None where it says nothing."""
+    """Everything that a file says about a training; None where it says nothing."""
 
     world: Value | None = None
-    """Ranks; absent: all devices of the cluster."""
+    """Number of ranks; absent: all devices of the cluster."""
     dp: Value | None = None
-    """Data-parallel ranks of both axes together."""
+    """Number of data-parallel ranks over both axes."""
     dp_replicate: Value | None = None
     dp_shard: Value | None = None
-    """-1: the rest."""
+    """Size of the axis; -1: all remaining ranks."""
     tp: Value | None = None
     pp: Value | None = None
     cp: Value | None = None
@@ -125,37 +125,37 @@ class Training:
     """ring or all-to-all; None: a ring."""
     ep: Value | None = None
     etp: Value | None = None
-    """Tensor ranks that cut each of the experts that ranks divide; None: all."""
+    """Number of tensor ranks that cut each divided expert; None: all of them."""
     sharding: Value | None = None
     """none, zero1, zero2 or zero3."""
     zero1_implementation: str = "torch"
     sequence_parallel: Value | None = None
     clip_norm: Value | None = None
     embedding_parallel: Value | None = None
-    """Whether tensor-parallel ranks divide the token embedding, where it can be divided here."""
+    """Whether tensor-parallel ranks divide the token embedding, if it can be divided here."""
     loss_parallel: Value | None = None
-    """Whether they divide the vocabulary of the head and the loss, where it can be divided here."""
+    """Whether tensor-parallel ranks divide the vocabulary of head and loss, if it can be divided here."""
     micro_batch: Value | None = None
-    """Samples of a rank's forward."""
+    """Samples of one forward on a rank."""
     accumulation: Value | None = None
-    """Micro-batches of a rank in a step."""
+    """Number of micro-batches of a rank in a step."""
     global_batch: Value | None = None
     pipeline_micro_batch: Value | None = None
-    """Samples of a pipeline's micro-batch, where `micro_batch` is divided into such."""
+    """Samples of a pipeline's micro-batch, if the pipeline divides `micro_batch` further."""
     sequence: Value | None = None
     precision: Value | None = None
     gradient_precision: Value | None = None
     reduce_precision: Value | None = None
     autocast: Value | None = None
     adapters: Value | None = None
-    """Table of `workload.adapters`; its targets are names of maps, or patterns of their paths."""
+    """The table of `workload.adapters`; its targets are names of maps, or patterns of their paths."""
     fused_loss: Value | None = None
     frozen_precision: Value | None = None
-    """`nf4-double` and so on; None: frozen weights have the training's precision."""
+    """`nf4-double` and so on; None: frozen weights have the training precision."""
     trained: Value | None = None
-    """Regular expressions of the names of parameters, as axolotl has them, that alone are trained."""
+    """Regular expressions (in axolotl's form) for the names of the only trained parameters."""
     loss_scale: Value | None = None
-    """In fp16; absent there: dynamic."""
+    """Loss scale in fp16; absent: dynamic."""
     optimizer: Value | None = None
     optimizer_implementation: Value | None = None
     optimizer_state_precision: Value | None = None
@@ -167,35 +167,38 @@ class Training:
     short_schedules: bool = False
     """Whether the program runs 1f1b with fewer micro-batches than stages."""
     even_stages: bool = False
-    """Every stage has as many blocks, except where the next two say otherwise; else stages are balanced."""
+    """Whether every stage has equally many blocks, except as the next two fields say; if not, stages are balanced."""
     first_stage_blocks: Value | None = None
     last_stage_blocks: Value | None = None
     stages_per_rank: Value | None = None
     blocks_per_stage: Value | None = None
     offload: Value | None = None
-    """optimizer or parameters, as `plan.offload`."""
+    """optimizer or parameters, as in `plan.offload`."""
     receive_buffers: Value | None = None
-    """Of a pipeline's stages, where there is one."""
+    """Receive buffers of a pipeline's stages, if there is a pipeline."""
     gradient_sync: Value | None = None
     bucket_bytes: Value | None = None
     bucket_parameters: Value | None = None
-    """Least number of parameters in a gradient bucket of Megatron-LM; 0: its default; None: another program's buckets.
+    """Least number of parameters in a gradient bucket of Megatron-LM; 0: its default; None: the file is another
+    program's.
     """
     overlap: Value | None = None
     gathered_inputs: Value | None = None
-    """With sequence parallelism; None: they are kept for the backward."""
+    """Whether inputs are gathered again in the backward, with sequence parallelism; None: they are kept for it."""
     tp_overlap: Value | None = None
-    """With sequence parallelism: whether its exchanges run beside products."""
+    """Whether exchanges of sequence parallelism overlap with matrix products."""
     async_input_gradients: Value | None = None
-    """Whether sums of input gradients over tensor-parallel ranks run beside products of weight gradients."""
+    """Whether all-reduces of input gradients over tensor-parallel ranks overlap with weight-gradient products."""
     compiled: Value | None = None
-    """Whether each block is compiled by itself; None: the program does not compile."""
+    """Whether each block is compiled by itself; None if the program does not compile."""
     seed: Value | None = None
     architecture: dict[str, Value] = field(default_factory=dict)
     """Sizes of the model, by the names of `ARCHITECTURE`."""
 
     def has_context_ranks(self, keys: Keys) -> bool:
-        """Return whether sequences are divided among ranks, by the file or by `--set`: state is sharded over them."""
+        """Return whether the file or `--set` divides sequences among ranks; state is then sharded over these
+        ranks too.
+        """
         return "plan.cp" in keys.overridden or (self.cp is not None and self.cp.value != 1)
 
 
@@ -215,11 +218,12 @@ class Entry:
 def scenario_of(
     training: Training, keys: Keys, model: Model, cluster: Cluster, overrides: dict[str, Any]
 ) -> list[Entry]:
-    """Return the scenario's entries in the order of the file; what contradicts model or cluster is refused in `keys`.
+    """Return the scenario's entries in the order of the file; contradictions with model or cluster are refused in
+    `keys`.
 
-    `overrides`: what `--set` gives, by the scenario's key; it replaces what the file says.
+    `overrides`: values that `--set` gives, by scenario key; they replace those of the file.
     """
-    known = sizes_of(model)  # sizes that the file says must be the model's
+    known = sizes_of(model)  # sizes in the file must equal the model's
     for name, value in training.architecture.items():
         if name in known and known[name] != value.value:
             _refuse(keys, value, f"the model '{model.name}' has {name} = {known[name]}; give the right one by --model")
@@ -248,13 +252,13 @@ def scenario_of(
 
 
 def _refuse(keys: Keys, value: Value, reason: str, *replaced_by: str) -> None:
-    """Refuse the key from which a value is; one that an option sets stands in the message as it is."""
+    """Refuse the key from which a value was read; a value from an option is named by that option."""
     key = value.origin if value.origin.startswith("--set ") else value.origin.partition(" = ")[0]
     keys.refuse(key, reason, replaced_by=replaced_by)
 
 
 def _recompute_inside(training: Training, keys: Keys, model: Model) -> None:
-    """Leave recomputation to compiled blocks that do it inside of their graphs; say where these do not."""
+    """Leave recomputation to compiled blocks that recompute inside their graphs; note where they do not."""
     recompute = training.recompute
     if not model.compiled or recompute is None or recompute.value == "none":
         return
@@ -278,7 +282,7 @@ def _recompute_inside(training: Training, keys: Keys, model: Model) -> None:
 
 
 def _check_compiled(training: Training, keys: Keys, model: Model) -> None:
-    """Refuse a model whose blocks are compiled where the file's are not, and the reverse; say which to take."""
+    """Refuse a model whose blocks are compiled if the file's are not, and the reverse; say which model to take."""
     compiled = training.compiled or Value(False, "compilation = false (not in the file)")
     if compiled.value == model.compiled:
         return
@@ -300,14 +304,14 @@ def _check_compiled(training: Training, keys: Keys, model: Model) -> None:
 
 
 def _check_clipping(training: Training) -> None:
-    """Leave out norms that clip nothing."""
+    """Drop a clip norm that clips nothing."""
     clip = training.clip_norm
     if clip is not None and clip.value in PENDING["clip_norm"].harmless:
         training.clip_norm = None
 
 
 def _scale_loss(training: Training, plan: list[Entry], overrides: dict[str, Any]) -> None:
-    """Set how a training in fp16 scales its loss, unless the scenario is to have another precision, or cannot."""
+    """Set the loss scale of a training in fp16, unless the scenario is to have another precision or cannot scale."""
     precision = training.autocast or training.precision
     asked = overrides.get("workload.precision", precision.value if precision else "fp32")
     methods = [entry.value for entry in plan if entry.key == "plan.method"]
@@ -319,7 +323,7 @@ def _scale_loss(training: Training, plan: list[Entry], overrides: dict[str, Any]
 
 
 def sizes_of(model: Model) -> dict[str, int]:
-    """Return the sizes of a model that its file tells, by the names of `ARCHITECTURE`."""
+    """Return the sizes of a model that its file gives, by the names of `ARCHITECTURE`."""
     module = model.module
     blocks = sum(layer.repeats for layer in model.layers if layer.block)
     config: dict[str, Any] = dict(module.arguments)
@@ -348,7 +352,7 @@ def sizes_in(config: dict[str, Any]) -> dict[str, int]:
 
 
 def _check_pending(name: str, pending: Pending, training: Training, keys: Keys) -> None:
-    """Refuse or list what the plan cannot say, unless it is off or the scenario has its key by now."""
+    """Refuse or list a setting that plans do not have, unless it is off or the scenario has its key by now."""
     value: Value | None = getattr(training, name)
     table, _, key = pending.scenario_key.partition(".")
     has_key = key in {each.name for each in fields({"plan": Plan, "workload": Workload}[table])}
@@ -397,7 +401,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
 
 
 def _zero1_implementation(training: Training, keys: Keys, sharding: Value, tp: int) -> list[Entry]:
-    """Return whose ZeRO-1 it is, where it is not torch's."""
+    """Return the entry for the implementation of ZeRO-1, unless it is torch's."""
     implementation, sequences = training.zero1_implementation, training.sequence_parallel
     if implementation == "deepspeed" and sequences is not None and sequences.value and tp > 1:
         name = sharding.origin.partition(" = ")[0]
@@ -407,14 +411,14 @@ def _zero1_implementation(training: Training, keys: Keys, sharding: Value, tp: i
 
 
 MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS = 40_000_000, 1_000_000
-"""Least parameters of Megatron-LM's buckets, and parameters for each data-parallel rank, where these are more
-(core/distributed/distributed_data_parallel.py)."""
+"""Least number of parameters in Megatron-LM's buckets; and parameters per data-parallel rank, which count instead if
+that is more (core/distributed/distributed_data_parallel.py)."""
 ONE_BUCKET = "1024 TiB"
-"""More than all gradients together: they are reduced in one message after the backward."""
+"""Larger than all gradients together, so that they are reduced in one message after the backward."""
 
 
 def _megatron_bucket(training: Training, method: str, dp: int, overrides: dict[str, Any]) -> list[Entry]:
-    """Return the size of Megatron-LM's gradient buckets, if it has some; without overlap with the backward it has one.
+    """Return the size of Megatron-LM's gradient buckets, if it has any; without overlap it has a single bucket.
 
     Later stages of a pipeline have one bucket in any case, which is not modelled.
     """
@@ -430,7 +434,9 @@ def _megatron_bucket(training: Training, method: str, dp: int, overrides: dict[s
 
 
 def _shorten(training: Training, entries: list[Entry], batch: list[Entry], pp: int) -> None:
-    """Name the schedule of fewer micro-batches than stages as here: all forwards come before the first backward."""
+    """Rename a schedule of fewer micro-batches than stages: all its forwards come before the first backward, as in
+    gpipe.
+    """
     many = next((entry.value for entry in batch if entry.key == "plan.micro_batches"), pp)
     for position, entry in enumerate(entries):
         if entry.key == "plan.schedule" and entry.value == "1f1b" and many < pp and training.short_schedules:
@@ -439,7 +445,7 @@ def _shorten(training: Training, entries: list[Entry], batch: list[Entry], pp: i
 
 
 def _offload(training: Training, keys: Keys, cluster: Cluster) -> list[Entry]:
-    """Return the entry of state in the hosts' memory; refuse it where the cluster says nothing of that."""
+    """Return the entry of state kept in host memory; refuse it if the cluster does not describe that memory."""
     offload = training.offload
     if offload is None:
         return []
@@ -453,7 +459,7 @@ def _offload(training: Training, keys: Keys, cluster: Cluster) -> list[Entry]:
 
 
 def _vocabulary(training: Training, keys: Keys, model: Model, tp: int) -> list[Entry]:
-    """Return the entries of a vocabulary that tensor-parallel ranks divide, where this model's can be divided here."""
+    """Return the entries of a vocabulary divided among tensor-parallel ranks, if this model's can be divided here."""
     whole = {
         "embedding_parallel": (training.embedding_parallel, undivided_embedding_reason, "the token embedding of"),
         "loss_parallel": (training.loss_parallel, undivided_loss_reason, "the loss of"),
@@ -500,10 +506,11 @@ def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, a
 
 
 def _sums_beside_products(training: Training, tp: int, cluster: Cluster, overrides: dict[str, Any]) -> list[Entry]:
-    """Return the entry for sums of input gradients that run beside products, which gloo cannot.
+    """Return the entry for sums of input gradients that overlap with products, which gloo cannot do.
 
-    Not with sequence parallelism: there, Megatron-LM's reduce-scatters and second gathers slow the products beside them
-    about as much as they are hidden, and slower products are not modelled (Korthikanti et al. 2022, table 4).
+    There is none with sequence parallelism: there, Megatron-LM's reduce-scatters and second gathers slow down the
+    products beside them by about as much as they are hidden, and this slowdown is not modelled (Korthikanti et al.
+    2022, table 4).
     """
     asked, sequences = training.async_input_gradients, training.sequence_parallel
     divides = overrides.get("plan.sequence_parallel", sequences is not None and sequences.value)
@@ -553,7 +560,7 @@ def _axes(
 
 
 def _experts(training: Training, keys: Keys, tp: Value) -> Iterator[Entry]:
-    """Yield the entries of experts that ranks divide; refuse those that tensor ranks cut too."""
+    """Yield the entries of divided experts; refuse experts that tensor ranks cut too."""
     if training.ep is None or training.ep.value == 1:
         return
     yield Entry("plan.ep", training.ep.value, training.ep.origin)
@@ -568,7 +575,9 @@ def _experts(training: Training, keys: Keys, tp: Value) -> Iterator[Entry]:
 
 
 def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) -> list[Entry] | None:
-    """Return the entries of the method and of the data axes that it sizes; state is sharded over `cp` ranks too."""
+    """Return the entries of the method and of the data axes whose sizes it sets; state is sharded over `cp`
+    ranks too.
+    """
     sharding = training.sharding or Value("none", "not in the file: no sharding")
     split = _data_axes(training, keys, dp, sharding)
     if split is None:
@@ -591,7 +600,7 @@ def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) 
 
 
 def _data_axes(training: Training, keys: Keys, dp: int, sharding: Value) -> tuple[int, int] | None:
-    """Return the sizes of dp_replicate and dp_shard, of which one may be the rest."""
+    """Return the sizes of dp_replicate and dp_shard; one of them may be all remaining ranks."""
     replicate, shard = training.dp_replicate, training.dp_shard
     replicas = replicate.value if replicate else -1
     shards = shard.value if shard else -1
@@ -641,7 +650,7 @@ def _pipeline(training: Training, keys: Keys, model: Model, ranks: int) -> list[
         if blamed is not None:
             _refuse(keys, blamed, f"the {len(blocks)} blocks of '{model.name}' do not divide so among {count} stages")
         return []
-    # embeddings are with the first block, the norm and the head behind the last; the loss is not counted
+    # embeddings belong to the first block, the final norm and the head to the last; the loss is not counted
     stages[0] += blocks[0]
     stages[-1] += len(layers) - 2 - blocks[-1]
     return [*entries, Entry("plan.stages", stages, f"{origin}: as many blocks each")]
@@ -650,7 +659,7 @@ def _pipeline(training: Training, keys: Keys, model: Model, ranks: int) -> list[
 def _batch(training: Training, keys: Keys, dp: int, pp: int, overrides: dict[str, Any]) -> list[Entry]:
     """Return the entries of the global batch and of the micro-batches; see `Training`.
 
-    global = micro-batch * accumulation * data-parallel ranks, of which any two tell the third.
+    global = micro-batch * accumulation * data-parallel ranks; any two of these determine the third.
     """
     micro, many, total = training.micro_batch, training.accumulation, training.global_batch
     if "workload.global_batch_size" in overrides:
@@ -691,7 +700,7 @@ def _batch(training: Training, keys: Keys, dp: int, pp: int, overrides: dict[str
 
 
 def _pieces(training: Training, keys: Keys, micro: Value, many: Value, pp: int) -> Value:
-    """Return the number of micro-batches of a rank, which a pipeline may divide further."""
+    """Return the number of micro-batches of a rank; a pipeline may divide them further."""
     piece = training.pipeline_micro_batch
     if piece is None or pp == 1:
         return many
@@ -772,7 +781,7 @@ def _resolve_targets(training: Training, keys: Keys, model: Model) -> None:
 
 
 def _frozen(training: Training, keys: Keys, model: Model) -> list[Entry]:
-    """Return the entry of layers that are not trained; refuse what freezes parts of a layer."""
+    """Return the entry of layers that are not trained; refuse patterns that freeze only parts of a layer."""
     given = training.trained
     if given is None or "workload.frozen" in keys.overridden:
         return []
@@ -801,7 +810,8 @@ def _frozen(training: Training, keys: Keys, model: Model) -> list[Entry]:
 
 
 def _expression_of(pattern: str) -> re.Pattern[str]:
-    r"""Return axolotl's expression: a dot is a dot unless `+` follows, and rows at the end do not count (freeze.py).
+    r"""Return axolotl's expression: a dot is literal unless `+` follows, and row ranges at the end are ignored
+    (freeze.py).
 
     >>> _expression_of("layers.4[4-9]+.mlp[:32]").pattern
     'layers\\.4[4-9]+\\.mlp'

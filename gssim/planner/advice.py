@@ -1,4 +1,6 @@
-"""Advice for a plan that does not fit: changes that save memory, and the margin after each; lowered, never executed."""
+"""Advice for a plan that does not fit: changes that save memory, each with the resulting margin, found without
+simulation.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,11 +16,11 @@ from gssim.scenario import Loaded, Scenario, check
 from gssim.simulation import MemoryFootprint, footprints_of, host_misfit, tightest_margin, worst_misfit
 
 MAX_RANKS = 8192
-"""More ranks are not suggested."""
+"""Suggestions use no more ranks than this."""
 
 MAX_LAYER_PASSES = 2**13
-"""Upper bound of micro-batches times layers in suggestions: each is lowered, and advice should not take longer than the
-prediction of a step.
+"""Largest product of micro-batches and layers in suggestions: each is lowered, and advice should not take longer than
+the prediction of a step.
 """
 
 METHOD_DEFAULTS: dict[str, Any] = {
@@ -29,25 +31,25 @@ METHOD_DEFAULTS: dict[str, Any] = {
     "optimizer_state": None,
     "zero1_implementation": "torch",
 }
-"""Settings of a plan that another method resolves itself."""
+"""Settings of a plan that are reset to None with a change of method, so that the new method resolves them itself."""
 
 Change = tuple[str, Callable[[Scenario], Scenario]]
-"""A change as `--set` takes it or in words, and the function that applies it to a scenario."""
+"""A change (as `--set` takes it, or in words), and the function that applies it to a scenario."""
 
 
 def with_suggested_changes(loaded: Loaded, result: Result) -> Result:
-    """Return a Result that does not fit with suggested changes; any other unchanged."""
+    """Return a Result, with suggested changes if it does not fit."""
     return replace(result, remedies=suggested_changes(loaded)) if result.does_not_fit is not None else result
 
 
 def suggested_changes(loaded: Loaded) -> tuple[Remedy, ...]:
     """Return the effect of each of the usual changes, the most helpful first; impossible ones are left out.
 
-    Each is applied alone: all blocks recomputed, as many micro-batches as all ranks have samples for (up to
-    `MAX_LAYER_PASSES`), replicas that synchronize periodically sharded inside of hosts, state in the hosts' memory
-    where that is known, no residuals of thresholded pushes, parameters sharded at rest (by Gradient Sharding or FSDP2),
-    more ranks. Then the helpful changes to the plan are applied together, with the method that is closer to the plan's
-    own.
+    Each change is applied alone: recompute all blocks; use as many micro-batches as all ranks have samples for (up to
+    `MAX_LAYER_PASSES`); shard replicas that synchronize periodically inside hosts; keep state in host memory, if its
+    size is known; drop the residuals of thresholded pushes; shard parameters at rest (with Gradient Sharding or FSDP2);
+    use more ranks. Finally the helpful changes to the plan are applied together, with the method that is closer to the
+    plan's own.
     """
     scenario = loaded.scenario
     now_bytes = _needed_bytes(_footprints(scenario, _program(loaded)))
@@ -71,7 +73,7 @@ def suggested_changes(loaded: Loaded) -> tuple[Remedy, ...]:
 
 
 def _remedy(loaded: Loaded, changes: Sequence[Change], now_bytes: float) -> Remedy | None:
-    """Return the effect of changes applied together; None where they are impossible."""
+    """Return the effect of changes applied together; None if they are impossible."""
     try:
         scenario = reduce(lambda changed, change: change[1](changed), changes, loaded.scenario)
         check(scenario, file=loaded.file)
@@ -93,14 +95,14 @@ def _program(loaded: Loaded) -> Program:
 
 
 def _footprints(scenario: Scenario, program: Program) -> list[MemoryFootprint]:
-    """Return the footprint of the first rank of each role, all tasks taken in the order of the program."""
+    """Return the footprint of the first rank of each role, with all tasks in the order of the program."""
     roles = range(len(program.tasks))
     peaks = [(program.role_of.index(role), memory_after(program, role, MEMORY_STEPS).peak) for role in roles]
     return footprints_of(scenario, program, peaks)
 
 
 def _needed_bytes(footprints: Sequence[MemoryFootprint]) -> float:
-    """Return the memory of the rank whose device has least to spare."""
+    """Return the memory needed by the rank whose device has the least to spare, in bytes."""
     least = min(footprints, key=lambda each: each.margin_bytes)
     return least.allocated_bytes + least.outside_bytes
 
@@ -109,7 +111,7 @@ def _needed_bytes(footprints: Sequence[MemoryFootprint]) -> float:
 
 
 def _plan_changes(scenario: Scenario) -> list[Change]:
-    """Return changes within the method that the plan has not made yet."""
+    """Return the changes within the plan's method that the plan has not made yet."""
     plan = scenario.plan
     most = min((samples for samples in scenario.batch_sizes if samples), default=1)  # no rank can have more
     most = min(most, max(1, MAX_LAYER_PASSES // sum(layer.repeats for layer in scenario.workload.model.layers)))
@@ -140,9 +142,7 @@ def _with_plan(scenario: Scenario, **settings: object) -> Scenario:
 
 
 def _with_ranks(scenario: Scenario, times: int) -> Scenario:
-    """Return the scenario on a multiple of the devices that it uses, without wiring, which memory does not
-    depend on.
-    """
+    """Return the scenario on a multiple of its devices, without wiring, on which memory does not depend."""
     cluster, used = scenario.cluster, scenario.cluster.devices[: scenario.ranks]
     more = [
         replace(device, name=f"{device.name} ({again})", host=f"{device.host} ({again})")

@@ -1,4 +1,4 @@
-"""Batch splits for candidate plans: by the rules of the search space, and by the memory of the devices."""
+"""Batch splits for candidate plans: by the rules of the search space, and by what fits the devices' memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +13,8 @@ from gssim.scenario import check
 
 PLAN = TypeAdapter(Plan)
 USABLE_RATIOS = (1.0, 0.9)
-"""Fractions of a device's memory that the lower bound of a split may fill: the rest is left for memory outside the
-bound. A split counts only if its plan fits when simulated.
+"""Fractions of a device's memory that the lower bound of a split may fill; the rest is left for memory that the bound
+does not include. A split counts only if its plan fits when simulated.
 """
 
 
@@ -26,7 +26,9 @@ class Batches:
         self.total = bounds.parts.workload.global_batch_size
 
     def refusal(self, table: Mapping[str, Any]) -> str | None:
-        """Return why a method cannot run on a mesh with so many micro-batches; None: it can, as far as bounds tell."""
+        """Return why a method cannot run on a mesh with this number of micro-batches; None if, by its bounds,
+        it can.
+        """
         try:
             if table["method"] == "gs_wgrad":  # splits no batch
                 check(replace(self.bounds.parts.scenario, plan=PLAN.validate_python(table)), file="search")
@@ -37,7 +39,7 @@ class Batches:
         return None
 
     def shares(self, table: Mapping[str, Any], owned: str, rules: Sequence[str]) -> Iterator[str | list[float]]:
-        """Yield the batch splits by each rule for a plan with that table, without duplicates."""
+        """Yield the batch splits that the rules give for a plan with this table, without duplicates."""
         plan = PLAN.validate_python({**table, "shares": {"shards": owned}})
         try:
             policies = self.bounds.parts.policies(plan)
@@ -55,7 +57,7 @@ class Batches:
     def _by_rule(
         self, plan: Plan, policies: Policies, rule: str
     ) -> Iterator[tuple[str | list[float], tuple[int, ...]]]:
-        """Yield batch splits as a plan has them, with their sizes in samples."""
+        """Yield the batch splits of one rule, in the form of a plan's key, each with its sizes in samples."""
         if rule == "even":
             if self.total % policies.data_ranks == 0:
                 yield rule, (self.total // policies.data_ranks,) * policies.data_ranks
@@ -72,7 +74,7 @@ class Batches:
                         yield [size / self.total for size in sizes], sizes
 
     def _are_alike(self, policies: Policies) -> bool:
-        """Return whether the parts of the batch are on the same types of device, one by one."""
+        """Return whether the ranks of every part of the batch are, one by one, on the same types of device."""
 
         def found() -> bool:
             types: list[list[str]] = [[] for _ in range(policies.data_ranks)]
@@ -83,10 +85,10 @@ class Batches:
         return self.bounds.parts.once(("alike parts", policies.mesh), found)
 
     def _fitted(self, plan: Plan, policies: Policies, ratio: float, unit: int) -> tuple[int, ...] | None:
-        """Return batch sizes in multiples of `unit`, of at least one sample per micro-batch, that fit memory; None if
+        """Return batch sizes that fit memory, in multiples of `unit` with at least one sample per micro-batch; None if
         there are none.
 
-        Among these, the slowest part is as fast as possible.
+        Of all such splits, the slowest part is as fast as possible.
         """
         if self.total % unit:
             return None

@@ -1,8 +1,8 @@
 """Enumerates the candidate plans of a search space, and counts refused plans by reason.
 
-Thresholds of a study: with `search.study`, only thresholds are searched whose change of the final loss is within the
-user's limit. The study's table has a row for each trained variant (`analysis convergence` writes one). It has the
-threshold and its kind, but no other settings of a variant: of several with the same threshold the worst counts.
+Thresholds of a study: with `search.study`, only those thresholds are searched whose change of the final loss is within
+the user's limit. The study's table has a row for each trained variant (`analysis convergence` writes one), with its
+threshold and kind but no other settings. If several variants have the same threshold, the worst one counts.
 """
 
 import math
@@ -29,7 +29,7 @@ NUMBER = re.compile(r"\d[\d.]*")
 @dataclass
 class _Group:
     reason: str
-    """Reason of the first of them; those of the others differ only in numbers."""
+    """Reason of the group's first plan; those of the others differ only in numbers."""
     plans: int = 0
     methods: dict[str, None] = field(default_factory=dict)
 
@@ -72,9 +72,9 @@ COLUMNS = ("control", "threshold", "kind", "loss_change_high")
 
 
 def loss_changes(file: Path, kind: str) -> dict[float, float]:
-    """Return by how many nats each threshold of a kind raises the last loss, by the upper end of its interval.
+    """Return by how many nats each threshold of a kind raises the final loss: the upper end of its interval.
 
-    Controls, and variants of which no interval is known, are left out. Raises UserError where the file is none.
+    Controls, and variants without a known interval, are left out. Raises UserError if the file is not a study's table.
     """
     found: dict[float, float] = {}
     for number, row in enumerate(read_rows(file, COLUMNS, "a table of a study")[1], start=2):
@@ -94,10 +94,10 @@ def loss_changes(file: Path, kind: str) -> dict[float, float]:
 def allowed(
     file: Path, kind: str, *, most_loss_change: float, thresholds: tuple[float, ...], own: float | None, scenario: str
 ) -> tuple[float, ...]:
-    """Return the thresholds that may be searched: those asked for, or else all of the study, within the bound.
+    """Return the thresholds that may be searched: of those asked for (or of all in the study), those within the bound.
 
-    `own`: that of the scenario's plan, which its other plans push by as well. Raises UserError, in the name of the file
-    `scenario`, where the study has not measured one that is asked for.
+    `own`: threshold of the scenario's plan, with which its other plans push as well. Raises UserError, in the name of
+    the file `scenario`, if a threshold that is asked for is not in the study.
     """
     changes = loss_changes(file, kind)
     known = ", ".join(f"{each:g}" for each in sorted(changes)) or "none"
@@ -114,9 +114,9 @@ def allowed(
 
 
 USUAL_THRESHOLDS = tuple(float(f"{digit}e{power}") for power in range(-7, -1) for digit in (1, 3))
-"""Thresholds searched where only a least density is given: two per decade."""
+"""Thresholds that are searched if only a least density is given: two per decade."""
 KEPT_KEYS = ("bucket_bytes", "first_bucket_bytes", "overlap")
-"""Keys of the scenario's own plan that every candidate keeps, where they are set."""
+"""Keys that every candidate takes over from the scenario's own plan, if they are set."""
 OF_TENSOR_RANKS = (
     "sequence_parallel",
     "gathered_inputs",
@@ -125,17 +125,18 @@ OF_TENSOR_RANKS = (
     "embedding_parallel",
     "loss_parallel",
 )
-"""Keys of the scenario's own plan that candidates with tensor-parallel ranks keep."""
+"""Keys that candidates with tensor-parallel ranks take over from the scenario's own plan."""
 OF_SEQUENCE_PARTS = ("gathered_inputs", "tp_overlap")
-"""Of these keys, those that only candidates keep that divide sequences."""
+"""Those of `OF_TENSOR_RANKS` that only candidates with sequence parallelism take over."""
 OF_CONTEXT_RANKS = ("context_exchange", "context_split")
-"""Those that candidates with context-parallel ranks keep."""
+"""Keys that candidates with context-parallel ranks take over."""
 OF_STAGES = ("receive_buffers",)
-"""Those that pipelines keep, besides the schedule."""
+"""Keys that pipelines take over, besides the schedule."""
 OF_EXPERT_RANKS = ("etp",)
-"""Those that candidates keep whose ranks divide experts."""
+"""Keys that candidates with expert-parallel ranks take over."""
 OF_OWN_METHOD = ("parameters", "gradients", "optimizer_state", "partition", "gradient_sync", "compress", "exchange")
-"""Policies with which the scenario's own plan overrides its method's: plans of other methods have theirs."""
+"""Policies with which the scenario's own plan overrides its method; candidates of other methods do not take them
+over."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +144,14 @@ class Candidate:
     """A plan that may be the best."""
 
     index: int
-    """Position in the enumeration; of equally good plans the first counts."""
+    """Position in the enumeration; of equally good plans, the one with the lowest index is preferred."""
     table: Mapping[str, Any]
-    """As in the scenario's file."""
+    """The plan's table, as in a scenario file."""
     plan: Plan
 
     @property
     def override(self) -> str:
-        """The plan as `--set` takes it."""
+        """The plan in the form that `--set` takes."""
         return f"plan={toml(dict(self.table))}"
 
 
@@ -179,7 +180,7 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield every plan of the space, the scenario's own first, including plans that cannot run.
 
-    `left_out` counts the combinations of the space that make no plan.
+    `left_out` counts the combinations of the space that are not valid plans.
     """
     left_out = left_out or RefusedPlans()
     yield Candidate(0, _plan_table(scenario.plan), scenario.plan)
@@ -190,7 +191,7 @@ def candidates(
         whole = kept | _push_table(scenario.plan, table) | table
         if table["method"] == "zero1" and scenario.plan.zero1_implementation != "torch":
             whole["zero1_implementation"] = scenario.plan.zero1_implementation
-        kind = METHODS[table["method"]]  # settings that only some methods have are kept
+        kind = METHODS[table["method"]]  # settings that only some methods have are taken over if this one has them
         of_methods = {
             "sync_every_steps": kind.sync_every_steps,
             "outer": kind.outer_optimizer == "nesterov",
@@ -214,7 +215,7 @@ def candidates(
 
 
 def _with_axis_sizes(plan: Plan, batches: Batches) -> Plan:
-    """Return a plan with explicit axis sizes, comparable to enumerated ones; unchanged where they cannot be
+    """Return a plan with explicit axis sizes, so that it compares with enumerated plans; unchanged if they cannot be
     resolved.
     """
     try:
@@ -233,7 +234,7 @@ def _plan_table(plan: Plan) -> dict[str, Any]:
 
 
 def _push_table(plan: Plan, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the push and publish settings of the scenario's own plan, for a method that has them."""
+    """Return the push and publish settings of the scenario's own plan that a method can have."""
     if METHODS[table["method"]].gradients != "push":
         return {}
     own = _plan_table(plan)
@@ -255,14 +256,14 @@ def _tables(
                 left_out.add(f"search.{key} = {size}: does not divide any number of devices ({numbers})", "all", 0)
     for place, count in enumerate(counts):
         for method in space.methods:
-            if method == "single" and place:  # once
+            if method == "single" and place:  # only once
                 continue
             for axes in _meshes(scenario, space, method, count):
                 yield from _plans_of_mesh(scenario, space, batches, method, axes, left_out)
 
 
 def device_counts(scenario: Scenario, space: SearchSpace) -> list[int]:
-    """Return the numbers of devices to search, starting with all that the scenario's own plan may use."""
+    """Return the numbers of devices to search, beginning with all that the scenario's own plan may use."""
     hosts = [device.host for device in scenario.cluster.devices[: scenario.plan.ranks]]
     if space.devices is not None:
         return sorted({min(count, len(hosts)) for count in space.devices}, reverse=True)
@@ -271,7 +272,7 @@ def device_counts(scenario: Scenario, space: SearchSpace) -> list[int]:
 
 
 MAX_HOSTS = 8
-"""With more hosts, all are used unless the user gives the number of devices."""
+"""If there are more hosts, all are used, unless the user gives numbers of devices."""
 
 
 def _meshes(scenario: Scenario, space: SearchSpace, method: str, count: int) -> Iterator[Axes]:
@@ -296,7 +297,7 @@ def _own_or_one(own: int) -> tuple[int, ...]:
 
 
 def _expert_ranks(scenario: Scenario) -> tuple[int, ...]:
-    """Return among how many ranks experts are divided where the user names no numbers: those of a host, besides."""
+    """Return the expert-parallel sizes to search if the user names none: the plan's own, and the size of a host."""
     hosts = Counter(device.host for device in scenario.cluster.devices)
     divisible = any(layer.experts_per_token for layer in scenario.workload.model.expert_layers)
     of_host = (max(hosts.values()),) if divisible else ()
@@ -304,7 +305,7 @@ def _expert_ranks(scenario: Scenario) -> tuple[int, ...]:
 
 
 def _data_axes(method: str, data: int, cp: int, tp: int, pp: int) -> Iterator[Axes]:
-    """Yield the meshes of a method with `data` parts of the batch, and other groups of the given sizes."""
+    """Yield the meshes of a method with `data` parts of the batch and the given sizes of the other axes."""
     inner_sizes = [size for size in _divisors(data) if 1 < size < data]
     if METHODS[method].two_levels:
         yield from (Axes(data // inner, inner, cp, tp, pp) for inner in inner_sizes)
@@ -339,10 +340,10 @@ def _plans_of_mesh(
         if METHODS[method].is_gradient_sharding
         else ["even"]
     )
-    whole = METHODS[method].slices != "shares"  # else rules size the slices of tensor ranks
+    whole = METHODS[method].slices != "shares"  # otherwise rules determine the sizes of tensor slices
     even_rules = _rules_like_even(scenario, axes, shards) if "even" in shards and whole else set()
     rules = space.batch if parts > 1 else ("even",)
-    pushes: list[dict[str, Any]] = [{}]  # as the scenario says, and with thresholds where their effect is bounded
+    pushes: list[dict[str, Any]] = [{}]  # as in the scenario; and with thresholds, if their effect is bounded
     if METHODS[method].gradients == "push" and space.searches_thresholds:
         thresholds = space.thresholds or (USUAL_THRESHOLDS if space.study is None else ())
         pushes += ({"threshold": value} for value in thresholds)
@@ -375,8 +376,8 @@ def _plans_of_mesh(
 def _ways_of_experts(scenario: Scenario, space: SearchSpace, axes: Axes) -> list[dict[str, Any]]:
     """Return the divisions of routed experts to try on a mesh, as keys of a plan.
 
-    Tensor ranks that are not those for which the experts are cut divide them too, in the one way that they can: each
-    routes the tokens of its part of a sequence.
+    If the mesh's tensor ranks are not the number for which the experts are cut, they divide the experts too, in the
+    only possible way: each routes the tokens of its part of a sequence.
     """
     alike = axes.parts * axes.cp  # ranks that hold the same part of the model
     model, wanted = scenario.workload.model, space.ep or _expert_ranks(scenario)
@@ -388,7 +389,7 @@ def _ways_of_experts(scenario: Scenario, space: SearchSpace, axes: Axes) -> list
 
 
 def _ways_of_axes(scenario: Scenario, space: SearchSpace, axes: Axes) -> list[dict[str, Any]]:
-    """Return the schedules of a pipeline and the divisions of sequences to try on a mesh, as keys of a plan."""
+    """Return the pipeline schedules and divisions of sequences to try on a mesh, as keys of a plan."""
     own = scenario.plan
     schedules = (space.schedules or (own.schedule,)) if axes.pp > 1 else ()
     ways: list[dict[str, Any]] = [{"schedule": each} for each in schedules if each is not None] or [{}]
@@ -403,7 +404,7 @@ def _ways_of_axes(scenario: Scenario, space: SearchSpace, axes: Axes) -> list[di
 
 
 def _rule_applies(scenario: Scenario, method: str, axes: Axes, rule: str) -> bool:
-    """Return whether a method's shards can follow a rule, and the rule makes a difference."""
+    """Return whether a method's shards can follow a rule, and whether that makes a difference."""
     if rule == "even":
         return True
     if rule == "compute":
@@ -413,9 +414,10 @@ def _rule_applies(scenario: Scenario, method: str, axes: Axes, rule: str) -> boo
 
 
 def _rules_like_even(scenario: Scenario, axes: Axes, rules: Sequence[str]) -> set[str]:
-    """Return those of `rules` by which ranks that share a part of the model own it evenly, if each has as many samples.
+    """Return those of `rules` that give ranks with the same part of the model equal shards, if batches are even.
 
-    They do where the ranks' devices are alike; by cost, where these also send and receive at the same rates.
+    A rule does so if the ranks' devices are equal and, for the rule `cost`, if they also send and receive at equal
+    rates.
     """
     cluster, mesh = scenario.cluster, Mesh(**axes._asdict())
     groups = {tuple(mesh.group(rank, *REPLICA_AXES)) for rank in range(mesh.ranks)}
@@ -431,4 +433,4 @@ def _rules_like_even(scenario: Scenario, axes: Axes, rules: Sequence[str]) -> se
 
 
 MAX_MICRO_BATCHES = 32
-"""Searched where the user gives no numbers: more rarely pay, and take long to simulate."""
+"""Largest number of micro-batches that is searched by default: more rarely pay off, and take long to simulate."""

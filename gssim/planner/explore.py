@@ -1,4 +1,4 @@
-"""Branch and bound: simulates plans in the order of their lower bounds, until no remaining plan can be among the
+"""Branch and bound: simulates plans in the order of their lower bounds, until no remaining plan can improve the
 results.
 """
 
@@ -23,11 +23,11 @@ from gssim.scenario.scenario import Source
 from gssim.simulation import no_collection, simulate
 
 Answer = Result | Bound | UserError | RunFailedError
-"""Answer for a plan: simulated, ruled out by its bound, refused, or failed (a deadlock is a bug of the simulator, not
-of the plan).
+"""Answer for a plan: its simulated Result, its bound (which rules it out), the error that refuses it, or a failure (a
+deadlock is a bug of the simulator, not of the plan).
 """
 COSTLY_TASKS = 5000
-"""Number of tasks of all roles above which simulating a program takes much longer than lowering it."""
+"""Number of tasks over all roles above which simulating a program takes much longer than lowering it."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def answered(request: Request) -> Answer:
 
 
 def judged(loaded: Loaded, known: Bound, limits: Limits, shared: Shared) -> Result | Bound:
-    """Return the prediction of a scenario, or its bound: where that rules it out, or other plans should go first.
+    """Return the prediction of a scenario, or only its bound if that rules the plan out or lets other plans go first.
 
-    `known`: its bound so far, which has the fill and drain of a pipeline, as those of its program do not.
+    `known`: the plan's bound so far; it includes the fill and drain of a pipeline, which the program's bounds do not.
     """
     with no_collection():
         if LoweredBounds.apply_to(loaded):
@@ -73,13 +73,13 @@ def judged(loaded: Loaded, known: Bound, limits: Limits, shared: Shared) -> Resu
             full = full_ratio(result, {name: device.memory_bytes for name, device in types.items()})
             objective = objective_of(result, limits.objective)
             if not limits.rule_out(Bound(result.step_time_s, objective, full if result.fits else math.inf)):
-                return simulate(loaded, shared=shared).result  # it may be shown, with the time of its lightest steps
+                return simulate(loaded, shared=shared).result  # the plan may be shown, with `step_time_p10_s`
         return result
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A simulated plan that fits and meets the search's conditions."""
+    """A simulated plan that fits and meets the conditions of the search."""
 
     candidate: Candidate
     result: Result
@@ -107,21 +107,21 @@ class RankedSet:
     holds: Callable[[Candidate], bool]
 
     def best(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return the best of them, in order; of plans that resolve to the same scenario, the first."""
+        """Return the best of them, in order; of plans that resolve to the same scenario, only the first."""
         ordered = sorted((each for each in outcomes if self.holds(each.candidate)), key=lambda o: o.order)
         different = {each.result.scenario_id: each for each in reversed(ordered)}
         return [each for each in ordered if different[each.result.scenario_id] is each][: self.count]
 
     def limit(self, outcomes: Sequence[Outcome]) -> tuple[float, float]:
-        """Return the order that a plan must come before to be among the best."""
+        """Return the sort key that a plan must be below to be among the best."""
         best = self.best(outcomes)
         return best[-1].order if len(best) == self.count else (math.inf, math.inf)
 
 
 def front(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the Pareto front: plans than which none is both faster and uses less memory, the fastest first.
+    """Return the Pareto front: plans for which no other is both faster and uses less memory, the fastest first.
 
-    Plans that take more than `FRONT_RATIO` times the fastest's time are left out.
+    Plans that take more than `FRONT_RATIO` times as long as the fastest are left out.
     """
     front_plans: list[Outcome] = []
     for outcome in sorted(outcomes, key=lambda o: (o.result.step_time_s, o.full_ratio, o.candidate.index)):
@@ -141,17 +141,17 @@ class Exploration:
     refused: int = 0
     """Number of plans that cannot run."""
     left_out: RefusedPlans = field(default_factory=RefusedPlans)
-    """Refused plans with their reasons, and combinations of the space that make no plan."""
+    """Refused plans with their reasons, and combinations of the space that are not valid plans."""
     too_large: int = 0
     """Number of simulated plans that do not fit."""
     unwanted: int = 0
-    """Number of plans that push too small a fraction."""
+    """Number of plans whose push density is below the wanted one."""
     ruled_out: int = 0
     """Number of plans ruled out by a bound."""
     left: int = 0
-    """Number of plans that may be better and were not simulated before the search ended."""
+    """Number of plans that might be better but were not simulated before the search ended."""
     front: tuple[tuple[float, float], ...] = ()
-    """Points of the plans on the front, the fastest first."""
+    """Points (time, memory) of the plans on the front, the fastest first."""
 
     def refuse(self, candidate: Candidate, error: UserError) -> None:
         """Count a plan that cannot run."""
@@ -166,7 +166,7 @@ class Exploration:
 
 @dataclass(frozen=True, order=True)
 class Waiting:
-    """A plan in the queue; the most promising is the least."""
+    """A plan in the queue; the most promising plan compares as the least."""
 
     objective: float
     index: int
@@ -175,11 +175,11 @@ class Waiting:
     is_close: bool = field(compare=False)
     """Whether the bound includes communication."""
     is_lowered: bool = field(compare=False, default=False)
-    """Whether it is the bound of the lowered plan, the closest one."""
+    """Whether the bound is that of the lowered plan, the tightest one."""
 
 
 class Queue:
-    """Priority queue of plans to simulate: the scenario's own first, then by lower bound."""
+    """Priority queue of plans to simulate: the scenario's own plan first, the others by lower bound."""
 
     def __init__(self, plans: Iterable[tuple[Bound, Candidate]], closer: Callable[[Plan, Bound], Bound]) -> None:
         entries = [(Waiting(bound.objective, each.index, bound, each, False)) for bound, each in plans]
@@ -201,7 +201,7 @@ class Queue:
         return heappop(self._heap) if self._heap else None, ruled_out
 
     def wait(self, candidate: Candidate, bound: Bound) -> None:
-        """Return a plan to the queue with its closest bound, because it takes long to simulate."""
+        """Put a plan that takes long to simulate back into the queue, with its tightest bound."""
         heappush(self._heap, Waiting(bound.objective, candidate.index, bound, candidate, True, True))
 
     def next_objective(self) -> float:
@@ -244,8 +244,8 @@ def explore(
 ) -> None:
     """Simulate plans, the most promising first, into `found`, which always has the best so far.
 
-    The set of simulated plans depends on their speed; the best and the front do not. `source`: what workers load.
-    `until_s`: time of `time.monotonic` after which no plan is started.
+    Which plans are simulated depends on the speed of the processes; the best plans and the front do not. `source`: what
+    the workers load. `until_s`: value of `time.monotonic` after which no further plan is started.
     """
 
     def rule_out(candidate: Candidate, bound: Bound) -> bool:
@@ -268,7 +268,7 @@ def explore(
         if not in_progress:
             break
         if not late:
-            found.ruled_out += queue.look_ahead(rule_out)  # which would else be done while processes wait for a plan
+            found.ruled_out += queue.look_ahead(rule_out)  # now: later, idle processes would wait for it
         for ended in workers.ended(list(in_progress)):
             candidate, answer = in_progress.pop(ended), workers.answer(ended)
             if isinstance(answer, Bound) and not rule_out(candidate, answer):

@@ -1,4 +1,4 @@
-"""Limits that a plan must beat to be among the best or on the front of time and memory, given the results so far."""
+"""Limits that a plan must beat to be among the best, or on the front of time and memory, given the results so far."""
 
 import math
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from gssim.result import Result
 from gssim.scenario import Objective
 
 FRONT_RATIO = 1.25
-"""Slowest time on the front over the fastest: few users train longer than this to save memory."""
+"""Longest step time on the front relative to the fastest: few users train even slower to save memory."""
 
 ROUNDING = 1e-9
-"""Relative tolerance of bounds: they add up the same numbers in another order."""
+"""Relative tolerance of bounds, because they add up the same numbers in another order."""
 
 
 def objective_of(result: Result, objective: Objective) -> float:
@@ -25,27 +25,27 @@ def objective_of(result: Result, objective: Objective) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits that one plan must beat; small enough to be sent to another process with it."""
+    """Limits that one plan must beat; small enough to be sent to another process with the plan."""
 
     objective: Objective
     index: int
-    """The plan's; of equally good ones the first counts."""
+    """Index of the plan; of equally good plans, the one with the lowest index is preferred."""
     order: tuple[float, float]
-    """Objective and index that it must come before, to be among the best of some kind."""
+    """(Objective, index) that the plan must be below to be among the best of some kind."""
     front: Sequence[tuple[float, float]]
-    """Points of the plans on the front so far, the fastest first."""
+    """Points (time, memory) of the plans on the front so far, the fastest first."""
     next_objective: float = math.inf
-    """Least lower bound in the queue: a plan that takes long to simulate yields to that one."""
+    """Least lower bound in the queue; a plan that takes long to simulate lets that one go first."""
 
     def rule_out(self, bound: Bound) -> bool:
-        """Return whether a plan with such a bound cannot fit, or cannot be on the front or among the best."""
+        """Return whether a plan with this bound does not fit, or can be neither on the front nor among the best."""
         if bound.full_ratio > 1 + ROUNDING:
             return True
         before = (bound.objective * (1 - ROUNDING), self.index) < self.order
         return not before and not self.can_be_on_front(bound)
 
     def can_be_on_front(self, bound: Bound) -> bool:
-        """Return whether a plan with such a bound may be on the front: no result so far is better in both."""
+        """Return whether a plan with this bound may be on the front: no result so far is better in both respects."""
         fastest_s = self.front[0][0] if self.front else math.inf
         least_s, least_full = bound.time_s * (1 - ROUNDING), bound.full_ratio * (1 - ROUNDING)
         return least_s <= FRONT_RATIO * fastest_s and not any(

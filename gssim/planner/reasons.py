@@ -7,14 +7,14 @@ from gssim.simulation import WAITING_PHASES
 from gssim.units import human_bytes, human_seconds
 
 COMPUTES_RATIO = 0.5
-"""A plan in which some rank computes for at least this fraction of the step is compute-bound."""
+"""If some rank computes for at least this fraction of the step, the plan counts as compute-bound."""
 
 
 def reason(result: Result) -> str:
-    """Return the bottleneck of a plan, in a line.
+    """Return the bottleneck of a plan, in one line.
 
-    The rank that waits least sets the pace. Where even that one waits for most of the step, links do: the busiest is
-    named.
+    The rank that waits least sets the pace. If even that rank waits for most of the step, links are the bottleneck, and
+    the busiest one is named.
     """
     pace = pace_setter(result)
     works = 1 - waiting_ratio(pace)
@@ -39,9 +39,9 @@ def bound_by(result: Result) -> str:
 
 
 def why_worse(best: Result, other: Result) -> str:
-    """Return why another plan is worse than the best, in a line: the additional time of its slowest rank.
+    """Return in one line why another plan is worse than the best: the additional time of its slowest rank.
 
-    That is the rank of the other plan that waits least, compared with the same rank in the best plan.
+    The slowest rank is the one that waits least in the other plan; it is compared with the same rank in the best plan.
     """
     if other.does_not_fit is not None:
         return memory_lack(other)
@@ -67,7 +67,7 @@ def why_worse(best: Result, other: Result) -> str:
 
 
 def memory_lack(result: Result) -> str:
-    """Return where a plan does not fit, and the largest category there; or that it fits."""
+    """Return where a plan does not fit, and which category of memory is the largest there; or that it fits."""
     fit = result.does_not_fit
     if fit is None:
         return "it fits"
@@ -78,7 +78,7 @@ def memory_lack(result: Result) -> str:
 
 
 def _used(result: Result) -> str:
-    """Return how many devices a plan takes, by type."""
+    """Return how many devices of each type a plan uses."""
     counts = Counter[str]()
     for each in result.ranks:
         counts[each.device] += each.count
@@ -86,12 +86,12 @@ def _used(result: Result) -> str:
 
 
 def pace_setter(result: Result) -> RankClass:
-    """Return the ranks that wait least."""
+    """Return the class of ranks that wait least."""
     return min(result.ranks, key=waiting_ratio)
 
 
 def waiting_ratio(ranks: RankClass) -> float:
-    """Return the part of a step in which ranks wait, for others or for communication."""
+    """Return the fraction of a step in which ranks wait, for others or for communication."""
     whole_s = sum(ranks.phases_s.values())
     return sum(ranks.phases_s[name] for name in WAITING_PHASES) / whole_s if whole_s else 0.0
 

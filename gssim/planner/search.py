@@ -1,8 +1,8 @@
 """Search for the best plans for a scenario's cluster and model: enumerate, bound, simulate, explain.
 
 Every plan of the space gets lower bounds of its step time and memory ([Note: bounds] in `bounds`). The most promising
-are simulated first; a plan that by its bound can be neither among the best nor on the front of time and memory is never
-simulated. The result is the same as that of simulating every plan.
+plans are simulated first. A plan is never simulated if its bound shows that it can be neither among the best nor on the
+front of time and memory. The result is the same as if every plan were simulated.
 """
 
 import math
@@ -29,7 +29,7 @@ from gssim.scenario import Loaded, SearchSpace, check
 from gssim.simulation import no_collection, simulate
 
 MAX_TRIED = 50
-"""Number of plans tried until one can run."""
+"""Most plans that are tried until one can run."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Counterpart:
     name: str
     candidate: Candidate
     result: Result | None
-    """None where it cannot run."""
+    """Result of the plan; None if it cannot run."""
     refusal: str = ""
     """Reason why it cannot run."""
 
@@ -48,16 +48,16 @@ OWN = "the scenario's own plan"
 
 
 def own_plan(loaded: Loaded, own: Candidate, shared: Shared) -> Counterpart:
-    """Return the scenario's own plan, where it is not among those that fit."""
+    """Return the scenario's own plan for the comparison, if it is not among the plans that fit."""
     return _simulated(loaded, OWN, own, shared, {})
 
 
 def counterparts(
     loaded: Loaded, best: Candidate, shared: Shared, known: Mapping[str, Result]
 ) -> tuple[Counterpart, ...]:
-    """Return the best plan with even shares, and with shares in proportion to compute.
+    """Return the best plan with even shares, and the best plan with shares proportional to compute.
 
-    `known`: Results of plans that were simulated, by scenario_id.
+    `known`: Results of plans that have been simulated, by scenario_id.
     """
     even = {"batch": "even", "shards": "even"}
     compute = {"batch": "throughput", "shards": "compute" if METHODS[best.plan.method].is_gradient_sharding else "even"}
@@ -84,7 +84,7 @@ def _simulated(
 ) -> Counterpart:
     try:
         changed = _with_plan(loaded, candidate)
-        # plans with thresholds were simulated without their lightest steps and their band
+        # plans with thresholds were simulated without `step_time_p10_s` and without their band
         same = None if changed.statistics_needed else known.get(changed.scenario.identity(shared))
         return Counterpart(name, candidate, same or simulate(changed, shared=shared).result)
     except UserError as error:
@@ -92,9 +92,9 @@ def _simulated(
 
 
 def nearest(loaded: Loaded, bounded: Iterable[tuple[Bound, Candidate]]) -> tuple[Candidate, Result] | None:
-    """Return the plan with the least memory by its bound, and its Result with suggested changes.
+    """Return the plan whose memory bound is the lowest, and its Result with suggested changes.
 
-    None where no plan can run whatever the memory.
+    None if no plan can run, whatever the memory.
     """
     order = sorted(bounded, key=lambda entry: (entry[0].full_ratio, entry[0].time_s, entry[1].index))
     for _, candidate in order[:MAX_TRIED]:
@@ -107,7 +107,7 @@ def nearest(loaded: Loaded, bounded: Iterable[tuple[Bound, Candidate]]) -> tuple
 
 
 def _with_plan(loaded: Loaded, candidate: Candidate) -> Loaded:
-    """Return the scenario with another plan; raise UserError where it cannot run."""
+    """Return the scenario with another plan; raise UserError if that cannot run."""
     scenario = replace(loaded.scenario, plan=candidate.plan)
     check(scenario, file=loaded.file)
     return replace(loaded, scenario=scenario, gradients=loaded.gradients if scenario.plan.sends_by_data else None)
@@ -120,32 +120,32 @@ RIVALS: dict[str, Callable[[Candidate], bool]] = {
         each.plan.shares.shards == "compute" and each.plan.shares.batch == "throughput"
     ),
 }
-"""Plans with which the best is compared. The last is Gradient Sharding as in its paper."""
+"""Conditions that select the plans with which the best is compared. The last is Gradient Sharding as in its paper."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search, final or so far."""
+    """Results of a search, final or so far."""
 
     space: SearchSpace
     best: tuple[Outcome, ...]
-    """In order of the objective."""
+    """The best plans, in the order of the objective."""
     front: tuple[Outcome, ...]
-    """Of time and memory, the fastest first."""
+    """The plans on the front of time and memory, the fastest first."""
     rivals: tuple[tuple[str, Outcome | None], ...]
     """Plans with which the best is compared, by name; None: no such plan fits."""
     counts: Exploration
     plans: int
     counterparts: tuple[Counterpart, ...] = ()
-    """The best plan with other shares; empty for an interrupted search."""
+    """The best plan with other shares; empty if the search was interrupted."""
     nearest: tuple[Candidate, Result] | None = None
-    """Where no plan fits: the one that needs least memory, and its Result with suggested changes."""
+    """If no plan fits: the one that needs the least memory, and its Result with suggested changes."""
 
     def results(self) -> list[Result]:
         """Return the best plans' Results in order, then the others on the front.
 
-        `provenance.search` has each one's rank (None of the others), whether it is on the front, its plan as `--set`
-        takes it, how full its fullest device is, and its bottleneck; for the first, also comparisons and the plans of
+        `provenance.search` has each plan's rank (None for the others), whether it is on the front, the plan as `--set`
+        takes it, how full its fullest device is, and its bottleneck. The first also has comparisons, and the plans of
         the space that were left out.
         """
         others = [each for each in self.front if each not in self.best]
@@ -153,7 +153,9 @@ class Found:
         return [self._placed(each, rank) for rank, each in ranked]
 
     def comparisons(self, best: Outcome) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the comparisons of the best plan by name: plan, objective and why it is worse, as far as known."""
+        """Yield comparisons with the best plan by name: the other plan, its objective, and why it is worse, if
+        known.
+        """
         told = {each.name for each in self.counterparts}
         for name, rival in self.rivals:
             if name in told:
@@ -200,8 +202,8 @@ class Search:
     """A running search: `found` returns its results at any time."""
 
     def __init__(self, loaded: Loaded, space: SearchSpace, top: int) -> None:
-        """Raise UserError where the objective (of a price or power that is not known), or the density of thresholds,
-        cannot be predicted.
+        """Raise UserError if the objective (without known prices or powers), or the density of thresholds, cannot be
+        predicted.
         """
         if loaded.scenario.run.extrapolate_micro_batches:
             raise UserError(
@@ -225,7 +227,7 @@ class Search:
         self.wanted: list[RankedSet] = []
         self.plans = 0
         self.own: list[Candidate] = []
-        """The scenario's own plan, once prepared."""
+        """The scenario's own plan, as one element, once `prepare` has run."""
         self.began_s = time.monotonic()
         self.counterparts: tuple[Counterpart, ...] = ()
         self.nearest: tuple[Candidate, Result] | None = None
@@ -295,7 +297,7 @@ class Search:
 
 
 def _with_allowed_thresholds(loaded: Loaded, space: SearchSpace) -> SearchSpace:
-    """Return the space with only those thresholds that its study allows, if it names one."""
+    """Return the space with only those thresholds that its study allows, if it names a study."""
     if space.study is None or space.most_loss_change is None:
         return space
     push = loaded.scenario.plan.push

@@ -310,7 +310,7 @@ def dense_bytes(low: Lowering, elements: tuple[int, ...]) -> tuple[int, ...]:
 
 @once_a_run
 def _ranges(low: Lowering, elements: int, place: int) -> Ints:
-    """Return the first and the last element of each owner's range in a bucket of so many elements."""
+    """Return the first and the last element of each owner's range in a bucket of `elements` elements."""
     return np.array(low.division_of(elements).ranges(place), dtype=np.int64)
 
 

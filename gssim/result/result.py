@@ -41,15 +41,15 @@ CATEGORIES = {
 """Categories of memory, and what is booked under each."""
 
 BUSY_RATIO = 0.15
-"""A measurement with a larger `core_wait_ratio` in its provenance was disturbed by other work on its machine."""
+"""A measurement with a larger `core_wait_ratio` in its provenance was disturbed by other work on the machine."""
 DRIFT_RATIO = 0.1
-"""A measurement whose `device_speed_ratio` is farther from 1 was made at another speed than is stated."""
+"""A measurement whose `device_speed_ratio` differs from 1 by more than this ran at another speed than stated."""
 PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
 EXPOSED_COPIES = "exposed_copies"
-"""Phase of measurements from profiler traces only: copies between host and device that nothing hides."""
+"""Phase that only measurements from profiler traces have: copies between host and device that nothing hides."""
 MEASURED_PHASES = (*PHASES, EXPOSED_COPIES)
 COMPUTE_PHASES = ("forward", "backward")
-"""Phases whose time is proportional to a rank's samples, by which its speed is measured."""
+"""Phases whose time is proportional to a rank's samples; a rank's speed is measured by them."""
 UPDATE_PHASES = ("optimizer",)
 """Phases whose time is proportional to a rank's shard."""
 
@@ -64,11 +64,11 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     general_labels: tuple[str, ...] = ()
-    """Labels that distinguish less, those that distinguish most first; empty where they are not known."""
+    """More general labels (they distinguish fewer spans), most specific first; empty if not known."""
 
 
 class Interval(Protocol):
-    """An interval of a rank's stream, of which only the phase matters."""
+    """An interval of a rank's stream, reduced to its phase and time."""
 
     @property
     def stream(self) -> str:
@@ -90,8 +90,8 @@ class Interval(Protocol):
 def phases_of(spans: Iterable[Interval], *, start_s: float, end_s: float) -> dict[str, float]:
     """Return the seconds of each phase between `start_s` and `end_s` on one rank's compute stream.
 
-    Where spans nest, the one that began last counts (a wait inside backward is exposed communication, not backward).
-    Time without a span is idle, so that the phases always sum to `end_s - start_s`.
+    Where spans nest, the one that began last counts: a wait inside a backward is exposed communication, not backward.
+    Time without a span is idle, so the phases always sum to `end_s - start_s`.
 
     >>> inner = Span(0, "compute", "wait", "exposed_communication", 2.0, 3.0)
     >>> outer = Span(0, "compute", "backward", "backward", 1.0, 4.0)
@@ -121,7 +121,7 @@ def typical_phases(
 ) -> dict[str, float]:
     """Return one rank's phases of a typical step: the mean over steps between the quartiles, scaled to the median step.
 
-    `ends_s`: the start of the first step, then the end of each. `which`: whether each step counts; all by default.
+    `ends_s`: the start of the first step, then the end of each step. `which`: whether each step counts; by default all.
 
     >>> work = [Span(0, "compute", "forward", "forward", start, start + 2) for start in (0.0, 3.0, 6.0)]
     >>> phases = typical_phases(work, [0.0, 3.0, 6.0, 9.0])
@@ -150,21 +150,21 @@ class Collective:
     group: tuple[int, ...]
     """The participating ranks, sorted."""
     bytes: int
-    """Size of the full tensor, padding included; for data-dependent messages the dense equivalent."""
+    """Size of the full tensor, padding included; for data-dependent messages, the size of their dense form."""
     count: int
     """Number of calls in one step."""
     payload_bytes: Amount | None = None
-    """Bytes of data-dependent messages, mean per step, all of `count` together; absent where they are `bytes`."""
+    """Bytes of data-dependent messages: mean per step over all `count` calls together; absent if they equal `bytes`."""
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], int, int]:
-        """The part that must be equal between a prediction and a measurement (design rung a)."""
+        """The values that must be equal between a prediction and a measurement (design rung a)."""
         return (self.kind, self.group, self.bytes, self.count)
 
 
 @record
 class LinkUse:
-    """Traffic over one directed link in one step (simulated), or over each of `count` equal ones."""
+    """Traffic in one step over one directed link (simulated), or over each of `count` equal links."""
 
     name: str
     """Name of the link, or of the first of several."""
@@ -175,24 +175,24 @@ class LinkUse:
 
 @record
 class RankClass:
-    """Ranks with equal roles, and the time and memory of each of them."""
+    """Ranks with equal roles, and the time and memory of each one of them."""
 
     ranks: tuple[int, ...]
     count: int
     device: str
     peak_allocated_bytes: Amount
     peak_reserved_bytes: Amount | None = None
-    """Peak of the memory that the caching allocator reserves, libraries' workspaces included (CUDA); on other devices,
-    where predicted, of allocated memory. Absent where the device does not have that much."""
+    """Peak of the memory that the caching allocator reserves (CUDA), including workspaces of libraries. For predictions
+    on other devices, the peak of allocated memory. Absent if the device does not have that much."""
     fragmentation_ratio: Finite | None = None
     """Fraction of the reserved bytes that is not allocated at the peak (simulated)."""
     outside_bytes: dict[str, Amount] = field(default_factory=dict)
-    """Memory outside the allocator, by its purpose: constants of the cluster file (simulated)."""
+    """Memory outside the allocator, by purpose; from constants of the cluster file (simulated)."""
     peak_by_category_bytes: dict[str, Finite]
-    """Bytes by `CATEGORIES` at the peak, which is their sum (simulated)."""
+    """Bytes by `CATEGORIES` at the peak; they sum to the peak (simulated)."""
     phases_s: dict[str, Finite]
     host_bytes: dict[str, Amount] = field(default_factory=dict)
-    """What the rank keeps in its host's memory, by category (`plan.offload`; simulated)."""
+    """Memory that the rank keeps on its host, by category (`plan.offload`; simulated)."""
     bytes_sent: Amount | None = None
     bytes_received: Amount | None = None
     batch_share: Finite
@@ -201,14 +201,16 @@ class RankClass:
 
 @spec
 class Fit:
-    """The rank that exceeds its device's memory by most; where all devices suffice, the first of the fullest host."""
+    """The rank that exceeds its device's memory by the most; if all devices suffice, the first rank of the fullest
+    host.
+    """
 
     rank: int
     category: str
     """The largest category at the peak."""
     excess_bytes: Finite
     memory: Literal["device", "host"] = "device"
-    """Whose memory is exceeded; that of a `host` by all of its ranks together."""
+    """Whose memory is exceeded; that of a `host` is exceeded by all of its ranks together."""
 
 
 @spec
@@ -219,34 +221,34 @@ class Margin:
     category: str
     """The largest category at the peak."""
     margin_bytes: Finite
-    """Memory less reserved and outside memory; negative where that does not fit."""
+    """Device memory minus reserved memory and memory outside the allocator; negative if it does not fit."""
     memory_bytes: Finite
 
 
 @spec
 class Remedy:
-    """A change to the plan, the workload or the cluster that saves memory, and the margin with it."""
+    """A change to the plan, workload or cluster that saves memory, and the resulting margin."""
 
     change: str
     """An override for `--set`, or a description."""
     fits: bool
     margin: Margin
     saved_bytes: Finite
-    """Memory saved on the rank with the least margin."""
+    """Bytes saved on the rank with the least margin."""
 
 
 @spec
 class Density:
-    """Fraction of off-shard elements that were sent, mean over the run's steps; absent where nothing is thresholded."""
+    """Fraction of the elements owned by other ranks that were sent, mean over steps; absent without thresholds."""
 
     push: Finite | None = None
     publish: Finite | None = None
     push_by_step: tuple[Finite, ...] = ()
-    """Density of every timed step (measured)."""
+    """Push density of every timed step (measured)."""
     push_low: Finite | None = None
-    """Lower end of the band of `push`, where the gradient statistics were transferred; see `Band`."""
+    """Lower end of the band of `push`, if the gradient statistics were transferred; see `Band`."""
     push_high: Finite | None = None
-    """Upper end."""
+    """Upper end of the band of `push`."""
     publish_low: Finite | None = None
     publish_high: Finite | None = None
 
@@ -255,23 +257,23 @@ class Density:
 class Band:
     """Range of a prediction whose gradient statistics were not measured on the model but transferred from a family.
 
-    Both ends are simulated, with all |g| smaller and greater by the factor that covers nine in ten of the family's
-    held-back trainings; see `gssim.workload.gradient_family`.
+    Both ends are simulated: all |g| are lowered and raised by the factor that covers nine in ten of the family's
+    held-out trainings; see `gssim.workload.gradient_family`.
     """
 
     family: str
     """Family from which the statistics are transferred."""
     scale_error_ratio: Finite
-    """Factor on the scale of |g|."""
+    """Factor on the scale of |g| at the ends of the band."""
     density_error_ratio: Finite
-    """Largest factor between the density and an end of its band."""
+    """Largest factor between the density and one end of its band."""
     step_time_low_s: Finite
     step_time_high_s: Finite
     bytes_sent_low: Finite
-    """Sent by all ranks in a step."""
+    """Bytes sent by all ranks in a step, at the lower end."""
     bytes_sent_high: Finite
     peak_allocated_low_bytes: Finite
-    """Of the rank that needs most."""
+    """Peak of the rank that needs the most memory, at the lower end."""
     peak_allocated_high_bytes: Finite
     fits_at_both_ends: bool
 
@@ -285,7 +287,7 @@ class Evaluation:
     loss: float
     """Mean cross-entropy, in nats, over all targets of the held-out data."""
     accuracy_ratio: Finite | None = None
-    """Fraction of the samples whose class was the likeliest; absent where tokens are predicted."""
+    """Fraction of samples whose most likely class is right; absent for models that predict tokens."""
 
 
 @spec
@@ -293,7 +295,7 @@ class Division:
     """A new batch split and shard sizes chosen by rebalancing at run time."""
 
     first_step: int
-    """First step with this split; counted steps start from 0, the warm-up is negative."""
+    """First step with this split; timed steps count from 0, warm-up steps are negative."""
     samples: tuple[int, ...]
     """Samples of each rank."""
     shard_shares: tuple[Finite, ...]
@@ -305,30 +307,31 @@ class Periods:
     """Inner and outer steps of ranks that synchronize their parameters periodically."""
 
     every_steps: PositiveInt
-    """Steps of a period: the last of them is an outer step."""
+    """Number of steps in a period; the last one is an outer step."""
     inner_step_time_s: Amount | None = None
-    """Median, over steps, of the ranks' mean time of an inner step; absent where there are none. Where fragments are
-    synchronized, it and the other times are means over the steps of a period that are of a kind, each of them the
-    median over the run's periods; exchanges may be in flight behind inner steps."""
+    """Median, over steps, of an inner step's time, averaged over ranks; absent if a period has no inner step. Where
+    fragments are synchronized, this and the other times are means over the period's steps of that kind, each being the
+    median over the run's periods; exchanges may be in flight during inner steps."""
     begin_step_time_s: Amount | None = None
-    """The same of a step that begins the exchange of a fragment, for which a later step waits; absent where there are
-    none."""
+    """The corresponding time of a step that begins a fragment's exchange, for which a later step waits; absent if there
+    is none."""
     outer_step_time_s: Amount
-    """The same of an outer step: its own training, the wait for other ranks and for the exchange, and the update of
-    what is synchronized."""
+    """The corresponding time of an outer step: its own training, the wait for other ranks and for the exchange, and the
+    update of the synchronized parameters."""
     begin_steps: tuple[PositiveInt, ...] = ()
-    """Steps of a period, from 1, that begin the exchange of a fragment; empty where the last step synchronizes all."""
+    """Steps of a period, from 1, that begin a fragment's exchange; empty if the last step synchronizes everything."""
     outer_steps: tuple[PositiveInt, ...] = ()
-    """Those that end one, fragment by fragment."""
+    """Steps of a period, from 1, that end a fragment's exchange, in the order of fragments."""
     outer_bytes: Amount
-    """Sizes of the collectives of a period between replicas: the tensors that these have in common after an outer step.
+    """Total size of a period's collectives between replicas: the tensors that replicas have in common after an outer
+    step.
     """
     outer_bytes_sent: Amount | None = None
-    """Bytes that the rank that sends most sends to other replicas in a period (simulated; or counted in the lab, where
-    replicas are not sharded)."""
+    """Bytes that a rank sends to other replicas in a period, for the rank that sends the most (simulated; in the lab
+    counted, if replicas are not sharded)."""
 
     def mean(self, inner: float, outer: float, begin: float = 0.0) -> float:
-        """Return the mean over a period of a figure of inner steps, of outer ones, and of those that begin an exchange.
+        """Return a figure's mean over a period, given its values for inner, outer, and exchange-beginning steps.
 
         >>> Periods(every_steps=4, inner_step_time_s=1.0, outer_step_time_s=3.0, outer_bytes=8.0).mean(1.0, 3.0)
         1.5
@@ -356,12 +359,12 @@ def fragment_periods(
     """Return the kinds of steps of a run that synchronizes fragments of the parameters.
 
     Args:
-        times_s: the ranks' mean times of steps that follow one another, at least a period.
-        last: number of the last of them in the training, from 1.
-        every: steps of a period.
-        fragments: the step of a period, from 1, that begins the exchange of each fragment, and the one that ends it.
+        times_s: the ranks' mean times of consecutive steps, at least a period of them.
+        last: number, from 1, of the last of these steps in the training.
+        every: number of steps in a period.
+        fragments: for each fragment, the steps of a period, from 1, that begin and end its exchange.
         outer_bytes: as in `Periods`.
-        outer_bytes_sent: likewise.
+        outer_bytes_sent: as in `Periods`.
 
     >>> periods = fragment_periods(
     ...     [1.0, 2.0, 4.0, 1.0, 2.0, 6.0], last=6, every=3, fragments=[(2, 3)], outer_bytes=8.0, outer_bytes_sent=None
@@ -400,69 +403,71 @@ class Result:
     source: Literal["simulated", "measured"]
     """Whether it was predicted or measured."""
     scenario_id: str
-    """Identity of the question, by which predictions join measurements."""
+    """Identity of the scenario; predictions and measurements of the same scenario are joined by it."""
     calibration_id: str
-    """Identity of the rates, costs and statistics that a prediction is based on."""
+    """Identity of the rates, costs and statistics on which a prediction is based."""
     scenario: dict[str, Any]
     """The whole scenario, as plain data."""
     step_time_s: Amount
-    """Median of the run's steps; where they have `periods`, the mean of a period of median steps of all kinds."""
+    """Median over the run's steps; for a run with `periods`, the mean over a period with a median step of each kind."""
     step_time_p10_s: Amount
     """Tenth percentile of the run's steps."""
     step_times_s: tuple[Amount, ...] = ()
-    """Every timed step (simulated: only where they differ)."""
+    """Time of every timed step (simulated: only if they differ)."""
     phases_s: dict[str, Finite]
-    """Mean over ranks; sums to a step."""
+    """Seconds of each phase, mean over ranks; they sum to the step time."""
     fits: bool
     """Whether every rank's memory suffices."""
     does_not_fit: Fit | None = None
-    """What the rank lacks that needs most memory beyond its device's; None where all fit."""
+    """The rank that exceeds its device's memory by the most, and by how much; None if all ranks fit."""
     margin: Margin | None = None
     """Margin of the rank with the least memory to spare (simulated)."""
     remedies: tuple[Remedy, ...] = ()
-    """Changes that save memory where the plan does not fit, the most effective first (`gssim run`)."""
+    """Changes that save memory, the most effective first, if the plan does not fit (`gssim run`)."""
     throughput_samples_per_s: Amount
-    """Samples of all ranks per second."""
+    """Samples per second, over all ranks."""
     density: Density
-    """Fractions of gradients that are pushed, and of parameters that are published; None where all are."""
+    """Fractions of gradients that are pushed, and of parameters that are published; None where everything is."""
     band: Band | None = None
-    """Range of the prediction, where gradient statistics were transferred from other models."""
+    """Range of the prediction, if gradient statistics were transferred from other models."""
     periods: Periods | None = None
-    """Times and bytes of inner and outer steps, where parameters are synchronized periodically. All else in a Result is
-    then the mean over a period's steps, but for memory and collectives, which are an outer step's, or, where fragments
-    are synchronized, those of a whole period."""
+    """Times and bytes of inner and outer steps, if parameters are synchronized periodically. Everything else in the
+    Result is then the mean over a period's steps, except memory and collectives: these are an outer step's or, where
+    fragments are synchronized, a whole period's."""
     collectives: tuple[Collective, ...]
-    """Collectives of a step, equal ones once with their number."""
+    """Collectives of a step; equal ones are listed once, with their number."""
     links: tuple[LinkUse, ...] = ()
     """Traffic of a step by link (simulated)."""
     ranks: tuple[RankClass, ...]
-    """Ranks, those that are alike together: devices, phases, memory."""
+    """Ranks with their devices, phases and memory; equal ranks share an entry."""
     idle_devices: tuple[str, ...] = ()
     """Names of the cluster's devices without a rank."""
     loss: tuple[float, ...] = ()
-    """Mean over each timed step's batch, before its update (measured)."""
+    """Mean loss over the batch of each timed step, before its update (measured)."""
     evaluation: tuple[Evaluation, ...] = ()
-    """Every `run.evaluate_every_steps`, and after the last timed step; outside of all step times."""
+    """Evaluations every `run.evaluate_every_steps` and after the last timed step; their time is in no step time."""
     divisions: tuple[Division, ...] = ()
-    """Rebalancing at run time; the ranks' shares are those of the last division."""
+    """Rebalancing at run time; the ranks' shares in the Result are those of the last division."""
     cost_usd_per_step: Amount | None = None
-    """Cost of the participating devices; absent where a price is unknown."""
+    """Cost of the participating devices per step; absent if a price is not known."""
     energy_j_per_step: Amount | None = None
-    """Energy of the same devices, without hosts and network (simulated); absent where a power is unknown."""
+    """Energy of the participating devices per step, without hosts and network (simulated); absent if a power is not
+    known.
+    """
     provenance: dict[str, Any] = field(default_factory=dict)
-    """Versions and digests of the code, the machine, and the run's circumstances.
+    """Versions and digests of the code, the machine, and the circumstances of the run.
 
-    Of a measurement also `core_wait_ratio`: the largest part of the timed steps that a rank waited for a core; and of
-    calibrated CPUs and emulated devices `device_speed_ratio`: the rate of a matrix product before and after the run, in
-    the lab after it, over the one that the devices' file states.
+    Measurements also have `core_wait_ratio`: the largest fraction of the timed steps for which a rank waited for a
+    core. Those on calibrated CPUs and emulated devices have `device_speed_ratio`: the measured rate of a matrix product
+    (before and after the run; in the lab, after it) relative to the rate in the devices' file.
     """
 
     def to_json(self) -> str:
-        """Return the Result as JSON, keys in schema order, the same bytes for the same Result."""
+        """Return the Result as JSON, with keys in schema order; equal Results give the same bytes."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the Result as plain data, keys in schema order; without some that most have no use for."""
+        """Return the Result as plain data, with keys in schema order; some keys are left out if they are empty."""
         data: dict[str, Any] = adapter(Result).dump_python(self)  # much faster than dataclasses.asdict
         if self.periods is None:
             del data["periods"]
@@ -482,10 +487,10 @@ class Result:
         return data
 
     def to_frame(self) -> "polars.DataFrame":
-        """Return the ranks as a table: one row a class of equal ranks, units in the names of columns.
+        """Return the ranks as a table: one row per class of equal ranks, with units in column names.
 
-        `phase_*_s` are the phases of a step, `peak_*_bytes` what categories of memory take at the peak; the step's time
-        and the scenario's name and id stand in every row, so that tables of several Results can be stacked.
+        `phase_*_s` are the phases of a step, `peak_*_bytes` the bytes of each memory category at the peak. The step
+        time and the scenario's name and id are in every row, so tables of several Results can be stacked.
         """
         dataframe = imported_polars().DataFrame
         whole = {"scenario": self.scenario.get("name"), "scenario_id": self.scenario_id, "source": self.source}
@@ -502,7 +507,7 @@ class Result:
 
 
 def imported_polars() -> Any:
-    """Import polars, which only tables need; raise UserError where it is not installed."""
+    """Import polars, which only tables need; raise UserError if it is not installed."""
     try:
         import polars
     except ImportError:
@@ -525,7 +530,7 @@ def read_result(path: Path) -> Result:
 
 
 def merge_collectives(entries: Iterable[Collective]) -> tuple[Collective, ...]:
-    """Return the entries, those of equal kind, group and bytes merged, in a fixed order."""
+    """Return the entries in a fixed order, with those of equal kind, group and bytes merged."""
     counts: dict[tuple[str, tuple[int, ...], int], int] = defaultdict(int)
     payloads: dict[tuple[str, tuple[int, ...], int], float | None] = {}
     for entry in entries:

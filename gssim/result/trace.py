@@ -1,9 +1,9 @@
-"""Export of one step as a Chrome trace for Perfetto: spans of all ranks, arrows of waiting, and memory over time.
+"""Export of one step as a Chrome trace for Perfetto: spans of all ranks, arrows for waits, and memory over time.
 
 The format is Chrome's JSON ("Trace Event Format", in the catapult project's documentation): complete events (`X`) for
 spans, flow events (`s`, `f`) for arrows, counters (`C`), instants (`i`) and metadata (`M`).
-[Note: times] Perfetto drops events before 0, and spans that overlap without nesting. So times begin at the first event,
-and are multiples of an eighth of a microsecond: exact in binary, and whole nanoseconds.
+[Note: times] Perfetto drops events before time 0, and spans that overlap without nesting. So times begin at the first
+event, and are multiples of 1/8 microsecond, which are exact in binary and whole nanoseconds.
 """
 
 import json
@@ -17,12 +17,12 @@ from gssim.result.result import Result, Span
 TICKS_PER_S = 8_000_000
 TICKS_PER_US = 8
 STREAMS = ("compute", "communication", "host")
-"""Order of the streams; all others follow, by name."""
+"""Order in which streams are shown; all others follow, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """A dependency between spans: a message from the first, or a wait of the second for the first."""
+    """A dependency between spans: a message from the first to the second, or a wait of the second for the first."""
 
     label: str
     source: int
@@ -32,18 +32,18 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Allocated memory of a rank from a time on, until the next entry."""
+    """Allocated memory of a rank from `time_s` until the rank's next entry."""
 
     rank: int
     time_s: float
     total_bytes: float
     by_category_bytes: Mapping[str, float] = field(default_factory=dict)
-    """Sums to the total; empty where unknown."""
+    """Bytes by category, which sum to the total; empty if not known."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of all ranks; times are in seconds since the last of them began it."""
+    """One step of all ranks; times are in seconds since the last rank began the step."""
 
     spans: Sequence[Span]
     bounds_s: Mapping[int, tuple[float, float]]
@@ -55,9 +55,9 @@ class Step:
 
 
 def arrows_among(spans: Sequence[Span], members: Sequence[int], label: str) -> list[Arrow]:
-    """Return arrows of one collective: from the member that arrived last to each of those that waited for it.
+    """Return the arrows of one collective: from the member that arrived last to each member that waited for it.
 
-    `members`: indices of their spans. A member whose span ended before has not waited.
+    `members`: indices of the members' spans. A member whose span ended before the last arrival has not waited.
 
     >>> spans = [Span(rank, "compute", "all-reduce", "exposed_communication", rank, 5.0) for rank in range(3)]
     >>> [(arrow.source, arrow.target) for arrow in arrows_among(spans, [0, 1, 2], "all-reduce")]
@@ -74,8 +74,8 @@ def arrows_among(spans: Sequence[Span], members: Sequence[int], label: str) -> l
 def chrome_trace(step: Step, result: Result) -> str:
     """Return a step as Chrome-trace JSON: a process for each rank, a thread for each of its streams, times in us.
 
-    `result`: of the step's run; `otherData` identifies it, holds it whole where it was measured, and gives the start of
-    the step on the time axis.
+    `result`: Result of the step's run. `otherData` identifies it, contains it in full if it was measured, and gives the
+    start of the step on the time axis.
     """
     return json.dumps(_trace(step, result)) + "\n"
 
@@ -96,7 +96,7 @@ def _trace(step: Step, result: Result) -> dict[str, Any]:
     ]
     about = {key: getattr(result, key) for key in ("source", "scenario_id", "calibration_id", "step_time_s")}
     about["name"] = result.scenario.get("name")
-    if result.periods is not None and result.periods.begin_steps:  # a whole period is shown
+    if result.periods is not None and result.periods.begin_steps:  # the trace shows a whole period
         about["step_time_s"] = result.periods.every_steps * result.step_time_s
     if result.source == "measured":
         about["result"] = result.to_dict()  # so that the trace alone can be compared
@@ -119,8 +119,8 @@ class _Clock:
 
 
 Threads = Mapping[tuple[int, str], int]
-"""Thread id of each rank's stream. Perfetto identifies threads by it alone: ids are unique over all ranks, and differ
-from process ids, which would denote main threads."""
+"""Thread id of each rank's stream. Perfetto identifies threads only by this id, so ids are unique over all ranks. They
+also differ from process ids, which would denote main threads."""
 
 
 def _place(stream: str) -> tuple[int, str]:
@@ -128,7 +128,7 @@ def _place(stream: str) -> tuple[int, str]:
 
 
 def process_of(rank: int) -> int:
-    """Return the process id of a rank in a trace: 0 is the idle process of the machine.
+    """Return the process id of a rank in a trace; 0 would be the idle process of the machine.
 
     >>> process_of(0)
     1
@@ -152,8 +152,8 @@ def _names(step: Step, threads: Threads) -> Iterable[dict[str, Any]]:
 def _placed(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
     """Return the first and last tick of each span, by number, in order of thread and time; see [Note: times].
 
-    Where two overlap without nesting, the earlier one ends where the later one begins: as in the count of phases, the
-    span that began last is the active one.
+    If two spans overlap without nesting, the earlier one ends where the later one begins. This agrees with the count of
+    phases, in which the span that began last is the active one.
     """
     lanes: dict[tuple[int, str], list[int]] = defaultdict(list)
     for number, span in enumerate(spans):
@@ -200,14 +200,14 @@ def _spans(
 def _flows(
     step: Step, placed: Mapping[int, tuple[int, int]], threads: Threads, zero: _Clock
 ) -> Iterable[dict[str, Any]]:
-    """Yield both ends of each arrow, which starts when both spans are active, or else at the first one's end."""
+    """Yield both ends of each arrow. It starts when both spans are active, or else at the end of the first one."""
     number = 0
     for arrow in step.arrows:
         (source_start, source_end), (start, end) = placed[arrow.source], placed[arrow.target]
         if source_end <= source_start or end <= start or end <= source_start:
             continue  # not visible
         number += 1
-        leaves = min(source_end - 1, max(source_start, start))  # inside: an event at a span's end is outside of it
+        leaves = min(source_end - 1, max(source_start, start))  # inside the span: an event at its end would be outside
         arrives = min(end - 1, max(start, leaves))
         for phase, which, ticks in (("s", arrow.source, leaves), ("f", arrow.target, arrives)):
             span = step.spans[which]
@@ -217,7 +217,9 @@ def _flows(
 
 
 def _counters(step: Step, threads: Threads, zero: _Clock) -> Iterable[dict[str, Any]]:
-    """Yield allocated memory: in total, under one name in predictions and measurements, and by category where known."""
+    """Yield allocated memory: the total, under the same name in predictions and measurements, and if known by
+    category.
+    """
     shown: dict[int, dict[str, None]] = defaultdict(dict)
     for held in step.held:
         shown[held.rank] |= {category: None for category, size in sorted(held.by_category_bytes.items()) if size}

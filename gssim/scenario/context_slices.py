@@ -1,12 +1,12 @@
-"""Blocks that tensor-parallel ranks cut, or whose experts ranks divide, on parts of sequences that context-parallel
-ranks divide.
+"""Layers that combine context parallelism with tensor or expert parallelism, derived from layers traced separately.
 
-No such layer is traced: it follows from three that are. All but the attention runs as on whole sequences of a rank's
-own positions: the layer of `sliced_layers`, of `sequence_layers` or of `expert_layers`, at that length. What ranks
-exchange around the attention is in the layer of `context_layers`, and not in that of `layers`: copies and all-to-alls
-of queries, keys, values and outputs, of which a tensor-parallel rank has those of its heads, and a rank with whole
-attention and a part of the experts all. Operations are numbered within a layer; those behind the exchanges come later
-by as many as these are (tests/oracles/test_traced_context_slices.py compares with traces of such steps).
+No such layer is traced: it follows from three that are. All but the attention runs on a rank's own positions as it does
+on whole sequences of that length: it is taken from the layer of `sliced_layers`, `sequence_layers` or
+`expert_layers`. The exchanges around the attention are what the layer of `context_layers` has and that of `layers` has
+not: copies and all-to-alls of queries, keys, values and outputs. A tensor-parallel rank has those of its heads; a rank
+with the whole attention and a part of the experts has all of them. Operations are numbered within a layer; those after
+the exchanges are renumbered accordingly (tests/oracles/test_traced_context_slices.py compares with traces of such
+steps).
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from gssim.workload import Buffer, Layer, LayerInstance, Model, Moment, Polynomi
 
 @dataclass(frozen=True)
 class Attention:
-    """Positions of a block's attention in its forward and its backward, and where this frees what it needed."""
+    """Positions of a block's attention in its forward and backward, and where the backward frees what it needed."""
 
     forward: int
     backward: int
@@ -29,10 +29,10 @@ class Attention:
 
     @classmethod
     def of(cls, layer: Layer) -> "Attention | None":
-        """Return those of a layer; None: it has no attention that ranks could divide.
+        """Return the attention of a layer; None if it has no attention that ranks could divide.
 
-        An attention is the one operation of the compute-heavy ones that makes two tensors, of which one has the
-        logarithms of its sums; its backward makes three.
+        The attention is the only compute-heavy operation that makes two tensors, one of which has the logarithms of its
+        sums; its backward makes three.
         """
         heavy = layer.selective_positions or ()
         born = Counter((each.born.phase, each.born.position) for each in layer.buffers)
@@ -47,18 +47,18 @@ class Attention:
 
 @dataclass(frozen=True)
 class Shift:
-    """How much later the operations of a layer come, by what is exchanged around its attention."""
+    """By how many positions the operations of a layer are moved by the exchanges around its attention."""
 
     at: Attention | None = None
     forward: int = 0
-    """Of the attention's forward."""
+    """Shift of the attention's forward."""
     after: int = 0
-    """Of the forward behind it."""
+    """Shift of the forward's operations after the attention."""
     backward: int = 0
     after_backward: int = 0
 
     def __call__(self, phase: str, position: int) -> int:
-        """Return where an operation is."""
+        """Return the new position of an operation."""
         if self.at is None:
             return position
         if phase == "f":
@@ -69,9 +69,9 @@ class Shift:
         return position + moved
 
     def near(self, moment: Moment, layer: Layer) -> Moment:
-        """Return where a moment of another layer is, as far from the attention as there."""
+        """Return the place of a moment of another layer here, at the same distance from the attention."""
         other = Attention.of(layer)
-        assert other is not None  # they are traced alike
+        assert other is not None  # both layers are traced in the same way
         assert self.at is not None
         forward = self.at.forward + self.forward - other.forward
         backward = self.at.backward + self.backward - other.backward
@@ -80,7 +80,9 @@ class Shift:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An all-to-all of a layer traced with context parallelism: what is sent, received, and the copy of that."""
+    """An all-to-all of a layer traced with context parallelism: the tensors sent and received, and a copy of the
+    latter.
+    """
 
     reduction: Reduction
     sent: Buffer
@@ -108,9 +110,7 @@ def _last(layer: Layer, phase: str) -> int:
 
 
 def uncombined_reason(model: Model, cut: Sequence[Layer]) -> str | None:
-    """Return why a model's layers `cut`, with parts of its blocks, are not known on parts of sequences; None: they
-    are.
-    """
+    """Return why layers with cut blocks (`cut`) cannot be combined with parts of sequences; None if they can."""
     if not model.exact_sequence:
         return "is traced at one sequence length alone, and parts of sequences are shorter; trace it without one"
     for layers in (model.layers, model.context_layers, cut):
@@ -120,9 +120,9 @@ def uncombined_reason(model: Model, cut: Sequence[Layer]) -> str | None:
 
 
 def on_positions(quantity: Polynomial, positions: int) -> Polynomial:
-    """Return a quantity of so many positions as a function of the whole sequence's length.
+    """Return a quantity of a part of `positions` positions as a function of the whole sequence's length.
 
-    What grows with the square of the length is of pairs of an own position with one of the whole sequence.
+    Terms that grow with the square of the length count pairs of an own position and any position of the sequence.
 
     >>> str(on_positions(Polynomial.parse("8 + 4*b*s + 2*b*s^2"), 16))
     '8 + 64*b + 32*b*s'
@@ -135,7 +135,7 @@ def on_positions(quantity: Polynomial, positions: int) -> Polynomial:
 
 
 def at_length(layer: Layer, positions: int) -> Layer:
-    """Return a layer on sequences of so many positions, whose attention is to whole sequences."""
+    """Return a layer on `positions` positions of its own, whose attention is to whole sequences."""
     held = partial(on_positions, positions=positions)
     changes: dict[str, Any] = {
         each.name: held(getattr(layer, each.name))
@@ -152,13 +152,13 @@ def at_length(layer: Layer, positions: int) -> Layer:
 
 PASSES = ("forward", "backward", "recompute", "selective")
 COSTS = (*(f"{name}_{what}" for name in PASSES for what in ("bytes", "streamed_bytes")), "saved_bytes")
-"""Costs of a layer to which exchanges add; they have no FLOP."""
+"""Costs of a layer that exchanges increase; they have no FLOP."""
 OPERATIONS = tuple(f"{name}_operations" for name in PASSES)
 
 
 @lru_cache(maxsize=64)
 def _parts(model: Same, positions: int) -> tuple[tuple[Layer, Layer], ...]:
-    """Return each layer of a whole model on so many positions, without what is exchanged and with it."""
+    """Return, for each layer of a whole model on `positions` positions, the layer without and with the exchanges."""
     traced = model.value
     assert isinstance(traced, Model)
     once: dict[int, Layer] = {}
@@ -174,14 +174,14 @@ def _parts(model: Same, positions: int) -> tuple[tuple[Layer, Layer], ...]:
 
 
 Part = tuple[int, int]
-"""Units of a rank, of so many that there are."""
+"""Number of units on a rank, and in all."""
 
 
 def in_context(model: Model, cut: Sequence[Layer], parts: Sequence[Part], positions: int) -> tuple[Layer, ...]:
-    """Return a tensor-parallel rank's layers on so many positions of each sequence.
+    """Return a tensor-parallel rank's layers on `positions` positions of each sequence.
 
-    `cut`: its layers as functions of the length of sequences, on which they run alone. `parts`: for each of these, the
-    rank's part of its heads.
+    `cut`: its layers without exchanges, as functions of the sequence length. `parts`: for each of these layers, the
+    rank's part of the heads.
     """
     held = [part for layer, part in zip(cut, parts, strict=True) for _ in range(layer.repeats)]
     groups: list[tuple[Layer, list[str]]] = []
@@ -204,9 +204,10 @@ def in_context(model: Model, cut: Sequence[Layer], parts: Sequence[Part], positi
 def instances_in_context(
     model: Model, instances: Sequence[LayerInstance], parts: Sequence[Part], positions: int
 ) -> tuple[LayerInstance, ...]:
-    """Return a rank's unrolled layers on so many positions of each sequence; arguments as `in_context`, unrolled.
+    """Return a rank's unrolled layers on `positions` positions of each sequence; other arguments as `in_context`,
+    unrolled.
 
-    Equal ones, beside layers whose operations move alike, are one object.
+    Equal layers are one object, if the operations of their neighbours are shifted equally.
     """
     traced = _parts(Same(model), positions)
     own = {id(each.layer): at_length(each.layer, positions) for each in instances}
@@ -227,7 +228,7 @@ def instances_in_context(
 
 
 def _offsets(instance: LayerInstance) -> tuple[int, ...]:
-    """Return the distances of the layers in which a layer's buffers are freed, and its gradients ready."""
+    """Return the layer offsets at which a layer's buffers are freed and its gradients are ready, without 0."""
     layer = instance.layer
     moments = [each.freed for each in layer.buffers]
     moments += [moment for each in layer.parameters for moment in (each.born, each.ready)]
@@ -253,7 +254,7 @@ def _shift(own: Layer, alone: Layer, exchanging: Layer) -> Shift:
 def _combined(own: Layer, alone: Layer, exchanging: Layer, part_of: Part, moves: Mapping[int, Shift]) -> Layer:
     """Return a layer with the exchanges that `exchanging` has and `alone` has not.
 
-    `part_of`: the rank's part of the layer's heads. `moves`: how far operations move, by the distance of their layer.
+    `part_of`: the rank's part of the layer's heads. `moves`: shift of operations, by layer offset.
     """
     part, whole = part_of
     shift = moves[0]
@@ -292,10 +293,12 @@ def _combined(own: Layer, alone: Layer, exchanging: Layer, part_of: Part, moves:
 
 
 def _with_costs(own: Layer, alone: Layer, exchanging: Layer, of_rank: Callable[[Polynomial], Polynomial]) -> Layer:
-    """Return a layer that moves what exchanges move too, and has their operations; `of_rank`: a rank's part of them."""
+    """Return a layer with the bytes and operations of the exchanges added; `of_rank`: reduces a size to the rank's
+    part.
+    """
 
     def changes_of(names: Sequence[str], *holders: Any) -> dict[str, Any]:
-        """Return fields of the first holder plus what the second has over the third."""
+        """Return fields of the first holder plus the difference between those of the second and the third."""
         changes: dict[str, Any] = {}
         for name in names:
             values = [getattr(each, name) for each in holders]
@@ -317,7 +320,7 @@ def _with_costs(own: Layer, alone: Layer, exchanging: Layer, of_rank: Callable[[
 
 
 def _renumbered(layer: Layer, shift: Shift) -> Layer:
-    """Return a layer whose positions of a recomputation are those among more operations."""
+    """Return a layer whose recomputed positions are renumbered for the additional operations."""
     changes: dict[str, Any] = {}
     if layer.recompute_positions is not None:
         changes["recompute_positions"] = layer.recompute_positions + shift.after
@@ -338,11 +341,12 @@ def _with_exchanges(
     shift: Shift,
     of_rank: Callable[[Polynomial], Polynomial],
 ) -> list[tuple[Buffer, int]]:
-    """Return the buffers of a block with those of its exchanges, in order.
+    """Return the buffers of a block together with those of its exchanges, in order.
 
-    `moved`: its own ones, at their new moments. Each is with the position at which a forward that saves nothing frees
-    it. Queries, keys and values live until their module returns: autograd saves what is received in their place. What
-    is received of the outputs is copied for the linear map that follows. Gradients are exchanged in reverse.
+    `moved`: the block's own buffers, at their new moments. Each is returned with the position at which a forward that
+    saves nothing frees it. Queries, keys and values live until their module returns: autograd saves the received
+    tensors in their place. The received outputs are copied for the linear map that follows. Gradients are exchanged in
+    reverse.
     """
     at, other = shift.at, Attention.of(exchanging)
     assert at is not None
@@ -355,7 +359,7 @@ def _with_exchanges(
     gradients = [id(each) for each in own.buffers if each.born == Moment("b", at.backward)]
     sent = [each.freed for each in exchanging.buffers if each.born == Moment("b", other.backward)]
     freed_after: dict[Moment, Moment] = {}
-    """Where the exchanged gradients of inputs are freed, by where those are that are sent for them."""
+    """When exchanged gradients of inputs are freed, by when the gradients sent for them are freed."""
     found: list[tuple[Buffer, int]] = []
     output_release = 0
     for each, new in zip(own.buffers, moved, strict=True):
@@ -365,14 +369,14 @@ def _with_exchanges(
             of_sent = sent[gradients.index(id(each))]
             freed_after[of_sent] = new.freed
             new = replace(new, freed=shift.near(of_sent, exchanging))
-        elif at_release and each.born.phase == "b" and each.born.position < at.backward:  # of the outputs
+        elif at_release and each.born.phase == "b" and each.born.position < at.backward:  # gradients of outputs
             new = replace(new, freed=shift.near(of_output.received.freed, exchanging))
         elif at_release and each.born.phase == "f" and each.born.position < at.forward:  # queries, keys and values
             end = Moment("f", _end_of_module(own, exchanging, shift, each, release))
             new = replace(new, freed=end, category="temporaries")
         elif each.born == Moment("f", at.forward) and release > at.forward:  # the outputs
             output_release, release = shift("f", release), copied
-        elif each.born.position < at.forward == release:  # right behind the attention
+        elif each.born.position < at.forward == release:  # directly after the attention
             release = copied
         else:
             release = shift("f", release)
@@ -396,11 +400,11 @@ def _with_exchanges(
 
 
 def _end_of_module(own: Layer, exchanging: Layer, shift: Shift, kept: Buffer, release: int) -> int:
-    """Return where the attention's module returns, and frees its queries, keys and values, of which one is `kept`.
+    """Return where the attention's module returns, and frees its queries, keys and values, one of which is `kept`.
 
-    Some have the linear map of the outputs inside, and return after its sum over the ranks; of others the map follows:
-    they return as far behind the attention as in the layer `exchanging`, and so do all of whole attentions, without
-    such a sum. `release`: the last operation before.
+    Some modules contain the linear map of the outputs, and return after its sum over the ranks. In others the map
+    follows the module: they return as far after the attention as in the layer `exchanging`. So do all modules of whole
+    attentions, which have no such sum. `release`: the last operation before.
     """
     at, other = shift.at, Attention.of(exchanging)
     assert at is not None
@@ -430,7 +434,7 @@ def _next_product(layer: Layer, at: Attention) -> int:
 
 
 def _sum(quantity: Polynomial, other: Polynomial) -> Polynomial:
-    """Return the sum of two quantities of a rank's layers, each power once."""
+    """Return the sum of two quantities of a rank's layers, with one term per power."""
     sums: dict[tuple[int, int], int] = {}
     for c, i, j in (*quantity.terms, *other.terms):
         sums[i, j] = sums.get((i, j), 0) + c
@@ -439,11 +443,12 @@ def _sum(quantity: Polynomial, other: Polynomial) -> Polynomial:
 
 @lru_cache(maxsize=256)
 def ring_layer(layer: Layer) -> Layer:
-    """Return a layer whose attention is a ring, of one traced with all-to-alls; layers without stay as they are.
+    """Return a layer with ring attention, made from one traced with all-to-alls; layers without attention are
+    unchanged.
 
-    What heads are exchanged for is left out: copies to send, and what is received. The attention's own tensors are as
-    many: copies of queries, keys and values, the output, its logarithms, and a copy as the linear map takes it;
-    gradients need no further copies. One `ring` takes the place of the all-to-alls of each pass, right after the
+    The exchange of heads is left out: copies to send, and received tensors. The attention has as many tensors of its
+    own: copies of queries, keys and values, the output, its logarithms, and a copy in the form that the linear map
+    takes; gradients need no further copies. One `ring` replaces the all-to-alls of each pass, directly after the
     attention; its bytes are those of a rank's keys and values.
     """
     forward = [each for each in layer.reductions if each.moment.phase == "f" and each.kind == "all-to-all"]
@@ -473,15 +478,15 @@ def ring_layer(layer: Layer) -> Layer:
 
 
 def fused_attention(layer: Layer) -> dict[str, int] | None:
-    """Return the positions, by pass, of the attention of a block that is traced with all-to-alls around it.
+    """Return the positions, by pass, of a block's attention between its all-to-alls.
 
-    None: it is no kernel that makes output and logarithms, and the gradients of queries, keys and values.
+    None if its kernel does not make output and logarithms, and the gradients of queries, keys and values.
     """
     found: dict[str, int] = {}
     exchanges = [each.moment for each in layer.reductions if each.kind == "all-to-all"]
     for phase, before, tensors in (("f", 3, 2), ("b", 1, 3)):  # of queries, keys and values, or of the output
         positions = [each.position for each in exchanges if each.phase == phase]
-        if not positions and phase == "b":  # beside adapters none of queries, keys and values may get a gradient
+        if not positions and phase == "b":  # with adapters, queries, keys and values may all have no gradient
             continue
         first, last = positions[before - 1 : before + 1]
         born = Counter(each.born.position for each in layer.buffers if each.born.phase == phase)

@@ -1,4 +1,4 @@
-"""Rates of devices for a workload: its measured profile, the achieved and peak FLOP/s, and the cost of a sample."""
+"""Rates of devices for a workload: measured profiles, achieved and peak FLOP/s, and the cost of a sample."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,8 @@ from gssim.workload import Layer, LayerInstance, Model, TokenInput, Workload, im
 def sample_costs(device: DeviceType, workload: Workload, *, name: str) -> tuple[float, float]:
     """Return (fixed_s, sample_s) of a step on `device`: from its profile of the model, else from its achieved FLOP/s.
 
-    The share policies compare devices by it; it is not a prediction of a step. `name`: of the type, for errors.
+    The share policies compare devices by these costs; they are not a prediction of a step. `name`: of the device type,
+    for errors.
     """
     for profile in device.profiles:
         if _is_of(profile, workload):
@@ -25,7 +26,7 @@ def sample_costs(device: DeviceType, workload: Workload, *, name: str) -> tuple[
             ]
             largest = max((curve.sizes[-1] for _, curve in curves), default=0)
             time_s = sum(n * curve.at(largest) for n, curve in curves) if largest else 0.0
-            if time_s > 0:  # a profile may be of memory alone
+            if time_s > 0:  # a profile may contain only memory
                 return 0.0, time_s / largest
     flop = sum(_training_flop(layer, workload.sequence_length or 1) for layer in workload.model.layers)
     return 0.0, flop / achieved_flop_per_s(device, product_precision(device, workload), name=name)
@@ -34,7 +35,7 @@ def sample_costs(device: DeviceType, workload: Workload, *, name: str) -> tuple[
 def layer_costs_s(device: DeviceType, workload: Workload, layers: Sequence[LayerInstance], samples: int) -> list[float]:
     """Return the time of `samples` in each layer, forward and backward: from its profile, else from achieved FLOP/s.
 
-    Like `sample_costs`, it serves to split the work only.
+    Like `sample_costs`, it only serves to split the work.
     """
     cost_s: dict[int, float] = {}
     for instance in layers:
@@ -60,9 +61,9 @@ def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> Layer
 
 
 def check_rates(cluster: Cluster, workload: Workload, *, ranks: int) -> None:
-    """Raise UserError, with its name, for a type of device of the first ranks whose time of a layer is not known.
+    """Raise UserError, with its name, for a device type of the first ranks if the time of some layer is not known.
 
-    That is, neither a profile has the layer, nor is the rate stated in the workload's precision.
+    That is so if no profile has the layer, and no rate is stated for the workload's precision.
     """
     for name in dict.fromkeys(device.type for device in cluster.devices[:ranks]):
         device = cluster.device_types[name]
@@ -72,7 +73,7 @@ def check_rates(cluster: Cluster, workload: Workload, *, ranks: int) -> None:
 
 
 def has_host_times(device: DeviceType, workload: Workload) -> bool:
-    """Return whether the host's time to issue a workload on a GPU is known apart from the device's own."""
+    """Return whether a GPU's host time to issue a workload is known separately from the device's own time."""
     profile = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
     if profile is None:
         return device.layer_operation_s is not None
@@ -80,7 +81,7 @@ def has_host_times(device: DeviceType, workload: Workload) -> bool:
 
 
 def pause_excess(device: DeviceType, workload: Workload) -> Curve | None:
-    """Return the slowdown of compute after a pause, by the pause's seconds, where it is measured."""
+    """Return the slowdown of compute after a pause, by the pause's length in seconds; None if not measured."""
     found = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
     return found.pause_excess_s if found else None
 
@@ -108,14 +109,16 @@ def _is_of(profile: Profile, workload: Workload) -> bool:
 
 
 def product_precision(device: DeviceType, workload: Workload) -> Rate:
-    """Return the precision in which a device multiplies matrices: under autocast that; TF32 where it has it."""
+    """Return the precision of matrix products: that of autocast, or TF32 if asked for and available, or the
+    workload's.
+    """
     if workload.autocast is not None:
         return workload.autocast
     return "tf32" if workload.tf32 and _tf32_flop_per_s(device) is not None else workload.precision
 
 
 def _tf32_flop_per_s(device: DeviceType) -> float | None:
-    """Return a device's peak in TF32, if it has it; where it is not stated, half of that in bf16.
+    """Return a device's peak in TF32, if it has TF32; if the peak is not stated, half of that in bf16.
 
     Source: NVIDIA's data sheets of A100 (156 of 312 TFLOP/s), H100 (494 of 989), L40S (183 of 362); GPUs before Ampere
     have neither.
@@ -131,9 +134,9 @@ def achieved_flop_per_s(device: DeviceType, precision: Rate, *, name: str = "") 
 
 
 def peak_flop_per_s(device: DeviceType, precision: Rate, *, name: str = "") -> float:
-    """Return the device's peak; raise UserError where it is needed (no profile covers a layer) but not stated.
+    """Return the device's peak rate. Raise UserError if it is not stated, though no profile covers a layer.
 
-    `name`: of the type in the cluster, where it is known.
+    `name`: name of the type in the cluster, if known.
     """
     peak = _tf32_flop_per_s(device) if precision == "tf32" else device.peak_flop_per_s.get(precision)
     if peak is None:
@@ -178,12 +181,12 @@ def reduce_precision(workload: Workload) -> Precision:
 
 
 def takes_tokens(model: Model) -> bool:
-    """Return whether the model reads tokens (else images)."""
+    """Return whether the model reads tokens; otherwise it reads images."""
     return isinstance(model.input, TokenInput)
 
 
 def measured_optimizer(device: DeviceType, optimizer: str, implementation: str) -> OptimizerCost | None:
-    """Return the measured cost of an optimizer on a device, in an implementation; None: it was not measured."""
+    """Return the measured cost of an optimizer's implementation on a device; None if it was not measured."""
     own = implementation_on(device.kind, implementation)
     is_default = own == implementation_on(device.kind, "default")
     return device.optimizers.get(optimizer if is_default else f"{optimizer} {own}")

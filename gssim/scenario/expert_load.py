@@ -1,12 +1,12 @@
 """Load of routed experts, and the layers of a model whose experts ranks divide; see [Note: routed rows].
 
-[Note: loads] A load gives each expert its fraction of a layer's rows, of which each token makes `experts_per_token`. A
-sample's rows are split in whole numbers by largest remainders, so that all samples load the experts alike. A real run
-can route so too (`workload.expert_routing`): the rows of a sample are dealt out in a fixed order, each expert's one
-after another, to the sample's tokens in turn (McNaughton's wrap-around rule, 1959), so that a token has no expert twice
-as long as no expert has more rows than there are tokens. Where ranks divide sequences too (`plan.cp`, or `plan.tp` with
-`plan.sequence_parallel`), each part of a sequence loads the experts so, as if it were a sample of its own: all ranks
-send alike.
+[Note: loads] A load gives each expert its fraction of a layer's rows; each token makes `experts_per_token` rows. A
+sample's rows are split into whole numbers by largest remainders, so all samples load the experts equally. A real run
+can route in the same way (`workload.expert_routing`): the rows of a sample are dealt out in a fixed order, those of one
+expert after those of another, to the sample's tokens in turn (McNaughton's wrap-around rule, 1959). So a token never
+has the same expert twice if no expert has more rows than there are tokens. If ranks also divide sequences (`plan.cp`,
+or `plan.tp` with `plan.sequence_parallel`), each part of a sequence loads the experts in this way, like a sample of its
+own, and all ranks send equal amounts.
 """
 
 import math
@@ -29,11 +29,11 @@ def expert_rows(
     chosen: int,
     capacity_ratio: float | None = None,
 ) -> tuple[int, ...]:
-    """Return the rows of each expert of a layer for a sample of so many tokens; see [Note: loads].
+    """Return the number of rows of each expert of a layer, for a sample of `tokens` tokens; see [Note: loads].
 
-    `module`: path of the layer. `chosen`: experts that each token takes. `capacity_ratio`: see
-    `Layer.expert_capacity_ratio`. Raises UserError for a load that does not fit the layer: its number of experts, an
-    expert with more rows than tokens, or any but a balanced one where experts have a capacity.
+    `module`: path of the layer. `chosen`: number of experts per token. `capacity_ratio`: see
+    `Layer.expert_capacity_ratio`. Raises UserError for a load that does not fit the layer: a wrong number of experts,
+    an expert with more rows than tokens, or an unbalanced load if experts have a capacity.
     """
     load = workload.expert_load
     if capacity_ratio is not None:
@@ -66,9 +66,9 @@ def expert_rows(
 
 
 def layer_rows(workload: Workload, layer: Layer, module: str, *, parts: int) -> tuple[int, ...]:
-    """Return the rows of each expert of a layer with divided experts for one sample; see `expert_rows`.
+    """Return the rows of each expert of a layer with divided experts, for one part of a sample; see `expert_rows`.
 
-    `parts`: into which ranks divide each sample; the rows are those of one.
+    `parts`: number of parts into which ranks divide each sample.
     """
     assert layer.routed_experts is not None
     assert layer.experts_per_token is not None
@@ -93,15 +93,15 @@ def routed_experts(rows: Sequence[int], tokens: int) -> list[list[int]]:
 
 
 def routes_parts(model: Model, policies: Policies) -> bool:
-    """Return whether tensor ranks route the tokens of their own parts of sequences to experts that all divide.
+    """Return whether tensor ranks route the tokens of their own parts of sequences, to experts that all ranks divide.
 
-    Else the layers with experts are whole, or cut for so many tensor ranks (`Model.expert_tensor_ranks`).
+    Otherwise layers with experts are whole, or cut for this number of tensor ranks (`Model.expert_tensor_ranks`).
     """
     return policies.ep > 1 and policies.tp > 1 and model.expert_tensor_ranks != policies.tp
 
 
 def parts_routed_apart(model: Model, policies: Policies) -> int:
-    """Return into how many parts ranks divide each sequence, the tokens of each of which are routed by themselves."""
+    """Return the number of parts of each sequence whose tokens are routed separately, by different ranks."""
     if policies.ep == 1:
         return 1
     return policies.cp * (policies.tp if routes_parts(model, policies) else 1)
@@ -113,19 +113,19 @@ def divided_expert_layers(model: Model, policies: Policies) -> tuple[Layer, ...]
 
 
 def layers_with_experts(workload: Workload, policies: Policies, position: int) -> tuple[LayerInstance, ...]:
-    """Return the layers of a rank at `position` among the ranks that divide the experts: with its own experts alone, on
-    its part of the sequences where ranks divide these.
+    """Return the layers of the rank at expert-parallel `position`: with only its own experts and, where ranks divide
+    sequences, on its part of them.
     """
     return on_context_parts(workload, policies, layers_of_own_experts(workload, policies, position))
 
 
 def layers_of_own_experts(workload: Workload, policies: Policies, position: int) -> tuple[LayerInstance, ...]:
-    """Return the layers of `layers_with_experts` as functions of the length of sequences, on which they run alone.
+    """Return `layers_with_experts` before sequences are divided: as functions of the sequence length.
 
-    Of tensor ranks with the tokens of their parts of sequences, with its part of what these cut.
+    If tensor ranks route the tokens of their own parts of sequences, the layers have the rank's part of the cut blocks.
 
-    Assumes that all these ranks have as many samples, or parts of samples: then its experts process, for each of its
-    own, as many rows as one of each of the ranks sends them.
+    Assumes that all ranks that divide the experts have equally many samples (or parts of samples). A rank's experts
+    then process, for each of its own samples, the rows that one sample of each of the ranks sends to them.
     """
     model, ranks = workload.model, policies.ep
     in_parts = routes_parts(model, policies)
@@ -151,7 +151,7 @@ def layers_of_own_experts(workload: Workload, policies: Policies, position: int)
 def on_context_parts(
     workload: Workload, policies: Policies, instances: Sequence[LayerInstance]
 ) -> tuple[LayerInstance, ...]:
-    """Return layers of own experts on a rank's part of the sequences, with what is exchanged around attention."""
+    """Return layers with own experts on a rank's part of the sequences, with the exchanges around attention."""
     if policies.cp == 1:
         return tuple(instances)
     model, positions = workload.model, (workload.sequence_length or 1) // policies.cp
@@ -164,7 +164,7 @@ def on_context_parts(
 
 @lru_cache(maxsize=256)
 def _with_own_experts(layer: Layer, experts: int, rows: int) -> Layer:
-    """Return a layer with so many of its experts, and rows for each sample; its units are experts."""
+    """Return a layer with `experts` of its experts, and `rows` rows per sample; the layer's units are experts."""
     part = sliced_layer(layer, experts, 0, rows)
     trained, frozen = (
         tuple(replace(each, of_experts=each.sliced) for each in parameters)
@@ -174,15 +174,15 @@ def _with_own_experts(layer: Layer, experts: int, rows: int) -> Layer:
 
 
 def rows_of_ranks(workload: Workload, policies: Policies) -> tuple[tuple[int, ...], ...]:
-    """Return for each position among the ranks that divide experts the rows of its experts in each layer with some."""
+    """Return, for each expert-parallel position, the rows of its experts in each layer that has experts."""
     layers = unrolled(replace(workload.model, layers=divided_expert_layers(workload.model, policies)))
     rows = [rows_by_rank(workload, policies, each) for each in layers if each.layer.routed_experts is not None]
     return tuple(zip(*rows, strict=True))
 
 
 def rows_by_rank(workload: Workload, policies: Policies, instance: LayerInstance) -> tuple[int, ...]:
-    """Return the rows that one sample, or a rank's part of it, sends to each of the ranks that divide the experts of a
-    layer.
+    """Return how many rows one sample (or a rank's part of it) sends to each of the ranks that divide a layer's
+    experts.
     """
     rows = layer_rows(workload, instance.layer, instance.module, parts=parts_routed_apart(workload.model, policies))
     experts = len(rows)

@@ -1,6 +1,6 @@
-"""Rebalancing in the course of a run: batch split and shard shares after each step, by the ranks' measured times.
+"""Rebalancing during a run: batch split and shard shares for each next step, from the ranks' measured times.
 
-Both executors use it.
+Both the simulator and the real backend use it.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class RebalancingState:
     shard_shares: tuple[float, ...]
     most_samples: tuple[int, ...]
     updates: tuple[tuple[float | None, ...], ...] = ()
-    """Each rank's time to update all parameters, in the last steps; None where it owned nothing."""
+    """Each rank's time to update all parameters, for the latest steps; None for a rank that owned nothing."""
     divisions: tuple[Division, ...] = ()
     """Changes of the shares so far."""
 
@@ -42,7 +42,7 @@ def after_step(
 ) -> RebalancingState:
     """Return the state after a counted step (negative in the warm-up), with the shares of the next step.
 
-    `compute_s`, `update_s`: of every rank, in that step.
+    `compute_s`, `update_s`: times of every rank in that step.
     """
     scenario, before = following.scenario, following
     settings, least = scenario.plan.shares.replanning, scenario.plan.micro_batches

@@ -1,10 +1,10 @@
-"""Identity of scenarios and calibrations: digests of canonical plain data, by which predictions join measurements.
+"""Identity of scenarios and calibrations: digests of canonical plain data, which join predictions and measurements.
 
-[Note: canonical data] Tables are dumped field by field, with sorted keys and exact numbers. A field that has its
-default is left out, so that a key that is added later changes no id, as long as its default is what happened before.
-Fields are part of an identity unless they are named here as left out. A default that changes, or a field that gets
-another meaning, needs another `VERSION`: `tests/golden/test_identity.py` holds all defaults. The data have large parts,
-which many scenarios have in common, by their digests.
+[Note: canonical data] Tables are dumped field by field, with sorted keys and exact numbers. Fields that have their
+default are left out, so a key that is added later changes no id if its default is the previous behaviour. All fields
+are part of an identity unless they are listed here as left out. If a default changes, or a field gets another meaning,
+`VERSION` must change: `tests/golden/test_identity.py` holds all defaults. Large parts that many scenarios share are
+represented by their digests.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ POLICIES = (
     "exchange",
     "publish_overlaps",
 )
-"""Resolved policies. The others follow from the method."""
+"""Resolved policies that are part of the identity. All others follow from the method."""
 AS_RESOLVED = {*POLICIES, "cp", "compress", "sync_every_steps", "ranks", "push", "stages", "shares"}
-"""Keys of a plan that count as what they resolve to, however that was asked for."""
+"""Keys of a plan that count by what they resolve to, however that was written."""
 UNASKED_OF_MODEL = {
     "source",
     "name",
@@ -55,7 +55,7 @@ UNASKED_OF_MODEL = {
     "uncut_reason",
     "layers",
 }
-"""Fields of a model that follow from its module, or name it; of its layers some count, see `LAYER_FIELDS`."""
+"""Fields of a model that follow from its module, or only name it. Some fields of its layers count: `LAYER_FIELDS`."""
 LAYER_FIELDS = {
     "name",
     "modules",
@@ -75,7 +75,7 @@ LAYER_FIELDS = {
 
 
 class ScenarioParts(NamedTuple):
-    """A scenario's tables, and what its plan resolves to."""
+    """A scenario's tables, and the values to which its plan resolves."""
 
     name: str
     question: str
@@ -91,21 +91,21 @@ class ScenarioParts(NamedTuple):
     shard_shares: tuple[float, ...]
     """Fraction of the sharded state that each rank owns."""
     owned_layers: tuple[tuple[int, int], ...]
-    """Layers whose weight gradients each rank computes, where ranks divide these."""
+    """Half-open ranges of layers whose weight gradients each rank computes, if ranks divide these."""
     stage_sizes: list[int]
     """Number of layers of each stage of a pipeline."""
 
 
 def canonical(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
-    """Return what a scenario asks, as canonical data: workload, resolved plan, structure of the cluster, run.
+    """Return the question that a scenario asks as canonical data: workload, resolved plan, cluster structure, run.
 
-    Not part of it: rates and costs of devices and links, names, paths, data sets, and the search. See [Note: canonical
-    data]; `shared`: cache of the parts that scenarios have in common.
+    It does not contain rates and costs of devices and links, names, paths, data sets, or the search. See [Note:
+    canonical data]; `shared`: cache of the parts that scenarios have in common.
     """
     workload, plan, policies, cluster = scenario.workload, scenario.plan, scenario.policies, scenario.cluster
     ranks, model = policies.ranks, workload.model
     unasked = {"model", "gradients", "data"}
-    if workload.reduce_precision == workload.precision or policies.gradients == "push":  # what an absent key says too
+    if workload.reduce_precision == workload.precision or policies.gradients == "push":  # the same as an absent key
         unasked.add("reduce_precision")
     shares: dict[str, Any] = {"batch": scenario.batch_sizes, "shards": scenario.shard_shares}
     if policies.partition == "weight-gradient":
@@ -132,7 +132,7 @@ def canonical(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
         "stages": scenario.stage_sizes,
         "cluster": _structure_digest(cluster, ranks, shared),
         "network": _fields(scenario.network),
-        "run": _fields(scenario.run, leave_out={"evaluate_every_steps"}),  # which changes no step
+        "run": _fields(scenario.run, leave_out={"evaluate_every_steps"}),  # evaluations change no step
     }
 
 
@@ -150,7 +150,7 @@ def scenario_id(scenario: ScenarioParts, shared: Shared) -> str:
 
 
 def _tables(scenario: ScenarioParts) -> tuple[Hashable, ...]:
-    """Return a key of a scenario's tables besides the cluster, by identity, and of what its plan resolves to."""
+    """Return a key of a scenario's tables (by identity) without the cluster, and of its resolved plan."""
     tables = (scenario.workload, scenario.plan, scenario.network, scenario.run)
     return (*map(Same, tables), scenario.policies)
 
@@ -160,7 +160,7 @@ def _structure_digest(cluster: Cluster, ranks: int, shared: Shared) -> str:
 
 
 def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, shared: Shared) -> str:
-    """Return the identity of the numbers that a prediction is based on: rates, profiles and statistics."""
+    """Return the identity of the numbers on which a prediction is based: rates, profiles and statistics."""
 
     def digest() -> str:
         return _digest(
@@ -204,7 +204,7 @@ def _structure(cluster: Cluster, ranks: int) -> dict[str, Any]:
 def resolved(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
     """Return the whole scenario as plain data, as the Result stores it; it must not be changed.
 
-    Tables and lists of what does not happen (conditions of the network, slow-downs, rebalancing) are left out.
+    Empty tables and lists (network conditions, slow-downs, rebalancing) are left out.
     """
     cluster = scenario.cluster
     head = {

@@ -39,11 +39,10 @@ def load_scenario(
 ) -> Loaded:
     """Return the scenario in the TOML file `path`, with `overrides` like `plan.push.threshold=1e-3` applied.
 
-    Files that it names are searched beside it, files named by an override first in the working directory. `tables`:
-    keys and values to take instead of the file's, which is then not read. `searched`: gradient statistics are read for
-    the thresholds of its search too, not only for its own plan's. `shared`: cache of the parts that loaded scenarios
-    have in common. Raises UserError (one line: file, key path, value, what is allowed) for every error that the user
-    can fix.
+    Files that the scenario names are searched beside it; files that an override names, first in the working directory.
+    `tables`: keys and values that replace the file, which is then not read. `searched`: also read gradient statistics
+    that only the thresholds of its search need. `shared`: cache of the parts that loaded scenarios have in common.
+    Raises UserError (one line: file, key path, value, what is allowed) for every error that the user can fix.
     """
     shared = shared or Shared()
     text, content = _content(path, shared) if tables is None else ("", tables)
@@ -80,17 +79,18 @@ TABLES: dict[str, type] = {
     "run": Run,
     "search": SearchSpace,
 }
-"""Tables of a scenario that are validated on their own."""
+"""Tables of a scenario that are validated separately."""
 
 
 def _with_known_tables(data: dict[str, Any], shared: Shared) -> dict[str, Any]:
-    """Return a scenario's data in which valid tables are validated: equal ones are the same object.
+    """Return a scenario's data in which every valid table is replaced by its validated object; equal tables share one.
 
-    What follows from them is then cached by identity. Invalid ones are left, so that all errors are reported together.
+    Values derived from them can then be cached by identity. Invalid tables are left as they are, so that all errors are
+    reported together.
     """
     known = dict(data)
     for name, cls in TABLES.items():
-        table = data.get(name, {})  # of an absent one, all keys have their defaults
+        table = data.get(name, {})  # an absent table has the defaults of all keys
         if not isinstance(table, dict):
             continue
         parts = tuple(Same(value) for value in table.values() if is_dataclass(value))
@@ -115,11 +115,11 @@ def load_cluster(path: Path) -> Cluster:
 
 
 MOST_READ = 128
-"""Contents of files, and models in them, that a process keeps for the next scenario that names them. They are cached by
-their text: parsing and validating a traced model takes longer than most simulations."""
+"""Number of file contents, and of the models in them, that a process caches for later scenarios. They are cached by
+text, because parsing and validating a traced model takes longer than most simulations."""
 
 Changes = tuple[tuple[str, Any], ...]
-"""Overrides inside a file that the scenario names: their key paths in it, and values."""
+"""Overrides inside a file that the scenario names: key paths in that file, and values."""
 
 
 def _model(path: Path, changes: Changes, shared: Shared) -> Model:
@@ -138,7 +138,7 @@ def _unchanged_model(path: Path, data: Same) -> Model:
 
 
 def _cluster(path: Path, changes: Changes, file: str, folders: dict[str, Path], shared: Shared) -> Cluster:
-    """Return the cluster in a file, with the tables that are in files of their own; an override may name another."""
+    """Return the cluster in a file; some of its tables may be in files of their own, which overrides may name."""
     data = _content(path, shared)[1]
     found = {
         key: _find(data[key], key, str(path), {"": path.parent}) for key in IN_FILES if isinstance(data.get(key), str)
@@ -162,7 +162,7 @@ def _changed(data: dict[str, Any], under: str, changes: Changes) -> dict[str, An
 
 
 IN_FILES = ("device_types", "backend_cost")
-"""Tables of a cluster file that may be in files of their own, shared by several clusters."""
+"""Tables of a cluster file that may be in separate files, which several clusters share."""
 
 
 def _version(path: Path) -> tuple[Path, int, int] | None:
@@ -175,7 +175,7 @@ def _version(path: Path) -> tuple[Path, int, int] | None:
 
 
 def _content(path: Path, shared: Shared) -> tuple[str, dict[str, Any]]:
-    """Return the result of `read_toml`, cached by version of the file; it must not be changed."""
+    """Return the result of `read_toml`, cached by the version of the file; it must not be changed."""
 
     def read() -> tuple[str, dict[str, Any]]:
         text = read_text(path)
@@ -217,8 +217,8 @@ def first_comment(text: str) -> str:
 def _with_overrides(data: dict[str, Any], overrides: Sequence[str], folders: dict[str, Path]) -> dict[str, Changes]:
     """Set overrides in a scenario's tables; return those for its cluster and model, which may be in other files.
 
-    These are applied to the file that is named after all overrides. Adds the folder to `folders` in which a file that
-    an override names is searched.
+    The latter are applied to the file that is named once all overrides are set. If an override names a file, the folder
+    in which it is searched is added to `folders`.
     """
     changes: dict[str, Changes] = dict.fromkeys(PARTS, ())
     for override in overrides:
@@ -254,7 +254,7 @@ def _part(
 ) -> object:
     """Return one of `PARTS`, validated and with overrides applied: the inline table, or the content of the named file.
 
-    An invalid inline table is returned as it is: its errors are reported together with those of the scenario.
+    An invalid inline table is returned as it is; its errors are reported together with the scenario's.
     """
     value = data.get(part.rpartition(".")[2])
     if isinstance(value, dict):
@@ -280,7 +280,7 @@ def _part(
 def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
     candidates = [folder / name for folder in (folders.get(key), folders[""]) if folder is not None]
     for candidate in candidates:
-        if os.path.isfile(candidate):  # a name that is too long is no file; pathlib raises
+        if os.path.isfile(candidate):  # false for a name that is too long, for which pathlib raises
             return candidate
     if key == "workload.model" and name in shipped_models():
         return shipped_models()[name]
@@ -296,9 +296,9 @@ def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
 
 
 def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:
-    """Return the table of data with its paths resolved; a missing file stays beside the scenario (or the override).
+    """Return the table of data with its paths resolved; a missing file is looked for beside the scenario (or override).
 
-    Predictions do not read the data, so a missing file is no error here.
+    Predictions do not read the data, so a missing file is not an error here.
     """
     resolved = dict(table)
     for key in PATHS:
@@ -312,7 +312,7 @@ def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, An
 def _statistics(scenario: Scenario, file: str, folders: dict[str, Path], shared: Shared) -> GradientStatistics | None:
     name = scenario.workload.gradients
     if name is None and not scenario.plan.sends_by_data:
-        return None  # the search reports it
+        return None  # the search will report it
     if name is None or name == TRANSFERRED:
         return _transferred(scenario, shared)
     path = _find(name, "workload.gradients", file, folders)
@@ -324,7 +324,7 @@ def _statistics(scenario: Scenario, file: str, folders: dict[str, Path], shared:
 
 
 def _transferred(scenario: Scenario, shared: Shared) -> GradientStatistics:
-    """Return the statistics that a family of small models, shipped with the package, has for a scenario's model."""
+    """Return a scenario's gradient statistics as transferred from a family of small models shipped with the package."""
     workload, steps = scenario.workload, scenario.run.warmup_steps + scenario.run.steps
 
     def transferred() -> GradientStatistics:
@@ -338,7 +338,7 @@ def _transferred(scenario: Scenario, shared: Shared) -> GradientStatistics:
 
 
 TRANSFERRED = "transferred"
-"""Value of `workload.gradients` that asks for a family's statistics, like the absent key."""
+"""Value of `workload.gradients` that asks for transferred statistics, as does an absent key."""
 
 
 def _check_statistics(scenario: Scenario, statistics: GradientStatistics, file: str, name: str) -> None:

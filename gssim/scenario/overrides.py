@@ -1,4 +1,4 @@
-"""Overrides: changes of a scenario's keys, as mappings of Python values or as texts KEY=VALUE, put into its tables."""
+"""Overrides of a scenario's keys, from mappings of Python values or from texts KEY=VALUE, and their application."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from gssim.units import shown_value
 
 
 def as_overrides(table: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return a table of TOML as overrides for `--set`, one for each key.
+    """Return a TOML table as overrides for `--set`, one for each key.
 
     >>> as_overrides({"plan": {"push": {"threshold": 0.001}, "method": "gs"}, "run": {"steps": 30}})
     ['plan.push.threshold=0.001', 'plan.method="gs"', 'run.steps=30']
@@ -29,7 +29,7 @@ def as_overrides(table: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def overrides_of(changes: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Return changes of keys as `--set` takes them; raise UserError for a value that TOML does not have.
+    """Return changes of keys in the form of `--set`; raise UserError for a value that TOML cannot express.
 
     >>> overrides_of({"plan.method": "gs", "plan.shares.batch": (0.75, 0.25)})
     ['plan.method="gs"', 'plan.shares.batch=[0.75, 0.25]']
@@ -57,9 +57,9 @@ def _written(value: Any, key: str) -> str:
 
 
 def plain(value: Any, key: str, *, with_none: bool = False) -> Any:
-    """Return a value of Python or numpy as one of TOML; raise UserError where that is impossible.
+    """Return a Python or numpy value as a TOML value; raise UserError if that is impossible.
 
-    `with_none`: None stays, in place of an absent key.
+    `with_none`: keep None, which stands for an absent key.
     """
     try:
         return _plain(value, key, with_none=with_none)
@@ -89,7 +89,7 @@ def _plain(value: Any, key: str, *, with_none: bool) -> Any:
 
 
 BARE_KEYS = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-"""A key, or a path of keys, that TOML takes without quotes."""
+"""Pattern of a key, or path of keys, that TOML accepts without quotes."""
 
 
 def toml(value: Any) -> str:
@@ -113,9 +113,9 @@ def _toml_text(text: str) -> str:
 
 
 def parsed_override(override: str) -> tuple[str, Any]:
-    """Return the key and the value of an override; the value is TOML, or a bare string.
+    """Return the key and value of an override; the value is TOML, or a bare string.
 
-    Indices of arrays may be written as in messages.
+    Indices of arrays may be written as they are in messages.
 
     >>> parsed_override("run.slowdowns[0].rank=1")
     ('run.slowdowns.0.rank', 1)
@@ -141,10 +141,10 @@ def _parsed(override: str) -> tuple[str, Any]:
 
 
 def put(data: dict[str, Any], key: str, value: Any, *, under: str = "") -> None:
-    """Set the value at a key path in nested tables of TOML; `under`: the path of `data`, for messages.
+    """Set the value at a key path in nested TOML tables; `under`: the path of `data`, for messages.
 
-    Parts of the path are keys of tables, which are created where they are missing, or indices of arrays, from 0. The
-    name of a preset is replaced by a table with the preset and the differences from it.
+    The parts of a path are keys of tables (created if missing), or indices of arrays, from 0. The name of a preset is
+    replaced by a table with that preset and the difference from it.
 
     >>> data = {"servers": [{"count": 8, "nic_link": "ib-hdr-200"}]}
     >>> put(data, "servers.0.nic_link.latency_s", 1e-6)

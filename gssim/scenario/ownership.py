@@ -1,10 +1,10 @@
-"""Shard shares by the policies `memory` and `cost`: memory budget, update rates and link rates of every owner.
+"""Shard shares by the policies `memory` and `cost`: from each owner's memory budget, update rate and link rates.
 
-Like `sample_costs`, it splits the work only, from information that both executors have when they load a scenario; it is
-no prediction of a step or of its memory. The density of thresholded pushes is unknown then: messages count as dense.
+Like `sample_costs`, this only splits the work, from information that both executors have when they load a scenario. It
+does not predict a step or its memory. The density of thresholded pushes is not known then, so messages count as dense.
 
 In a pipeline, the ranks of each stage share the state of its layers, and each keeps the activations of as many
-micro-batches as are under way at once in its schedule; of what they receive and send nothing is counted.
+micro-batches as its schedule has in flight; the messages between stages are not counted.
 """
 
 from bisect import bisect_left
@@ -43,31 +43,31 @@ from gssim.workload.muon import all_matrices
 from gssim.workload.quantized import frozen_bytes
 
 USABLE_RATIO = 0.92
-"""Usable part of a device's memory: the rest is reserved for temporaries and fragmentation (assumed)."""
+"""Usable fraction of a device's memory; the rest is reserved for temporaries and fragmentation (assumed)."""
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Ranks that share the sharded state of a part of the model: all of them, or those of a pipeline's rank."""
+    """Ranks that share the sharded state of a part of the model: all ranks, or those at one place of a pipeline."""
 
     ranks: tuple[int, ...]
     workload: Workload
-    """With the layers of that part alone."""
+    """The workload, with only the layers of that part."""
     in_flight: float = 1.0
-    """Micro-batches whose activations of these layers are kept at once."""
+    """Number of micro-batches whose activations of these layers are kept at once."""
 
 
 def all_owners(workload: Workload, policies: Policies) -> Owners:
-    """Return the ranks of a plan without stages."""
+    """Return the owners of a plan without pipeline stages: all ranks."""
     return Owners(tuple(range(policies.ranks)), workload)
 
 
 def owners_of_stages(
     workload: Workload, plan: Plan, policies: Policies, stages: Sequence[Sequence[LayerInstance]]
 ) -> list[Owners]:
-    """Return the ranks at each place of a pipeline; `stages`: the layers of each stage, a rank's by its place.
+    """Return the owners at each place of a pipeline; `stages`: the layers of each stage.
 
-    Raises UserError where the plan's schedule does not exist for its numbers.
+    Raises UserError if the plan's schedule does not exist for its numbers of stages and micro-batches.
     """
     ranks, found = policies.pp, []
     try:
@@ -98,7 +98,7 @@ def owned_shares(
 ) -> tuple[float, ...]:
     """Return each owner's share of the sharded state by the plan's policy, `memory` or `cost`.
 
-    Raises UserError where the state does not fit: one line that names the device and the excess.
+    Raises UserError, naming the device and the excess in one line, if the state does not fit.
     """
     capacity, fixed, whole = _memory_budget(cluster, owners, plan, policies, batch_sizes)
     try:
@@ -140,7 +140,7 @@ def _does_not_fit(
     fixed: Sequence[float],
     whole: float,
 ) -> UserError:
-    """Return the error for the user; where all devices together lack memory it names the one with the least room."""
+    """Return the error for the user; if all devices together lack memory, it names the one with the least room."""
     room = [has - used for has, used in zip(capacity, fixed, strict=True)]
     rank = error.rank if error.rank is not None else room.index(min(room))
     name, policy = cluster.devices[owners.ranks[rank]].name, plan.shares.shards
@@ -160,7 +160,7 @@ def _does_not_fit(
 def sample_room(
     cluster: Cluster, workload: Workload, plan: Plan, policies: Policies, shard_shares: Sequence[float]
 ) -> tuple[int, ...]:
-    """Return the number of samples for which each rank has memory beside its shard, at most the global batch."""
+    """Return for how many samples each rank has memory beside its shard, at most the global batch."""
     total, whole = workload.global_batch_size, owned_bytes(workload, plan, policies)
     most_samples: dict[tuple[str, float], int] = {}
     kinds = [(cluster.devices[rank].type, share) for rank, share in enumerate(shard_shares)]
@@ -189,8 +189,8 @@ def better_shard_shares(
 ) -> tuple[float, ...] | None:
     """Return better shard shares for the rest of a run, or None: `rebalancing.worth_moving` with this cluster's rates.
 
-    `owned`: the present shares; `update_s`: each rank's measured time to update all parameters, None where it owns
-    nothing; `steps`: the number of remaining steps.
+    `owned`: the present shares. `update_s`: each rank's measured time to update all parameters; None if it owns
+    nothing. `steps`: number of remaining steps.
     """
     owners = all_owners(workload, policies)
     times = owner_times(cluster, owners, plan, policies)
@@ -217,10 +217,10 @@ def better_shard_shares(
 def held_bytes(
     device: DeviceType, workload: Workload, plan: Plan, policies: Policies, *, samples: int, in_flight: float = 1.0
 ) -> float:
-    """Return the memory of a rank in its backward apart from its shard, with two gradient buckets in flight.
+    """Return a rank's memory in its backward without its shard, with two gradient buckets in flight, in bytes.
 
-    Replicated parameters, the input of `samples`, activations of `in_flight` micro-batches, residuals of all gradients,
-    and whole gradients where micro-batches accumulate on the rank.
+    It consists of replicated parameters, the input of `samples`, activations of `in_flight` micro-batches, residuals of
+    all gradients, and whole gradients if micro-batches accumulate on the rank.
     """
     model, value = workload.model, value_bytes(workload)
     whole = model.elements * value
@@ -236,7 +236,7 @@ def held_bytes(
             for layer in model.layers
         )
     kept = activation_bytes(workload, plan, samples=micro_batch, in_flight=in_flight)
-    activations = kept / policies.cp  # of a part of each sequence
+    activations = kept / policies.cp  # a rank has only a part of each sequence
     source = model.input
     if isinstance(source, ImageInput):
         input_bytes = float(samples * (value * int(np.prod(source.shape)) + 8))
@@ -255,14 +255,14 @@ def owned_bytes(workload: Workload, plan: Plan, policies: Policies) -> float:
     )
     each = state_bytes / max(1, model.elements) if workload.optimizer == "muon" else _state_element_bytes(workload)
     each += master
-    each -= _residual_bytes(workload, plan)  # an owner has no residual of its own shard
+    each -= _residual_bytes(workload, plan)  # an owner keeps no residual for its own shard
     each += master if has_master_copy(workload) else 0
     each += value_bytes(workload) if policies.parameters != "replicated" else 0
     return max(1.0, float(each * workload.model.elements))
 
 
 def _state_element_bytes(workload: Workload) -> float:
-    """Return the bytes of an element's state in the optimizer; of Muon that of a matrix."""
+    """Return the bytes of optimizer state per element; for Muon, of an element of a matrix."""
     master, precision = master_bytes(workload), workload.optimizer_state_precision
     return state_element_bytes(workload.optimizer, value_bytes=master, precision=precision)
 
@@ -275,9 +275,9 @@ def _residual_bytes(workload: Workload, plan: Plan) -> int:
 def activation_bytes(workload: Workload, plan: Plan, *, samples: int, in_flight: float = 1.0) -> float:
     """Return the activation memory of `samples` at the worst layer of the backward: of earlier layers and its own.
 
-    `in_flight`: number of micro-batches of so many samples, of which all others are kept by all layers meanwhile.
-    A layer keeps its traced buffers that outlive the forward until its backward is done. Of checkpointed blocks
-    (`full`) only the output is kept, and all of a block's own buffers during its backward.
+    `in_flight`: number of micro-batches in flight; all layers keep the activations of the others meanwhile. A layer
+    keeps its traced buffers that outlive the forward until its backward is done. A checkpointed block (`full`) keeps
+    only its output, and during its backward all of its own buffers.
     """
     scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
     shape = {"b": samples, "s": workload.sequence_length or 1}
@@ -288,7 +288,7 @@ def activation_bytes(workload: Workload, plan: Plan, *, samples: int, in_flight:
         if layer.block and plan.recompute == "full":
             output = layer_output(layer.buffers, passed_bytes(layer, layer if layer.repeats > 1 else after))
             stays = output.size_bytes.at(**shape) if output is not None and _is_kept(output) else 0
-        following = layer if layer.repeats > 1 else after  # all repetitions but the last precede another one
+        following = layer if layer.repeats > 1 else after  # all repetitions but the last precede another
         made = max(_made_bytes(layer, each, shape) for each in (following, after))
         worst = max(worst, before + (layer.repeats - 1) * stays + kept + made)
         before += layer.repeats * stays
@@ -300,7 +300,7 @@ def _is_kept(buffer: Buffer) -> bool:
 
 
 def _made_bytes(layer: Layer, following: Layer | None, shape: dict[str, int]) -> float:
-    """Return the peak of the buffers that a layer's backward allocates, beside the gradient of its output."""
+    """Return the peak of the buffers that a layer's backward allocates, including the gradient of its output."""
     given = layer_input_gradient(following.buffers) if following is not None else None
     own = [each for each in layer.buffers if each.born.phase == "b"]
     sizes = {id(each): each.size_bytes.at(**shape) for each in own}
@@ -314,7 +314,7 @@ def _made_bytes(layer: Layer, following: Layer | None, shape: dict[str, int]) ->
 
 
 def owner_times(cluster: Cluster, owners: Owners, plan: Plan, policies: Policies) -> shard_sizing.OwnerTimes:
-    """Return every owner's times to push, update and publish all parameters of their part, in a whole step."""
+    """Return every owner's times to push, update and publish all parameters of its part in a whole step, in seconds."""
     workload = owners.workload
     elements, rounds = workload.model.elements, 1
     if policies.gradient_sync == "micro-batch":
@@ -334,8 +334,8 @@ def owner_times(cluster: Cluster, owners: Owners, plan: Plan, policies: Policies
 
 
 def _update_element_s(device: DeviceType, workload: Workload, ranks: int) -> float:
-    """Return the optimizer's time for an element with about even shards: measured, else by memory bandwidth."""
-    # beside Muon shards are refused, but the search sizes them before it asks
+    """Return the optimizer's time per element for nearly even shards: measured, else from memory bandwidth."""
+    # with Muon shards are refused, but the search computes their sizes before it asks
     optimizer = "adamw" if workload.optimizer == "muon" else workload.optimizer
     implementation = implementation_on(device.kind, workload.optimizer_implementation)
     cost = measured_optimizer(device, optimizer, implementation)
@@ -361,11 +361,12 @@ def _rates_of(cluster: Cluster, owners: Owners) -> tuple[tuple[float, ...], tupl
 def rank_rates(
     wiring: Wiring, ranks: tuple[int, ...], hosts: tuple[str, ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the rates (bytes/s) at which each of `ranks` sends to all the others alike, and receives; `hosts`: theirs.
+    """Return the rates (bytes/s) at which each of `ranks` sends evenly to all others, and receives; `hosts`: their
+    hosts.
 
-    A rate is limited by the rank's own links, and for other hosts by its part of each link on the path to the next
-    host, which it shares with the ranks of its host. Assumes that links further on, which hosts share, are as wide as
-    theirs together.
+    A rank's rate is limited by its own links. Towards other hosts it is also limited by its part of each link on the
+    path to the next host, which it shares with the ranks of its host. Assumes that links farther on, which hosts share,
+    are as wide as the links of these hosts together.
     """
     outgoing = _rates(wiring.source, wiring.target, wiring, ranks, hosts)
     incoming = _rates(wiring.target, wiring.source, wiring, ranks, hosts)
@@ -396,7 +397,7 @@ def _rates(source: Ints, target: Ints, wiring: Wiring, ranks: Sequence[int], hos
 
 
 def _paths(back: Any, members: Sequence[int], end: int) -> list[list[tuple[int, int]]]:
-    """Return the links of each member's shortest path to `end`; `back`: adjacency of the reversed links."""
+    """Return the links of each member's shortest path to `end`; `back`: adjacency matrix of the reversed links."""
     from scipy.sparse.csgraph import breadth_first_order
 
     following = breadth_first_order(back, end, return_predecessors=True)[1].tolist()

@@ -10,11 +10,11 @@ class SlowDown:
     rank: Count
     """Index of the rank."""
     first_step: Count
-    """First slow step; counted steps start from 0."""
+    """First slow step; timed steps count from 0."""
     steps: PositiveInt | None = None
-    """Number of slow steps; absent: to the end of the run."""
+    """Number of slow steps; absent: until the end of the run."""
     compute_ratio: TimeRatio
-    """Time of its forwards, backwards and updates over the time without. (A real run computes that much more.)"""
+    """Time of the rank's forwards, backwards and updates relative to normal. (A real run computes that much more.)"""
 
     def covers(self, step: int) -> bool:
         """Return whether the rank is slow in a step."""
@@ -26,23 +26,23 @@ class Run:
     """Length of a training run, its seed, and disturbances."""
 
     steps: PositiveInt = 20
-    """Number of counted steps, after the warm-up."""
+    """Number of timed steps, after the warm-up."""
     warmup_steps: Count = 5
-    """Number of steps before the counted ones."""
+    """Number of untimed steps before them."""
     seed: Count = 0
     """Seed of parameters, batches and all other randomness."""
     evaluate_every_steps: PositiveInt | None = None
-    """Number of steps between evaluations on held-out data, from the warm-up's end, besides one after the last step
-    (real runs); absent: no evaluation."""
+    """Number of steps between evaluations on held-out data, counted from the end of the warm-up; one more follows the
+    last step (real runs). Absent: no evaluation."""
     extrapolate_micro_batches: bool = False
-    """Simulate only as many micro-batches as fill the pipeline, and one period of its schedule more; the others take as
-    long as that period. Of memory, inputs and messages of the others are left out. Step times are within 0.5 % of those
-    of all micro-batches on NCCL; on gloo 1.5 % was seen. Predicted only: for long pipelines."""
+    """Simulate only as many micro-batches as fill the pipeline, plus one period of its schedule; further ones take as
+    long as that period. Their memory is extrapolated likewise. Step times are within 0.5 % of those with all
+    micro-batches on NCCL; on gloo 1.5 % was seen. Predicted only: for long pipelines."""
     slowdowns: tuple[SlowDown, ...] = ()
-    """Ranks that are slower than their devices for some steps, both predicted and in real runs."""
+    """Ranks that are slower than their devices for some steps, in predictions and in real runs."""
 
     def __post_init__(self) -> None:
-        """Refuse too many steps, and slow-downs of one rank that multiply to more than one may be."""
+        """Refuse too many steps, and slow-downs of one rank whose product is over the limit for a single one."""
         if (why := excess("steps", self.warmup_steps + self.steps)) is not None:
             raise ValueError(f"steps, warmup_steps: {why}")
         for slowdown in self.slowdowns:

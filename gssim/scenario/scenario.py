@@ -33,7 +33,7 @@ from gssim.workload import LayerInstance, Workload, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
 LONGEST_NAME = 200
-"""Bytes of a scenario's name: file systems allow 255, and the name of a Result's file adds its identity and source."""
+"""Longest name of a scenario, in bytes: file systems allow 255, and the Result's file name adds identity and source."""
 
 
 def _valid_name(name: str) -> str:
@@ -48,18 +48,20 @@ def _valid_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """The file that a scenario was loaded from, or the tables in its place, and what overrode its keys."""
+    """The file from which a scenario was loaded, or the tables that replace it, and the overrides of its keys."""
 
     path: Path
     overrides: tuple[str, ...]
     tables: Mapping[str, Any] | None = None
-    """Keys and values as a file has them, where there is no file; `path` then only says where names are looked up."""
+    """Keys and values in the form of a file, if there is no file; `path` then only says where named files are
+    searched.
+    """
     load: Callable[["Source"], "Scenario"] = field(kw_only=True, repr=False, compare=False)
     """Function that loads a scenario from such a source."""
 
 
 def sequence_positions(policies: Policies, workload: Workload) -> int | None:
-    """Return the positions of each sequence that a rank has; None: sequences are not divided among ranks."""
+    """Return how many positions of each sequence a rank has; None if sequences are not divided among ranks."""
     length = workload.sequence_length or 0
     if policies.cp > 1:
         return length // policies.cp
@@ -73,7 +75,7 @@ class Scenario:
     name: Annotated[str, AfterValidator(_valid_name)]
     """Name of the scenario; files of results are named after it."""
     question: str = ""
-    """The question that it answers; by default the comment on the file's first line."""
+    """The question that the scenario answers; by default the comment on the file's first line."""
     cluster: Cluster
     """A cluster file, or its table."""
     workload: Workload
@@ -89,7 +91,7 @@ class Scenario:
 
     @cached_property
     def source(self) -> Source | None:
-        """The file that it was loaded from; None where it was made in code. (Loading fills it in.)"""
+        """The file from which it was loaded; None if it was made in code. (Loading fills it in.)"""
         return None
 
     def with_(self, changes: Mapping[str, Any] | Sequence[str]) -> "Scenario":
@@ -126,7 +128,7 @@ class Scenario:
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Samples of each rank in one step; ranks that share a replica, or its gradients, have the same ones."""
+        """Samples of each rank in one step; equal for ranks that share a replica or its gradients."""
         policies, parts = self.policies, self.data_batch_sizes
         return parts if policies.ranks == len(parts) else tuple(parts[policies.data_rank(r)] for r in range(self.ranks))
 
@@ -136,7 +138,7 @@ class Scenario:
         wanted, total, policies = self.plan.shares.batch, self.workload.global_batch_size, self.policies
         if wanted == "throughput":
             costs = self._sample_costs()
-            slowest = [(0.0, 0.0)] * policies.data_ranks  # of the ranks that share one replica
+            slowest = [(0.0, 0.0)] * policies.data_ranks  # cost of the slowest rank of each replica
             for rank, cost in enumerate(costs):
                 part = policies.data_rank(rank)
                 slowest[part] = max(slowest[part], cost, key=lambda c: c[1])
@@ -146,10 +148,10 @@ class Scenario:
     def with_shares(self, samples: Sequence[int], shards: Sequence[float]) -> "Scenario":
         """Return the same scenario with this batch split and these shard shares, both by rank.
 
-        Ranks whose samples or shares differ from the plan's must have a part of the batch each, as replanning demands.
+        Ranks whose samples or shares differ from the plan's must each have a part of the batch, as replanning requires.
         """
         if (tuple(samples), tuple(shards)) == (self.batch_sizes, self.shard_shares):
-            return self  # where ranks have slices or layers of a model, shares by rank are not shares by batch part
+            return self  # if ranks hold slices or layers, shares by rank are not shares by part of the batch
         total, rules = self.workload.global_batch_size, self.plan.shares
         shard_rule = rules.shards if rules.shards == "even" else tuple(shards)
         rules = replace(rules, batch=tuple(n / total for n in samples), shards=shard_rule)
@@ -160,7 +162,7 @@ class Scenario:
     ) -> tuple[float, ...] | None:
         """Return better shard shares for the rest of a run, or None; see `better_shard_shares`.
 
-        Parameters that are sharded at rest stay with their owners: with replicated ones only optimizer state moves.
+        Parameters that are sharded at rest stay with their owners; replicated parameters allow optimizer state to move.
         """
         if self.plan.shares.shards != "cost" or self.policies.parameters != "replicated":
             return None
@@ -177,16 +179,18 @@ class Scenario:
 
     @cached_property
     def most_samples(self) -> tuple[int, ...]:
-        """Most samples that each rank may get at run time: as many as its memory allows, and no fewer than it has."""
+        """Largest number of samples that each rank may get at run time: what its memory allows, at least its present
+        number.
+        """
         sizes = self.batch_sizes
         room = sample_room(self.cluster, self.workload, self.plan, self.policies, self.shard_shares)
         return tuple(map(max, sizes, room))
 
     @cached_property
     def shard_shares(self) -> tuple[float, ...]:
-        """Fraction of the sharded state that each rank owns, among those that share a part of the model.
+        """Fraction of the sharded state that each rank owns, among the ranks that share a part of the model.
 
-        Where blocks are cut among ranks: each rank's fraction of them.
+        If blocks are cut among ranks by shares, each rank's fraction of the blocks.
         """
         policies, mesh = self.policies, self.policies.mesh
         if policies.partition == "weight-gradient":
@@ -200,11 +204,12 @@ class Scenario:
 
     @cached_property
     def owned_layers(self) -> tuple[tuple[int, int], ...]:
-        """Half-open range of the layers whose weight gradients each rank computes, where ranks divide these.
+        """Half-open range of the layers whose weight gradients each rank computes, if ranks divide these.
 
-        Whole layers, in the model's order, as close to the shares as possible: a rank's backward ends at the first of
-        its own layers, so that only the owner of the model's first layers runs all of it; were tensors assigned one by
-        one, all ranks would. Where shares follow the devices' speeds the first layers are the fastest's, else rank 0's.
+        Ranges are of whole layers, in the model's order, as close to the shares as possible. A rank's backward ends at
+        the first of its own layers, so only the owner of the model's first layers runs all of it; if tensors were
+        assigned one by one, all ranks would. If shares follow the devices' speeds, the fastest rank gets the first
+        layers, else rank 0.
         """
         ranks = range(self.ranks)
         if self.plan.shares.shards == "compute":
@@ -230,7 +235,7 @@ class Scenario:
         return tuple(shares[mesh.replica_rank(rank)] for rank in range(mesh.ranks))
 
     def _owned_shares(self) -> tuple[float, ...]:
-        """Return the shares by memory or cost, of all ranks or of those of each stage."""
+        """Return the shares by memory or cost, over all ranks or over those of each stage."""
         policies, shares = self.policies, [0.0] * self.ranks
         parts = (
             owners_of_stages(self.workload, self.plan, policies, self.stages)
@@ -244,13 +249,13 @@ class Scenario:
         return tuple(shares)
 
     def _by_part(self, weights: Sequence[float]) -> tuple[float, ...]:
-        """Return shares in proportion to weights by rank, among those that share a part of the model."""
+        """Return shares proportional to the ranks' weights, among the ranks that share a part of the model."""
         mesh = self.policies.mesh
         shares = [0.0] * mesh.ranks
         if mesh.data_ranks == mesh.ranks:
             return splitting.proportional(weights)
         for first in range(mesh.ranks):
-            if mesh.data_rank(first) == 0:  # first of its group
+            if mesh.data_rank(first) == 0:  # the first rank of its group
                 ranks = mesh.group(first, *REPLICA_AXES)
                 for rank, share in zip(ranks, splitting.proportional([weights[rank] for rank in ranks]), strict=True):
                     shares[rank] = share
@@ -258,14 +263,14 @@ class Scenario:
 
     @property
     def cuts_natively(self) -> bool:
-        """Whether blocks of linear maps are cut by DTensor; adapters beside them are not."""
+        """Whether DTensor cuts the blocks' linear maps; it does not cut maps with adapters."""
         return self.policies.cuts_natively and self.workload.adapters is None
 
     @cached_property
     def stage_ranges(self) -> tuple[range, ...]:
-        """Numbers of the layers of each pipeline stage.
+        """Range of the layer numbers of each pipeline stage.
 
-        Raises UserError where the plan's stages do not fit the model.
+        Raises UserError if the plan's stages do not fit the model.
         """
         mesh = self.policies.mesh
         types: list[list[DeviceType]] = [[] for _ in range(mesh.pp)]
@@ -276,9 +281,9 @@ class Scenario:
 
     @cached_property
     def stages(self) -> tuple[tuple[LayerInstance, ...], ...]:
-        """Layers of each pipeline stage; stage i is on the ranks whose coordinate on the axis pp is i, modulo its size.
+        """Layers of each pipeline stage; stage i is on the ranks whose pp coordinate is i modulo the size of that axis.
 
-        Raises UserError where the plan's stages do not fit the model.
+        Raises UserError if the plan's stages do not fit the model.
         """
         policies, workload = self.policies, self.workload
         divided = policies.ep > 1 and not routes_parts(workload.model, policies)
@@ -287,18 +292,18 @@ class Scenario:
 
     @cached_property
     def slice_shares(self) -> tuple[float, ...]:
-        """Each rank's share, by position in its tensor group, of the blocks that the group cuts among its ranks."""
+        """Share of the group's cut blocks that the rank at each position of a tensor group holds."""
         wanted, policies = self.plan.shares.shards, self.policies
         if policies.slices != "shares" or wanted == "even":
             return splitting.even(policies.tp)
         if isinstance(wanted, str):
-            costs = [sample_s for _, sample_s in self._sample_costs()]  # the slowest rank of each position counts
+            costs = [sample_s for _, sample_s in self._sample_costs()]  # at each position, the slowest rank counts
             return splitting.proportional([1 / max(costs[place :: policies.tp]) for place in range(policies.tp)])
         return splitting.proportional(wanted)
 
     @cached_property
     def sequence_positions(self) -> int | None:
-        """Positions of each sequence that a rank has; None: sequences are not divided among ranks."""
+        """How many positions of each sequence a rank has; None if sequences are not divided among ranks."""
         return sequence_positions(self.policies, self.workload)
 
     def _sample_costs(self) -> list[tuple[float, float]]:
@@ -314,7 +319,9 @@ class Scenario:
 
     @cached_property
     def scenario_id(self) -> str:
-        """Identity of the scenario: workload, resolved plan, structure of the cluster; no rates, files or names."""
+        """Identity of the scenario, from workload, resolved plan and cluster structure, without rates, files or
+        names.
+        """
         return self.identity(Shared())
 
     def identity(self, shared: Shared) -> str:
@@ -350,12 +357,12 @@ class Loaded:
 
     @property
     def statistics_needed(self) -> bool:
-        """Whether message sizes depend on the data, so that a prediction needs gradient statistics."""
+        """Whether message sizes depend on the data; a prediction then needs gradient statistics."""
         return self.scenario.plan.sends_by_data
 
     @cached_property
     def calibration_id(self) -> str:
-        """Identity of the numbers that a prediction is based on: rates, profiles and statistics."""
+        """Identity of the numbers on which a prediction is based: rates, profiles and statistics."""
         return self.calibration(Shared())
 
     def calibration(self, shared: Shared) -> str:
@@ -372,9 +379,9 @@ class Loaded:
     ) -> Result:
         """Return the Result of a measurement of this scenario.
 
-        `times_s`: every timed step, of which `step_time_s` is the median unless it is given. `phases_s`: means over
-        ranks, which have their median steps at different times: scaled by step_time_s / sum(phases_s). `found`: all
-        that depends on how it was measured, as fields of the Result.
+        `times_s`: every timed step; their median is the step time unless `step_time_s` is given. `phases_s`: means over
+        ranks. Ranks have their median steps at different times, so the phases are scaled by step_time_s /
+        sum(phases_s). `found`: further fields of the Result, which depend on how it was measured.
         """
         step_time_s = median(times_s) if step_time_s is None else step_time_s
         scale = step_time_s / sum(phases_s.values())
@@ -395,7 +402,7 @@ class Loaded:
 
 
 def single_device(scenario: Scenario) -> Scenario:
-    """Return the same training on one device: the reference for the equality of all methods."""
+    """Return the same training on one device: the reference to which all methods must be equal."""
     workload = scenario.workload
     if workload.reduce_precision is not None:
         workload = replace(workload, reduce_precision=None)

@@ -14,42 +14,44 @@ SEARCHED_METHODS: tuple[MethodName, ...] = tuple(name for name, method in METHOD
 
 @spec
 class SearchSpace:
-    """The plans to search: every valid combination. Options without a key here stay as in the scenario's plan."""
+    """The plans to search: every valid combination of the options below. Other settings stay as in the
+    scenario's plan.
+    """
 
     objective: Objective = "step-time"
     """Quantity to minimise: the time, the price or the energy of a step."""
     methods: Annotated[tuple[MethodName, ...], Field(min_length=1)] = SEARCHED_METHODS
-    """Methods; those that cannot run on the cluster are left out."""
+    """Methods to search; those that cannot run on the cluster are left out."""
     devices: Choice | None = None
-    """Numbers of devices, always the cluster's first ones. Absent: all (or `plan.ranks`), and those up to the end
-    of each host."""
+    """Numbers of devices; the cluster's first ones are used. Absent: all (or `plan.ranks`), and the devices up to the
+    end of each host."""
     tp: Choice | None = None
-    """Tensor-parallel sizes. Absent: divisors of the number of devices, up to those of the largest host."""
+    """Tensor-parallel sizes. Absent: divisors of the number of devices, up to the devices of the largest host."""
     pp: Choice | None = None
     """Pipeline sizes. Absent: all divisors of the number of devices."""
     cp: Choice | None = None
-    """Context-parallel sizes. Absent: 1, and that of the scenario's plan."""
+    """Context-parallel sizes. Absent: 1, and the size in the scenario's plan."""
     ep: Choice | None = None
-    """Numbers of ranks among which experts are divided. Absent: 1, that of the scenario's plan and, of a model with
-    experts that can be divided, as many as a host has."""
+    """Numbers of ranks among which experts are divided. Absent: 1, the size in the scenario's plan and, if the model's
+    experts can be divided, the number of devices of a host."""
     sequence_parallel: Annotated[tuple[bool, ...], Field(min_length=1)] | None = None
-    """Whether tensor-parallel ranks divide sequences where blocks are not cut (`plan.sequence_parallel`); both where
-    both are listed. Absent: as in the scenario's plan, or where they divide experts."""
+    """Whether to use sequence parallelism (`plan.sequence_parallel`) with tensor parallelism; list both to try both.
+    Absent: as in the scenario's plan, or where tensor-parallel ranks divide experts."""
     schedules: Annotated[tuple[Literal["gpipe", "1f1b", "interleaved"], ...], Field(min_length=1)] | None = None
-    """Schedules of pipelines. Absent: that of the scenario's plan."""
+    """Schedules of pipelines. Absent: the scenario's own."""
     micro_batches: Choice | None = None
     """Numbers of micro-batches. Absent: powers of two, up to the samples of each part of an evenly split batch."""
     recompute: Annotated[tuple[Recompute, ...], Field(min_length=1)] = ("none", "selective", "full")
     """Activation recomputation policies."""
     offload: Annotated[tuple[Literal["none", "optimizer", "parameters"], ...], Field(min_length=1)] | None = None
-    """State kept in the hosts' memory (`plan.offload`). Absent: as in the scenario's plan."""
+    """State kept in host memory (`plan.offload`). Absent: as in the scenario's plan."""
     batch: Annotated[tuple[Literal["even", "throughput", "memory"], ...], Field(min_length=1)] = (
         "even",
         "throughput",
         "memory",
     )
-    """Batch splits. `memory`: explicit shares that make the slowest rank fastest while every rank has memory for its
-    samples, and at least as many of them as there are micro-batches."""
+    """Batch splits. `memory`: explicit shares with which every rank has memory for its samples, and at least one sample
+    per micro-batch, chosen so that the slowest rank is as fast as possible."""
     shards: Annotated[tuple[Literal["even", "compute", "memory", "cost"], ...], Field(min_length=1)] = (
         "even",
         "compute",
@@ -58,21 +60,23 @@ class SearchSpace:
     )
     """Shard sizes, for the methods that can shard unevenly."""
     thresholds: tuple[Threshold, ...] = ()
-    """Thresholds of pushes, besides the plan's. They change the training: with `least_density` or `most_loss_change`,
-    or none at all. Absent: two a decade, or those of the study."""
+    """Push thresholds to search besides the plan's. They change the training, so `least_density` or `most_loss_change`
+    must be set too. Absent: with these, two per decade or those of the study; else none."""
     least_density: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Least fraction of the gradients that a plan may push."""
+    """Smallest fraction of the gradients that a plan may push."""
     study: str | None = None
     """Table of a study that measured the loss at several thresholds (`convergence.csv` of `analysis convergence`)."""
     most_loss_change: NonNegativeFloat | None = None
-    """In nats: only thresholds are searched whose change of the last loss in the study is no more, by the upper end of
-    its interval. The user asserts that the study's model and training are similar to this one."""
+    """Largest allowed change of the final loss, in nats: of the study's thresholds, only those are searched whose
+    change is no larger, by the upper end of its interval. The user asserts that the study's model and training resemble
+    this one.
+    """
     seconds: PositiveFloat | None = None
-    """Time limit, after which no more plans are simulated and the best one so far is returned; absent: until no better
-    one is possible."""
+    """Time limit, after which no more plans are simulated and the best so far is returned; absent: search until no
+    better plan is possible."""
 
     def __post_init__(self) -> None:
-        """Refuse thresholds without a bound on density or loss, and a bound that is half given."""
+        """Refuse thresholds without a bound on density or loss, and a bound on loss without a study or the reverse."""
         if self.thresholds and not self.searches_thresholds:
             bounds = "set least_density, or study and most_loss_change, as well"
             raise ValueError(f"thresholds: they change the training; {bounds}")

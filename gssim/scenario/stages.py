@@ -1,5 +1,6 @@
-"""Cut of a model's chain of layers into pipeline stages: given by the user, or balanced over unequal devices; what
-stages have in common: copies of tied parameters, and layers that each runs itself.
+"""Cut of a model's layers into pipeline stages, given by the user or balanced over unequal devices.
+
+Also what stages have in common: copies of tied parameters, and layers that every stage runs itself.
 """
 
 from collections import defaultdict
@@ -19,7 +20,7 @@ INTERLEAVED_STAGES_PER_RANK = 2
 
 
 def schedule_of(plan: Plan, ranks: int) -> str:
-    """Return the schedule of a pipeline of `ranks`: the plan's, else 1F1B where there are enough micro-batches."""
+    """Return the schedule of a pipeline of `ranks` ranks: the plan's, else 1F1B if there are enough micro-batches."""
     return plan.schedule or ("1f1b" if plan.micro_batches >= ranks else "gpipe")
 
 
@@ -33,11 +34,11 @@ def stages_per_rank(plan: Plan, ranks: int) -> int:
 def cut_layers(
     plan: Plan, workload: Workload, devices: Sequence[Sequence[DeviceType]], *, samples: int
 ) -> tuple[range, ...]:
-    """Return the numbers of the layers of each stage: stage i is on the pipeline's rank i, modulo the number of ranks.
+    """Return the numbers of the layers of each stage; stage i is on the pipeline's rank i modulo the number of ranks.
 
-    `devices`: those of each rank, one in each replica; the slowest counts. `samples`: of a micro-batch. Counts are of
-    the unrolled model's layers; the loss, which is in no module, is part of the last stage and is not counted. Raises
-    UserError where there are too few layers, or the plan's counts do not fit the model.
+    `devices`: for each pipeline rank, its devices, one per replica; the slowest counts. `samples`: samples of a
+    micro-batch. Counts are of the unrolled model's layers. The loss, which is in no module, is part of the last stage
+    and is not counted. Raises UserError if there are too few layers, or the plan's counts do not fit the model.
     """
     layers = unrolled(workload.model)
     chain = [instance for instance in layers if instance.layer.modules]
@@ -76,9 +77,10 @@ def cut_layers(
 
 
 def _inseparable(layers: Sequence[LayerInstance]) -> list[range]:
-    """Return consecutive layers that must be on one stage: gradients of one's parameters arise in another's backward.
+    """Return ranges of layers that must be on one stage, because gradients of one's parameters arise in another's
+    backward.
 
-    A trace ascribes the operations between two modules to the module before them, in the forward and in the backward.
+    Traces ascribe operations between two modules to the module before them, in the forward and in the backward.
     """
     units: list[range] = []
     for instance in layers:
@@ -97,11 +99,12 @@ def _inseparable(layers: Sequence[LayerInstance]) -> list[range]:
 class TiedParameter:
     """A parameter that layers of several stages use: each such stage holds a copy, and their gradients are summed.
 
-    [Note: tied] Autograd adds the gradients of all uses in the backward of the layer that lists the parameter. Across
-    stages, each copy accumulates the gradient of its own use; after the schedule, and after the reductions over
-    replicas, they are all-reduced over the stages that hold a copy, so that equal copies get equal updates. Source:
-    Megatron-LM, core/distributed/finalize_model_grads.py, _allreduce_word_embedding_grads. Gradients that are pushed to
-    owners are summed so before: stages own other ranges, and thresholds are for the sum.
+    [Note: tied] In one process, autograd adds the gradients of all uses in the backward of the layer that lists the
+    parameter. Across stages, each copy accumulates only the gradient of its own use. After the schedule and the
+    reductions over replicas, these gradients are all-reduced over the stages that hold a copy, so that equal copies get
+    equal updates. Source: Megatron-LM, core/distributed/finalize_model_grads.py, _allreduce_word_embedding_grads.
+    Gradients that are pushed to owners are summed before the push, because the owners of other stages own other ranges,
+    and thresholds apply to the sum.
     """
 
     name: str
@@ -111,7 +114,7 @@ class TiedParameter:
     place: int
     """Index among that layer's parameters."""
     uses: tuple[tuple[int, Buffer], ...]
-    """Number of every other layer that uses it, and the buffer of that use's gradient in the whole model's backward."""
+    """For every other use: the number of its layer, and the buffer of its gradient in the whole model's backward."""
     stages: tuple[int, ...]
     """Stages that hold a copy."""
     elements: int
@@ -119,18 +122,18 @@ class TiedParameter:
 
 
 def tied_parameters(layers: Sequence[LayerInstance], stages: Sequence[range]) -> tuple[TiedParameter, ...]:
-    """Return the parameters that layers of several stages use, as the trace of the whole model shows them.
+    """Return the parameters that layers of several stages use, as the whole model's trace shows them.
 
-    The gradient of another use is a buffer that the backward of the parameter's own layer frees as it allocates the
+    The gradient of another use is a buffer that the backward of the parameter's own layer frees when it allocates the
     sum.
     """
     home = {number: stage for stage, numbers in enumerate(stages) for number in numbers}
     uses: dict[tuple[int, int], list[tuple[int, Buffer]]] = defaultdict(list)
-    candidates: dict[int, list[Buffer]] = {}  # repetitions share theirs
+    candidates: dict[int, list[Buffer]] = {}  # by layer object, which repetitions share
     for instance in layers:
         layer = instance.layer
         if id(layer) not in candidates:
-            candidates[id(layer)] = [  # passed back to the layer before, and of a constant size
+            candidates[id(layer)] = [  # gradients passed to the layer before, of a size independent of the batch
                 each
                 for each in layer.buffers
                 if each.born.phase == each.freed.phase == "b" and each.freed.layer_offset < 0
@@ -154,11 +157,11 @@ def tied_parameters(layers: Sequence[LayerInstance], stages: Sequence[range]) ->
 
 
 def held_layers(layers: Sequence[LayerInstance], stages: Sequence[range]) -> tuple[tuple[LayerInstance, ...], ...]:
-    """Return the layers that each stage runs, given all layers and the numbers of each stage's own.
+    """Return the layers that each stage runs, given all layers and the numbers of each stage's own layers.
 
-    Layers that use a tied parameter list a copy of it, see [Note: tied]. Layers in front of the blocks without
-    parameters, of whose outputs none depends on the batch size (rotary angles), hold nothing of a sample: every stage
-    with blocks runs them itself, without a backward.
+    Layers that use a tied parameter list a copy of it, see [Note: tied]. Some layers before the blocks have no
+    parameters, and no output that depends on the batch size (rotary angles). They hold nothing of a sample, so every
+    stage with blocks runs them itself, without a backward.
     """
     changed = {instance.index: instance for instance in layers}
     for tied in tied_parameters(layers, stages):
@@ -185,7 +188,7 @@ def held_layers(layers: Sequence[LayerInstance], stages: Sequence[range]) -> tup
 
 
 def _untied(layers: Mapping[int, LayerInstance], tied: TiedParameter) -> dict[int, Layer]:
-    """Return the layers that use a tied parameter as they are where each use has a copy of its own."""
+    """Return the layers that use a tied parameter, changed so that each use has a copy of its own."""
     own = layers[tied.layer].layer
     parameter = own.parameters[tied.place]
     name, offset = tied.name, parameter.born.layer_offset
@@ -198,7 +201,7 @@ def _untied(layers: Mapping[int, LayerInstance], tied: TiedParameter) -> dict[in
         kept = tuple(each for each in layer.buffers if each is not buffer)
         found[number] = replace(layer, parameters=(*layer.parameters, copied), buffers=kept)
         size = buffer.size_bytes
-    # the gradient of the own use is no buffer that is added and freed, but the gradient itself
+    # the gradient of the own use is now the gradient itself, instead of a buffer that is added and freed
     adds = tied.layer + offset
     layer = found.get(adds, layers[adds].layer)
     summed = next(
@@ -230,7 +233,7 @@ def _untied(layers: Mapping[int, LayerInstance], tied: TiedParameter) -> dict[in
 
 
 def _less(quantity: Polynomial, constant: int) -> Polynomial:
-    """Return a quantity less a number."""
+    """Return a quantity minus a constant."""
     return replace(quantity, terms=tuple((c - constant * (i == j == 0), i, j) for c, i, j in quantity.terms))
 
 
@@ -246,17 +249,18 @@ def _shared(layers: Sequence[LayerInstance]) -> tuple[int, ...]:
 
 
 def of_no_sample(layer: Layer) -> bool:
-    """Return whether a layer without parameters has outputs, of which none depends on the batch size."""
+    """Return whether a layer without parameters has outputs, none of which depends on the batch size."""
     outputs = [buffer for buffer in layer.buffers if buffer.born.phase == "f" and buffer.freed.layer_offset > 0]
     constant = all(power == 0 for output in outputs for _, power, _ in output.size_bytes.terms)
     return bool(outputs) and constant and not layer.parameters and not layer.block
 
 
 def stage_cut_error(layers: Sequence[LayerInstance], stages: Sequence[range]) -> str | None:
-    """Return the reason why a model cannot be cut there, or None: a stage may pass one tensor on.
+    """Return why a model cannot be cut at these stage boundaries, or None if it can: a stage may pass on only one
+    tensor.
 
-    Tensors that several layers use show in the trace: a second one outlives the stage boundary, or the gradient of a
-    parameter, allocated in one layer, is added to in another where it is not known to be tied (see [Note: tied]).
+    Traces show tensors that several layers use: a second tensor outlives the stage boundary, or the gradient of a
+    parameter, allocated in one layer, is added to in another layer and not known to be tied (see [Note: tied]).
     """
     home = {number: stage for stage, numbers in enumerate(stages) for number in numbers}
     sums: dict[int, list[tuple[int, str]]] = defaultdict(list)

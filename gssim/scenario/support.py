@@ -1,4 +1,4 @@
-"""Support matrix: the methods and policies that combine on a cluster and model, found by checking each combination."""
+"""Support matrix: which methods and policies combine on a cluster and model, found by checking each combination."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -60,12 +60,12 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "Megatron-LM's distributed optimizer": {"plan.zero1_implementation": "megatron"},
     "dp_shard 2": {"plan.dp_shard": 2},
 }
-"""Features beside a method, each as changes to a scenario's keys."""
+"""Features that may be combined with a method, each as changes to a scenario's keys."""
 
 
 @dataclass(frozen=True)
 class Support:
-    """Whether a method combines with a feature, in each world: None where it does, else the reason."""
+    """Whether a method combines with a feature, simulated and in a real run: None if it does, else the reason."""
 
     method: str
     feature: str
@@ -74,10 +74,10 @@ class Support:
 
 
 def supported(path: Path, overrides: tuple[str, ...] = ()) -> Iterator[Support]:
-    """Yield every method with every feature on a scenario's cluster and model.
+    """Yield the support of every method with every feature on a scenario's cluster and model.
 
-    The scenario's own plan is left aside, its cluster, workload and run length are kept. Raises UserError where the
-    scenario itself cannot be read.
+    The scenario's own plan is ignored; its cluster, workload and run length are kept. Raises UserError if the scenario
+    itself cannot be read.
     """
     shared = Shared()
     base = load_scenario(path, overrides, gradients_needed=False, shared=shared)

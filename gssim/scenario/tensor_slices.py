@@ -1,6 +1,7 @@
-"""Slices of a model's blocks on the ranks of a tensor-parallel group, in whole units (heads, columns), by their shares.
+"""Slices of a model's blocks on the ranks of a tensor-parallel group, in whole units (heads, columns), by shares.
 
-The real backend cuts modules so, and predictions take their layers from here. See [Note: units] in `gssim.workload`.
+The real backend cuts modules in the same way; predictions take their layers from here. See [Note: units] in
+`gssim.workload.model`.
 """
 
 from collections.abc import Sequence
@@ -28,9 +29,9 @@ from gssim.workload.layer import GATHER_AGAIN
 
 
 def native_tensors(model: Model) -> int:
-    """Return the number of a rank's parameters that are DTensors where blocks of linear maps are cut natively.
+    """Return how many of a rank's parameters are DTensors if linear maps of blocks are cut natively.
 
-    Every parameter of a map of which any is cut counts: also a bias that is replicated.
+    If any parameter of a linear map is cut, all of its parameters count, also a bias that is replicated.
     """
     return sum(layer.repeats * len(native_parameters(layer)) for layer in model.sliced_layers)
 
@@ -49,7 +50,7 @@ def _map_of(parameter: Parameter) -> str:
 _WHOLE_ONLY: dict[str, Any] = dict.fromkeys(
     ("sliced_layers", "sequence_layers", "context_layers", "expert_layers", "expert_sequence_layers"), ()
 )
-"""Fields of a model that a rank's part of it lacks."""
+"""Fields of a model that a rank's part of it does not have."""
 
 
 def model_slice(
@@ -63,8 +64,9 @@ def model_slice(
 ) -> Model:
     """Return the slice of the model on the rank at `position` of a tensor group; `parts`: every rank's share.
 
-    `positions`: of each sequence that the rank has with sequence parallelism; None: without. `vocabulary`: what ranks
-    divide of it; None: nothing. `gathers_again`: gathered inputs are not kept for the backward.
+    `positions`: with sequence parallelism, the rank's number of positions of each sequence; None: without it.
+    `vocabulary`: how ranks divide the vocabulary; None: not at all. `gathers_again`: whether gathered inputs are
+    gathered again in the backward instead of being kept for it.
     """
     layers = []
     for layer in model.sliced_layers if positions is None else model.sequence_layers:
@@ -80,7 +82,7 @@ def model_slice(
 
 
 def context_part(model: Model, positions: int, *, ring: bool = False) -> Model:
-    """Return the model on a rank with so many positions of each sequence, under context parallelism."""
+    """Return the model on a rank with `positions` positions of each sequence, under context parallelism."""
     layers = tuple(sliced_layer(layer, 0, positions) for layer in model.context_layers)
     if ring:
         layers = tuple(ring_layer(layer) for layer in layers)
@@ -88,7 +90,7 @@ def context_part(model: Model, positions: int, *, ring: bool = False) -> Model:
 
 
 def held_experts(scenario: Scenario, position: int, tensor_position: int) -> tuple[LayerInstance, ...]:
-    """Return the layers of a rank by its positions among the ranks that divide the experts, and in its tensor group."""
+    """Return a rank's layers, given its position among the ranks that divide the experts and in its tensor group."""
     workload, plan, policies = scenario.workload, scenario.plan, scenario.policies
     instances = layers_of_own_experts(workload, policies, position)
     layers = [instance.layer for instance in instances]
@@ -103,7 +105,7 @@ def held_experts(scenario: Scenario, position: int, tensor_position: int) -> tup
 
 
 def held_slice(scenario: Scenario, position: int) -> Model:
-    """Return a scenario's model as the ranks at `position` of their tensor groups run it: blocks cut, on parts of
+    """Return a scenario's model as the ranks at `position` of their tensor groups run it: with cut blocks, on parts of
     sequences, or both.
     """
     model, positions, policies = scenario.workload.model, scenario.sequence_positions, scenario.policies
@@ -129,7 +131,9 @@ def _context_slice(
     gathers_again: bool,
     ring: bool,
 ) -> Model:
-    """Return a slice of a model on so many positions of each sequence, `of_part` of these between its cut blocks."""
+    """Return a slice of a model on `positions` positions of each sequence, and on `of_part` of these between cut
+    blocks.
+    """
     whole = model.value
     assert isinstance(whole, Model)
     cut = model_slice(
@@ -146,11 +150,13 @@ def _is_kept(buffer: Buffer) -> bool:
 
 @lru_cache(maxsize=256)
 def _gathering_again(layer: Layer, ranks: int, length: int) -> Layer:
-    """Return a layer that keeps its part of the gathered inputs of its maps, and gathers them again in its backward.
+    """Return a layer that keeps only its part of the gathered inputs of its maps, and gathers them again in the
+    backward.
 
-    A gathered input lives until the maps' outputs are summed; in the backward from the gradient of the map's input on,
-    which is computed meanwhile, until the gradient of the weights, where it was freed before. `length`: of sequences.
-    Source: Megatron-LM, core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.
+    In the forward a gathered input lives until the maps' outputs are summed. In the backward it lives from the gradient
+    of the map's input, which is computed meanwhile, to the gradient of the weights, where it was freed before.
+    `length`: sequence length. Source: Megatron-LM, core/tensor_parallel/layers.py,
+    LinearWithGradAccumulationAndAsyncCommunication.
     """
     in_forward = [each.moment.position for each in layer.reductions if each.moment.phase == "f"]
     in_backward = [each.born.position for each in layer.buffers if each.born.phase == "b"]
@@ -159,7 +165,7 @@ def _gathering_again(layer: Layer, ranks: int, length: int) -> Layer:
     for gather in (each for each in layer.reductions if (each.kind, each.moment.phase) == ("all-gather", "f")):
         place = gather.moment.position
         end = min((position for position in in_forward if position > place), default=place)
-        first = place if layer.experts else place + 1  # rows that are gathered in any order need no other copy
+        first = place if layer.experts else place + 1  # rows that may be gathered in any order need no further copy
         whole = [each for each in layer.buffers if each.is_saved and first <= each.born.position < end]
         whole = [each for each in whole if not each.freed.layer_offset and each.size_bytes == gather.size_bytes]
         as_large = [

@@ -1,8 +1,9 @@
 """The vocabulary divided among tensor-parallel ranks: rows of the token embedding, and of the head with its loss.
 
-Each rank looks up the tokens whose rows it has, and one all-reduce adds the ranks' results (`plan.embedding_parallel`;
-Megatron-LM, core/tensor_parallel/layers.py, VocabParallelEmbedding). Each has its rows of the head, and its logits
-alone (`plan.loss_parallel`). A weight that both share is divided once.
+Each rank looks up those tokens whose rows it has, and one all-reduce adds the ranks' results
+(`plan.embedding_parallel`; Megatron-LM, core/tensor_parallel/layers.py, VocabParallelEmbedding). Each rank has its own
+rows of the head, and only the logits of these rows (`plan.loss_parallel`). A weight that embedding and head share is
+divided once.
 """
 
 from collections.abc import Sequence
@@ -28,23 +29,23 @@ from gssim.workload import (
 
 @dataclass(frozen=True)
 class DividedVocabulary:
-    """What tensor-parallel ranks divide of the vocabulary."""
+    """Which parts of the vocabulary tensor-parallel ranks divide."""
 
     embedding: bool
     loss: bool
     value_bytes: int
-    """Of an element as it is trained."""
+    """Bytes of an element in the training precision."""
 
 
 def divided_vocabulary(plan: Plan, value_bytes: int) -> DividedVocabulary | None:
-    """Return what the ranks of a plan divide of the vocabulary; None: nothing."""
+    """Return which parts of the vocabulary the ranks of a plan divide; None if none."""
     if not (plan.embedding_parallel or plan.loss_parallel):
         return None
     return DividedVocabulary(plan.embedding_parallel, plan.loss_parallel, value_bytes)
 
 
 def divided_entries(plan: Plan, model: Model) -> list[int]:
-    """Return the numbers of rows of the weights that the ranks of a plan divide by the vocabulary."""
+    """Return the numbers of rows of the weights that the ranks of a plan divide along the vocabulary."""
     weight, divided = token_embedding(model), []
     if plan.embedding_parallel and weight is not None:
         divided.append(weight.shape[0])
@@ -54,8 +55,8 @@ def divided_entries(plan: Plan, model: Model) -> list[int]:
 
 
 def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
-    """Return the number of units of a block, or of rows of the vocabulary, on each rank: largest remainders, as
-    `splitting.split`.
+    """Return each rank's number of units of a block, or of rows of the vocabulary, by largest remainders (see
+    `splitting.split`).
 
     >>> units_of_ranks(8, [0.75, 0.125, 0.125])
     (6, 1, 1)
@@ -64,7 +65,7 @@ def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
 
 
 def undivided_loss_reason(model: Model) -> str | None:
-    """Return why ranks cannot divide the vocabulary of a model's head and loss; None: they can."""
+    """Return why ranks cannot divide the vocabulary of a model's head and loss; None if they can."""
     if not isinstance(model.input, TokenInput) or model.input.classes is not None or len(model.layers) < 2:
         return "it predicts no tokens"
     if model.loss_fused:
@@ -86,7 +87,7 @@ def undivided_loss_reason(model: Model) -> str | None:
 
 
 def undivided_embedding_reason(model: Model) -> str | None:
-    """Return why ranks cannot divide a model's token embedding; None: they can."""
+    """Return why ranks cannot divide a model's token embedding; None if they can."""
     if not isinstance(model.input, TokenInput):
         return "its input is no tokens"
     if token_embedding(model) is None:
@@ -99,7 +100,7 @@ def undivided_embedding_reason(model: Model) -> str | None:
 
 
 def token_embedding(model: Model) -> Parameter | None:
-    """Return the weight of a model's token embedding, the first parameter of its first layer; None if it has none."""
+    """Return the weight of a model's token embedding, the first parameter of the first layer; None if it has none."""
     first = model.layers[0]
     if not isinstance(model.input, TokenInput) or first.block or not first.parameters:
         return None
@@ -108,8 +109,8 @@ def token_embedding(model: Model) -> Parameter | None:
 
 
 def shares_embedding(model: Model) -> bool:
-    """Return whether a model's head has the weight of its token embedding: its gradient arises there, and is added
-    where the embedding's does.
+    """Return whether a model's head shares the weight of its token embedding: its gradient then arises in the head, and
+    is added where the embedding's is.
     """
     weight = token_embedding(model)
     if weight is None or len(model.layers) < 2:
@@ -132,7 +133,7 @@ def _lookup(layer: Layer, model: Model) -> Buffer | None:
     found = [
         each
         for each in layer.buffers
-        if each.born.phase == "f" and len(each.size_bytes.terms) == 1  # of a model traced at one length, of sequences
+        if each.born.phase == "f" and len(each.size_bytes.terms) == 1  # in tokens, or if of one length in sequences
         for size, samples, _ in each.size_bytes.terms
         if samples == 1 and not size % row_bytes
     ]
@@ -145,11 +146,11 @@ def divided_layers(
     """Return a rank's layers with its part of the vocabulary.
 
     Args:
-        model: the whole one, whose vocabulary can be divided.
+        model: the whole model, whose vocabulary can be divided.
         layers: its layers as the rank runs them, with the whole vocabulary.
-        parts: every rank's share.
-        position: the rank's among them.
-        vocabulary: what is divided.
+        parts: the shares of all ranks.
+        position: the rank's position among them.
+        vocabulary: the parts of the vocabulary that are divided.
     """
     layers, weight = list(layers), token_embedding(model)
     how = {"traced_bytes": PRECISION_BYTES[model.traced_precision], "value_bytes": vocabulary.value_bytes}
@@ -167,14 +168,14 @@ def divided_layers(
 
 
 LOOKUP_OPERATIONS = 7
-"""Operations beside the lookup itself: which tokens are the rank's, and zeros for the others."""
+"""Number of operations besides the lookup: finding the rank's own tokens, and zeroing the others."""
 
 
 def _divided_embedding(model: Model, layers: Sequence[Layer], rows: int, value_bytes: int) -> list[Layer]:
-    """Return layers with so many rows of the token embedding: those of gsreal.methods.vocabulary_parallel.
+    """Return layers with `rows` rows of the token embedding, as gsreal.methods.vocabulary_parallel runs them.
 
-    Of each token there are, besides, an index until the backward of the lookup, and for a moment a second one and a
-    flag. Gradients of the whole table, also of a head that shares it, are of its rows alone.
+    For each token there is also an index until the backward of the lookup and, for a moment, a second index and a flag.
+    Gradients of the whole table, also in a head that shares it, are those of the rank's rows only.
     """
     weight = layers[0].parameters[0]
     traced_bytes = PRECISION_BYTES[model.traced_precision]
@@ -228,19 +229,19 @@ def _divided_embedding(model: Model, layers: Sequence[Layer], rows: int, value_b
 
 
 WIDE_BYTES = 4
-"""Bytes of an element of what is summed over a divided vocabulary, or those of the logits if these have more."""
+"""Bytes of an element of the sums over a divided vocabulary; as many as the logits' elements have, if that is more."""
 
 
 @lru_cache(maxsize=256)
 def divided_loss(
     head: Layer, loss: Layer, rows: int, entries: int, *, traced_bytes: int, value_bytes: int
 ) -> tuple[Layer, Layer]:
-    """Return head and loss of a rank with so many rows of the vocabulary's entries, of those that have all of it.
+    """Return a rank's head and loss with `rows` of the vocabulary's `entries`, made from layers with all entries.
 
-    `traced_bytes`: of an element as traced; `value_bytes`: as it is trained. The loss is that of gsreal.methods.
-    vocabulary_parallel: wide logits become exponentials, and these the gradient, in place, until the head's backward is
-    done; narrow ones are cast, and so is their gradient. Of each token there are, besides: an index, two flags and two
-    sums until the backward, and for a moment the largest logit, and as much again as the sums.
+    `traced_bytes`: bytes of an element in the trace; `value_bytes`: in training. The loss works as in
+    gsreal.methods.vocabulary_parallel. Wide logits are turned in place into exponentials and then into the gradient,
+    which lives until the head's backward is done; narrow logits, and their gradient, are cast. Each token also has an
+    index, two flags and two sums until the backward and, for a moment, its largest logit and as much again as the sums.
     """
     share = rows / entries
     output, gradient = layer_output(head.buffers, head.output_bytes), layer_input_gradient(head.buffers)
@@ -293,7 +294,7 @@ def divided_loss(
 
 
 def _scaled(layer: Layer, share: float) -> Layer:
-    """Return a layer with a share of the work, of which nearly all is in proportion to the vocabulary."""
+    """Return a layer with a share of its work, since nearly all of it is proportional to the vocabulary."""
     names = [f"{phase}_{what}" for phase in ("forward", "backward") for what in ("flop", "bytes", "streamed_bytes")]
     changes: dict[str, Any] = {"frozen": None, "deepest": None, "untrained_buffers": None}
     for name in names:

@@ -325,8 +325,8 @@ def _steady(
 MAX_CACHED_RUNS = 4
 """Number of other scenarios whose runs and programs are always cached; few, because those of many ranks are large."""
 MAX_CACHED_LAYERS = 2**15
-"""Up to so many layers (over all ranks and micro-batches), more runs are cached: small ones, which a sweep repeats on
-other networks. A layer is a few tasks of about 500 bytes each.
+"""Total number of layers (over all ranks and micro-batches) up to which further runs are cached: small runs, which a
+sweep repeats on other networks. A layer is a few tasks of about 500 bytes each.
 """
 
 

@@ -1,21 +1,21 @@
 """Density of thresholded pushes and publications: fractions of elements that reach a threshold, from statistics.
 
-Statistics are sampled at some of the steps. Between these the scale of |g| is interpolated in its logarithm, and so is
-the fraction of elements that reach a threshold in units of that scale, both over the logarithm of the step, because
-training changes gradients ever more slowly: the scale on a curve, the fraction linearly, so that a higher threshold
-never has a higher density. Dropped gradients change the training and with it later gradients, so statistics are
-measured under thresholds too, and their densities are interpolated in the logarithm of the threshold.
+Statistics are sampled at some steps and interpolated in between, over the logarithm of the step, because training
+changes gradients ever more slowly. Two values are interpolated: the logarithm of the scale of |g|, on a curve, and the
+fraction of elements that reach a threshold in units of that scale, linearly, so that a higher threshold never has a
+higher density. Dropped gradients change the training and so later gradients. Statistics are therefore measured under
+thresholds too, and their densities are interpolated in the logarithm of the threshold.
 
-Without error feedback the density is the tail of |g|. With it, it is the rate at which elements reach the threshold
-with their residuals added; it is measured at a grid of thresholds, because it depends on the correlation of an
-element's gradients over steps, which the distribution of one step's gradients does not contain.
+Without error feedback the density is the tail of |g|. With error feedback it is the rate at which elements reach the
+threshold including their residuals. That rate is measured at a grid of thresholds: it depends on the correlation of an
+element's gradients over steps, which the distribution of a single step's gradients does not contain.
 
-The density of a relative threshold depends on the shape of the distribution of magnitudes, not on their scale: it is
-measured at a grid of multiples of the mean, with error feedback and without. Thresholds for a target density follow
-each step's gradients: a tensor sends the target, or all that is not zero if that is less.
+The density of a relative threshold depends on the shape of the distribution of magnitudes, not on their scale. It is
+measured at a grid of multiples of the mean, with and without error feedback. Thresholds for a target density follow
+each step's gradients: a tensor sends the target fraction, or everything that is not zero if that is less.
 
-The module also has the interpolation between sampled steps (`Moment`), the union of several ranks' pushes (`united`),
-and the staleness of parameters under thresholded publication (`staleness_steps`).
+The module also interpolates between sampled steps (`Moment`), and computes the union of several ranks' pushes
+(`united`) and the staleness of parameters under thresholded publication (`staleness_steps`).
 """
 
 import math
@@ -46,40 +46,40 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Moment:
-    """Position of a step between two sampled ones, or between the first step and the first sampled one."""
+    """Position of a step between two sampled steps, or between the first step and the first sampled one."""
 
     before: int
-    """Index of the last sampled step before it; -1: the first step."""
+    """Index of the last sampled step before this one; -1 stands for the first step."""
     after: int
     weight: float
     """Weight of the value at `after`."""
     around: tuple[int, ...]
-    """Indices of the sampled steps for the interpolation: these two, and the next on either side, if any."""
+    """Indices of the sampled steps used for the curve: the two neighbours, and the next one on either side, if any."""
     times: tuple[float, ...]
     """Logarithms of 1 + step, for `around`."""
 
     def of(self, values: Sequence[T], first: T | None = None) -> list[T]:
-        """Return the values at both steps; `first`: at the first step."""
+        """Return the values at the steps before and after; `first`: value at the first step."""
         return [self._at(values, first, sampled) for sampled in (self.before, self.after)]
 
     def all_of(self, values: Sequence[T], first: T | None = None) -> list[T]:
-        """Return the values at `around`."""
+        """Return the values at the steps in `around`."""
         return [self._at(values, first, sampled) for sampled in self.around]
 
     def _at(self, values: Sequence[T], first: T | None, sampled: int) -> T:
         return values[max(0, sampled)] if sampled >= 0 or first is None else first
 
     def mixed(self, pair: Sequence[float]) -> float:
-        """Return the interpolation between two values, linear in the logarithm."""
+        """Return the interpolation between two values, linear in their logarithms."""
         return mixed(pair[0], pair[1], self.weight)
 
     def curved(self, values: Sequence[float]) -> float:
-        """Return the interpolation between the two middle values of those for `around`, on a smooth curve.
+        """Return the interpolation between the two middle values of `values` (for `around`), on a smooth curve.
 
-        Training changes gradients fast at first and ever more slowly: straight lines between sampled steps lie above
-        such a curve. It is the monotone cubic interpolation of the values' logarithms over that of 1 + step.
-        Source: Fritsch and Butland, A Method for Constructing Local Monotone Piecewise Cubic Interpolants, SIAM J. Sci.
-        Stat. Comput. 5 (1984), with Brodlie's weights.
+        Training changes gradients fast at first and then ever more slowly, so straight lines between sampled steps lie
+        above such a curve. The curve is the monotone cubic interpolation of the values' logarithms over that of 1 +
+        step. Source: Fritsch and Butland, A Method for Constructing Local Monotone Piecewise Cubic Interpolants, SIAM
+        J. Sci. Stat. Comput. 5 (1984), with Brodlie's weights.
 
         >>> steps = (0, 1, 3, 7)  # halves of the way each, in the logarithm of 1 + step
         >>> moment_of(steps, 2).curved([1.0, 0.5, 0.25, 0.125]) == moment_of(steps, 2).mixed([0.5, 0.25])
@@ -101,7 +101,9 @@ class Moment:
         return low * math.exp(weight * rise + bend)
 
     def _slope(self, values: Sequence[float], at: int, beside: int) -> float:
-        """Return the slope of the curve between the interval that begins `at` and the one that begins `beside` it."""
+        """Return the slope of the curve at the point shared by the interval that begins `at` and its neighbour
+        `beside`.
+        """
         width, slope = self._chord(values, at)
         if beside not in range(len(values) - 1) or not (values[beside] > 0 and values[beside + 1] > 0):
             return slope
@@ -119,7 +121,7 @@ class Moment:
 
 
 def moment_of(sampled_steps: Sequence[int], step: float, first_step: int = 0) -> Moment:
-    """Return the position of a step among the sampled ones; after the last, its values are constant."""
+    """Return the position of a step among the sampled ones; values are constant after the last of these."""
     after = bisect_left(sampled_steps, step)
     if after == len(sampled_steps) or sampled_steps[after] == step:
         exact = min(after, len(sampled_steps) - 1)
@@ -133,7 +135,7 @@ def moment_of(sampled_steps: Sequence[int], step: float, first_step: int = 0) ->
 
 
 def mixed(a: float, b: float, weight: float) -> float:
-    """Return the interpolation between `a` and `b`: in the logarithm, if neither is 0.
+    """Return the interpolation between `a` and `b`: in their logarithms if neither is 0, else linear.
 
     >>> mixed(1.0, 4.0, 0.5), mixed(0.0, 4.0, 0.5)
     (2.0, 2.0)
@@ -144,9 +146,9 @@ def mixed(a: float, b: float, weight: float) -> float:
 def united(sent: float, *, ranks: int, mean_to_rms: float, correlation: float) -> float:
     """Return the fraction of elements that at least one of `ranks` ranks sends, where each sends the fraction `sent`.
 
-    The gradients of an element are normal, with a scale that the ranks share and that is log-normally distributed over
-    the elements, with the width implied by the ratio of mean to rms of |g|; between ranks they have the given
-    `correlation`, by a common part.
+    An element's gradients are normal, with a scale that all ranks share. Over the elements, the scale is log-normally
+    distributed, with the width that follows from the ratio of mean to rms of |g|. Between ranks, gradients have the
+    given `correlation`, because of a common part.
 
         p(s, c) = P(|sqrt(r) c + sqrt(1-r) z| >= t / s);  sent = E[p];  united = E[1 - (1 - p)^ranks]
 
@@ -199,8 +201,8 @@ def push_density(
 ) -> float:
     """Return the fraction of a tensor's elements that a rank with `samples` samples sends under `push` at `step`.
 
-    `part`: factor of the rank's mean gradient over its samples before it is thresholded. `first`, `last`: the range of
-    the tensor, as fractions of its elements.
+    `part`: factor by which the rank's mean gradient over its samples is multiplied before it is thresholded. `first`,
+    `last`: the range of the tensor, as fractions of its elements.
 
     >>> from gssim.workload.gradient_statistics import SKETCH_EDGES, BlockTrace, RankTrace, Sketch, TensorTrace
     >>> sketch = Sketch(mean=1.0, rms=1.0, tail_ratios=tuple(float(edge < 2) for edge in SKETCH_EDGES))
@@ -226,7 +228,7 @@ def push_ratios(
 ) -> "Ratios":
     """Return the densities of `push_density` by block, for any range of the tensor.
 
-    `lag_steps`: the lag of the parameters at which gradients are computed; see `staleness_steps`.
+    `lag_steps`: by how many steps the parameters used for gradients lag behind; see `staleness_steps`.
     """
     if push.threshold is None or not push.selects or step < push.warmup_steps:
         return EVERYTHING
@@ -245,7 +247,8 @@ def publish_density(
 ) -> float:
     """Return the fraction of a tensor's elements whose |master - published| reaches the threshold after `step`.
 
-    Unsent changes stay in that difference. `first`, `last`: the range of the tensor, as fractions of its elements.
+    Changes that are not sent stay in that difference. `first`, `last`: the range of the tensor, as fractions of its
+    elements.
     """
     return publish_ratios(statistics, publish, tensor=tensor, step=step).over(first, last)
 
@@ -267,7 +270,7 @@ def union_density(
 ) -> float:
     """Return the fraction of a tensor's elements that at least one of `ranks` equal ranks sends; see `united`.
 
-    `sent`: the density of one of them, by `push_density`.
+    `sent`: the density of one of the ranks, from `push_density`.
     """
     trace = traces_of(statistics, samples)[0].tensors[tensor]
     moment = moment_of(statistics.sampled_steps, step)
@@ -278,9 +281,10 @@ def union_density(
 
 
 def traces_of(statistics: GradientStatistics, samples: float, *, error_feedback: bool = False) -> tuple[RankTrace, ...]:
-    """Return the traces taken with the samples per rank nearest (in ratio) to `samples`, by rising threshold.
+    """Return the traces whose samples per rank are nearest (in ratio) to `samples`, in order of rising threshold.
 
-    Of those that were trained under a threshold, the ones with error feedback or without it, where there are any.
+    Of traces that were trained under a threshold, only those with (or without) error feedback are returned, if any
+    exist.
     """
     nearest = min((trace.samples for trace in statistics.traces), key=lambda n: abs(math.log(n / samples)))
     near = sorted((t for t in statistics.traces if t.samples == nearest), key=lambda t: t.threshold)
@@ -293,13 +297,13 @@ def _clipped(ratio: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Densities of a tensor's blocks, which are of equal size."""
+    """Densities of a tensor's blocks, all of which are equally large."""
 
     values: tuple[float, ...]
     below: tuple[float, ...] = ()
-    """The same in a run under a lower threshold, for interpolation."""
+    """Densities in a run under a lower threshold, for interpolation; empty: none."""
     weight: float = 0.0
-    """Weight of `values` over `below`."""
+    """Weight of `values` relative to `below`."""
 
     def over(self, first: float, last: float) -> float:
         """Return the density of the tensor's range from `first` to `last`, as fractions of its elements.
@@ -315,9 +319,9 @@ EVERYTHING, SILENCE = Ratios((1.0,)), Ratios((0.0,))
 
 
 class Ranges:
-    """Ranges of tensors, as fractions of their elements, whose densities are computed at once.
+    """Ranges of tensors, as fractions of their elements, whose densities are computed all at once.
 
-    `tensor`: index of each range's tensor. What does not depend on densities is computed once for all steps.
+    `tensor`: index of each range's tensor. Everything that does not depend on densities is computed once for all steps.
 
     >>> ranges = Ranges(np.array([0, 0, 1]), np.array([0.0, 0.5, 0.0]), np.array([1.0, 1.0, 0.5]))
     >>> ranges.densities([Ratios((0.25, 0.75)), SILENCE]).tolist()
@@ -327,10 +331,12 @@ class Ranges:
     def __init__(self, tensor: Ints, first: Floats, last: Floats) -> None:
         self.tensor, self.first, self.last = tensor, first, last
         self._parts: dict[tuple[int, ...], tuple[Ints, Ints, Floats]] = {}
-        """By the number of each tensor's blocks: range, block (of all tensors), and the length inside, in blocks."""
+        """By each tensor's number of blocks: arrays of range, block (numbered over all tensors), and overlap in
+        blocks.
+        """
 
     def densities(self, ratios: Sequence[Ratios]) -> Floats:
-        """Return the density of each range, given those of every tensor: as `Ratios.over`, to the last digit."""
+        """Return the density of each range, given those of every tensor; equal to `Ratios.over` to the last digit."""
         high = self._over([each.values for each in ratios])
         if not any(each.below for each in ratios):
             return high
@@ -345,19 +351,19 @@ class Ranges:
         return high
 
     def _over(self, values: Sequence[Sequence[float]]) -> Floats:
-        """Return the mean of the values of blocks in each range."""
+        """Return, for each range, the mean of the values of its blocks."""
         counts = tuple(map(len, values))
         if counts not in self._parts:
             self._parts[counts] = self._parts_of(counts)
         owner, block, inside = self._parts[counts]
         flat, ranges = np.array([value for each in values for value in each]), len(self.tensor)
-        if len(owner) == ranges:  # each in one block
+        if len(owner) == ranges:  # every range lies in one block
             return np.asarray(flat[block], dtype=np.float64)
         parts = np.bincount(owner, minlength=ranges)
         sent = np.bincount(owner, weights=flat[block] * inside, minlength=ranges)
         means = sent / np.bincount(owner, weights=inside, minlength=ranges)
         alone = parts[owner] == 1
-        means[owner[alone]] = flat[block[alone]]  # exact, so that all ranges inside a block are equal
+        means[owner[alone]] = flat[block[alone]]  # exact, so all ranges inside a block are equal
         return np.asarray(means, dtype=np.float64)
 
     def _parts_of(self, counts: Sequence[int]) -> tuple[Ints, Ints, Floats]:
@@ -374,7 +380,7 @@ class Ranges:
 
 
 class _View:
-    """Densities of one tensor's gradient on ranks with a number of samples, with or without error feedback."""
+    """Densities of one tensor's gradient on ranks with some number of samples, with or without error feedback."""
 
     def __init__(
         self, statistics: GradientStatistics, samples: float, tensor: str, error_feedback: bool, lag_steps: float
@@ -384,7 +390,7 @@ class _View:
         traces = traces_of(statistics, samples, error_feedback=error_feedback)
         self.thresholds = [trace.threshold for trace in traces]
         self.tensors = [trace.tensors[tensor] for trace in traces]
-        # with fewer samples the gradients' common part stays, and the variance of their noise grows
+        # with fewer samples, the gradients' common part stays the same, and the variance of their noise grows
         correlations = self.tensors[0].correlations
         common = _clipped(fmean(correlations)) if correlations else 1.0
         self.scale = math.sqrt(common + (1 - common) * (traces[0].samples / samples))
@@ -396,7 +402,7 @@ class _View:
     def moment(self, step: int) -> Moment:
         """Return the position of a step among the sampled ones."""
         sampled = self.statistics.sampled_steps
-        least = min(step, sampled[0]) if self.error_feedback else 0  # residuals accumulate, however old parameters are
+        least = min(step, sampled[0]) if self.error_feedback else 0  # residuals accumulate even if parameters are old
         return moment_of(sampled, max(least, step - self.lag_steps), self.statistics.first_step)
 
     def sent_ratio(self, threshold: float, step: int, part: float) -> "Ratios":
@@ -404,7 +410,7 @@ class _View:
         return self._under(threshold, threshold, self._with_feedback if self.error_feedback else _reached, step, part)
 
     def untouched_ratio(self, threshold: float, step: int, part: float) -> "Ratios":
-        """Return the fraction that reaches the first absolute threshold."""
+        """Return the fraction that reaches a threshold in the trace with the lowest threshold, without residuals."""
         level = threshold / (part * self.scale)
         return Ratios(tuple(_reached(each, level, self.moment(step)) for each in self.tensors[0].blocks))
 
@@ -429,7 +435,7 @@ class _View:
         step: int,
         part: float,
     ) -> "Ratios":
-        """Return the values interpolated between the runs under the two thresholds closest to this one."""
+        """Return the values interpolated between the runs whose thresholds are closest below and above this one."""
         moment, level = self.moment(step), level / (part * self.scale)
 
         def values(tensor: TensorTrace) -> tuple[float, ...]:
@@ -443,7 +449,9 @@ class _View:
         return Ratios(high, values(self.tensors[above - 1]), weight)
 
     def _with_feedback(self, block: BlockTrace, level: float, moment: Moment) -> float:
-        """Return the fraction of a block that reaches a level, with its residuals under it."""
+        """Return the fraction of a block's elements that reach a level, including their residuals under that
+        threshold.
+        """
         pairs = zip(moment.all_of(block.sketches), moment.all_of(block.feedback), strict=True)
         ratios = [self._with_feedback_at(sketch, row, level) for sketch, row in pairs]
         if moment.before < 0 and block.first is not None:  # no residuals at the first step
@@ -451,20 +459,20 @@ class _View:
         return moment.curved(ratios)
 
     def _with_feedback_at(self, sketch: Sketch, row: FeedbackDensity, level: float) -> float:
-        if level < self.grid[0]:  # feedback matters less and less
+        if level < self.grid[0]:  # below the grid, feedback matters less and less
             more = row.sent_ratios[0] / max(_tail(sketch, self.grid[0]), _SMALLEST)
             return min(1.0, float(_tail(sketch, level) * more ** (level / self.grid[0])))
         return _on_grid(self.grid, row.sent_ratios, level)
 
 
 def _at_target(view: _View, push: Push, step: int, part: float) -> "Ratios":
-    """Return the density at a step under thresholds that follow the gradients to a target density.
+    """Return the density at a step under thresholds that follow the gradients towards a target density.
 
-    They are estimated every `reestimate_steps` and scaled in between, so that a sample of the bucket reaches the
+    Thresholds are estimated every `reestimate_steps` and scaled in between, so that a sample of the bucket reaches the
     target. Assumes that the tensors of a bucket drift alike between two estimates.
     """
     assert push.threshold is not None
-    # in the first thresholded step there is no residual yet
+    # the first thresholded step has no residuals yet
     ratio = view.untouched_ratio if step == push.warmup_steps else view.sent_ratio
     low, high = math.log(1e-12), math.log(1e4)
     for _ in range(30):  # bisection for the level that the target fraction of the whole tensor reaches
@@ -475,18 +483,18 @@ def _at_target(view: _View, push: Push, step: int, part: float) -> "Ratios":
 
 
 def _between(threshold: float, low: float, high: float) -> float:
-    """Return the weight of `high` at `threshold`, in the logarithm; dense training counts as a decade below."""
+    """Return the weight of `high` at `threshold`, in logarithms; dense training counts as a decade below."""
     floor = low or high / 10
     return _clipped(math.log(threshold / floor) / math.log(high / floor))
 
 
 def _over_range(values: Sequence[float], first: float, last: float) -> float:
-    """Return the mean over a range of the values of blocks of equal size."""
+    """Return the mean of the values of equally large blocks over a range."""
     if len(values) == 1 or last <= first:
         return values[0]
     begin, end, sent, whole = first * len(values), last * len(values), 0.0, 0.0
     blocks = range(int(begin), min(len(values), math.ceil(end)))
-    if len(blocks) == 1:  # exact, so that all ranges inside a block are equal
+    if len(blocks) == 1:  # exact, so all ranges inside a block are equal
         return values[blocks[0]]
     for i in blocks:
         inside = max(0.0, min(end, i + 1) - max(begin, i))
@@ -505,10 +513,10 @@ def _reached(block: BlockTrace, level: float, moment: Moment) -> float:
 
 
 def _tail(sketch: Sketch, level: float) -> float:
-    """Return the fraction of numbers of at least `level`.
+    """Return the fraction of numbers that are at least `level`.
 
-    Between two edges, the quantile of a normal distribution for the fraction (of the numbers that are not 0) is a power
-    of the level: exact for a normal distribution, and approximate for those with heavier tails.
+    Take, for that fraction (of the numbers that are not 0), the quantile of a normal distribution. Between two edges it
+    is interpolated as a power of the level: exact for a normal distribution, approximate for heavier tails.
     """
     ratios = sketch.tail_ratios
     position = (math.log10(level) - LOWEST_DECADE) * EDGES_PER_DECADE - sketch.first_edge
@@ -522,7 +530,7 @@ def _tail(sketch: Sketch, level: float) -> float:
 
 
 def _on_grid(grid: Sequence[float], ratios: Sequence[float], threshold: float) -> float:
-    """Return the density at a threshold from those at a grid, interpolated as in `_tail`, and extrapolated."""
+    """Return the density at a threshold from those at a grid, interpolated (and extrapolated) as in `_tail`."""
     at = min(max(bisect_right(grid, threshold) - 1, 0), max(0, len(grid) - 2))
     if len(grid) == 1:
         return ratios[0]
@@ -531,7 +539,7 @@ def _on_grid(grid: Sequence[float], ratios: Sequence[float], threshold: float) -
 
 
 def _powered(low: float, high: float, weight: float) -> float:
-    """Return the interpolation at `weight` from one ratio to the next, smaller one."""
+    """Return the interpolation at `weight` from one ratio to a smaller one."""
     if high <= 0 or high >= low:
         return low + _clipped(weight) * (high - low)
     quantiles = [-_NORMAL.inv_cdf(ratio / 2) for ratio in (min(low, _ALMOST_ALL), high)]
@@ -540,10 +548,10 @@ def _powered(low: float, high: float, weight: float) -> float:
 
 
 def staleness_steps(movements: Sequence[float], threshold: float) -> float:
-    """Return the lag, in steps of training, of the parameters at which gradients are computed after some steps.
+    """Return by how many training steps the parameters used for gradients lag behind after some steps.
 
-    `movements`: distances by which owners' parameters moved in these steps. Nothing is published until they have moved
-    by the threshold; from then on unpublished changes are evenly distributed between 0 and the threshold:
+    `movements`: distances by which owners' parameters moved in each of these steps. Nothing is published until they
+    have moved by the threshold. From then on, unpublished changes are evenly distributed between 0 and the threshold:
 
         M(t) = v(0) + ... + v(t - 1);   lag = t, where M(t) < threshold;   else M(t) - M(t - lag) = threshold / 2
 
@@ -559,11 +567,12 @@ def staleness_steps(movements: Sequence[float], threshold: float) -> float:
 
 
 def movements(statistics: GradientStatistics, elements: Mapping[str, int], *, steps: int) -> list[float]:
-    """Return the distance by which the mean element moves in each of the first steps; `elements`: of each tensor.
+    """Return the distance by which the mean element moves in each of the first steps; `elements`: those of each tensor.
 
-    It is what was published in a step at whatever threshold, threshold times fraction, the most of them: at a threshold
-    far above a step's movement v an element is told of every threshold / v steps, and in dense training's first steps
-    all of them at once, at one of the lower thresholds. Between sampled steps it goes with their logarithm.
+    The distance follows from what was published: for each threshold, the threshold times the published fraction; the
+    largest of these counts. At a threshold far above a step's movement v, an element is published every threshold / v
+    steps. In the first steps of dense training, all elements reach one of the lower thresholds at once. Between sampled
+    steps, distances are interpolated over the logarithm of 1 + step.
     """
     thresholds, sampled = np.array(statistics.publish_thresholds), np.array(statistics.sampled_steps)
     told = np.zeros(len(sampled))

@@ -1,6 +1,4 @@
-"""Input files of sweep points: their digests, by which finished rows are reused, and their transfer to other
-machines.
-"""
+"""Input files of sweep points: digests, by which finished rows are reused, and transfer to other machines."""
 
 import hashlib
 import json
@@ -26,7 +24,7 @@ SUFFIXES = (".toml", ".json")
 
 
 class Fingerprints:
-    """Digests of points: points with equal digests have equal predictions, as all inputs are equal."""
+    """Digests of points. Points with equal digests have equal inputs, and so equal predictions."""
 
     def __init__(self) -> None:
         self._digests: dict[Path, str] = {}
@@ -39,9 +37,11 @@ class Fingerprints:
         return digest_of([self._code, point.name, point.variant, point.values, overrides, self.of_file(point.file)])
 
     def of_file(self, file: Path) -> str:
-        """Return the digest of a file and, of TOML, of all files that it names; of a missing one, of nothing."""
+        """Return the digest of a file, which for TOML includes all files that it names; a missing file counts
+        as empty.
+        """
         if file not in self._digests:
-            self._digests[file] = ""  # a file that names itself
+            self._digests[file] = ""  # for a file that names itself
             named = [(name, self.of_file(place)) for name, place in sorted(named_in(file))]
             content = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
             self._digests[file] = digest_of([content, named])
@@ -101,13 +101,13 @@ def _texts(data: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Files by their absolute paths, for a machine that cannot read them."""
+    """Files by their absolute paths, packed for a machine that cannot read them."""
 
     content: bytes
-    """Compressed."""
+    """The files, compressed."""
     digest: str
     folder: str
-    """Working directory, relative to which points name files."""
+    """Working directory; relative paths in points refer to it."""
 
 
 REFERENCES: dict[str, tuple[str, ...]] = {
@@ -117,11 +117,12 @@ REFERENCES: dict[str, tuple[str, ...]] = {
     "workload.gradients": (),
     "search.study": (),
 }
-"""Keys by which a scenario refers to files, and those by which these refer to others; no other key names a file."""
+"""Keys by which a scenario refers to files, each with the keys by which such a file refers to further files. No other
+key names a file."""
 
 
 def packed(points: Iterable[Point]) -> Packed:
-    """Return all files that points refer to by their scenario's keys."""
+    """Return all files to which points refer by their scenarios' keys."""
     texts: dict[str, str] = {}
     seen: set[tuple[Path, str]] = set()
     for point in points:
@@ -140,7 +141,7 @@ def packed(points: Iterable[Point]) -> Packed:
 
 
 def _collect_references(data: dict[str, Any], under: str, folders: Sequence[Path], found: dict[str, str]) -> None:
-    """Collect the files that a scenario's table, or an override, refers to, and those that these refer to."""
+    """Collect the files to which a scenario's table, or an override, refers, and those to which these refer."""
     for key, value in data.items():
         path = f"{under}{key}"
         if isinstance(value, dict):
@@ -157,7 +158,7 @@ def _collect_references(data: dict[str, Any], under: str, folders: Sequence[Path
 
 
 def _content(file: Path) -> dict[str, Any]:
-    """Return the content of a TOML file; empty where it is damaged, which its loader reports."""
+    """Return the content of a TOML file; empty if it is damaged, which its loader will report."""
     try:
         return read_toml(file)[1]
     except (OSError, ValueError, RecursionError):
@@ -172,7 +173,7 @@ def _collect(file: Path, found: dict[str, str]) -> None:
 
 
 BYTE_EXACT: Any = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
-"""Arguments of open that keep the bytes of any file."""
+"""Arguments of `open` that preserve the bytes of any file."""
 
 
 class Unpacked:
@@ -189,13 +190,13 @@ class Unpacked:
         Path(self.root + self.source_folder).mkdir(parents=True, exist_ok=True)
 
     def localised(self, point: Point) -> Point:
-        """Return a point that names the unpacked files."""
+        """Return a point that refers to the unpacked files."""
         file = Path(self._local_path(str(point.file)))
         overrides = tuple(self._override(each) for each in point.overrides)
         return Point(point.name, file, overrides, point.variant, point.values)
 
     def original_text(self, text: str) -> str:
-        """Return a message with the paths of the other machine."""
+        """Return a message with the paths of the original machine."""
         return text.replace(f"{self.root}{self.source_folder}{os.sep}", "").replace(self.root, "")
 
     def _local_path(self, path: str) -> str:

@@ -1,4 +1,6 @@
-"""Predicts the points of a sweep in parallel: hands out chunks of similar points, and writes each Result as it ends."""
+"""Predicts the points of a sweep in parallel: hands out chunks of similar points, and writes each Result when
+it ends.
+"""
 
 import gc
 import signal
@@ -25,14 +27,14 @@ from gssim.sweeps.inputs import Packed, unpacked
 CHUNK_S = 1.0
 """Target duration of a chunk: long enough to pay for its transfer, short enough to respond to an interrupt."""
 MAX_CHUNK_S = 2 * CHUNK_S
-"""Largest duration of a chunk; its remaining points are then handed out again."""
+"""Longest duration of a chunk; its remaining points are then handed out again."""
 MAX_CHUNK_POINTS = 128
 """Largest number of points in a chunk."""
 
 
 Made = TypeVar("Made")
 Work = Callable[[Point, Shared], Made]
-"""Function of a point; UserError and RunFailedError are answers too."""
+"""Function that answers a point. UserError and RunFailedError count as answers too."""
 Fault = UserError | RunFailedError
 
 
@@ -43,7 +45,7 @@ class Chunk(Generic[Made]):
     points: tuple[Point, ...]
     work: Work[Made]
     files: Packed | None = None
-    """Files that they read, for a worker on another machine."""
+    """Files that the points read, for a worker on another machine."""
     code: str = ""
     """Digest of the simulator's code that the worker must have; empty: any."""
 
@@ -53,14 +55,14 @@ class Answers(Generic[Made]):
     """Answers for the points of a chunk."""
 
     made: tuple[Made | Fault, ...]
-    """For its first points: at least one, and fewer than all where these took too long."""
+    """Answers for the first points of the chunk: at least one, and not all of them if these took too long."""
     took_s: float
 
 
 def by_likeness(points: Sequence[Point]) -> list[int]:
-    """Return the places of points sorted by similarity: by cluster first, then by model.
+    """Return the indices of points sorted by similarity: by cluster first, then by model.
 
-    Link rates come last: programs and collective instances do not depend on them.
+    Link rates are compared last, since programs and collective instances do not depend on them.
     """
     return sorted(
         range(len(points)), key=lambda place: (str(points[place].file), _weighted_overrides(points[place]), place)
@@ -68,12 +70,12 @@ def by_likeness(points: Sequence[Point]) -> list[int]:
 
 
 def _weighted_overrides(point: Point) -> list[tuple[int, str]]:
-    """Return the overrides of a point, the ones that change most first."""
+    """Return the overrides of a point, in order of falling influence on the work that points share."""
     return sorted((_rank(override), override) for override in point.overrides if not override.startswith("name="))
 
 
 def _without_rates(point: Point) -> tuple[Any, ...]:
-    """Return a key of a point without link rates: points with equal keys have equal programs."""
+    """Return a key of a point that ignores link rates; points with equal keys have equal programs."""
     return (
         point.file,
         [override for rank, override in _weighted_overrides(point) if rank <= len(SIGNIFICANT_KEYS)],
@@ -99,10 +101,10 @@ def answers(
     *,
     files: Packed | None = None,
 ) -> Iterator[tuple[int, Made | Fault]]:
-    """Yield (place, answer of `work`) as they end, for the points at `places`.
+    """Yield (index, answer of `work`) for the points at `places`, as the answers become available.
 
-    On an interrupt, nothing more is submitted, running chunks are awaited and yielded, then KeyboardInterrupt is
-    raised; a second interrupt does not wait.
+    After an interrupt nothing more is submitted; running chunks are awaited and yielded, then KeyboardInterrupt is
+    raised. A second interrupt does not wait.
     """
     code = code_digest() if files is not None else ""
     waiting, point_s = deque(places), 0.0
@@ -110,7 +112,7 @@ def answers(
     with _interrupts() as interrupted:
         while under_way or (waiting and not interrupted):
             while waiting and not interrupted and len(under_way) < workers.at_a_time:
-                size = 1  # as many points as take CHUNK_S; fewer, where few are left
+                size = 1  # later, as many points as take CHUNK_S, or fewer if few are left
                 if workers.in_chunks and point_s:
                     size = max(1, min(MAX_CHUNK_POINTS, int(CHUNK_S / point_s), -(-len(waiting) // workers.at_a_time)))
                 taken = _take_places(points, waiting, size, workers)
@@ -127,9 +129,9 @@ def answers(
 
 
 def _take_places(points: Sequence[Point], waiting: deque[int], size: int, workers: Workers) -> list[int]:
-    """Take about `size` places; points that differ only in link rates go to the same worker.
+    """Take about `size` indices; points that differ only in link rates go to the same worker.
 
-    Two workers would else compute their common parts twice.
+    Two workers would otherwise compute their common parts twice.
     """
     if not workers.in_chunks:
         return [waiting.popleft()]
@@ -155,7 +157,9 @@ _THREAD_CACHE = _ThreadCache()
 
 
 def answer(chunk: Chunk[Made]) -> Answers[Made]:
-    """Return the answers for the first points of a chunk, in this process, until it has taken long enough."""
+    """Return the answers for the first points of a chunk, computed in this process until the time for a chunk
+    is over.
+    """
     if chunk.code and chunk.code != code_digest():
         raise RunFailedError(
             "dask: a worker has another version of gssim (or numpy, scipy, simpy) than this machine: install the same"
@@ -171,7 +175,7 @@ def answer(chunk: Chunk[Made]) -> Answers[Made]:
                 text = local_files.original_text(str(error)) if local_files is not None else str(error)
                 made.append(type(error)(text))
             if number % POINTS_PER_COLLECTION == POINTS_PER_COLLECTION - 1:
-                gc.collect(0)  # not the points' common objects, which are older
+                gc.collect(0)  # only the youngest generation: objects that points share are older
             if time.perf_counter() - began_s > MAX_CHUNK_S:
                 break
     return Answers(tuple(made), time.perf_counter() - began_s)
@@ -213,7 +217,7 @@ def _interrupts() -> Iterator[_Interrupted]:
 
 @dataclass(frozen=True, slots=True)
 class PredictionKey:
-    """What a prediction depends on: the scenario, its run length included, the calibration, and gssim's code."""
+    """Everything that a prediction depends on: the scenario with its run length, the calibration, and gssim's code."""
 
     scenario_id: str
     calibration_id: str
@@ -230,7 +234,7 @@ def predictions_in(folder: Path) -> FileStore[Result]:
 
 
 def key_of_point(point: Point, shared: Shared) -> PredictionKey:
-    """Return the key of a point's prediction; raise UserError where it is no valid scenario."""
+    """Return the key of a point's prediction; raise UserError if the point is not a valid scenario."""
     loaded = point.load(shared=shared)
     return PredictionKey(loaded.scenario.identity(shared), loaded.calibration(shared), code_digest()[:SHOWN])
 
@@ -244,10 +248,10 @@ def predict(
     again: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, points: None,
 ) -> tuple[Result, ...]:
-    """Return a prediction of every point, in order; with `out`, each is written there as soon as it ends.
+    """Return a prediction of every point, in order; with `out`, each is written there as soon as it is ready.
 
-    A file with the same scenario, calibration and code is reused, unless `again`. All points are checked before the
-    first is simulated: UserError names the sweep and the point, or the process that writes there. `on_progress` is
+    Unless `again`, a file with the same scenario, calibration and code is reused. All points are checked before the
+    first is simulated: UserError names the sweep and the point, or the process that is writing there. `on_progress` is
     called with (done, total).
     """
     with locked(out / LOCK, place=str(out)) if out is not None else nullcontext():
@@ -295,5 +299,5 @@ def prediction_name(point: Point, scenario_id: str) -> str:
 
 
 def predicted(point: Point, shared: Shared, *, spread: bool = True) -> Result:
-    """Return a point's prediction; raise UserError or RunFailedError without one. `spread`: see `simulate`."""
+    """Return a point's prediction; raise UserError or RunFailedError if there is none. `spread`: see `simulate`."""
     return simulate(point.load(shared=shared), shared=shared, spread=spread).result

@@ -1,7 +1,7 @@
-"""The table of a sweep: one row per point in the order of the points, as Parquet and CSV with units in column names.
+"""The table of a sweep: one row per point, in the order of points, as Parquet and CSV with units in column names.
 
-A row has its point, the axes' values and the outcome of its Result, or the reason why there is none. Equal rows give
-byte-identical files. Parquet and CSV have the same columns; Parquet also describes the table in its metadata.
+A row has its point, the values of the axes, and the outcome of its Result or the reason why there is none. Equal rows
+give byte-identical files. Parquet and CSV have the same columns; Parquet also describes the table in its metadata.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ SCHEMA: Literal["gssim.table/1"] = "gssim.table/1"
 TABLES = (".parquet", ".csv")
 """Suffixes of a table's two files."""
 Status = Literal["fits", "does not fit", "invalid", "failed"]
-"""`invalid`: plan, workload and cluster do not fit together; `failed`: the simulation did not end, a bug."""
+"""`invalid`: plan, workload and cluster do not go together; `failed`: the simulation did not end, which is a bug."""
 Row = dict[str, Any]
 """Values by column; missing values are None."""
 Kind = type[str] | type[int] | type[float] | type[bool]
 
 POINT_COLUMNS: dict[str, Kind] = {"point": str, "group": str, "variant": str}
-"""Columns before those of the axes, which are named by the axis's full key."""
+"""Columns before those of the axes; an axis's column has the axis's full key as its name."""
 RESULT_COLUMNS: dict[str, Kind] = {
     "status": str,
     "reason": str,  # why it does not fit, is invalid or failed
@@ -72,7 +72,7 @@ RESULT_COLUMNS: dict[str, Kind] = {
 
 
 def columns_of(axes: Mapping[str, Kind]) -> dict[str, Kind]:
-    """Return all columns of a table whose points differ in these keys.
+    """Return all columns of the table of points that differ in these keys.
 
     >>> list(columns_of({"plan.push.threshold": float, "cluster": str}))[:5]
     ['point', 'group', 'variant', 'plan.push.threshold', 'status']
@@ -81,7 +81,7 @@ def columns_of(axes: Mapping[str, Kind]) -> dict[str, Kind]:
 
 
 def outcome(result: Result) -> Row:
-    """Return the outcome of a prediction, by the names of `RESULT_COLUMNS`."""
+    """Return the outcome of a prediction, with the columns of `RESULT_COLUMNS`."""
     needed, missing = _memory(result), result.does_not_fit
     of_host = " of its host's memory" if missing is not None and missing.memory == "host" else ""
     busiest = min(result.links, key=lambda link: (-link.utilisation_ratio, link.name), default=None)
@@ -156,9 +156,9 @@ CSV_DIGEST = "csv_sha256"
 
 
 def check_table_place(file: Path) -> None:
-    """Raise UserError where the table cannot be written, before the work starts.
+    """Raise UserError if the table cannot be written; called before the work starts.
 
-    A table is two files, of which the user names one: the other is not replaced unless it is a table.
+    A table is two files, of which the user names one. The other one is only replaced if it is a table too.
     """
     imported_polars()
     check_text_name(file)
@@ -172,7 +172,7 @@ def check_table_place(file: Path) -> None:
 
 
 def lock_of(file: Path) -> Path:
-    """Return the lock file of a table, held by the process that writes the table or its rows.
+    """Return the lock file of a table; the process that writes the table or its rows holds it.
 
     >>> str(lock_of(Path("out/table.csv")))
     'out/table.parquet.lock'
@@ -182,7 +182,7 @@ def lock_of(file: Path) -> Path:
 
 
 def points_in(file: Path) -> list[str]:
-    """Return the names of the points of an existing table, by either of its files; empty without one."""
+    """Return the names of the points of an existing table, from either of its files; empty if there is none."""
     polars = imported_polars()
     parquet, csv = files_of(file)
     for path, read in ((parquet, polars.read_parquet), (csv, polars.read_csv)):
@@ -205,13 +205,13 @@ def _is_table(path: Path) -> bool:
 
 
 def _read_errors() -> tuple[type[BaseException], ...]:
-    """Return polars' exceptions for a damaged file; its panic is no Exception."""
+    """Return polars' exceptions for a damaged file; its panic is not an `Exception`."""
     exceptions = imported_polars().exceptions
     return (OSError, exceptions.PolarsError, exceptions.PanicException)
 
 
 def files_of(file: Path) -> tuple[Path, Path]:
-    """Return the two files of a table, Parquet and CSV, of which one is named.
+    """Return the two files of a table, Parquet and CSV, given either of them.
 
     >>> [str(each) for each in files_of(Path("out/table.csv"))]
     ['out/table.parquet', 'out/table.csv']
@@ -234,7 +234,7 @@ def table_of(rows: Iterable[Row], columns: Mapping[str, Kind]) -> "polars.DataFr
 def write_table(table: "polars.DataFrame", file: Path, *, metadata: Mapping[str, str]) -> None:
     """Write the table's two files, both or none; the Parquet file has the metadata and the digest of the CSV file.
 
-    Raises UserError where they cannot be written.
+    Raises UserError if they cannot be written.
     """
     write_files(_contents(table, file, metadata))
 
@@ -249,7 +249,7 @@ def _contents(table: "polars.DataFrame", file: Path, metadata: Mapping[str, str]
 
 
 def csv_of(table: "polars.DataFrame") -> str:
-    """Return a table as CSV, no cell of which is a formula; see `gssim.execution.files`."""
+    """Return a table as CSV, in which no cell is a formula; see `gssim.execution.files`."""
     pl = imported_polars()
     cells = {
         name: [each and as_text_cell(each) for each in table[name]]
@@ -261,10 +261,10 @@ def csv_of(table: "polars.DataFrame") -> str:
 
 
 def existing_table(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame | None":
-    """Return the existing table if it was written with this metadata; None where there is none, or it is damaged.
+    """Return the existing table if it was written with this metadata; None if there is none, or it is damaged.
 
-    Its content must give the CSV file that was written with it. Where one of the two files differs from what the table
-    gives, because it was damaged, or the writer was killed before the second was in place, both are written again.
+    The Parquet file must reproduce the CSV file that was written with it. If one of the two files on disk differs,
+    because it was damaged or the writer was killed before the second was in place, both are written again.
     """
     try:
         said = imported_polars().read_parquet_metadata(files_of(file)[0])
@@ -283,7 +283,7 @@ def existing_table(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame
 
 
 def kind_of(values: Sequence[Any]) -> Kind:
-    """Return the type of a column of these values; missing values have none, and integers beyond 64 bits are texts.
+    """Return the type of a column with these values. Missing values have no type; integers beyond 64 bits are texts.
 
     >>> kind_of([1, 2.5, None]), kind_of(["gs", 1]), kind_of([True, False]), kind_of([1, 2**63])
     (<class 'float'>, <class 'str'>, <class 'bool'>, <class 'str'>)

@@ -1,7 +1,7 @@
-"""Makes the table of a sweep: predicts every point as a row, and keeps finished rows until the table is complete.
+"""Makes the table of a sweep: predicts every point as a row, and stores finished rows until the table is complete.
 
-Rows of an unfinished table are kept in a folder beside it as they end, reused by the next run, and removed when the
-table is complete. Only one run at a time writes: it holds the table's lock.
+Rows of an unfinished table are stored in a folder beside it as they become available. The next run reuses them, and
+they are removed when the table is complete. Only one run at a time writes: it holds the table's lock.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def parts_folder(file: Path) -> Path:
-    """Return where the rows of a table are kept until it is whole.
+    """Return the folder in which the rows of a table are stored until the table is complete.
 
     >>> str(parts_folder(Path("out/table.csv")))
     'out/table.parquet.parts'
@@ -48,7 +48,7 @@ def parts_folder(file: Path) -> Path:
 
 
 ROWS_IN_MEMORY = 10_000
-"""Rows that are converted to the table at once."""
+"""Number of rows that are converted to the table at once."""
 
 
 def tabulate(
@@ -64,17 +64,16 @@ def tabulate(
 ) -> "polars.DataFrame":
     """Return the table of the sweep in `file`, after writing it to `out` as Parquet and CSV.
 
-    Rows are kept beside it as they end, until the table is complete; rows of an earlier run, or a complete table, are
-    reused if all their inputs are unchanged; `again`: neither. `elsewhere`: the workers cannot read this machine's
-    files. Raises UserError where no point can be simulated, one names a missing file or key, or another process writes
-    there.
+    Rows are stored beside it until the table is complete. Rows of an earlier run, or a complete table, are reused if
+    all their inputs are unchanged, unless `again`. `elsewhere`: the workers cannot read this machine's files. Raises
+    UserError if no point can be simulated, if one names a missing file or key, or if another process writes there.
     """
     with locked(lock_of(out), place=str(out)):
         fingerprints = list(map(Fingerprints().of_point, points))
         metadata = {"question": sweep.question, "sweep": file.name, "made_from": digest_of(fingerprints)}
         whole = None if again else existing_table(out, metadata)
         if whole is not None and "failed" not in whole["status"]:  # failed points are tried again
-            RecordStore(parts_folder(out), ()).remove()  # left by a run that was killed
+            RecordStore(parts_folder(out), ()).remove()  # rows left by a run that was killed
             for each in files_of(out):
                 remove_partial(each)
             on_progress(len(points), len(points))
@@ -106,11 +105,11 @@ def tabulate(
 
 def row_of(point: Point, shared: Shared) -> Row:
     """Return the outcome of a point's prediction; raise UserError or RunFailedError without one."""
-    return outcome(predicted(point, shared, spread=False))  # not shown in a table
+    return outcome(predicted(point, shared, spread=False))  # the table does not show the spread
 
 
 def _check_names(points: Sequence[Point], file: Path) -> None:
-    """Raise UserError for a missing key or file in a group's first point, before all of its points report the same."""
+    """Raise UserError for a missing key or file in the first point of a group, since all its points would report it."""
     shared = Shared()
     for point in {(point.group, point.variant): point for point in reversed(points)}.values():
         try:
@@ -118,7 +117,7 @@ def _check_names(points: Sequence[Point], file: Path) -> None:
         except MistakenNameError as error:
             raise _mistaken(point, error, file) from None
         except UserError:
-            continue  # reported in its row
+            continue  # the point's row will report it
 
 
 def _mistaken(point: Point, error: Fault, file: Path) -> UserError:
@@ -128,7 +127,7 @@ def _mistaken(point: Point, error: Fault, file: Path) -> UserError:
 def _rows(
     points: Sequence[Point], places: Sequence[int], workers: Workers, file: Path, *, elsewhere: bool
 ) -> Iterator[tuple[int, Row]]:
-    """Yield rows by the places of their points, as they end."""
+    """Yield rows as they become available, each with the index of its point."""
     files = packed(points[place] for place in places) if elsewhere else None
     for place, made in answers(points, places, row_of, workers, files=files):
         if isinstance(made, MistakenNameError):

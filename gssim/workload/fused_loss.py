@@ -1,10 +1,10 @@
 """A loss that is computed together with the head, tile by tile, so that the logits of a batch are never in memory.
 
 [Note: fused loss] Cut cross-entropy (Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models",
-section 4): the forward multiplies tiles and keeps a log-sum-exp for each token; the backward multiplies the same tiles
-again, and from them makes the gradients of the head's input and weight. So the head does its forward's FLOP once more,
-and nothing with a value for each entry of the vocabulary is read or written. That the kernel may leave out entries of
-next to no probability is not counted.
+section 4): the forward multiplies tiles and keeps a log-sum-exp for each token. The backward multiplies the same tiles
+again, and computes the gradients of the head's input and weight from them. So the head's forward FLOP are done once
+more, and no tensor with a value per vocabulary entry is read or written. The kernel may skip entries of next to no
+probability; that saving is not counted.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from gssim.workload.layer import FIELDS_OF_TERMS, Buffer, Layer, Moment, Polynom
 from gssim.workload.model import Model, TokenInput
 
 LOG_SUM_EXP_BYTES = 4
-"""In fp32, of each token."""
+"""Bytes of the log-sum-exp of each token, in fp32."""
 
 
 def with_fused_loss(model: Model) -> Model:
@@ -44,7 +44,7 @@ def _with_fused_loss(same: Same) -> Model:
 
 
 def _fused(layers: tuple[Layer, ...]) -> tuple[Layer, ...] | None:
-    """Return layers that end with a head and a loss in their fused form; None: they do not end so."""
+    """Return layers that end with a head and a loss, with these two fused; None if the layers end otherwise."""
     *others, head, loss = layers
     logits = [(kind, term) for kind in FIELDS_OF_TERMS.values() for term in getattr(head.output_bytes, kind)]
     gradient = layer_input_gradient(head.buffers)
@@ -56,7 +56,7 @@ def _fused(layers: tuple[Layer, ...]) -> tuple[Layer, ...] | None:
     inputs_bytes = next(c for c, i, j in getattr(gradient.size_bytes, kind) if [i, j] == powers)
 
     def with_coefficient(size: Polynomial | None, coefficient: int) -> Any:
-        """Return a size with another coefficient in the place of that of all logits."""
+        """Return a size in which the coefficient of the logits' term is replaced."""
         if size is None:
             return None
         terms = [term for term in getattr(size, kind) if [*term[1:]] != powers]

@@ -1,20 +1,21 @@
-"""A family of small models, trained as a ladder, whose gradients tell those of models of other sizes.
+"""A family of small models, trained as a ladder of sizes, whose gradients predict those of models of other sizes.
 
-A family file (`gsreal gradients --ladder`) holds, for each training of its ladder and each role of a tensor (query,
-perceptron's first matrix, norm, ...; in the first, inner and last blocks), two scales at each sampled step: the mean
-square of the gradient that all samples have in common, and that of one sample's deviation from it. For n samples
+A family file (`gsreal gradients --ladder`) holds scales for each training of its ladder and each role of a tensor
+(query, perceptron's first matrix, norm, ...; in the first, inner and last blocks). At each sampled step there are two
+scales: the mean square of the gradient's part that all samples have in common, and that of one sample's deviation from
+it. For n samples
 
-    E[g^2] = common + deviation / n
+   E[g^2] = common + deviation / n
 
-[Note: law] At the first step both scales are powers of width, depth and sequence length, by role. From there they
-follow a curve that the role's trainings have in common, in units of progress: the step times powers of the learning
-rate, width and depth, relative to the ladder's first rung. Beyond the ladder's furthest progress they are constant.
+[Note: law] At the first step both scales are powers of width, depth and sequence length, by role. Later they follow a
+curve, common to all trainings of a role, over progress. Progress is the step times powers of the learning rate, width
+and depth, relative to the ladder's first rung. Beyond the ladder's furthest progress the scales are constant.
 
 [Note: shape] The distribution of |g| / rms, its growth under error feedback, densities of relative thresholds, and
-published changes are those of the family's first rung of the same kind of optimizer, by role and step.
+published changes are taken from the family's first rung with the same kind of optimizer, by role and step.
 
-[Note: band] A prediction states a factor on the scale of |g| that covers at least nine in ten of the family's held-back
-trainings; beyond the ladder's sizes it grows with the distance.
+[Note: band] A prediction states a factor on the scale of |g| that covers at least nine in ten of the family's held-out
+trainings. Beyond the ladder's sizes the factor grows with the distance.
 """
 
 import math
@@ -41,11 +42,11 @@ CHANGES: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(-6, 7))
 """Thresholds in units of a change (see `change_unit`) at which publications are kept."""
 ADAPTIVE = ("adam", "adamw")
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-"""Densities at which a family's predictions are compared with its trainings."""
+"""Densities at which a family's predictions are compared with its own trainings."""
 START, WINDOWS = 8, ("start", "run")
-"""Number of steps that are compared by themselves; parts of a training that are compared."""
+"""Number of first steps that are compared separately; the two parts of a training that are compared."""
 VOCABULARY_ERROR = math.log(1.5)
-"""Added to the error, in squares, where the vocabulary is another than the ladder's: its row law is not measured."""
+"""Added to the error (in squares) if the vocabulary differs from the ladder's: the law of its rows is not measured."""
 
 
 @spec
@@ -55,13 +56,13 @@ class RoleShape:
     tails: tuple[tuple[Ratio, ...], ...]
     """Fraction of elements that reach each of `SHAPE_EDGES` times the rms."""
     mean_ratios: tuple[NonNegativeFloat, ...]
-    """Mean over rms of |g|."""
+    """Mean of |g| relative to its rms."""
     growth: tuple[tuple[PositiveFloat, ...], ...] = ()
-    """Factor on the scale of |g| by which residuals of error feedback raise the density, at each of `LEVELS`."""
+    """At each of `LEVELS`: by which factor on the scale of |g| the residuals of error feedback raise the density."""
     relative: tuple[tuple[Ratio, ...], ...] = ()
     """Densities of relative thresholds, at the family's `multiples`."""
     relative_feedback: tuple[tuple[Ratio, ...], ...] = ()
-    """The same with error feedback."""
+    """`relative` with error feedback."""
     changes: tuple[tuple[Ratio, ...], ...] = ()
     """Fraction of elements that are published, at each of `CHANGES`."""
 
@@ -72,25 +73,27 @@ class Rung:
 
     name: str
     held_back: bool = False
-    """Whether no law is fitted to it: its densities are predicted from the other rungs."""
+    """Whether the rung is held out: no law is fitted to it, and its densities are predicted from the other rungs."""
     width: PositiveInt
     layers: PositiveInt
     elements: dict[str, PositiveInt]
-    """Parameters of the model, by role."""
+    """Number of the model's parameters, by role."""
     samples: PositiveInt
-    """Samples of a rank."""
+    """Samples per rank."""
     sequence_length: PositiveInt | None = None
     learning_rate: PositiveFloat
     optimizer: str
     sampled_steps: tuple[Count, ...]
     common: dict[str, tuple[NonNegativeFloat, ...]]
-    """By role, for each of `sampled_steps`: mean square of what all samples' gradients have in common."""
+    """By role, for each of `sampled_steps`: mean square of the gradient's part that all samples have in common."""
     deviation: dict[str, tuple[NonNegativeFloat, ...]]
-    """The same of one sample's deviation from it."""
+    """By role, for each of `sampled_steps`: mean square of one sample's deviation from the common part."""
     thresholds: dict[str, tuple[PositiveFloat, ...]]
-    """Thresholds that a mean of `DENSITIES` of all elements reach over the first `start` steps, and over the `run`."""
+    """For each part of the training (`start`, `run`): thresholds that the mean fractions `DENSITIES` of
+    elements reach.
+    """
     shapes: dict[str, RoleShape] = field(default_factory=dict)
-    """By role; in the first rung of each kind of optimizer."""
+    """Shapes by role; only in the first rung of each kind of optimizer."""
 
     def weights(self, window: str) -> Floats:
         """Return the weight of each sampled step in a mean over the steps of one of `WINDOWS`."""
@@ -106,7 +109,7 @@ class RowFrequencies:
 
     vocabulary: PositiveInt
     squares: PositiveFloat
-    """Sum of the squares of all tokens' frequencies."""
+    """Sum over all tokens of their squared frequencies."""
 
 
 @spec_with_memory
@@ -119,14 +122,14 @@ class Family:
     shape_steps: tuple[Count, ...]
     multiples: tuple[PositiveFloat, ...]
     progress: dict[str, float]
-    """Exponents of learning rate, width and depth in the progress that a step makes."""
+    """Exponents of learning rate, width and depth in the progress of a step."""
     rows: RowFrequencies | None = None
     scale_error: NonNegativeFloat = 0.0
-    """Logarithm of the factor on the scale of |g| that covers nine in ten of the held-back scales."""
+    """Logarithm of the factor on the scale of |g| that covers nine in ten scales of held-out trainings."""
     slope_errors: dict[str, NonNegativeFloat] = field(default_factory=dict)
-    """By size (`width above`, ...): what is added to `scale_error`, in squares, for each e-fold beyond the ladder."""
+    """By size (`width above`, ...): addition to `scale_error`, in squares, for each e-fold beyond the ladder."""
     density_error: NonNegativeFloat = 0.0
-    """Logarithm of the factor on densities of relative thresholds that covers nine in ten."""
+    """Logarithm of the factor that covers nine in ten densities of relative thresholds."""
     rungs: tuple[Rung, ...]
 
     @cached_property
@@ -136,13 +139,13 @@ class Family:
 
     @cached_property
     def law(self) -> "Law":
-        """Law that is fitted to all rungs but those held back."""
+        """The law that is fitted to all rungs except the held-out ones."""
         return law_of(self)
 
 
 @dataclass(frozen=True)
 class Question:
-    """Whose gradients are asked for: sizes of a model and its workload."""
+    """The model and training whose gradients are to be predicted: the sizes on which they depend."""
 
     width: int
     layers: int
@@ -161,7 +164,7 @@ class Question:
 
 
 def question_of(rung: Rung) -> Question:
-    """Return the question that a rung answers."""
+    """Return the question for a rung's own model and training."""
     return Question(rung.width, rung.layers, rung.sequence_length, rung.learning_rate, rung.optimizer)
 
 
@@ -171,7 +174,7 @@ ALMOST_NONE, ALMOST_ALL = 1e-9, 1 - 1e-6
 
 
 def tail_at(levels: Sequence[float], ratios: Sequence[float], at: Floats) -> Floats:
-    """Return the fractions that reach the levels `at`, from those that reach `levels`, the lowest of which all reach.
+    """Return the fractions that reach the levels `at`, interpolated from those (`ratios`) that reach `levels`.
 
     >>> tail_at((0.1, 1.0, 10.0), (0.5, 0.25, 0.0), np.array([0.01, 1.0, 30.0])).round(3).tolist()
     [0.5, 0.25, 0.0]
@@ -189,9 +192,9 @@ TRIED = np.geomspace(1e-9, 1e2, 400)
 
 
 def reaching(ratios: Floats) -> Floats:
-    """Return the thresholds that `DENSITIES` of the elements reach, given the fractions that reach `TRIED`.
+    """Return the thresholds that fractions `DENSITIES` of the elements reach, given the fractions that reach `TRIED`.
 
-    Densities above the fraction of elements that are not 0 have the lowest threshold.
+    If a density exceeds the fraction of elements that are not 0, its threshold is the lowest one.
     """
     thresholds: Floats = np.exp(np.interp(-np.array(DENSITIES), -np.asarray(ratios), np.log(TRIED)))
     return thresholds
@@ -207,10 +210,10 @@ def rounded(values: Floats, digits: int = 3) -> tuple[float, ...]:
 SIZES = ("width", "layers", "sequence")
 KINDS = ("common", "deviation")
 LATEST = 160
-"""Step up to which curves of training have values of their own, in steps of the ladder's first rung."""
+"""Last step at which training curves have a node of their own, in steps of the ladder's first rung."""
 NODES = np.linspace(0.0, math.log1p(LATEST), 9)
 RIDGE, SMOOTHNESS, LEVELNESS = 0.1, 0.3, 0.05
-"""Weights of exponents, and of second and first differences of curves, beside the squares of errors."""
+"""Weights, relative to squared errors, of exponents, and of second and first differences of curves."""
 
 
 @dataclass(frozen=True)
@@ -218,19 +221,19 @@ class Law:
     """Scales of a family's gradients as functions of a question; see [Note: law]."""
 
     bases: Mapping[bool, Rung]
-    """The first rung of each kind of optimizer, by whether it is adaptive."""
+    """The first rung with each kind of optimizer, by whether the optimizer is adaptive."""
     progress: Mapping[str, float]
     slopes: Mapping[tuple[str, str], Floats]
     """Exponents of `SIZES` at the first step, by kind and key."""
     curves: Mapping[tuple[bool, str, str], Floats]
-    """Change of the logarithm since the first step at each of `NODES`: by optimizer, kind and key."""
+    """Change of a scale's logarithm since the first step, at each of `NODES`; by kind of optimizer, kind and key."""
 
     def base(self, optimizer: str) -> Rung:
-        """Return the rung to which scales of an optimizer are relative."""
+        """Return the rung relative to which scales of an optimizer are stated."""
         return self.bases.get(optimizer in ADAPTIVE) or next(iter(self.bases.values()))
 
     def scale(self, kind: str, key: str, question: Question, step: float) -> float | None:
-        """Return a scale (one of `KINDS`) of a role at a step; None where the family has no such role."""
+        """Return a scale (one of `KINDS`) of a role at a step; None if the family has no such role."""
         base = self.base(question.optimizer)
         curve = self.curves.get((base.optimizer in ADAPTIVE, kind, key))
         if curve is None:
@@ -241,14 +244,14 @@ class Law:
 
 
 def _differences(base: Question, question: Question, progress: Mapping[str, float]) -> tuple[Floats, float]:
-    """Return the differences of the logarithms of `SIZES`, and the steps of the base that a step counts for."""
+    """Return the differences of the logarithms of `SIZES`, and how many steps of the base one step counts for."""
     ours, theirs = question.logarithms(), base.logarithms()
     ahead = sum(exponent * (ours[name] - theirs[name]) for name, exponent in progress.items())
     return np.array([ours[name] - theirs[name] for name in SIZES]), math.exp(ahead)
 
 
 def law_of(family: Family, without: Sequence[str] = ()) -> Law:
-    """Return the law that is fitted to a family's rungs, but for those held back and those named in `without`."""
+    """Return the law fitted to a family's rungs, except the held-out ones and those named in `without`."""
     bases: dict[bool, Rung] = {}
     for rung in family.rungs:
         if rung.shapes and not rung.held_back:
@@ -293,7 +296,7 @@ def _curve(family: Family, base: Rung, rungs: Sequence[Rung], kind: str, key: st
 
 
 def _fitted(rows: Floats, values: Floats, penalties: Floats) -> Floats:
-    """Return the coefficients of least squares with squares of `penalties @ coefficients` added."""
+    """Return least-squares coefficients, with the squares of `penalties @ coefficients` added to the errors."""
     solved: Floats = np.linalg.lstsq(
         np.vstack([rows, penalties]), np.concatenate([values, np.zeros(len(penalties))]), rcond=None
     )[0]
@@ -304,7 +307,7 @@ def _fitted(rows: Floats, values: Floats, penalties: Floats) -> Floats:
 
 
 def at_step(steps: Sequence[int], rows: Sequence[Sequence[float]], step: int) -> Floats:
-    """Return the values at a step, between those at `steps`, linearly in the logarithm of 1 + step.
+    """Return the values at a step, interpolated between `steps`, linearly in the logarithm of 1 + step.
 
     >>> at_step((0, 3), ((1.0,), (2.0,)), 1).tolist()
     [1.5]
@@ -317,7 +320,7 @@ def at_step(steps: Sequence[int], rows: Sequence[Sequence[float]], step: int) ->
 
 
 def predicted_ratios(family: Family, law: Law, rung: Rung, window: str) -> Floats:
-    """Return the predicted fractions of a rung's elements that reach `TRIED`, as a mean over a part of its steps."""
+    """Return the predicted mean fractions of a rung's elements that reach `TRIED`, over one part of its steps."""
     base, question = law.base(rung.optimizer), question_of(rung)
     ratios: Floats = np.zeros(len(TRIED))
     weights = rung.weights(window)
@@ -335,20 +338,20 @@ def predicted_ratios(family: Family, law: Law, rung: Rung, window: str) -> Float
 
 @dataclass(frozen=True)
 class HeldBackError:
-    """Errors of one training's densities, predicted from the family's other trainings."""
+    """Errors of the densities of one training, predicted from the family's other trainings."""
 
     rung: str
     window: str
     scales: Floats
-    """Logarithm of predicted over measured threshold, for each of `DENSITIES`."""
+    """Logarithm of predicted relative to measured threshold, for each of `DENSITIES`."""
     densities: Floats
-    """Logarithm of predicted density at the measured threshold over the measured one."""
+    """Logarithm of predicted relative to measured density, at the measured threshold."""
     distances: Mapping[str, float]
-    """How far each size lies beyond those of the other rungs, in e-folds."""
+    """How far each size lies outside the range of the other rungs, in e-folds."""
 
 
 def held_back_errors(family: Family) -> list[HeldBackError]:
-    """Return the errors of every rung that no shape is of, each predicted from the others that are not held back."""
+    """Return the errors of every rung that provides no shapes, predicted from the others that are not held out."""
     errors = []
     for rung in family.rungs:
         if rung.shapes:
@@ -372,16 +375,16 @@ def held_back_errors(family: Family) -> list[HeldBackError]:
 
 
 COVERED = 0.95
-"""Fraction of the scales of trainings within the ladder that a band is made for; nine in ten are asked of it."""
+"""Fraction of the scales of trainings inside the ladder that a band is made to cover; required are nine in ten."""
 LEAST_ERROR = math.log(1.1)
 NEAR = 1.0
-"""Distance of a near rung, in e-folds: models of half and twice the width or depth are near."""
+"""Largest distance of a near rung, in e-folds; models of half and twice the width or depth are near."""
 
 
 def with_errors(family: Family) -> Family:
-    """Return the family with its band: errors of rungs near the others, and those of rungs beyond them by distance.
+    """Return the family with its band, from the errors of near rungs and, by distance, of those beyond them.
 
-    The error of a density at a known scale is what is left of it without the mean over `DENSITIES`.
+    The error of a density at a known scale is its error minus the mean over `DENSITIES`.
     """
     errors = held_back_errors(family)
     near = [e for e in errors if max(e.distances.values()) <= NEAR] or errors
@@ -391,7 +394,7 @@ def with_errors(family: Family) -> Family:
     for size in (*SIZES, "learning rate"):
         for sides in ((f"{size} above", f"{size} below"), (f"{size} below", f"{size} above")):
             known = [[abs(e.scales) / e.distances[side] for e in errors if e.distances[side] > 0] for side in sides]
-            beyond = known[0] or known[1]  # where the ladder has nothing beyond on one side, it is taken for the other
+            beyond = known[0] or known[1]  # without rungs beyond on one side, the other side's value is used
             slopes[sides[0]] = float(np.quantile(np.concatenate(beyond), COVERED)) if beyond else 0.0
     return replace(
         family,
@@ -402,7 +405,7 @@ def with_errors(family: Family) -> Family:
 
 
 def scale_error(family: Family, question: Question, vocabulary: int = 0) -> float:
-    """Return the logarithm of the factor on the scale of |g| that the prediction's band has; see [Note: band]."""
+    """Return the logarithm of the factor on the scale of |g| by which a prediction's band extends; see [Note: band]."""
     squares = family.scale_error**2
     for size, distance in distances(family, question).items():
         squares += (family.slope_errors.get(size, 0.0) * distance) ** 2

@@ -43,13 +43,13 @@ ROLES: tuple[tuple[str, str], ...] = (
     (r"head|classifier|predictions\.decoder|predictions\.bias|score|\bfc\b", "head"),
     (r"conv|layer\.\d+\.", "convolution"),
 )
-"""Patterns of parameters' names, in the order in which they are tried, and roles."""
+"""Patterns of parameters' names with their roles, in the order in which they are tried."""
 LIKE = {"gate": "up", "k": "q", "q": "out", "v": "out", "shortcut": "convolution", "stem": "convolution", "up": "out"}
-"""Roles that stand for those that a family lacks."""
+"""For roles that a family lacks, the role that is used instead."""
 
 
 def role_of(name: str, shape: Sequence[int]) -> str:
-    """Return the role of a parameter from its name and shape; a bias has its own.
+    """Return the role of a parameter from its name and shape; biases have roles of their own.
 
     >>> role_of("transformer.h.3.attn.c_attn.weight", (768, 2304)), role_of("layers.0.mlp.down_proj.weight", (8, 4))
     ('qkv', 'down')
@@ -73,11 +73,11 @@ class Placed:
     """`first`, `inner` or `last` block; `before` or `after` the blocks."""
     shape: tuple[int, ...]
     share: float = 1.0
-    """Fraction of the tokens that reach it: of a routed expert."""
+    """Fraction of the tokens that reach the parameter; below 1 for a routed expert."""
 
     @property
     def key(self) -> str:
-        """Key of its statistics in a family."""
+        """Key of the parameter's statistics in a family."""
         return f"{self.place}/{self.role}"
 
 
@@ -144,7 +144,7 @@ class _Part:
 
 
 def _parts_by_key(trace: RankTrace, parameters: Sequence[Placed]) -> dict[str, list[_Part]]:
-    """Return the blocks of tensors by role; a fused query, key and value counts as such, and by its thirds."""
+    """Return the blocks of tensors by role; a fused query-key-value tensor counts both as a whole and by its thirds."""
     by_key: dict[str, list[_Part]] = {}
     for each in parameters:
         tensor = trace.tensors[each.name]
@@ -167,7 +167,7 @@ def rung_of(
     held_back: bool = False,
     shape_steps: Sequence[int] = (),
 ) -> Rung:
-    """Return a rung from statistics of dense training; with shapes at `shape_steps`, where there are any."""
+    """Return a rung from statistics of dense training, with shapes at those of `shape_steps` that were sampled."""
     trace = next(trace for trace in statistics.traces if not trace.threshold)
     elements: dict[str, int] = {}
     for each in parameters:
@@ -211,7 +211,7 @@ def rung_of(
 
 
 def _falling(values: Floats) -> tuple[float, ...]:
-    """Return the ratios, each at most the one before it, rounded to three digits."""
+    """Return the ratios, made non-increasing and rounded to three digits."""
     return rounded(np.minimum.accumulate(np.clip(values, 0.0, 1.0)))
 
 
@@ -258,12 +258,12 @@ def _shape(
 
 
 def change_unit(optimizer: str, learning_rate: float, rms: float) -> float:
-    """Return the size of a step's change of a parameter: of an adaptive optimizer the learning rate."""
+    """Return the scale of a parameter's change in one step; for an adaptive optimizer, the learning rate."""
     return learning_rate if optimizer in ADAPTIVE else learning_rate * max(rms, 1e-30)
 
 
 def _growth(tails: Sequence[float], levels: Floats, sent: Floats) -> tuple[float, ...]:
-    """Return the factors on the scale under which the tail has the densities `sent`, at each of `LEVELS`."""
+    """Return, at each of `LEVELS`, the factor on the scale under which the tail has the density in `sent`."""
     scales = 10.0 ** (np.arange(-6, 25) / 12)  # factors of 0.3 to 100
     known_levels, known = [], []
     for level, ratio in zip(levels, sent, strict=True):

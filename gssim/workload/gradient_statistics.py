@@ -36,7 +36,7 @@ class Sketch:
     first_edge: Count = 0
     """Index in `SKETCH_EDGES` of the first edge of `tail_ratios`; the tail is constant below it."""
     tail_ratios: tuple[Ratio, ...] = (0.0,)
-    """Fraction of the numbers that reach each edge, from the first one on; none reach those after the last."""
+    """Fraction of the numbers that reach each edge, from `first_edge` on; none reach the edges after the last."""
 
     def __post_init__(self) -> None:
         """Refuse an invalid tail."""
@@ -48,7 +48,7 @@ class Sketch:
 
 @spec
 class FeedbackDensity:
-    """Density under error feedback at one step, where unsent gradients are added to the next ones."""
+    """Density under error feedback at one step; unsent gradients are added to the next ones."""
 
     sent_ratios: tuple[Ratio, ...]
     """Fraction of elements that are sent, for each of the statistics' `feedback_thresholds`."""
@@ -63,22 +63,22 @@ class RelativeDensity:
     sent_ratios: tuple[Ratio, ...]
     """Fraction of elements that reach each of the statistics' `multiples` of the tensor's mean magnitude."""
     feedback_ratios: tuple[Ratio, ...]
-    """The same with error feedback: of gradients plus residuals, relative to their mean."""
+    """Fraction with error feedback: of gradients plus residuals, relative to their mean."""
 
 
 @spec
 class BlockTrace:
-    """One of a tensor's blocks of equal numbers of elements, one after another, over the run."""
+    """One block of a tensor (consecutive elements; all blocks are equally large), over the run."""
 
     sketches: tuple[Sketch, ...]
     """Sketch of |g| for each of `sampled_steps`."""
     feedback: tuple[FeedbackDensity, ...] = ()
-    """For each of `sampled_steps`; empty where error feedback was not measured."""
+    """Densities for each of `sampled_steps`; empty if error feedback was not measured."""
     relative: tuple[RelativeDensity, ...] = ()
-    """For each of `sampled_steps`; in dense training only, because these densities depend little on the gradients'
+    """Densities for each of `sampled_steps`. Measured only in dense training, as they depend little on the gradients'
     scale."""
     first: Sketch | None = None
-    """Sketch of |g| at `first_step`, where measured."""
+    """Sketch of |g| at `first_step`, if measured."""
 
 
 @spec
@@ -87,12 +87,12 @@ class TensorTrace:
 
     blocks: tuple[BlockTrace, ...]
     correlations: tuple[Correlation, ...] = ()
-    """Cosine between the gradients of two ranks, for each of `sampled_steps`; empty where no two were compared."""
+    """Cosine between the gradients of two ranks, for each of `sampled_steps`; empty if no two ranks were compared."""
 
 
 @spec
 class RankTrace:
-    """Gradients of a rank with `samples` samples per step (its own mean, before any aggregation)."""
+    """Gradients of a rank with `samples` samples per step: the rank's own mean, before any aggregation."""
 
     samples: PositiveInt
     threshold: NonNegativeFloat = 0.0
@@ -107,24 +107,24 @@ class ChangeTrace:
     """One parameter's published changes over the run; unsent ones accumulate."""
 
     blocks: tuple[tuple[tuple[Ratio, ...], ...], ...]
-    """For each block, for each of `sampled_steps`: fraction of elements that are sent after the step, for each of the
-    statistics' `publish_thresholds`."""
+    """By block, sampled step, and threshold in the statistics' `publish_thresholds`: the fraction of elements that is
+    sent after the step."""
 
 
 @spec
 class Transfer:
-    """Origin and error of statistics that were not measured on the model; see `gradient_family`."""
+    """Origin and error of statistics that were transferred from other models; see `gradient_family`."""
 
     family: str
     """Name of the family of models from which they are transferred."""
     digest: str
-    """Identity of the family's file and of the question."""
+    """Identity of the family's file and of the question that was asked."""
     scale_error_ratio: Annotated[float, Field(ge=1)]
-    """Factor on the scale of |g| that covers nine in ten of the family's held-back trainings."""
+    """Factor on the scale of |g| that covers nine in ten of the family's held-out trainings."""
     density_error_ratio: Annotated[float, Field(ge=1)]
-    """The same for densities of relative thresholds, which do not depend on the scale."""
+    """The corresponding factor on densities of relative thresholds, which do not depend on the scale."""
     scale_ratio: PositiveFloat = 1.0
-    """Factor on all magnitudes: at an end of the band, not 1."""
+    """Factor on all magnitudes; differs from 1 only at an end of the band."""
     density_ratio: PositiveFloat = 1.0
     """Factor on densities of relative thresholds."""
 
@@ -142,7 +142,7 @@ class GradientStatistics:
     sequence_length: PositiveInt | None = None
     seed: Count
     steps: PositiveInt
-    """Number of steps covered, from the first."""
+    """Number of steps that are covered, counted from the first."""
     sampled_steps: tuple[Count, ...]
     first_step: Count = 0
     """First step with error feedback; earlier pushes are dense."""
@@ -154,14 +154,14 @@ class GradientStatistics:
     """Thresholds, increasing, at which publishing was measured."""
     traces: tuple[RankTrace, ...]
     changes: dict[str, ChangeTrace] = field(default_factory=dict)
-    """By parameter; empty where publishing was not measured."""
+    """Changes by parameter; empty if publishing was not measured."""
     source: str
     transfer: Transfer | None = None
-    """Where the statistics were not measured on the model: origin and error."""
+    """Origin and error, if the statistics were not measured on this model."""
 
     def __post_init__(self) -> None:
         """Refuse incomplete statistics."""
-        if self.transfer is not None:  # made by a function, of as many tensors as a large model has
+        if self.transfer is not None:  # made by our own code, and too many tensors to check for a large model
             return
         steps = self.sampled_steps
         if not steps or any(b <= a for a, b in pairwise(steps)) or steps[-1] >= self.steps:
@@ -205,7 +205,7 @@ class GradientStatistics:
 
 
 def at_end(statistics: GradientStatistics, *, high: bool) -> GradientStatistics:
-    """Return transferred statistics at an end of their band: all magnitudes greater or smaller by the error."""
+    """Return transferred statistics at one end of their band: all magnitudes raised or lowered by the error."""
     transfer = statistics.transfer
     assert transfer is not None
     scale, density = transfer.scale_error_ratio, transfer.density_error_ratio

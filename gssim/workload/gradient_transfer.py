@@ -1,14 +1,14 @@
-"""Gradient statistics of models that nobody has trained, transferred from a ladder of small models of the family.
+"""Gradient statistics of models that were never trained, transferred from a ladder of small models of their family.
 
-What they are made of is in `gradient_family`; here they become statistics of the form that training gives.
+`gradient_family` describes the sources; this module turns them into statistics of the same form as measured ones.
 
-[Note: rows] Embedding and head have a row for each token, and text has tokens by Zipf's law. Of n tokens in a batch a
-row with frequency f is hit m times, m ~ Poisson(n f), and its elements are normal with
+[Note: rows] Embedding and head have a row for each token, and tokens of text follow Zipf's law. In a batch of n tokens,
+a row whose token has frequency f is hit m times, m ~ Poisson(n f), and its elements are normal with
 
-    E[g^2] = a^2 (m + r m (m - 1)) / n^2
+   E[g^2] = a^2 (m + r m (m - 1)) / n^2
 
-where a and r follow from the family's scales and the frequencies of its own vocabulary. A row that is not hit has a
-gradient of 0 in an embedding, and of the token's predicted probability, about 1 / vocabulary, in a head.
+where a and r follow from the family's scales and the frequencies of its own vocabulary. The gradient of a row that is
+not hit is 0 in an embedding. In a head it is in proportion to the token's predicted probability, about 1 / vocabulary.
 """
 
 import math
@@ -51,13 +51,13 @@ from gssim.workload.model import Model, TokenInput
 from gssim.workload.workload import Workload
 
 ROW_GROUPS = 24
-"""Groups of rows of an embedding, by frequency of their tokens."""
+"""Number of groups into which an embedding's rows are divided, by frequency of their tokens."""
 HITS = 12
-"""Numbers of tokens in a row that are told apart."""
+"""Number of hits per row up to which numbers of hits are distinguished."""
 
 
 def transferred_statistics(family: Family, workload: Workload, *, steps: int) -> GradientStatistics:
-    """Return statistics of a model's gradients as its family's ladder has them; see the module's notes."""
+    """Return statistics of a model's gradients, as the family's ladder predicts them; see the module's notes."""
     width, layers = sizes_of(workload.model)
     question = Question(width, layers, workload.sequence_length, workload.learning_rate, workload.optimizer)
     transferred = _Transferred(family, family.law, question, workload.model, workload.global_batch_size, steps)
@@ -65,7 +65,7 @@ def transferred_statistics(family: Family, workload: Workload, *, steps: int) ->
 
 
 class _Transferred:
-    """One transfer, with what all of its tensors have in common."""
+    """One transfer, with the values that all of its tensors share."""
 
     def __init__(self, family: Family, law: Law, question: Question, model: Model, batch: int, steps: int) -> None:
         self.family, self.law, self.question, self.model, self.batch = family, law, question, model, batch
@@ -74,7 +74,7 @@ class _Transferred:
         self.steps, self.sampled = steps, (*sampled, steps - 1)
         self.parameters = placed(model)
         self.samples = sorted({min(batch, 2**k) for k in range(batch.bit_length() + 1)})
-        # many tensors have one role, of which all but the tail is the same whatever number of samples a rank has
+        # many tensors share a role; all but the tail is the same for any number of samples per rank
         self.at_steps: dict[tuple[str, int], tuple[float, float]] = {}
         self.curves: dict[tuple[int, str, int], Floats] = {}
         self.relative: dict[tuple[int, int], RelativeDensity] = {}
@@ -125,14 +125,14 @@ class _Transferred:
         )
 
     def _rows_of(self, each: Placed) -> int:
-        """Return the number of rows of an embedding or head that has far more than the ladder's; else 0."""
+        """Return the number of rows of an embedding or head if it is far larger than the ladder's; else 0."""
         rows = self.family.rows
         if rows is None or each.role not in ("tokens", "head", "tied") or len(each.shape) < 2:
             return 0
         return max(each.shape) if max(each.shape) > 2 * rows.vocabulary else 0
 
     def _key(self, each: Placed) -> str:
-        """Return the family's key for a tensor: of the same role, or of what is most like it."""
+        """Return the family's key for a tensor: that of its role, or of the most similar role that the family has."""
         keys = self.base.common
         role = "head" if each.role == "tied" else each.role
         bias = ".bias" if role.endswith(".bias") else ""
@@ -270,7 +270,7 @@ class Tail:
 
 
 def zipf(vocabulary: int) -> tuple[Floats, Floats]:
-    """Return frequencies of groups of tokens, and the number of tokens in each: f is in proportion to 1 / (rank + 2.7).
+    """Return frequencies of groups of tokens, and the number of tokens in each; f is proportional to 1 / (rank + 2.7).
 
     Source: Zipf's law in Mandelbrot's form for words of natural language (Piantadosi 2014, Zipf's word frequency law in
     natural language, Psychonomic Bulletin & Review 21).
@@ -286,7 +286,7 @@ def zipf(vocabulary: int) -> tuple[Floats, Floats]:
 
 
 def _poisson(means: Floats) -> tuple[Floats, Floats]:
-    """Return numbers of hits and their probabilities, by group of rows: exact for few, the mean for many."""
+    """Return numbers of hits and their probabilities, by group of rows: exact up to `HITS`, the mean for more."""
     few = np.arange(HITS, dtype=float)
     factorials = np.array([math.lgamma(k + 1) for k in few])
     with np.errstate(divide="ignore"):

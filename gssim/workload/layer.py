@@ -6,10 +6,10 @@ All quantities are functions of the batch size and the sequence length.
 the 8th of its backward, `b7@+1` that of the backward of the next layer, `end` the end of the backward pass. Buffers
 are allocated (born) and freed at moments, so memory can be replayed for any plan without the module.
 
-[Note: routed rows] Where ranks divide the routed experts of a layer, each holds u of them and processes r rows: one for
-every token of its group, and for each of that token's experts that the rank holds. Quantities are polynomials in r
-too; how many rows there are follows from the load of the experts. Where the block is cut in u units besides, the rank
-holds e experts.
+[Note: routed rows] If ranks divide the routed experts of a layer, each rank holds u of them and processes r rows: one
+row for every pair of a token of its group and an expert of that token that the rank holds. Quantities are polynomials
+in r too; the number of rows follows from the load of the experts. If the block is also cut in u units, the rank holds e
+experts instead.
 """
 
 import re
@@ -36,12 +36,14 @@ FIELDS_OF_TERMS = {
     "a": "rank_terms",
     "ua": "unit_rank_terms",
 }
-"""Fields of a polynomial, in their order, by what their terms are multiplied by beside powers of b and s."""
+"""Fields of a polynomial in their order, keyed by the letters that multiply their terms besides powers of b and s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Polynomial:
-    """A whole quantity as a function of batch size b and sequence length s: terms (coefficient, power of b, of s)."""
+    """A quantity as a function of batch size b and sequence length s, as terms (coefficient, power of b, power
+    of s).
+    """
 
     terms: Terms
     unit_terms: Terms = ()
@@ -51,13 +53,13 @@ class Polynomial:
     row_terms: Terms = ()
     """Terms that count once for each row r that a rank's experts process; see [Note: routed rows]."""
     expert_terms: Terms = ()
-    """Terms that count once for each expert e that a rank holds, where units are others; see [Note: routed rows]."""
+    """Terms that count once for each expert e that a rank holds, if u counts other units; see [Note: routed rows]."""
     unit_part_terms: Terms = ()
-    """Terms that count once for each unit and position: of adapters of rank u on a rank's part of the sequence."""
+    """Terms that count once for each unit u and position p: adapters of rank u on a rank's part of the sequence."""
     rank_terms: Terms = ()
-    """Terms that count once for each rank a of adapters in sliced blocks."""
+    """Terms that count once for each rank a of adapters (their LoRA rank) in sliced blocks."""
     unit_rank_terms: Terms = ()
-    """Terms that count once for each unit u on a rank, and rank a of adapters there."""
+    """Terms that count once for each unit u on a rank and each LoRA rank a of adapters there."""
 
     @classmethod
     def parse(cls, text: object) -> "Polynomial":
@@ -78,10 +80,10 @@ class Polynomial:
         return value
 
     def held(self, units: int, positions: int | None = 0, rows: int = 0, experts: int = 0) -> "Polynomial":
-        """Return the polynomial for a rank with so many units, positions of each sequence, rows for each sample, and
-        experts.
+        """Return the polynomial for a rank with `units` units, `positions` positions of each sequence, `rows` rows per
+        sample, and `experts` experts.
 
-        `positions`: None: it stays a function of them.
+        If `positions` is None, it stays a function of the positions.
 
         >>> str(Polynomial.parse("8*b + 3*b*u + 2*s*u").held(2))
         '14*b + 4*s'
@@ -104,7 +106,7 @@ class Polynomial:
         return Polynomial(_summed(*whole, (positions, of_parts)) or ((0, 0, 0),))
 
     def with_rank(self, rank: int) -> "Polynomial":
-        """Return the polynomial for adapters of such a rank, as a function of all else.
+        """Return the polynomial for adapters of LoRA rank `rank`, as a function of the other variables.
 
         >>> str(Polynomial.parse("8*b + 3*b*u + 2*b*a + 5*b*u*a").with_rank(2))
         '12*b + 13*b*u'
@@ -136,7 +138,7 @@ class Polynomial:
 
 @lru_cache(maxsize=4096)
 def _polynomial(text: str) -> Polynomial:
-    """Return the polynomial that a text denotes: a model's layers have thousands, most of them alike."""
+    """Return the polynomial that a text denotes; cached, as a model's layers have thousands of texts, mostly equal."""
     terms: dict[str, list[tuple[int, int, int]]] = {letters: [] for letters in FIELDS_OF_TERMS}
     for term in text.replace(" ", "").split("+"):
         match = _TERM.match(term)
@@ -156,7 +158,7 @@ def _polynomial(text: str) -> Polynomial:
 
 
 def _summed(*weighted: tuple[int, Terms]) -> Terms:
-    """Return the sum of terms times a factor each, every power once."""
+    """Return the sum of all terms, each list times its factor, with one term per power."""
     sums: dict[tuple[int, int], int] = {}
     for factor, terms in weighted:
         for c, i, j in terms:
@@ -250,7 +252,7 @@ class Buffer:
 
     @property
     def is_saved(self) -> bool:
-        """Whether it is allocated in the forward for the backward of the same layer, or of one before it."""
+        """Whether it is allocated in the forward for the backward of the same layer or of an earlier one."""
         return self.born.phase == "f" and self.freed.phase == "b" and self.freed.layer_offset <= 0
 
     def __str__(self) -> str:
@@ -259,11 +261,12 @@ class Buffer:
 
 
 def layer_output(buffers: Sequence[Buffer], output_bytes: Quantity) -> Buffer | None:
-    """Return a layer's output: the last allocated of its buffers that outlive it, and are as large as it.
+    """Return a layer's output: of its buffers that outlive it and have the output's size, the last one allocated.
 
-    `output_bytes` tells the output from what is made for later layers, as a mask: the size of the gradient of the next
-    layer's input (`passed_bytes`), or of what the layer's module returns, from which operations outside of modules may
-    make the output. Where none is so large, it is the last allocated of all.
+    `output_bytes` tells the output from other tensors made for later layers, such as a mask. It is the size of the
+    gradient of the next layer's input (`passed_bytes`), or of what the layer's module returns; operations outside of
+    modules may compute the output from that. If no buffer has that size, the last one that outlives the layer is
+    returned.
     """
     crossing = [b for b in buffers if b.born.phase == "f" and b.freed.layer_offset > 0]
     as_large = [buffer for buffer in crossing if buffer.size_bytes == output_bytes]
@@ -277,10 +280,10 @@ def layer_input_gradient(buffers: Sequence[Buffer]) -> Buffer | None:
 
 
 def passed_bytes(layer: "Layer", after: "Layer | None") -> Polynomial:
-    """Return the size of what a layer passes to the one after it: that of its gradient, or of what its module returns.
+    """Return the size of what a layer passes to the next: that of the next input's gradient, or of the module's output.
 
-    Operations outside of modules may take a part of what a module returns, as ranks do that divide sequences. A block
-    without a gradient of its input, which adds to that, returns as much.
+    Operations outside of modules may take only a part of a module's output, for example where ranks divide sequences. A
+    block whose input has no gradient still adds to its input, so the input is as large as the block's output.
     """
     gradient = layer_input_gradient(after.buffers) if after else None
     if gradient is not None:
@@ -298,7 +301,8 @@ _PARAMETER = re.compile(r"^(\S+) ((?:\d+[uea]?(?:x\d+[uea]?)*)|scalar) (\S+) (\S
 class Parameter:
     """A parameter tensor: its name (`{}` stands for the layer's module), shape, and the moments of its gradient.
 
-    The gradient is allocated at `born` and complete at `ready`; both are relative to the layer that lists it.
+    The gradient is allocated at `born` and complete at `ready`; both are relative to the layer that lists the
+    parameter.
     """
 
     name: str
@@ -306,16 +310,16 @@ class Parameter:
     born: Moment
     ready: Moment
     cut: int | None = None
-    """Dimension that is cut in units; its size in `shape` is that of one unit; see [Note: units]."""
+    """Dimension that is cut in units. Its size in `shape` is that of one unit; see [Note: units]."""
     summed: bool = False
-    """Whether the gradients of tensor-parallel ranks are parts of a sum: of what each runs on its own heads, or on its
-    part of the sequence; see [Note: sequence parts]."""
+    """Whether each tensor-parallel rank has only a partial sum of the gradient: from its own heads, or from its part of
+    the sequence; see [Note: sequence parts]."""
     sliced_dimension: int | None = None
-    """Dimension of which a rank holds a slice, and other ranks the rest; None: it is whole."""
+    """Dimension of which a rank holds a slice, while other ranks hold the rest; None: the parameter is whole."""
     of_experts: bool = False
-    """Whether it is of routed experts that other ranks divide than those that cut blocks in units."""
+    """Whether it belongs to routed experts that are divided among other ranks than the units of blocks."""
     of_rank: int | None = None
-    """Dimension that is the rank of adapters in sliced blocks; its size in `shape` is that of rank 1."""
+    """Dimension that is the LoRA rank of adapters in sliced blocks. Its size in `shape` is that of rank 1."""
 
     @classmethod
     def parse(cls, text: object) -> "Parameter":
@@ -343,7 +347,7 @@ class Parameter:
         return cls(name, whole, *moments, cut[0] if cut else None, bool(summed), of_experts=of_experts, of_rank=of_rank)
 
     def with_rank(self, rank: int) -> "Parameter":
-        """Return the parameter for adapters of such a rank.
+        """Return the parameter for adapters of LoRA rank `rank`.
 
         >>> str(Parameter.parse("{}.up 8ux1a b1 b2").with_rank(4))
         '{}.up 8ux4 b1 b2'
@@ -354,7 +358,7 @@ class Parameter:
         return replace(self, shape=tuple(sizes), of_rank=None)
 
     def held(self, units: int, experts: int = 0) -> "Parameter":
-        """Return the parameter for a rank with so many units of its layer, and experts where these are others.
+        """Return the parameter for a rank with `units` units of its layer, and `experts` experts if these are no units.
 
         >>> str(Parameter.parse("{}.weight 8ux3 b1 b2").held(2))
         '{}.weight 16x3 b1 b2'
@@ -389,23 +393,24 @@ class Parameter:
 
 
 EXPERT_EXCHANGES = ("counts", "dispatch", "combine")
-"""Collectives of divided experts: the numbers of rows, rows to the ranks of their experts, and results back."""
+"""Collectives of divided experts: row counts, rows to the ranks of their experts, and results back."""
 GATHER_AGAIN = "gather-again"
-"""A second all-gather of parts of sequences, beside the compute that follows."""
+"""A second all-gather of parts of sequences, which runs beside the compute that follows."""
 REDUCTIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring", GATHER_AGAIN, *EXPERT_EXCHANGES)
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A collective over the ranks that share a block, right after a moment of the layer.
+    """A collective among the ranks that share a block, right after a moment of the layer.
 
-    It is an all-reduce, or where ranks have parts of the sequence a gather of these or a reduce-scatter into them; in
-    the attention of context parallelism an all-to-all, of parts of the sequence for parts of the heads.
+    By default an all-reduce. If ranks have parts of the sequence, an all-gather of the parts or a reduce-scatter into
+    them. In the attention of context parallelism, an all-to-all that exchanges parts of the sequence for parts of
+    heads.
     """
 
     moment: Moment
     size_bytes: Polynomial
-    """Bytes of the whole tensor, not of a rank's part; of an all-to-all, of each rank's tensor; of a dispatch or
+    """Bytes of the whole tensor, not of a rank's part; for an all-to-all, of each rank's tensor; for a dispatch or
     combine, of one row."""
     kind: str = "all-reduce"
 
@@ -442,43 +447,43 @@ STREAMED = (
 
 @spec
 class PartialRecomputation:
-    """Costs of a recomputation that keeps the outputs of some operations from the first forward."""
+    """Costs of a recomputation that reuses the outputs of some operations from the first forward."""
 
     flop: Quantity
     """FLOP that are recomputed."""
     bytes: Quantity
-    """Bytes read and written by it."""
+    """Bytes that the recomputation reads and writes."""
     streamed_bytes: Quantity
-    """Of these bytes, those of operations with next to no arithmetic."""
+    """The part of these bytes that belongs to operations with next to no arithmetic."""
     operations: Count
-    """Number of operations that the host launches for it."""
+    """Number of operations that the host launches for the recomputation."""
     positions: tuple[Count, ...]
     """Positions of the forward's operations whose outputs are kept."""
 
 
 @spec
 class PartialBackward:
-    """Costs of a layer's training where some parameters are frozen, and only the others get gradients.
+    """Costs of training a layer in which some parameters are frozen, so that only the others get gradients.
 
-    Its forward costs the same; its saved tensors and its backward are less.
+    The forward costs the same as without frozen parameters; fewer tensors are saved, and the backward costs less.
     """
 
     backward_flop: Quantity
     """FLOP of this backward."""
     backward_bytes: Quantity
-    """Bytes read and written by it."""
+    """Bytes that this backward reads and writes."""
     backward_operations: Count
-    """Number of operations that the host launches for it."""
+    """Number of operations that the host launches for this backward."""
     backward_streamed_bytes: Quantity | None = None
-    """Of these bytes, those of operations with next to no arithmetic; absent: not traced."""
+    """The part of these bytes that belongs to operations with next to no arithmetic; absent: not traced."""
     parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
     """The trained parameters, with their moments in this backward."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
     """Tensors of the layer, with their lifetimes in this backward."""
     input_freed: text_of(Moment) | None = None  # type: ignore[valid-type]
-    """Moment at which it releases the output of the layer before; absent: that layer keeps it longer itself."""
+    """Moment at which it releases the previous layer's output; absent: the previous layer itself keeps it longer."""
     gradient_freed: text_of(Moment) | None = None  # type: ignore[valid-type]
-    """Moment at which it releases the gradient of its output; absent: not known to differ."""
+    """Moment at which it releases the gradient of its output; absent: as in the full backward."""
 
     @model_serializer(mode="wrap")
     def _as_traced(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -491,16 +496,18 @@ class PartialBackward:
 
 @spec
 class Layer:
-    """One layer, or `repeats` identical ones in a row; FLOP, bytes and buffers are of one, for a whole batch."""
+    """One layer, or `repeats` identical layers in a row; FLOP, bytes and buffers are those of one, for a whole
+    batch.
+    """
 
     name: str
     """Name in profiles, and in traces of steps."""
     modules: tuple[str, ...]
-    """Dotted path of each repetition's module in the model; empty for operations outside any (the loss)."""
+    """Dotted path of each repetition's module in the model; empty for operations outside any module (the loss)."""
     block: bool = False
     """Whether it is an element of the model's repeated stack, which FSDP shards as a unit of its own."""
     parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
-    """Each with its shape, and the moments at which its gradient is allocated and ready."""
+    """Trained parameters, each with its shape and the moments at which its gradient is allocated and ready."""
     forward_flop: Quantity
     """FLOP of one forward; multiply-adds count twice."""
     backward_flop: Quantity
@@ -518,9 +525,11 @@ class Layer:
     backward_operations: Count
     """Number of operations that the host launches in the backward."""
     frozen_parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
-    """Parameters that are not trained; they have no gradient, and `end` stands for its moments."""
+    """Parameters that are not trained. They have no gradient; their moments are written as `end`."""
     recompute_flop: Quantity | None = None
-    """FLOP of the forward that checkpointing recomputes: up to the last tensor that autograd saves; absent: all."""
+    """FLOP of the forward that checkpointing recomputes, up to the last tensor that autograd saves; absent: all
+    of it.
+    """
     recompute_bytes: Quantity | None = None
     """Bytes read and written by the recomputation."""
     recompute_operations: Count | None = None
@@ -528,61 +537,66 @@ class Layer:
     recompute_positions: Count | None = None
     """Number of the forward's operations that are recomputed."""
     recompute_after: PositiveInt | None = None
-    """Number of the backward's positions before the recomputation begins: before autograd needs any tensor that it
-    saved. Until then the gradient of the output is enough. Absent: 0."""
+    """Number of the backward's positions before the recomputation begins: until then the gradient of the output is
+    enough, and autograd needs no tensor that it saved. Absent: 0."""
     recompute_releases: tuple[Count, ...] | None = None
-    """Positions in a forward that saves nothing at which the buffers for the layer's own backward are freed, in order.
+    """Positions, in a forward that saves nothing, at which the buffers for the layer's own backward are freed, in
+    order.
     """
     selective_flop: Quantity | None = None
-    """FLOP that are recomputed where the outputs of compute-heavy operations are kept; absent: not traced."""
+    """FLOP that are recomputed if the outputs of compute-heavy operations are kept; absent: not traced."""
     selective_bytes: Quantity | None = None
-    """Bytes read and written by that recomputation."""
+    """Bytes that this recomputation reads and writes."""
     selective_operations: Count | None = None
-    """Number of operations that the host launches for it."""
+    """Number of operations that the host launches for this recomputation."""
     selective_positions: tuple[Count, ...] | None = None
     """Positions of the forward's compute-heavy operations: matrix products, convolutions, attention."""
     selective_rerun: tuple[Count, Count] | None = None
-    """Positions of the first and the last operation that this recomputation runs again, with the collectives among
+    """Positions of the first and last operation that this recomputation runs again, including the collectives among
     them (Megatron-LM: the attention's). Absent: as far as `recompute_positions`."""
     forward_streamed_bytes: Quantity | None = None
-    """Of `forward_bytes`, those of operations with next to no arithmetic (norms, activations, softmax, sums), whose
-    time at memory bandwidth adds to that of matrix products. Absent: not traced."""
+    """The part of `forward_bytes` that belongs to operations with next to no arithmetic (norms, activations, softmax,
+    sums). Their time at memory bandwidth adds to that of matrix products. Absent: not traced."""
     backward_streamed_bytes: Quantity | None = None
-    """The same of `backward_bytes`."""
+    """The corresponding part of `backward_bytes`."""
     recompute_streamed_bytes: Quantity | None = None
-    """The same of `recompute_bytes`."""
+    """The corresponding part of `recompute_bytes`."""
     selective_streamed_bytes: Quantity | None = None
-    """The same of `selective_bytes`."""
+    """The corresponding part of `selective_bytes`."""
     every_second_product: PartialRecomputation | None = None
-    """Recomputation where of the block's matrix products the second, the fourth, ... run again, and the outputs of the
-    other compute-heavy operations are kept; absent: not traced."""
+    """Recomputation in which the second, the fourth, ... of the block's matrix products run again, while the outputs of
+    all other compute-heavy operations are kept; absent: not traced."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
-    """Every tensor that it allocates: the moments of its allocation and release, category and size."""
+    """Every tensor that the layer allocates: the moments of its allocation and release, its category and its size."""
     module_buffer_bytes: Count = 0
-    """Bytes of its module buffers (not parameters), such as running means; in fp32."""
+    """Bytes of the module's buffers (not parameters), such as running means, in fp32."""
     integer_buffer_bytes: Count = 0
-    """Of these, bytes of integers, which are not cast to a workload's precision."""
+    """The part of these bytes that is integers, which are not cast to a workload's precision."""
     units: PositiveInt | None = None
-    """Number of units of a sliced block, see [Note: units]; under context parallelism, of heads that have own keys; of
-    divided experts, the number of experts."""
+    """Number of units of a sliced block, see [Note: units]. Under context parallelism, the number of heads with keys of
+    their own; for divided experts, the number of experts."""
     experts_per_token: PositiveInt | None = None
-    """Of divided experts: number of them that each token takes; see [Note: routed rows]."""
+    """For divided experts: how many experts process each token; see [Note: routed rows]."""
     experts: PositiveInt | None = None
-    """Of divided experts in a block that is cut in units too: their number; else `units` is."""
+    """For divided experts in a block that is also cut in units: their number. In other blocks, `units` is that
+    number.
+    """
     expert_capacity_ratio: PositiveFloat | None = None
-    """Rows of each expert over an even share of a sequence's, rounded up: those beyond are dropped, and places that are
-    left are padded (Megatron-LM's `moe-pad-expert-input-to-capacity`). Absent: no token is dropped."""
+    """Rows of each expert relative to an even share of a sequence's rows, rounded up. Further rows are dropped, and
+    unused places are padded (Megatron-LM's `moe-pad-expert-input-to-capacity`). Absent: no token is dropped."""
     reductions: tuple[text_of(Reduction), ...] = ()  # type: ignore[valid-type]
     """Collectives of a sliced block, in the order of their moments."""
     linear: bool | None = None
-    """Whether only linear maps of a sliced block are cut, as DTensor can; absent: not traced."""
+    """Whether only the linear maps of a sliced block are cut, as DTensor can cut them; absent: not traced."""
     untrained_buffers: tuple[text_of(Buffer), ...] | None = None  # type: ignore[valid-type]
-    """Its buffers where neither it nor a layer before it is trained: autograd saves nothing; absent: not traced."""
+    """The layer's buffers if neither it nor a layer before it is trained: autograd saves nothing; absent: not
+    traced.
+    """
     frozen: PartialBackward | None = None
-    """Costs where a layer before it is trained, but not itself; absent in the first layer, and where not traced."""
+    """Costs if a layer before it is trained, but not this layer; absent in the first layer, and if not traced."""
     deepest: PartialBackward | None = None
-    """Costs where it is trained, but no layer before it; absent in the first layer, whose backward without parameters
-    is this, and where not traced."""
+    """Costs if it is trained, but no layer before it. Absent if not traced, and in the first layer, whose own costs are
+    these."""
 
     @model_serializer(mode="wrap")
     def _as_traced(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -604,12 +618,12 @@ class Layer:
 
     @property
     def routed_experts(self) -> int | None:
-        """Number of routed experts that ranks divide; None: it has none."""
+        """Number of routed experts that ranks divide; None if the layer has none."""
         return (self.experts or self.units) if self.experts_per_token is not None else None
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether checkpointing runs its forward again: it does so for a block that has a backward."""
+        """Whether checkpointing runs its forward again: true for every block that has a backward."""
         return self.block and bool(self.parameters or self.backward_operations or self.backward_flop != NO_COST)
 
     def kept_positions(self, recompute: Recompute) -> tuple[int, ...] | None:
@@ -631,7 +645,9 @@ class Layer:
         return sum(parameter.elements for parameter in self.parameters)
 
     def buffer_size(self, value_bytes: int) -> int:
-        """Return the bytes of its module buffers where parameters' values have `value_bytes`; integers keep theirs."""
+        """Return the bytes of the module's buffers if parameters have `value_bytes` per value; integers keep their
+        size.
+        """
         cast = self.module_buffer_bytes - self.integer_buffer_bytes
         return self.integer_buffer_bytes + cast * value_bytes // PRECISION_BYTES["fp32"]
 
@@ -643,10 +659,10 @@ class Layer:
 
 @lru_cache(maxsize=256)
 def sliced_layer(layer: Layer, units: int, positions: int | None, rows: int = 0, experts: int = 0) -> Layer:
-    """Return the slice of a layer that has so many units, positions of each sequence, rows for each sample, and
-    experts, where these are no units.
+    """Return the slice of a layer that has `units` units, `positions` positions of each sequence, `rows` rows per
+    sample, and `experts` experts if these are no units.
 
-    `positions`: None: it stays a function of them.
+    If `positions` is None, it stays a function of the positions.
     """
     size = (units, positions, rows, experts)
     return _changed(layer, lambda quantity: quantity.held(*size), lambda parameter: parameter.held(units, experts))
@@ -654,7 +670,7 @@ def sliced_layer(layer: Layer, units: int, positions: int | None, rows: int = 0,
 
 @lru_cache(maxsize=256)
 def layer_of_rank(layer: Layer, rank: int) -> Layer:
-    """Return a layer with adapters of such a rank in its slices, which stay functions of the units of a slice."""
+    """Return a layer with adapters of LoRA rank `rank` in its slices, which stay functions of the units of a slice."""
     return _changed(layer, lambda quantity: quantity.with_rank(rank), lambda parameter: parameter.with_rank(rank))
 
 

@@ -1,42 +1,42 @@
 """A traced model: its module, its input, and its layers.
 
-[Note: units] A block that can be cut among ranks (tensor parallelism) is cut in units: an attention head with its part
-of the perceptron's columns, or a norm group's channels. The layers of `Model.sliced_layers` are traced with their
-blocks cut: each quantity is a polynomial in b and s for the part that every rank has, and another that counts once for
-each of the u units on the rank. `gssim.scenario.tensor_slices` makes ordinary layers of them.
+[Note: units] For tensor parallelism, a block is cut among ranks in units: an attention head with its part of the
+perceptron's columns, or the channels of a norm group. The layers of `Model.sliced_layers` are traced with their blocks
+cut. Each quantity is a polynomial in b and s with two parts: one that every rank has, and one that counts once for each
+of the u units on the rank. `gssim.scenario.tensor_slices` turns them into ordinary layers.
 
 [Note: sequence parts] With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198) the ranks that share sliced
-blocks divide every sequence between these: norms, dropouts and residuals run on p positions of each sequence. Inputs of
-the first linear maps are all-gathered, and outputs of the last ones reduce-scattered, where they are all-reduced
-otherwise. The gradients of parameters in between (norms) are those of the rank's positions: after the backward they
-are summed over the ranks. The layers of `Model.sequence_layers` are traced so.
+blocks also divide every sequence between these blocks: norms, dropouts and residuals run on p positions of each
+sequence. Instead of all-reduces, the inputs of the first linear maps are all-gathered, and the outputs of the last ones
+reduce-scattered. Parameters in between (norms) have gradients of the rank's positions only, which are summed over the
+ranks after the backward. The layers of `Model.sequence_layers` are traced so.
 
-[Note: context] With context parallelism ranks divide sequences from the embedding to the loss, and all of a layer runs
-on p positions of each. Only attention needs the others: by all-to-alls (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv
-2309.14509) each rank gets all positions of its part of the heads, and gives the outputs back. As whole sequences times
-a part of the heads are as much as a part of the sequences times all heads, quantities depend on p, and on p*s, whatever
-the number of ranks. The layers of `Model.context_layers` are traced so; `units` of a block is the number of heads that
-have keys and values of their own.
+[Note: context] With context parallelism ranks divide sequences from the embedding to the loss, and each layer runs on p
+positions of each sequence. Only attention needs the other positions. By all-to-alls (Jacobs et al. 2023, DeepSpeed
+Ulysses, arXiv 2309.14509) each rank gets all positions for its part of the heads, and gives the outputs back. Whole
+sequences times a part of the heads are as much as a part of the sequences times all heads, so quantities depend on p
+and on p*s, whatever the number of ranks. The layers of `Model.context_layers` are traced so; `units` of a block is the
+number of heads with keys and values of their own.
 
-[Note: experts of parts] Where ranks divide routed experts besides, each routes the tokens of its own part of the
-sequence: the router is whole on every rank, and its gradient is summed as those of norms are. Attention, and experts
-that all tokens take, are cut in units. The layers of `Model.expert_sequence_layers` are traced so: a rank has u units,
-p positions, and e experts, which process r rows.
+[Note: experts of parts] If tensor-parallel ranks also divide routed experts, each routes the tokens of its own part of
+the sequence. The router is whole on every rank, and its gradient is summed like those of norms. Attention, and experts
+that process all tokens, are cut in units. The layers of `Model.expert_sequence_layers` are traced so: a rank has u
+units, p positions, and e experts, which process r rows.
 
-[Note: adapters] Low-rank adapters (Hu et al. 2021, LoRA, arXiv 2106.09685) are the only trained parameters: all others
-are frozen, get no gradient, and nothing is saved for one. All that adapters do is linear in their rank: the layers of
-`AdaptedLayers` are traced with two ranks, u being the rank. The backward ends at the first block, and embeddings have
-none. Where context-parallel ranks divide sequences, what adapters do grows with the rank times the positions of a part:
-what an attention exchanges in its backward depends on which of its inputs get a gradient, so that these layers are
-traced for themselves. So are those with blocks cut among ranks: what is added beside columns or rows of a map that are
-cut grows with the units, and the adapters' matrices that are whole have parts of their gradients on all ranks. Where
-ranks divide routed experts, these are frozen: rows and the gradients of rows are exchanged, and none of weights.
+[Note: adapters] With low-rank adapters (Hu et al. 2021, LoRA, arXiv 2106.09685) only these are trained. All other
+parameters are frozen: they get no gradient, and nothing is saved for one. All costs of adapters are linear in their
+LoRA rank, so the layers of `AdaptedLayers` are traced with two ranks, and u is the rank. The backward ends at the first
+block; embeddings have none. If context-parallel ranks divide sequences, the costs of adapters grow with the rank times
+the positions of a part. What an attention exchanges in its backward depends on which of its inputs get a gradient, so
+these layers are traced separately. So are layers with blocks cut among ranks: costs beside the cut columns or rows of a
+map grow with the units, and all ranks have partial gradients of the adapters' whole matrices. Divided routed experts
+are frozen: ranks exchange rows and gradients of rows, but no gradients of weights.
 
 [Note: autocast] Under torch.autocast (automatic mixed precision) parameters, their gradients and the residual stream
-stay in fp32; operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
-backward like an activation; those that the backward does not need (of biases) live to the end of the forward, and are
-counted to the end of their layer's. Traced with the lists of operations that torch has for a CPU: on CUDA losses and
-norms run in fp32, so that logits are there once more.
+stay in fp32, while operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
+backward like an activation. Casts that the backward does not need (of biases) live to the end of the forward, but are
+counted to the end of their layer's forward. Layers are traced with the lists of operations that torch has for a CPU. On
+CUDA losses and norms run in fp32, which adds an fp32 copy of the logits.
 """
 
 from collections import Counter
@@ -57,7 +57,7 @@ class HuggingFace:
     """A Hugging Face architecture, built from its config alone: no weights are loaded."""
 
     model_type: str
-    """As in `AutoConfig.for_model`, for example `gpt2`."""
+    """Architecture as in `AutoConfig.for_model`, for example `gpt2`."""
     auto_class: str = "AutoModelForCausalLM"
     """Class of transformers that builds a model from the config."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -84,15 +84,15 @@ Targets = Literal["query-value", "all-linear"] | tuple[str, ...]
 
 @spec
 class Adapters:
-    """Low-rank adapters (LoRA) beside linear maps of the blocks: they alone are trained, all else is frozen."""
+    """Low-rank adapters (LoRA) beside linear maps of the blocks: only they are trained, everything else is frozen."""
 
     rank: PositiveInt
-    """Rank r of the two matrices of each adapter: r x inputs and outputs x r."""
+    """LoRA rank r of each adapter, whose two matrices are r x inputs and outputs x r."""
     alpha: PositiveFloat = 16.0
-    """What an adapter adds is scaled by alpha / rank."""
+    """The output of an adapter is scaled by alpha / rank."""
     targets: Targets = "query-value"
-    """Maps that get an adapter: those of queries and of values in the attention (or the one that has both), all linear
-    maps of the blocks, or the last parts of their paths, such as `["q_proj", "v_proj"]`."""
+    """Linear maps that get an adapter. `query-value`: those of queries and values in the attention (or the fused one);
+    `all-linear`: all in the blocks; or a list of the last parts of their paths, such as `["q_proj", "v_proj"]`."""
 
 
 @spec
@@ -105,14 +105,14 @@ class Module:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory."""
     hugging_face: HuggingFace | None = None
-    """Used instead of a factory."""
+    """A Hugging Face architecture, instead of a factory."""
     adapters: Adapters | None = None
     """Adapters that are added to it; `workload.adapters` sets them."""
     frozen: tuple[str, ...] | None = None
     """Names of parameters that are not trained; `workload.frozen` sets them."""
 
     def __post_init__(self) -> None:
-        """Refuse neither and both."""
+        """Refuse a table with neither or both of factory and hugging_face."""
         if (self.factory is None) == (self.hugging_face is None):
             raise ValueError("exactly one of factory and hugging_face is needed")
 
@@ -141,7 +141,7 @@ class TokenInput:
     classes: PositiveInt | None = None
     """Number of classes, for sequence classification only."""
     padding: Count | None = None
-    """Sequence classification: the padding token, which the model ignores; absent: it attends to all tokens."""
+    """Padding token for sequence classification, which the model ignores; absent: it attends to all tokens."""
 
     def __post_init__(self) -> None:
         """Refuse classes without a task that has them, and the reverse."""
@@ -172,21 +172,23 @@ class AdaptedLayers:
     """All layers of a model with adapters beside some of its linear maps, see [Note: adapters]."""
 
     role: Literal["query-value", "all-linear"] | None = None
-    """The value of `workload.adapters.targets` that means these maps; absent: only their names do."""
+    """Value of `workload.adapters.targets` that selects these maps; absent: only their names select them."""
     maps: tuple[str, ...]
     """Names of the maps: the last parts of their paths."""
     layers: tuple[Layer, ...]
-    """Layers in the order of the forward, as functions of the adapters' rank u too."""
+    """Layers in forward order, as functions of the adapters' LoRA rank (as u) too."""
     context_layers: tuple[Layer, ...] = ()
-    """The same with whole blocks on parts of the sequences, see [Note: context]; empty: not traced so."""
+    """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: not traced so."""
     sliced_layers: tuple[Layer, ...] = ()
-    """The layers with their blocks cut among ranks, as functions of units u and of the adapters' rank a; empty: not
+    """The layers with their blocks cut among ranks, as functions of units u and the adapters' LoRA rank a; empty: not
     traced so."""
     sequence_layers: tuple[Layer, ...] = ()
-    """The same with sequences divided among these ranks, see [Note: sequence parts]; empty: not traced so."""
+    """`sliced_layers` with sequences also divided among these ranks, see [Note: sequence parts]; empty: not
+    traced so.
+    """
     expert_layers: tuple[Layer, ...] = ()
     """The layers with their routed experts divided among ranks, see [Note: routed rows], as functions of the adapters'
-    rank a too; empty: not traced so."""
+    LoRA rank a too; empty: not traced so."""
 
 
 @spec
@@ -212,51 +214,61 @@ class Model:
     input: Annotated[TokenInput | ImageInput, Field(discriminator="kind")]
     """Form of a batch."""
     traced_precision: Precision = "fp32"
-    """Precision of the traced bytes, which are scaled to a workload's; integers, masks and sums that stay in fp32 are
-    scaled with them, so that a trace in the workload's own precision is more exact."""
+    """Precision of the traced bytes, which are scaled to the workload's. Integers, masks and sums that stay in fp32 are
+    scaled as well, so a trace in the workload's own precision is more exact."""
     traced_batch_sizes: tuple[PositiveInt, ...]
-    """Batch sizes at which the real module was traced; others follow by polynomials."""
+    """Batch sizes at which the real module was traced; polynomials give all others."""
     traced_sequence_lengths: tuple[PositiveInt, ...] = ()
     """Traced sequence lengths, for models of tokens."""
     exact_sequence: bool = True
-    """False: the dependence on the sequence length is no polynomial; only `traced_sequence_lengths` may be used."""
+    """False if the dependence on the sequence length is not a polynomial; then only `traced_sequence_lengths` may be
+    used.
+    """
     compiled: bool = False
-    """Each block is compiled by itself with torch.compile (inductor), and `layers` are those of compiled blocks."""
+    """Whether each block is compiled by itself with torch.compile (inductor); `layers` are then those of compiled
+    blocks.
+    """
     compiled_recompute: Recompute = "none"
-    """What compiled blocks recompute inside of their graphs, as torchtitan's do: torch fuses it with the backward.
-    `plan.recompute` recomputes whole graphs instead, and says what each of these words means."""
+    """What compiled blocks recompute inside their graphs, as in torchtitan; torch fuses it with the backward.
+    `plan.recompute` recomputes whole graphs instead, and explains each of these words."""
     loss_fused: bool = False
-    """Whether head and loss are in their fused form; `workload.fused_loss` sets it."""
+    """Whether head and loss are fused; `workload.fused_loss` sets it."""
     buffer_bytes: tuple[Count, ...] = ()
-    """Module buffers (not parameters), a number for each data type: DDP broadcasts them in every forward. Those of
-    floating-point values are given in fp32, and are cast to a workload's precision as parameters are."""
+    """Bytes of module buffers (not parameters), one number for each data type. DDP broadcasts them in every forward.
+    Floating-point values are given in fp32, and are cast to a workload's precision like parameters."""
     buffer_values: tuple[Literal["floating-point", "integer"], ...] = ()
-    """Values of each of `buffer_bytes`; absent: all are floating-point."""
+    """Kind of values of each of `buffer_bytes`; absent: all are floating-point."""
     layers: tuple[Layer, ...]
     """Layers in the order of the forward."""
     sliced_layers: tuple[Layer, ...] = ()
     """The layers with their blocks cut among ranks, see [Note: units]; empty: they cannot be cut."""
     uncut_reason: str | None = None
-    """Why the blocks cannot be cut among ranks, with the name of the module; absent: they can, or it is not known."""
+    """Why the blocks cannot be cut among ranks, with the module's name; absent: they can be, or it is not known."""
     sequence_layers: tuple[Layer, ...] = ()
-    """The same with sequences divided among these ranks, see [Note: sequence parts]; empty: they cannot be."""
+    """`sliced_layers` with sequences also divided among these ranks, see [Note: sequence parts]; empty: not
+    possible.
+    """
     expert_layers: tuple[Layer, ...] = ()
-    """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: they cannot be."""
+    """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: not possible."""
     expert_tensor_ranks: PositiveInt = 1
-    """Tensor ranks for which `expert_layers` are cut: they have the sizes, the rows and the sums of one of so many."""
+    """Number of tensor ranks for which `expert_layers` are cut: their sizes, rows and sums are those of one
+    such rank.
+    """
     expert_sequence_layers: tuple[Layer, ...] = ()
-    """The layers with sequences divided as in `sequence_layers`, and routed experts among these ranks and others, see
-    [Note: experts of parts]; empty: they cannot be."""
+    """The layers with sequences divided as in `sequence_layers`, and routed experts divided among these ranks and
+    others, see [Note: experts of parts]; empty: not possible."""
     context_layers: tuple[Layer, ...] = ()
-    """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: they cannot run so."""
+    """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: not possible."""
     adapted: tuple[AdaptedLayers, ...] = ()
-    """The layers with trained adapters and all else frozen, for each choice of maps that was traced so."""
+    """The layers with trained adapters and all else frozen, for each traced choice of maps."""
     autocast: tuple[AutocastLayers, ...] = ()
-    """The layers under torch.autocast, for each precision in which they were traced so."""
+    """The layers under torch.autocast, for each traced precision."""
     traced_autocast: Literal["bf16", "fp16"] | None = None
-    """Precision of torch.autocast under which `layers` were traced; absent: they were traced without."""
+    """Precision of torch.autocast under which `layers` were traced; absent: traced without autocast."""
     whole_layers: tuple[Layer, ...] = ()
-    """Of a model with adapters or frozen layers: its layers without, of which measured profiles are; else empty."""
+    """For a model with adapters or frozen layers: its layers without them, as measured profiles have them; else
+    empty.
+    """
 
     def __post_init__(self) -> None:
         """Refuse a model that is too large, and layers that share a name."""
@@ -299,7 +311,7 @@ class Model:
         return data
 
     def buffer_sizes(self, value_bytes: int) -> tuple[int, ...]:
-        """Return the bytes of the module buffers, for each data type, where parameters' values have `value_bytes`."""
+        """Return the bytes of the module buffers of each data type, if parameters have `value_bytes` per value."""
         values = self.buffer_values or ("floating-point",) * len(self.buffer_bytes)
         return tuple(
             size if kind == "integer" else size * value_bytes // PRECISION_BYTES["fp32"]
@@ -313,13 +325,13 @@ class Model:
 
     @property
     def frozen_elements(self) -> int:
-        """Parameters that are not trained, which `elements` does not count."""
+        """Number of parameters that are not trained; `elements` does not count them."""
         return sum(layer.repeats * layer.frozen_elements for layer in self.layers)
 
 
 @dataclass(frozen=True)
 class LayerInstance:
-    """One layer of the unrolled model: the entry and the index of its repetition."""
+    """One layer of the unrolled model: an entry of the model's layers, and the index of its repetition."""
 
     index: int
     layer: Layer
@@ -337,7 +349,7 @@ class LayerInstance:
 
     @property
     def held_names(self) -> tuple[str, ...]:
-        """The same, and the names of those that are not trained."""
+        """`parameter_names`, followed by the names of parameters that are not trained."""
         frozen = (parameter.name.replace("{}", self.module) for parameter in self.layer.frozen_parameters)
         return (*self.parameter_names, *frozen)
 
@@ -391,7 +403,7 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
 
 
 def with_adapters(model: Model, adapters: Adapters) -> Model:
-    """Return the model with adapters; itself if it has them. Raises ValueError if it is not traced with such."""
+    """Return the model with adapters, or itself if it has them. Raises ValueError if it is not traced with these."""
     if model.module.adapters == adapters:
         return model
     targets = adapters.targets if isinstance(adapters.targets, str) else tuple(sorted(adapters.targets))
@@ -424,8 +436,8 @@ def _under_autocast(model: Same, precision: Literal["bf16", "fp16"]) -> Model:
 
 
 def under_autocast(model: Model, precision: Literal["bf16", "fp16"]) -> Model:
-    """Return the model with the layers of a forward under torch.autocast; itself if it has them.
+    """Return the model with the layers of a forward under torch.autocast, or itself if it has them.
 
-    Raises ValueError if it is not traced so.
+    Raises ValueError if it is not traced under autocast in this precision.
     """
     return model if model.traced_autocast == precision else _under_autocast(Same(model), precision)

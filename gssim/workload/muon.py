@@ -1,8 +1,8 @@
 """Muon: the momentum of each matrix of a block is orthogonalised before it is applied; AdamW updates everything else.
 
-The matrices are the two-dimensional parameters of the model's blocks. Embeddings, the head, norms and biases are
-AdamW's, as the authors of Muon advise and as Megatron-LM does. `optimizer_implementation` is of AdamW: torch has one
-Muon, which updates one matrix after another.
+The matrices are the two-dimensional parameters of the model's blocks. AdamW updates embeddings, the head, norms and
+biases, as the authors of Muon advise and as Megatron-LM does. `optimizer_implementation` applies to AdamW only: torch
+has a single Muon, which updates one matrix after another.
 
 The figures are those of torch.optim.Muon (torch 2.13, torch/optim/_muon.py). With the momentum in fp32, an update casts
 a copy of it to bf16, and takes five Newton-Schulz steps of three matrix products each:
@@ -34,8 +34,8 @@ def is_matrix(layer: Layer, parameter: Parameter) -> bool:
 def matrices_of(layer: Layer, parameter: Parameter, *, stacks: bool = False) -> tuple[Matrix, ...]:
     """Return the matrices that Muon orthogonalises in a parameter of a layer.
 
-    `stacks`: of experts' matrices in one tensor each is one, as in Megatron-LM, which keeps them apart; else the tensor
-    is AdamW's, as torch.optim.Muon refuses it.
+    `stacks`: whether each expert's matrix in a three-dimensional tensor counts as a matrix, as in Megatron-LM, which
+    keeps them apart. Otherwise AdamW updates the tensor, since torch.optim.Muon refuses it.
     """
     shape = parameter.shape
     if is_matrix(layer, parameter):
@@ -63,7 +63,7 @@ def elements_of(matrices: Iterable[Matrix]) -> int:
 def newton_schulz_products(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
     """Return (FLOP, bytes read and written) of each product of a Newton-Schulz step.
 
-    The sums with `beta` read the matrix that is added too.
+    The products whose result is added to another matrix (with `beta`) read that matrix too.
 
     >>> newton_schulz_products(2, 3)
     ((24, 32), (16, 32), (24, 44))
@@ -89,10 +89,10 @@ def newton_schulz_flop(rows: int, columns: int) -> int:
 
 
 def elementwise_bytes(rows: int, columns: int, *, value_bytes: int) -> int:
-    """Return the bytes that the other operations of a matrix's update read and write, none of them from a cache.
+    """Return the bytes that the other operations of a matrix's update read and write, assuming no cache hits.
 
-    Momentum and update are interpolated (3 values each), the update is cast, its norm is taken, it is divided; the
-    parameter is decayed (torch does so even by 0), and the bf16 update is added.
+    Momentum and update are interpolated (3 values each); the update is cast, its norm is taken, and it is divided by
+    it; the parameter is decayed (torch does so even by 0), and the bf16 update is added.
 
     >>> elementwise_bytes(1, 1, value_bytes=4)
     54
@@ -101,9 +101,10 @@ def elementwise_bytes(rows: int, columns: int, *, value_bytes: int) -> int:
 
 
 def largest_temporaries(matrices: Iterable[Matrix], *, value_bytes: int) -> tuple[float, ...]:
-    """Return the bytes of the tensors that an update of these matrices holds at its peak, beside its state.
+    """Return the bytes of the tensors that an update of these matrices holds at its peak, besides its state.
 
-    That is in the last product of a step of the largest matrix: the update in the optimizer's precision, X before and
+    The peak is in the last product of a step of the largest matrix: the update in the optimizer's precision, X before
+    and after, A and B. The workspace of the products' kernels is not included (on a CPU, a packed copy of an operand).
     after, A and B. Workspace of the products' kernels comes on top (on a CPU a packed copy of an operand).
 
     >>> largest_temporaries([(2, 3), (4, 3)], value_bytes=4)

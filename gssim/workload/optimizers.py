@@ -1,10 +1,10 @@
 """State, temporary memory, operations and memory traffic of torch's optimizers, by kind and implementation.
 
-[Note: implementations] torch has three of each optimizer (torch 2.13, torch/optim: sgd.py, adam.py). `for-loop` updates
-one tensor after another, each with several operations. `foreach` runs the same operations over lists of tensors: on
-CUDA a launch takes many tensors, on a CPU each operation is a loop over them again. `fused` does all in one kernel.
-torch's default is foreach on CUDA and for-loop on a CPU. On a TPU, XLA compiles the whole step: whatever the program
-says, an update reads and writes every value once, as `fused` does.
+[Note: implementations] torch has three implementations of each optimizer (torch 2.13, torch/optim: sgd.py, adam.py).
+`for-loop` updates one tensor after another, each with several operations. `foreach` runs the same operations over lists
+of tensors: on CUDA one launch handles many tensors; on a CPU each operation is a loop over them again. `fused` does
+everything in one kernel. torch's default is foreach on CUDA and for-loop on a CPU. On a TPU, XLA compiles the whole
+step: whatever the implementation, an update reads and writes every value once, like `fused`.
 """
 
 import math
@@ -18,24 +18,24 @@ Implementation = Literal["for-loop", "foreach", "fused"]
 StatePrecision = Literal["8-bit", "4-bit"]
 
 DEFAULT_IMPLEMENTATIONS: dict[str, Implementation] = {"cpu": "for-loop", "cuda": "foreach", "tpu": "fused"}
-"""By kind of device; see [Note: implementations]."""
+"""Default implementation by kind of device; see [Note: implementations]."""
 STEP_COUNTER_BYTES = 4
 """torch's Adam keeps a float32 step counter for each tensor."""
 BITS: dict[StatePrecision, int] = {"8-bit": 8, "4-bit": 4}
 BLOCKS: dict[StatePrecision, int] = {"8-bit": 256, "4-bit": 128}
-"""Values of a moment in few bits that share a scale in fp32; Dettmers et al. 2021, "8-bit Optimizers via Block-wise
-Quantization"; bitsandbytes 0.45, optim/optimizer.py; torchao 0.14, optim/adam.py."""
+"""Number of low-bit values of a moment that share one fp32 scale; Dettmers et al. 2021, "8-bit Optimizers via
+Block-wise Quantization"; bitsandbytes 0.45, optim/optimizer.py; torchao 0.14, optim/adam.py."""
 LEAST_ELEMENTS = 4096
 """Smaller tensors keep their moments in fp32 (`min_8bit_size`)."""
 VALUES_KEPT = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2, "muon": 1}
-"""Values per element in the optimizer's state; of Muon in that of matrices, the rest has AdamW's."""
+"""Values per element in the optimizer's state. For Muon, those of its matrices; AdamW updates the rest."""
 COUNTS_STEPS = ("adam", "adamw")
 DECOUPLES_DECAY = ("adamw",)
-"""Weight decay scales the parameters in place; the others add it to (a copy of) the gradient."""
+"""Optimizers whose weight decay scales the parameters in place; the others add it to (a copy of) the gradient."""
 OPERATIONS = {"sgd": 1, "sgd-momentum": 3, "adam": 7, "adamw": 7}
-"""Operations on a tensor, or on all in a list, without weight decay, which adds one."""
+"""Operations per tensor, or per list of tensors, without weight decay, which adds one."""
 VALUES_MOVED = {"sgd": 3, "sgd-momentum": 8, "adam": 18, "adamw": 18}
-"""Values per element that these operations read and write one after another, none of them from a cache.
+"""Values per element that these operations read and write in sequence, assuming no cache hits.
 
 Adam: lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2, addcdiv 4; momentum: mul 2, add 3, add 3. A calibrated H200's
 slope agrees: 71, 33 and 14 bytes an element for foreach AdamW, momentum and SGD.
@@ -43,7 +43,8 @@ slope agrees: 71, 33 and 14 bytes an element for foreach AdamW, momentum and SGD
 FUSED_VALUES_MOVED = {"sgd": 3, "sgd-momentum": 5, "adam": 7, "adamw": 7}
 """Values per element, each once: parameter and state read and written, the gradient read."""
 TENSORS_PER_LAUNCH = 36
-"""Tensors per kernel launch with four tensors an element; ATen/native/cuda/MultiTensorApply.cuh, depth_to_max_tensors.
+"""Tensors per kernel launch for kernels on four lists of tensors; ATen/native/cuda/MultiTensorApply.cuh,
+depth_to_max_tensors.
 """
 
 
@@ -90,7 +91,7 @@ def state_element_bytes(optimizer: str, *, value_bytes: int, precision: StatePre
 def optimizer_state_bytes(
     optimizer: str, *, elements: int, tensors: int, value_bytes: int, matrices: Sequence[Matrix] = ()
 ) -> float:
-    """Return the bytes of the optimizer's state; `matrices`: those among the tensors that are Muon's, where it is it.
+    """Return the bytes of the optimizer's state; `matrices`: the tensors that Muon updates, if it is the optimizer.
 
     >>> optimizer_state_bytes("adamw", elements=1000, tensors=2, value_bytes=4)
     8008.0
@@ -114,13 +115,13 @@ def optimizer_temporary_bytes(
     weight_decay: float = 0.0,
     matrices: Sequence[Matrix] = (),
 ) -> float:
-    """Return the peak memory of an optimizer step beside its state (not of the first, which allocates the state).
+    """Return the peak memory of an optimizer step besides its state (not of the first step, which allocates the state).
 
-    `matrices`: those that are Muon's, where it is it: they come first in `tensor_elements`, and are updated first.
+    `matrices`: the tensors that Muon updates, if it is the optimizer; they come first in `tensor_elements`.
 
-    fused: nothing. foreach: one value of every element, Adam's root of the second moment or the gradients with weight
-    decay added; the latter are gone before the former is made. for-loop: a copy of the gradient where weight decay is
-    added to it, and for Adam the root and its quotient, while the name `denom` still holds the tensor before.
+    fused: nothing. foreach: one value of every element, either Adam's root of the second moment or the gradients with
+    weight decay added, which are freed before the root is computed. for-loop: a copy of the gradient if weight decay is
+    added to it, and for Adam the root and its quotient; the name `denom` still holds the previous tensor then.
 
     >>> optimizer_temporary_bytes("adamw", implementation="for-loop", tensor_elements=[10, 20], value_bytes=4)
     200.0
@@ -155,9 +156,9 @@ def optimizer_operations(
 ) -> int:
     """Return the number of operations that the host launches in a step.
 
-    for-loop, and foreach on a CPU: all of each tensor. foreach on CUDA: a launch of each for as many tensors as one
-    takes, and Adam's step counters, which are on the host, one by one. fused: one operation for as many, or for each.
-    With a state of another `precision` a launch takes one tensor.
+    for-loop, and foreach on a CPU: all operations for each tensor. foreach on CUDA: each operation once per group of
+    tensors that fits a launch, plus Adam's step counters, which are on the host, one by one. fused: one operation per
+    such group, or on a CPU per tensor. With a state of another `precision`, a launch handles one tensor.
 
     >>> optimizer_operations("adamw", implementation="for-loop", tensors=100, device_kind="cuda")
     700

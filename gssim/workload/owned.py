@@ -1,18 +1,18 @@
-"""The layers of a model of which only some are trained: those that a rank owns, or all that are not frozen.
+"""The layers of a model in which only some layers are trained: those that a rank owns, or all that are not frozen.
 
-[Note: roles] From the loss down, a layer's backward only propagates gradients (`frozen`), or computes weight gradients
-as well (`whole`); that of the `deepest` owned layer computes weight gradients, but none for its input; below that there
-is no backward, and autograd saves nothing (`untrained`). Each role is traced on its own. Two buffers end in a
-neighbouring layer, whose role may differ from the traced one: the output that a layer passes to the next is freed as
-the next layer's role says, unless the layer's own backward needs it longer, and the gradient that it passes back is
-freed as the role of the layer before says. A buffer that is freed in the forward of a later layer is held until that
-forward is over: the module's own variables and arguments refer to it.
+[Note: roles] A layer's backward depends on its role, from the loss downwards. A `frozen` layer only propagates
+gradients; a `whole` layer computes weight gradients as well. The `deepest` owned layer computes weight gradients, but
+none for its input. Layers below that are `untrained`: they have no backward, and autograd saves nothing. Each role is
+traced separately. Two buffers of a layer end in a neighbouring layer, whose role may differ from the traced one. The
+output that a layer passes on is freed as the next layer's role says, unless the layer's own backward needs it longer.
+The gradient that it passes back is freed as the role of the layer before says. A buffer that is freed in the forward of
+a later layer is held until that forward ends, because the module's variables and arguments refer to it.
 
-[Note: recomputed roles] Gradient checkpointing runs the forward of a block again up to the last tensor that autograd
-saves, of parameters too: a frozen weight is saved for the gradient of the input where a trained one is saved with its
-input, so that all roles with a backward stop at the same operation. Only the positions differ, as roles dispatch other
-views. The operations that allocate memory are the same, in the same order, and tell which position is which. A block
-without a backward is not run again, and keeps nothing.
+[Note: recomputed roles] Gradient checkpointing runs a block's forward again up to the last tensor that autograd saves,
+parameters included. For the gradient of the input, a frozen weight is saved where a trained weight is saved with its
+input, so all roles with a backward stop at the same operation. Only the positions differ, because roles dispatch
+different views. The operations that allocate memory are the same, in the same order, and identify corresponding
+positions. A block without a backward is not run again, and keeps nothing.
 """
 
 from bisect import bisect_right
@@ -38,12 +38,12 @@ from gssim.workload.layer import (
 from gssim.workload.model import LayerInstance, Model, unrolled
 
 LAST = 2**31
-"""Position after every other of a phase."""
+"""A position in a phase after all others."""
 
 
 @dataclass(frozen=True)
 class OwnedLayers:
-    """All layers as a rank runs them, the index of the first with a backward, and their roles where these differ."""
+    """All layers as a rank runs them; the index of the first with a backward; and the roles, if these differ."""
 
     layers: tuple[LayerInstance, ...]
     deepest: int = 0
@@ -51,9 +51,9 @@ class OwnedLayers:
 
 
 def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> OwnedLayers:
-    """Return `layers` as run by a rank that trains only those in `owned` (indices; some have parameters).
+    """Return `layers` as run by a rank that trains only those in `owned` (indices; some of these have parameters).
 
-    Assumes that the model file has the partial backward of each layer for frozen neighbours.
+    Assumes that the model file has each layer's partial backward, traced among frozen neighbours.
     """
     roles = _roles(layers, owned)
     deepest = sum(1 for role in roles if role == "untrained")
@@ -67,7 +67,7 @@ def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> Ow
         if key not in once:  # repetitions stay one layer
             once[key] = _adapted_to_neighbours(layer_and_neighbours, roles_around)
         layer, above = once[key], index - deepest
-        buffers = tuple(  # those that are freed below the layers with a backward end with it
+        buffers = tuple(  # what an untrained layer's backward would free is freed at the end
             replace(each, freed=Moment("end"))
             if each.freed.phase == "b" and each.freed.layer_offset + above < 0
             else each
@@ -78,9 +78,9 @@ def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> Ow
 
 
 def with_frozen_layers(model: Model, patterns: tuple[str, ...]) -> Model:
-    """Return the model with the layers frozen whose modules match a pattern; itself if they are.
+    """Return the model with those layers frozen whose modules match a pattern, or itself if they are frozen already.
 
-    Raises ValueError where a pattern matches nothing, nothing is left to train, or the model is not traced so.
+    Raises ValueError if a pattern matches nothing, if nothing is left to train, or if the model is not traced so.
     """
     if model.module.frozen is None:
         return _with_frozen_layers(Same(model), patterns)
@@ -91,7 +91,7 @@ def with_frozen_layers(model: Model, patterns: tuple[str, ...]) -> Model:
 
 
 def frozen_roles(model: Model) -> tuple[str, ...]:
-    """Return the role of every layer of a model of which some are frozen; empty where none are."""
+    """Return the role of every layer of a model with frozen layers; empty if none are frozen."""
     if model.module.frozen is None:
         return ()
     layers = unrolled(model)
@@ -164,7 +164,7 @@ def _roles(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> list[str
 
 
 def _adapted_to_neighbours(beside: Sequence[Layer | None], around: tuple[str, str, str]) -> Layer:
-    """Return a layer in its role, given the layers before and after it and their roles."""
+    """Return a layer in its role (`around[1]`), given the layers before and after it and their roles."""
     before, layer, after = beside
     assert layer is not None
     if set(around) <= {"whole", ""}:
@@ -189,7 +189,7 @@ def _adapted_to_neighbours(beside: Sequence[Layer | None], around: tuple[str, st
 
 
 def _in_role(layer: Layer, role: str) -> Layer:
-    """Return the layer as it is traced in a role, among layers in the same."""
+    """Return the layer as it is traced in a role, among layers of the same role."""
     if role == "whole":
         return layer
     if role == "untrained":
@@ -214,9 +214,10 @@ def _in_role(layer: Layer, role: str) -> Layer:
 
 
 def _recomputed_in_role(layer: Layer, buffers: Sequence[Buffer]) -> Layer:
-    """Return a block with the positions of its recomputation among the buffers of a role.
+    """Return a block with its recomputation expressed in the positions of a role's buffers.
 
-    See [Note: recomputed roles]. Where the role does not allocate the same tensors they are left out.
+    See [Note: recomputed roles]. If the role does not allocate the same tensors, the recomputation's positions are left
+    out.
     """
     layer = replace(layer, recompute_after=None)  # its backward has other positions
     if layer.recompute_positions is None:
@@ -257,8 +258,8 @@ def _partial_backward(layer: Layer, role: str) -> PartialBackward:
 
 
 def _input_freed(layer: Layer, after: Layer, role: str) -> Moment | None:
-    """Return the moment at which the layer `after`, in its role, frees the output of `layer`; None: no earlier than
-    traced.
+    """Return the moment at which the layer `after`, in its role, frees the output of `layer`; None: not before the
+    traced moment.
     """
     if role == "untrained":
         return None

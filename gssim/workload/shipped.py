@@ -9,7 +9,7 @@ from pathlib import Path
 def shipped_models() -> dict[str, Path]:
     """Return the shipped model files by name.
 
-    They lie in `scenarios/models` of the repository, to which a link leads; a wheel holds copies.
+    The package has a link to `scenarios/models` of the repository, where they lie; a wheel holds copies.
 
     >>> shipped_models()["gpt2-124m"].name
     'gpt2-124m.toml'

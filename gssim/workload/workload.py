@@ -17,18 +17,20 @@ Mean = Annotated[float, Field(allow_inf_nan=False)]
 
 @spec
 class ImageFolder:
-    """Images in one folder a class, as ImageNet is distributed: FOLDER/CLASS/NAME.JPEG, or FOLDER/SPLIT/CLASS/..."""
+    """Images with one folder per class, as ImageNet is distributed: FOLDER/CLASS/NAME.JPEG, or
+    FOLDER/SPLIT/CLASS/...
+    """
 
     kind: Literal["image-folder"]
     """The form of this table."""
     folder: str
     """Path relative to the scenario."""
     split: str = "train"
-    """Subfolder that holds the classes; `folder` itself where there is none of this name."""
+    """Subfolder that holds the classes; `folder` itself if it has no subfolder of this name."""
     augment: bool = False
-    """Random resized crop and horizontal flip; else the shorter side is resized and the centre cropped."""
+    """Random resized crop and horizontal flip; otherwise the shorter side is resized and the centre cropped."""
     mean: tuple[Mean, ...] = (0.485, 0.456, 0.406)
-    """Mean of each channel, values being 0..1; a model of one channel takes the average. Default: ImageNet's."""
+    """Mean of each channel, for values from 0 to 1; a model of one channel takes the average. Default: ImageNet's."""
     std: tuple[PositiveFloat, ...] = (0.229, 0.224, 0.225)
     """Standard deviation of each channel, likewise."""
     cache_bytes: Annotated[int, Field(ge=0, strict=True)] = 2**28
@@ -58,7 +60,7 @@ class Glue:
 
 @spec
 class TextFolder:
-    """Text files below a folder, one stream of tokens: .txt (a document each), .jsonl (a line each, field `text`)."""
+    """Text files below a folder, one stream of tokens: .txt (a document each), .jsonl (one per line, field `text`)."""
 
     kind: Literal["text-folder"]
     """The form of this table."""
@@ -96,14 +98,14 @@ class ExpertLoad:
     """Load of the routed experts of each layer, in one of these forms."""
 
     skew: PositiveFloat | None = None
-    """Expert i (from 1) has a load in proportion to i to the power of minus this (Zipf's law)."""
+    """Expert i (from 1) has a load proportional to i to the power of -skew (Zipf's law)."""
     shares: tuple[NonNegativeFloat, ...] | None = None
-    """Load of each expert of every layer; the sum counts as 1."""
+    """Load of each expert, the same in every layer; normalised to a sum of 1."""
     layers: dict[str, tuple[NonNegativeFloat, ...]] | None = None
-    """The same for each layer, by the path of its module: the form of measured loads."""
+    """Load of each expert by layer (the path of its module): the form of measured loads."""
 
     def __post_init__(self) -> None:
-        """Refuse none of the forms, and several."""
+        """Refuse a table with none of the forms, or with several."""
         if sum(form is not None for form in (self.skew, self.shares, self.layers)) != 1:
             raise ValueError("exactly one of skew, shares and layers is needed")
 
@@ -123,83 +125,93 @@ class Workload:
     model: Model
     """A model file (`gsreal trace`), the name of a shipped one (`gssim models`), or its table."""
     gradients: str | None = None
-    """Gradient statistics file, where a threshold is set: by `gsreal gradients`, of this model and workload. Absent, or
-    `transferred`: statistics of small models of the family, scaled to this one, with an error band."""
+    """Gradient statistics file, used where a threshold is set: measured by `gsreal gradients` on this model and
+    workload. Absent, or `transferred`: statistics of small models of the family, scaled to this one, with an error
+    band."""
     global_batch_size: Annotated[PositiveInt, limited("samples")]
-    """Samples of one step, of all ranks together."""
+    """Samples per step, summed over all ranks."""
     sequence_length: Annotated[PositiveInt, limited("sequence_length")] | None = None
-    """Tokens of a sample; needed for models of tokens only."""
+    """Tokens per sample; needed only for models of tokens."""
     precision: Precision = "fp32"
-    """`bf16`, `fp16`: for parameters, activations and gradients, with an fp32 master copy that the optimizer updates.
-    A real run in `fp16` has to scale its loss: set `loss_scale`."""
+    """Precision of parameters, activations and gradients. With `bf16` and `fp16` the optimizer updates an fp32 master
+    copy. A real run in `fp16` has to scale its loss: set `loss_scale`."""
     map_precision: Literal["fp8"] | None = None
-    """`fp8`: the products of the blocks' linear maps, forward and backward, run in 8 bits at the device's
-    `float8_ratio` times the rate of `precision`, and their inputs and outputs are cast; everything else, and memory, is
-    as without it (predicted only). Absent: they run in `precision`."""
+    """`fp8`: the matrix products of the blocks' linear maps, forward and backward, run in 8 bits at the device's
+    `float8_ratio` times the rate of `precision`, and their inputs and outputs are cast. Everything else, memory
+    included, is unchanged (predicted only). Absent: they run in `precision`."""
     gradient_precision: Literal["fp32"] | None = None
     """Precision in which replicas keep gradients until the update; absent: `precision`. `fp32` beside 16-bit parameters
-    is Megatron-LM's main_grad: messages keep `precision` unless `reduce_precision` says otherwise, memory is that of
+    is Megatron-LM's main_grad. Messages keep `precision` unless `reduce_precision` says otherwise; memory is that of
     fp32 (predicted only)."""
     reduce_precision: Precision | None = None
-    """Precision in which gradients are reduced over replicas or shards; absent: `precision`. FSDP2's `reduce_dtype`;
-    DistributedDataParallel casts each bucket to a copy in it, sums that, and casts it back into the bucket. Gradient
-    Sharding pushes in `precision`, and its owners sum in that of the optimizer: there `fp32` changes nothing."""
+    """Precision in which gradients are reduced over replicas or shards; absent: `precision`. It is FSDP2's
+    `reduce_dtype`. DistributedDataParallel casts each bucket to a copy in it, sums the copy, and casts the sum back
+    into the bucket. Gradient Sharding pushes in `precision`, and its owners sum in the optimizer's precision: there
+    `fp32` changes nothing.
+    """
     autocast: Literal["bf16", "fp16"] | None = None
     """Automatic mixed precision (torch.autocast): matrix products and attention of the forward, and so of the backward,
-    run in it; parameters, gradients and messages stay in `precision`, which must be fp32. With `fp16` set `loss_scale`
-    (torch's GradScaler). Absent: all runs in `precision`."""
+    run in this precision. Parameters, gradients and messages stay in `precision`, which must be fp32. With `fp16` set
+    `loss_scale` (torch's GradScaler). Absent: everything runs in `precision`."""
     tf32: bool = False
-    """Matrix products of fp32 in TF32 on GPUs that have it (torch.backends.cuda.matmul.allow_tf32): only their rate is
-    another."""
+    """Matrix products of fp32 values in TF32, on GPUs that have it (torch.backends.cuda.matmul.allow_tf32). Only the
+    rate of the products changes."""
     loss_scale: Literal["dynamic"] | PositiveFloat | None = None
-    """Factor on the loss of a training in fp16, or under autocast in it, whose gradients are checked for infinities and
-    divided by it before the update. `dynamic`: torch's GradScaler (65536, halved where one is infinite, whose step is
-    skipped, and doubled after 2000 others); predictions have no skipped steps. Absent: the loss is not scaled."""
+    """Factor on the loss of a training in fp16 or under fp16 autocast. Before the update, gradients are checked for
+    infinities and divided by it. `dynamic`: torch's GradScaler (it starts at 65536, is halved when a gradient is
+    infinite, whose step is skipped, and doubled after 2000 other steps); predictions have no skipped steps. Absent: no
+    scaling.
+    """
     optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw", "muon"] = "adamw"
     """Optimizer, as in torch. `muon`: torch.optim.Muon for the matrices of the model's blocks, with a learning rate
-    scaled by their shape so that AdamW's fits (`match_rms_adamw`), and AdamW for all else. It needs whole matrices:
-    methods that shard them refuse it. Beside plan.zero1_implementation = `megatron` it is Megatron-LM's layer-wise
-    distributed optimizer: each matrix is updated by one rank, each expert's too, all else in even parts."""
+    scaled by their shape so that AdamW's fits (`match_rms_adamw`), and AdamW for everything else. It needs whole
+    matrices, so methods that shard them refuse it. With plan.zero1_implementation = `megatron` it is Megatron-LM's
+    layer-wise distributed optimizer: each matrix (also of experts) is updated by one rank, everything else in even
+    parts."""
     optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"
-    """Implementation in torch: `default` is foreach on CUDA, for-loop on a CPU and fused on a TPU, where XLA compiles
-    the update; they differ in memory and time. Of `muon`, that of AdamW."""
+    """Implementation in torch; they differ in memory and time. `default` is foreach on CUDA, for-loop on a CPU, and
+    fused on a TPU, where XLA compiles the update. For `muon`, the implementation of its AdamW."""
     optimizer_state_precision: StatePrecision | None = None
-    """Precision of the two moments of adam and adamw; absent: that of the master copy. `8-bit`: a byte for each value
-    and an fp32 scale for each block of 256, but fp32 in tensors of fewer than 4096: Adam of bitsandbytes and torchao.
-    `4-bit`: half a byte, blocks of 128. Predicted only. It needs `optimizer_implementation = "fused"`: one kernel
-    updates a tensor."""
+    """Precision of the two moments of adam and adamw; absent: that of the master copy. `8-bit`: one byte per value and
+    an fp32 scale for each block of 256, as in the Adam of bitsandbytes and torchao; tensors of fewer than 4096 elements
+    stay in fp32. `4-bit`: half a byte per value, in blocks of 128. Predicted only. It needs `optimizer_implementation =
+    "fused"`: one kernel updates a tensor."""
     learning_rate: PositiveFloat = 1e-3
-    """Constant over the run."""
+    """Learning rate, constant over the run."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of sgd-momentum, and Nesterov's of muon."""
+    """Momentum of sgd-momentum, and Nesterov momentum of muon."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay as the optimizer defines it: decoupled in adamw."""
     clip_norm: PositiveFloat | None = None
-    """Largest norm of all gradients together, to which they are scaled down before the update; absent: they are not."""
+    """Largest norm of all gradients together; larger ones are scaled down to it before the update. Absent: no
+    clipping.
+    """
     adapters: Adapters | None = None
-    """Low-rank adapters (LoRA), which alone are trained; absent: all parameters are."""
+    """Low-rank adapters (LoRA), the only trained parameters; absent: all parameters are trained."""
     frozen: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """Layers of the model file that are not trained, by patterns of their modules' paths, such as
-    `["transformer.wte", "transformer.h.[0-5]"]`: all of a layer's parameters (those of positions are the embedding's)
-    get no gradient and no optimizer state, and below the first trained layer there is no backward. Absent: all are
-    trained."""
+    """Layers of the model file that are not trained, as patterns of their modules' paths, such as `["transformer.wte",
+    "transformer.h.[0-5]"]`. No parameter of such a layer gets a gradient or optimizer state (position embeddings belong
+    to the embedding layer), and there is no backward below the first trained layer. Absent: all are trained."""
     fused_loss: bool = False
-    """Compute the loss together with the head, tile by tile: the logits of a batch are never in memory, and the
-    backward multiplies them once more (cut cross-entropy; predicted only)."""
+    """Compute the loss together with the head, tile by tile (cut cross-entropy). The logits of a batch are then never
+    in memory; the backward computes them once more (predicted only)."""
     frozen_precision: FrozenPrecision | None = None
-    """Form in which the frozen weights of the blocks' linear maps are kept; absent: `precision`. `nf4`: 4 bits, with an
-    fp32 scale for each 64 values; `nf4-double`: those scales in 8 bits; `int8`: 8 bits, with a scale for each row. Each
-    forward and backward multiplies a copy in `precision` (QLoRA; predicted only). Needs `adapters` or `frozen`."""
+    """Format of the frozen weights of the blocks' linear maps; absent: `precision`. `nf4`: 4 bits, with an fp32 scale
+    for each 64 values. `nf4-double`: these scales in 8 bits. `int8`: 8 bits, with a scale for each row. Each forward
+    and backward multiplies by a copy in `precision` (QLoRA; predicted only). Needs `adapters` or `frozen`."""
     expert_load: Load = "balanced"
-    """Load of routed experts where `plan.ep` divides them: `balanced`, a table, or the name of a TOML or JSON
-    file of that table. The fullest rank sets the time of a layer."""
+    """Load of routed experts if `plan.ep` divides them: `balanced`, a table, or the name of a TOML or JSON file of that
+    table. The rank with the most rows sets the time of a layer."""
     expert_routing: Literal["router", "load"] = "router"
-    """Choice of each token's experts in a real run: by the model's router, as the data have it, or so that each sample
-    has exactly `expert_load`, whatever the router says (its weights then count for the experts so chosen); where ranks
-    divide sequences and experts (`plan.cp`, or `plan.tp` with `plan.etp = 1`, beside `plan.ep`), each part of a sample
-    has it, which trains otherwise than one device that deals it out to the whole."""
+    """How a real run chooses each token's experts. `router`: by the model's router, as the data have it. `load`: so
+    that each sample has exactly `expert_load`, whatever the router says (the router's weights then apply to the chosen
+    experts). If ranks divide sequences and experts (`plan.cp`, or `plan.tp` with `plan.etp = 1`, beside `plan.ep`),
+    each part of a sample has that load, so the training differs from that on one device, which applies it to the whole
+    sample."""
     data: Data = "auto"
-    """`auto`: bytes of the Python standard library's source for tokens, scikit-learn's digits for images."""
+    """Training data; `auto`: bytes of the Python standard library's source for tokens, scikit-learn's digits for
+    images.
+    """
 
     def __post_init__(self) -> None:
         """Refuse shapes and data that do not fit the model."""
@@ -230,7 +242,7 @@ class Workload:
             )
 
     def _choose_layers(self) -> None:
-        """Take the model's layers with adapters, or under autocast; refuse what does not fit the precision."""
+        """Select the model's layers with adapters, or under autocast; refuse them if they do not fit the precision."""
         if self.autocast is not None:
             if self.precision != "fp32":
                 raise ValueError(f"autocast = '{self.autocast}': needs precision = 'fp32', not '{self.precision}'")
@@ -247,7 +259,7 @@ class Workload:
             raise ValueError("adapters: missing; the model has adapters")
 
     def _freeze_layers(self) -> None:
-        """Take the model with the frozen layers; refuse adapters and autocast beside them."""
+        """Replace the model by the one with frozen layers; refuse adapters and autocast beside them."""
         if self.frozen_precision is not None and self.adapters is None and self.frozen is None:
             raise ValueError(f"frozen_precision = '{self.frozen_precision}': needs adapters or frozen layers")
         if self.frozen is None:
@@ -266,4 +278,4 @@ TASKS = {
     "glue": ("sequence-classification",),
     "text-folder": ("next-token", "masked-token"),
 }
-"""The tasks that data are for, by kind."""
+"""Tasks for which each kind of data can be used."""

@@ -1,12 +1,13 @@
 """Lower bounds of a plan's step time, objective and memory.
 
-[Note: bounds] A rank computes each of its micro-batches through each of its layers, alone at the device's own speed:
-everything else (communication, waiting for others, the update, contention with neighbouring devices) only adds to that.
-As its largest micro-batch goes forward and backward it holds its activations, and its persistent memory. Its
-collectives, one after another on their stream, take no less than each alone on idle links, and links no less than the
-bytes that cross them. Terms that are not known to be a bound are left out. There are three bounds, each more expensive
-than the one before and tighter: `of` from the plan alone; `closer` with its communication, what stages of a pipeline
-hold, and how they wait for each other; and those of `LoweredBounds` once it is lowered (which are three in turn).
+[Note: bounds] Each rank computes all of its micro-batches through all of its layers, at best at its device's own speed.
+Everything else (communication, waiting for others, the update, contention with neighbouring devices) only adds time.
+While its largest micro-batch goes forward and backward, a rank holds its activations as well as its persistent memory.
+Its collectives run one after another on their stream, and take no less than each takes alone on idle links; links take
+no less than the bytes that cross them. Terms that are not known to be lower bounds are left out. There are three
+bounds, each tighter and more expensive than the one before: `of`, from the plan alone; `closer`, which adds
+communication, the memory of pipeline stages, and how stages wait for each other; and the bounds of `LoweredBounds`, for
+a lowered plan (three in turn).
 """
 
 import math
@@ -32,12 +33,12 @@ class Bound:
 
     time_s: float
     objective: float
-    """In the unit of the objective: seconds, USD or J per step."""
+    """Lower bound of the objective, in its unit: seconds, USD or J per step."""
     full_ratio: float
-    """Fraction of memory used on the fullest device."""
+    """Lower bound of the fraction of memory used on the fullest device."""
 
     def with_(self, other: "Bound") -> "Bound":
-        """Return the closer of two bounds in each respect.
+        """Return the tighter of two bounds in each respect.
 
         >>> Bound(2.0, 2.0, 0.5).with_(Bound(1.0, 1.0, 0.75))
         Bound(time_s=2.0, objective=2.0, full_ratio=0.75)
@@ -63,7 +64,7 @@ class Bounds:
         self.pipeline = PipelineBounds(self.parts, self.compute, self.memory, self.traffic)
 
     def of(self, plan: Plan) -> Bound:
-        """Return the bounds of a plan; raise UserError where it visibly cannot run."""
+        """Return the bounds of a plan; raise UserError if it evidently cannot run."""
         policies = self.parts.policies(plan)
         by_rank = self._samples(plan, policies)
         busy_s = self.compute.busy_s(plan, policies, by_rank)
@@ -72,11 +73,13 @@ class Bounds:
         return Bound(time_s, self._objective(time_s, busy_s), full_ratio)
 
     def closer(self, plan: Plan, bound: Bound) -> Bound:
-        """Return a plan's bounds including communication, and what stages of pipelines hold; `bound`: without."""
+        """Return a plan's bounds with communication and the memory of pipeline stages; `bound`: its bounds without
+        these.
+        """
         policies = self.parts.policies(plan)
         by_rank = self._samples(plan, policies)
         bound = replace(bound, full_ratio=max(bound.full_ratio, self.memory.stages_full_ratio(plan, policies, by_rank)))
-        if bound.full_ratio > 1:  # it is ruled out, however fast it may be
+        if bound.full_ratio > 1:  # the plan is ruled out by memory, however fast it may be
             return bound
         busy_s = self.compute.busy_s(plan, policies, by_rank)
         least_s = self.traffic.least_s(plan, policies, busy_s=busy_s[0])
@@ -91,12 +94,12 @@ class Bounds:
         return tuple(sizes[policies.data_rank(rank)] for rank in range(policies.ranks))
 
     def _objective(self, time_s: float, busy_s: Sequence[float]) -> float:
-        """Return the lower bound of the objective for such a step time and compute time per rank."""
+        """Return the lower bound of the objective for this step time and each rank's compute time."""
         return least(self.parts.scenario, self.objective, time_s, busy_s)
 
 
 def least(scenario: Scenario, objective: Objective, time_s: float, busy_s: Sequence[float]) -> float:
-    """Return the lower bound of the objective for such a step time and compute time per rank."""
+    """Return the lower bound of the objective for this step time and each rank's compute time."""
     used = [scenario.cluster.type_of(rank) for rank in range(len(busy_s))]
     if objective == "cost":
         return sum(device.price_usd_per_h or 0.0 for device in used) * time_s / 3600
@@ -108,7 +111,7 @@ def least(scenario: Scenario, objective: Objective, time_s: float, busy_s: Seque
 
 
 class LoweredBounds:
-    """Bounds of a plan by its program, see [Note: lowered] in `lowered`; for plans whose steps are equal.
+    """Bounds of a plan from its lowered program, for plans with equal steps; see [Note: lowered] in `lowered`.
 
     The program is cached in `shared`, for the simulation that may follow.
     """
@@ -118,14 +121,14 @@ class LoweredBounds:
         self.program = program_of(loaded, shared)
         self.peaks = lowered.peaks(self.program)
         self.tasks = sum(map(len, self.program.tasks))
-        """Of all roles."""
+        """Number of tasks over all roles."""
         scenario = loaded.scenario
         key = (Same(scenario.cluster), scenario.network.faults, scenario.ranks)
         self.collectives = shared.once("bounded collectives", key, lambda: CollectiveBounds(scenario, shared))
 
     @staticmethod
     def apply_to(loaded: Loaded) -> bool:
-        """Return whether a plan has such bounds."""
+        """Return whether a plan has such bounds, because its steps are all equal."""
         scenario = loaded.scenario
         varies = loaded.statistics_needed or scenario.plan.shares.replan or scenario.run.slowdowns
         return not (varies or scenario.policies.sync_every_steps)
@@ -148,7 +151,7 @@ class LoweredBounds:
         return Bound(time_s, least(self.loaded.scenario, self.objective, time_s, busy_s), full_ratio)
 
     def reserved(self, bound: Bound) -> Bound:
-        """Return a bound with the allocator's overhead: as full as in a simulation."""
+        """Return a bound that includes the allocator's overhead; its memory is as exact as a simulation's."""
         if self.peaks is None:
             return bound
         occupied = footprints_of(self.loaded.scenario, self.program, self.peaks)

@@ -1,4 +1,4 @@
-"""Lower bounds of collectives: their time for the ranks that carry them out, and for the links that they cross."""
+"""Lower bounds of collectives: their time for the ranks that take part, and the busy time of the links they cross."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,15 +13,15 @@ from gssim.scenario import Scenario
 from gssim.units import Floats
 
 MAX_GROUPS = 32
-"""With more groups per collective, only the first ones count: following each would take longer than it saves."""
+"""If a collective has more groups, only the first ones are bounded: all would take longer than it saves."""
 
 
 @dataclass(frozen=True, eq=False)
 class CollectiveBound:
-    """Lower bounds of one collective of one group, valid also where others share its links."""
+    """Lower bounds of one collective of one group; they also hold if others share its links."""
 
     alone_s: float
-    """Time from the arrival of its last member to its end."""
+    """Time from the arrival of the last member to the collective's end."""
     links_s: Floats
     """Busy time of each link."""
 
@@ -38,11 +38,11 @@ class CollectiveBounds:
         self._of_all: dict[Communication, tuple[dict[Sequence[int], CollectiveBound], Floats]] = {}
 
     def alone_s(self, communication: Communication, rank: int) -> float:
-        """Return the least time of a collective for the group of a rank."""
+        """Return the least time of a collective for the group of `rank`, in seconds."""
         return next((each.alone_s for group, each in self._of(communication)[0].items() if rank in group), 0.0)
 
     def links_s(self, communications: Iterable[tuple[Communication, int]]) -> Floats:
-        """Return the busy time of each link for all groups of some collectives, with the number of each."""
+        """Return the busy time of each link for all groups of some collectives, each with its number of repetitions."""
         found = np.zeros(self.links)
         for communication, count in communications:
             found += count * self._of(communication)[1]

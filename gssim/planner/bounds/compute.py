@@ -1,4 +1,4 @@
-"""Lower bounds of compute time: ranks alone at their devices' speed, and the fill and drain of pipelines."""
+"""Lower bounds of compute time: ranks at their devices' own speed, and the fill and drain of pipelines."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +15,9 @@ from gssim.workload import Layer
 
 
 def chance_of(device: DeviceType) -> float:
-    """Return the least random factor of a device's compute time; in the lab, of a piece without any of its sleeps."""
+    """Return the least random factor on a device's compute time; in the lab, for compute that meets none of its
+    sleeps.
+    """
     if not is_jittery(device):
         return 1.0
     return SMALLEST_JITTER * (device.lab.cpu_share_ratio if device.lab else 1.0)
@@ -44,7 +46,7 @@ class ComputeBounds:
     def micro_batch_s(self, rank: int, samples: int, recompute: Recompute, part: Part | None = None) -> float:
         """Return the time of one micro-batch, forward and backward, through (a part of) the model on a rank's device.
 
-        Devices that vary by chance may be faster, down to the least factor of the machine.
+        Devices with random speed may be faster by the machine's least random factor; the result does not include that.
         """
         run = part or self.parts.whole
         device = self.parts.types[rank]
@@ -74,7 +76,7 @@ class ComputeBounds:
         def found() -> list[float]:
             phases = ["f", "b", *(["r"] if recompute != "none" and layer.is_recomputed else [])]
             workload = self.parts.workload
-            # a host that issues ahead bounds no single layer
+            # a host that issues ahead does not bound the time of a single layer
             issued = device.layer_operation_s is None or layer_profile(device, workload, whole or layer) is not None
             settings: dict[str, Any] = {"whole": whole, "positions": positions, "issued": issued}
             cost = partial(layer_time_s, device, workload, layer, batch_size=samples, **settings)
@@ -83,7 +85,9 @@ class ComputeBounds:
         return self.parts.once(("layer", id(layer), id(device), samples, recompute, positions), found)
 
     def passes_s(self, rank: int, samples: int, recompute: Recompute, part: Part) -> tuple[float, float]:
-        """Return the times of a micro-batch forward, and backward, through a part of the model; see `micro_batch_s`."""
+        """Return the forward and the backward time of a micro-batch through a part of the model; see
+        `micro_batch_s`.
+        """
         device = self.parts.types[rank]
 
         def found() -> tuple[float, float]:
@@ -101,8 +105,9 @@ class ComputeBounds:
     def bubble_s(self, plan: Plan, policies: Policies, busy_s: Sequence[float]) -> float:
         """Return the least time of a pipeline with one stage per rank, including fill and drain.
 
-        A stage begins when its first micro-batch has been forward through those before it, and these end when its last
-        has been backward through them: its own compute, and one micro-batch of all stages before it.
+        A stage begins once its first micro-batch has passed forward through the stages before it, and those end once
+        its last one has passed backward through them. So the bound is its own compute plus one micro-batch of all
+        stages before it.
         """
         mesh = policies.mesh
         if mesh.pp == 1 or len(self.parts.stages(plan, policies)) > mesh.pp:

@@ -1,16 +1,16 @@
 """Lower bounds of a lowered program: each rank's tasks are followed alone, as if all its peers were always ready.
 
-[Note: lowered] A rank that never waits for its peers, and whose collectives have all links to themselves, ends its step
-no later than in reality: other ranks only delay tasks and lengthen them. Tasks of other streams that precede a wait for
-the step's compute may have run in the step before. In the steady state links carry as much in the time of a step as a
-step sends.
+[Note: lowered] Suppose that a rank never waits for its peers, and that its collectives have all links to themselves.
+Then it ends its step no later than in reality, as other ranks can only delay or lengthen its tasks. (Tasks of other
+streams that precede a wait for the step's compute may have run in the step before.) In the steady state, links carry
+during one step as many bytes as a step sends.
 
-[Note: met] Groups of equal ranks, such as those of every slice, carry out a collective at the same time: the simulation
-has one instance for them, and their flows share links. The bound of such an instance needs the arrangement of all
-instances, which is made for plans that no other bound rules out.
+[Note: met] Groups of equal ranks, such as those of all tensor slices, carry out a collective at the same time. The
+simulation has one instance for them, whose flows share links. To bound such an instance, all instances must be
+arranged; that is done only for plans that no other bound rules out.
 
-Allocated memory is that of the tasks of the compute stream in order, where no other stream allocates any: exactly that
-of a simulation.
+If only the compute stream allocates memory, the allocated memory is that of its tasks in order, exactly as in a
+simulation.
 """
 
 import math
@@ -36,7 +36,7 @@ def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBou
 
 
 def met_step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds, shared: Shared) -> float:
-    """Return the least step time where equal groups share one instance; see [Note: met]."""
+    """Return the least step time if equal groups share one instance and so their links; see [Note: met]."""
     machine = Machine(scenario.cluster, program, conditions=scenario.network, shared=shared)
     alone_s: list[dict[TaskId, float]] = [{} for _ in machine.classes]
     known: dict[tuple[int, int], float] = {}
@@ -53,15 +53,16 @@ def met_step_time_s(scenario: Scenario, program: Program, collectives: Collectiv
 
 
 def least_chance(scenario: Scenario) -> float:
-    """Return the least random factor of a step's time.
+    """Return the least random factor on a step's time.
 
-    It also applies to steps limited only by links: they end a little earlier or later than the one before.
+    It also applies to steps that are limited only by links: they may end a little earlier or later than the step
+    before.
     """
     return min(chance_of(scenario.cluster.type_of(rank)) for rank in range(scenario.ranks))
 
 
 def _alone_s(program: Program, tasks: Sequence[Task], rank: int, collectives: CollectiveBounds) -> dict[TaskId, float]:
-    """Return the least time of each collective of a rank."""
+    """Return the least time of each collective in which a rank takes part."""
     found: dict[TaskId, float] = {}
     known: dict[int, float] = {}  # equal micro-batches share their collectives
     for task in tasks:
@@ -75,7 +76,7 @@ def _alone_s(program: Program, tasks: Sequence[Task], rank: int, collectives: Co
 
 
 def role_time_s(tasks: Sequence[Task], alone_s: Mapping[TaskId, float]) -> float:
-    """Return the end of a rank's compute stream, where collectives take the given times.
+    """Return the end of a rank's compute stream if its collectives take the given times.
 
     >>> work = Task(TaskId("forward"), "forward", duration_s=2.0)
     >>> sum_up = TaskId("all-reduce", bucket=0)
@@ -113,9 +114,9 @@ def role_time_s(tasks: Sequence[Task], alone_s: Mapping[TaskId, float]) -> float
 
 
 def peaks(program: Program) -> list[tuple[int, Mapping[str, float]]] | None:
-    """Return the first rank of each role and its memory peak by category, where that does not depend on time.
+    """Return the first rank of each role and its memory peak by category, if peaks do not depend on timing.
 
-    That is where only its compute stream allocates and frees memory; None where others do as well.
+    That is so if only compute streams allocate and free memory; if others do, None.
     """
     roles = range(len(program.tasks))
     if any(program.once(allocates_beside_compute, role) for role in roles):
@@ -124,8 +125,8 @@ def peaks(program: Program) -> list[tuple[int, Mapping[str, float]]] | None:
 
 
 def full_ratio(scenario: Scenario, program: Program, peak_of: Sequence[tuple[int, Mapping[str, float]]]) -> float:
-    """Return the least fraction of memory used on the fullest device, by allocated memory and memory outside the
-    allocator.
+    """Return a lower bound of the fraction of memory used on the fullest device, from allocated memory and memory
+    outside the allocator.
     """
     found = 0.0
     for rank, peak in peak_of:

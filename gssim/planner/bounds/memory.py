@@ -21,7 +21,7 @@ from gssim.workload import LayerInstance, state_element_bytes, unrolled
 from gssim.workload.muon import is_matrix
 
 MAX_REPLAYED_SAMPLES = 8
-"""Number of samples up to which activations are followed buffer by buffer, at powers of two."""
+"""Largest number of samples at which activations are followed buffer by buffer; only powers of two are."""
 
 
 class MemoryBounds:
@@ -31,7 +31,7 @@ class MemoryBounds:
         self.parts = parts
 
     def full_ratio(self, plan: Plan, policies: Policies, sizes: Sequence[int]) -> float:
-        """Return the least fraction of memory used on the fullest device."""
+        """Return a lower bound of the fraction of memory used on the fullest device."""
         kinds = zip(self._kinds(plan, policies), sizes, strict=True)
         return max(
             self._least_bytes_of(plan, policies, rank, self.parts.part(plan, policies, rank), owned, n)
@@ -40,21 +40,25 @@ class MemoryBounds:
         )
 
     def rooms(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
-        """Return the largest number of samples of each rank that fits a fraction of its memory."""
+        """Return for each rank the largest number of samples with which it fits a fraction of its memory."""
         kinds = self._kinds(plan, policies)
         found = {kind: self._room(plan, policies, *kind, ratio) for kind in set(kinds)}
         return [found[kind] for kind in kinds]
 
     def _kinds(self, plan: Plan, policies: Policies) -> list[tuple[int, float]]:
-        """Return for each rank one with the same part of the model, and the elements that it updates itself."""
+        """Return for each rank a rank with the same part of the model, and how many elements the rank itself
+        updates.
+        """
         alike = self.parts.alike(policies)
-        if policies.pp > 1 or policies.ep > 1:  # of these no more is known
+        if policies.pp > 1 or policies.ep > 1:  # for these, owned elements are known only for the representative rank
             owned = {rank: self._owned(plan, policies, rank) for rank in set(alike)}
             return [(rank, owned[rank]) for rank in alike]
         return [(first, self._owned(plan, policies, rank)) for rank, first in enumerate(alike)]
 
     def _room(self, plan: Plan, policies: Policies, rank: int, owned: float, ratio: float) -> int:
-        """Return the largest number of samples that fits a fraction of a rank's memory; `owned`: what it updates."""
+        """Return the largest number of samples that fits a fraction of a rank's memory; `owned`: elements it
+        updates.
+        """
         part = self.parts.part(plan, policies, rank)
         memory = (policies.parameters, policies.gradients, policies.gradient_sync, part.key, owned, plan.offload)
         key = ("room", self.parts.names[rank], memory, plan.micro_batches, plan.recompute, ratio)
@@ -75,7 +79,7 @@ class MemoryBounds:
             return always
         first, *others = splitting.split(samples, splitting.even(plan.micro_batches))
         peak = self._transient_bytes(plan, policies, part, first)
-        if others:  # they start with gradients of earlier ones
+        if others:  # later micro-batches start with the gradients of earlier ones
             value, sharded = self._gradients(policies, 0.0 if plan.offload else owned)
             *between, last = others if policies.gradients not in ("local", "periodic") else (*others, 0)
             if policies.gradient_sync == "micro-batch":
@@ -90,11 +94,10 @@ class MemoryBounds:
         return always + self._persistent_bytes(policies, part, owned, samples, offload) + peak
 
     def stages_full_ratio(self, plan: Plan, policies: Policies, sizes: Sequence[int]) -> float:
-        """Return the least fraction of memory used on the fullest device of a pipeline; 0 where it is not known.
+        """Return a lower bound of the fraction of memory used on the fullest device of a pipeline; 0 if none is known.
 
-        A rank holds the activations of all micro-batches in flight while one of them goes forward or backward, and
-        from its first backward on the gradients that it adds up. `full_ratio`, by which batches are split, counts
-        neither.
+        While one micro-batch goes forward or backward, a rank holds the activations of all micro-batches in flight and,
+        from its first backward on, the accumulated gradients. `full_ratio`, by which batches are split, counts neither.
         """
         if policies.pp == 1 or not has_equal_slices(policies):
             return 0.0
@@ -104,7 +107,7 @@ class MemoryBounds:
             return 0.0
         try:
             in_flight = self._in_flight(plan, policies)
-        except ValueError:  # its schedule is refused where it is loaded
+        except ValueError:  # the schedule is impossible; the plan is refused when it is loaded
             return 0.0
         kinds: dict[tuple[str, int, int, float], int] = {}
         for rank, samples in enumerate(sizes):
@@ -122,7 +125,7 @@ class MemoryBounds:
                 backward += part.elements * self.parts.value
             gradients = part.elements * min(self.parts.value, self.parts.reduced)
             if plan.zero1_implementation == "megatron":
-                gradients = 0.0  # they are in the buckets
+                gradients = 0.0  # gradients are in the buckets, which are counted
             first, later = in_flight[place]
             peak = (first - 1) * kept + max(forward, backward)
             if later:
@@ -135,8 +138,8 @@ class MemoryBounds:
         return found
 
     def _in_flight(self, plan: Plan, policies: Policies) -> list[tuple[int, int]]:
-        """Return for each place of a pipeline how many micro-batches are in flight at its first backward, and at most
-        at one between the first and the last; 0 where there is none.
+        """Return, for each place of a pipeline, two numbers of micro-batches: those in flight at its first backward,
+        and the most in flight at any forward or backward between the first and last; 0 if there is none.
         """
         ranks, count = policies.pp, plan.micro_batches
         name = schedule_of(plan, ranks)
@@ -155,7 +158,7 @@ class MemoryBounds:
         return self.parts.once(("in flight", name, ranks, count), found)
 
     def held_stage(self, plan: Plan, policies: Policies, place: int) -> tuple[Part, Stage]:
-        """Return the stage at a place of a pipeline, as the first ranks of tensor groups hold it."""
+        """Return the stage at a place of a pipeline, as the first rank of each tensor group holds it."""
         cut = self.parts.stages(plan, policies)
         ends = tuple((stage[0].index, stage[-1].index, len(stage)) for stage in cut)
         positions = sequence_positions(policies, self.parts.workload)
@@ -188,7 +191,7 @@ class MemoryBounds:
         return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
 
     def output_bytes(self, plan: Plan, policies: Policies, samples: int) -> list[float]:
-        """Return the bytes that each stage of a pipeline but the last sends forward for so many samples."""
+        """Return the bytes that each pipeline stage but the last sends forward for `samples` samples."""
         length = self.parts.workload.sequence_length or 1
         stages = [self.held_stage(plan, policies, place)[1] for place in range(policies.pp - 1)]
         return [self._scale * stage.output[0].at(b=samples, s=length) for stage in stages]
@@ -196,9 +199,9 @@ class MemoryBounds:
     def sums(
         self, plan: Plan, policies: Policies, place: int, phase: str, samples: int
     ) -> Mapping[tuple[str, float], int]:
-        """Return the collectives over slices for which a stage waits in a phase, by kind and bytes.
+        """Return the collectives over tensor slices for which a stage waits in a phase, counted by kind and bytes.
 
-        `phase`: `f`, `b`, or `r`: the forward recomputed.
+        `phase`: `f` (forward), `b` (backward), or `r` (recomputed forward).
         """
         part, stage = self.held_stage(plan, policies, place)
         length = self.parts.workload.sequence_length or 1
@@ -215,7 +218,7 @@ class MemoryBounds:
         return self.parts.once(("sums", part.key, phase, plan.recompute, samples), found)
 
     def _received_bytes(self, plan: Plan, stage: Stage, samples: int, in_flight: int) -> float:
-        """Return the buffers for what a stage receives; see `plan.receive_buffers`."""
+        """Return the bytes of a stage's receive buffers; see `plan.receive_buffers`."""
         few = plan.receive_buffers == "in-flight"
         sizes = []
         if stage.received is not None:
@@ -227,15 +230,16 @@ class MemoryBounds:
 
     @property
     def _scale(self) -> float:
-        """Bytes of an element over those of the traced precision."""
+        """Bytes of an element relative to the precision of the trace."""
         return self.parts.value / PRECISION_BYTES[self.parts.model.traced_precision]
 
     def _stage_activations(
         self, stage: Stage, part: Part, recompute: Recompute, samples: int
     ) -> tuple[float, float, float]:
-        """Return the activations of a micro-batch between its forward and its backward, and the peaks of both.
+        """Return the activations that a micro-batch holds between its forward and backward, and the peaks of both
+        passes.
 
-        The schedule refers to a stage's output up to the end of its backward.
+        The schedule keeps a stage's output until the end of its backward.
         """
 
         def found() -> tuple[float, float, float]:
@@ -254,7 +258,7 @@ class MemoryBounds:
         return self.parts.once(("stage activations", part.key, recompute, samples), found)
 
     def _communicators(self, policies: Policies) -> int:
-        """Return the least number of communicators of a rank."""
+        """Return a lower bound of a rank's number of communicators."""
         if self.parts.scenario.cluster.backend != "nccl" or policies.pp > 1:
             return 0
         return sum(size > 1 for size in (policies.dp_replicate, policies.dp_shard, policies.cp, policies.tp))
@@ -268,7 +272,7 @@ class MemoryBounds:
         kept = elements * value if replicated else owned * value
         if offload == "parameters":
             kept = 0.0
-        if policies.gradients == "all-reduce":  # gradients of divided experts are in no bucket
+        if policies.gradients == "all-reduce":  # gradients of divided experts are not in buckets
             kept += (elements - part.expert_elements * (policies.ep > 1)) * value
         if offload is None:
             kept += owned * master if replicated and master > value else 0.0
@@ -280,7 +284,8 @@ class MemoryBounds:
         return kept + input_bytes(self.parts.model, batch_size=samples, sequence_length=length, value_bytes=value)
 
     def _gradients(self, policies: Policies, owned: float) -> tuple[int, float]:
-        """Return the bytes of each gradient that a later micro-batch starts with, and those of a rank's shards.
+        """Return the bytes per element of gradients that later micro-batches start with, and the bytes of a rank's
+        shards.
 
         Gradients that are to be all-reduced are in buckets as well.
         """
@@ -293,10 +298,10 @@ class MemoryBounds:
     def _transient_bytes(
         self, plan: Plan, policies: Policies, part: Part, samples: int, *, unreduced_value: int = 0
     ) -> float:
-        """Return the transient peak of a micro-batch, or 0 where it is not known.
+        """Return the transient peak of a micro-batch, or 0 if it is not known.
 
-        That is activations, temporaries, the parameters that are gathered for them, and gradients of so many bytes
-        each that are not reduced yet.
+        It consists of activations, temporaries, the parameters gathered meanwhile, and unreduced gradients of
+        `unreduced_value` bytes per element.
         """
         if not samples or policies.pp > 1:
             return 0.0
@@ -308,15 +313,15 @@ class MemoryBounds:
     def _extrapolated_peak(self, part: Part, held: tuple[str, int], recompute: Recompute, samples: int) -> float:
         if samples <= 2:
             return self._peak_bytes(part, held, recompute, samples)
-        # memory at each moment is linear in the samples, so the peak is convex: above its extended chords
+        # memory at each moment is linear in the samples, so the peak is convex, and lies above an extended chord
         second = min(1 << (samples.bit_length() - 1), MAX_REPLAYED_SAMPLES)
         first = second // 2
         low, high = (self._peak_bytes(part, held, recompute, each) for each in (first, second))
         return high + (high - low) / (second - first) * (samples - second)
 
     def _peak_bytes(self, part: Part, held_beside: tuple[str, int], recompute: Recompute, samples: int) -> float:
-        """Return the transient peak of a micro-batch; `held_beside`: see `_gathered_elements`, and the bytes of each
-        gradient that is not reduced yet.
+        """Return the transient peak of a micro-batch; `held_beside`: how parameters are gathered (see
+        `_gathered_elements`), and the bytes per element of gradients that are not reduced yet.
         """
         gathers, unreduced_value = held_beside
         held = self.parts.once(
@@ -343,7 +348,7 @@ class MemoryBounds:
         )
 
     def _owned(self, plan: Plan, policies: Policies, rank: int) -> float:
-        """Return the least number of elements that a rank updates."""
+        """Return a lower bound of the number of elements that a rank updates."""
         part = self.parts.part(plan, policies, rank)
         if policies.optimizer_state == "replicated":
             return part.elements
@@ -369,17 +374,17 @@ class MemoryBounds:
         return [float(sum(sizes[i] for i in own)) for own in splitting.greedy(sizes, ranks, groups)]
 
     def _pushed_share(self, plan: Plan, policies: Policies, part: Part, rank: int) -> float:
-        """Return the least number of elements of a part that are pushed to a rank."""
+        """Return a lower bound of the number of elements of a part that are pushed to a rank."""
         rule = plan.shares.shards
         if rule in ("memory", "cost"):  # any size is possible
             return 0.0
         return self.parts.once(("shards", rule, policies.mesh, part.key), lambda: self._push_shards(plan, part))[rank]
 
     def _push_shards(self, plan: Plan, part: Part) -> list[float]:
-        """Return the elements of each owner's shard, less the most that rounding may lose.
+        """Return the elements of each owner's shard, minus the most that rounding may lose.
 
-        Rounding occurs in every bucket, of which there is at most one per tensor; with places in nodes, the place's
-        part is rounded before.
+        Every bucket is rounded, and there is at most one bucket per tensor. With places in nodes, the place's part of a
+        bucket is rounded first.
         """
         scenario = self.parts.with_plan(plan)
         buckets = sum(len(instance.layer.parameters) for instance in part.layers)
@@ -388,17 +393,17 @@ class MemoryBounds:
 
 
 def has_equal_slices(policies: Policies) -> bool:
-    """Return whether a stage is sliced evenly, if at all, and its experts and sequences are not divided."""
+    """Return whether a stage is sliced evenly (if at all), and neither experts nor sequences are divided."""
     return policies.slices != "shares" and policies.ep == policies.cp == 1
 
 
 def _lives(recompute: Recompute) -> Lives:
-    """Return the lifetimes of a layer's buffers, with what is recomputed."""
+    """Return the function that gives the lifetimes of a layer's buffers under a recomputation."""
     return as_traced if recompute == "none" else partial(recomputed_buffers, recompute=recompute)
 
 
 def _fsdp_chunks(part: Part, ranks: int) -> list[float]:
-    """Return the elements of each rank's shard, of parameters cut along their first dimension (FSDP2)."""
+    """Return the elements of each rank's shard if parameters are cut along their first dimension (FSDP2)."""
     elements = [0.0] * ranks
     for instance in part.layers:
         for parameter in instance.layer.parameters:
@@ -410,13 +415,15 @@ def _fsdp_chunks(part: Part, ranks: int) -> list[float]:
 
 
 def _phases_in_order(layers: Sequence[LayerInstance]) -> list[tuple[int, str]]:
-    """Return the phases of layers in order: forward; then in reverse recomputation (if checkpointed) and backward."""
+    """Return the phases of layers in order: all forwards; then, in reverse order, recomputation and backward of
+    each.
+    """
     forward = [(place, "f") for place in range(len(layers))]
     return forward + [(place, phase) for place in reversed(range(len(layers))) for phase in ("r", "b")]
 
 
 def _held_bytes(layers: Sequence[LayerInstance], timeline: Timeline) -> list[float]:
-    """Return the peak in each phase of the layers, in their order."""
+    """Return the peak of bytes in each phase of the layers, in the order of `_phases_in_order`."""
     held, found = 0.0, []
     for place, phase in _phases_in_order(layers):
         peak = held
@@ -430,10 +437,10 @@ def _held_bytes(layers: Sequence[LayerInstance], timeline: Timeline) -> list[flo
 
 
 def _gathered_elements(part: Part, gathers: str) -> list[float]:
-    """Return the least number of gathered parameters in each phase of the layers, in their order.
+    """Return a lower bound of the number of gathered parameters in each phase of the layers, in order.
 
-    Layers outside blocks stay gathered throughout. A block is gathered in its own phases, and where it is kept in
-    between, from its forward to its backward.
+    Layers outside blocks stay gathered throughout. A block is gathered in its own phases; if it is kept in between,
+    from its forward to its backward.
     """
     layers = [instance.layer for instance in part.layers]
     own = [float(layer.elements) if layer.block else 0.0 for layer in layers]
@@ -443,10 +450,10 @@ def _gathered_elements(part: Part, gathers: str) -> list[float]:
 
 
 def _unreduced_elements(part: Part) -> list[float]:
-    """Return the least number of gradients that are not reduced yet in each phase of the layers, in their order: those
-    of earlier micro-batches, in the last one.
+    """Return a lower bound of the number of unreduced gradients of earlier micro-batches, in each phase of the layers
+    of the last micro-batch, in order.
 
-    Those of a layer may be reduced in its backward, and freed.
+    The gradients of a layer may be reduced and freed in its backward.
     """
     before = list(accumulate((float(each.layer.elements) for each in part.layers), initial=0.0))
     ends = {"f": before[-1:] * len(part.layers), "r": before[1:], "b": before}

@@ -1,4 +1,4 @@
-"""The part of the model and of the batch that each rank runs under a plan, shared by all bounds."""
+"""The part of the model and of the batch that each rank runs under a plan; all bounds share it."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -37,11 +37,11 @@ class Part:
     key: Hashable
     layers: tuple[LayerInstance, ...]
     wholes: tuple[Layer | None, ...]
-    """For each layer that is a slice, the whole layer."""
+    """For each layer that is a slice, the whole layer; else None."""
     ratio: float = 1.0
-    """Least fraction of these layers that is run and held."""
+    """Lower bound of the fraction of these layers that a rank runs and holds."""
     positions: int | None = None
-    """Of each sequence that they run on, where context-parallel ranks divide these."""
+    """Number of positions of each sequence on which the layers run, if context-parallel ranks divide sequences."""
 
     @cached_property
     def elements(self) -> float:
@@ -50,7 +50,7 @@ class Part:
 
     @cached_property
     def expert_elements(self) -> float:
-        """Number of those that are of the rank's experts, where ranks divide these."""
+        """Number of elements that belong to the rank's experts, if ranks divide experts."""
         return float(sum(p.elements for instance in self.layers for p in instance.layer.parameters if p.of_experts))
 
 
@@ -72,12 +72,12 @@ class ModelParts:
         self._memo: dict[Hashable, object] = {}
 
     def _wholes(self, held: Sequence[LayerInstance]) -> tuple[Layer | None, ...]:
-        """Return for each of these layers that of the whole model, of which profiles are; None: it is itself."""
+        """Return, for each of these layers, the whole model's layer, which profiles are of; None if it is the same."""
         whole = [self.traced[instance.index].layer for instance in held]
         return tuple(None if each is i.layer else each for each, i in zip(whole, held, strict=True))
 
     def policies(self, plan: Plan) -> Policies:
-        """Return the plan with every policy resolved; raise UserError where it does not suit the devices."""
+        """Return the plan with every policy resolved; raise UserError if it does not suit the devices."""
         return resolve(plan, devices=len(self.names), hosts=self.hosts, backend=self.scenario.cluster.backend)
 
     def batch_sizes(self, plan: Plan, policies: Policies) -> tuple[int, ...]:
@@ -93,10 +93,10 @@ class ModelParts:
         return replace(self.scenario, plan=plan)
 
     def part(self, plan: Plan, policies: Policies, rank: int) -> Part:
-        """Return the part of a rank; raise UserError where the model cannot be cut so."""
+        """Return the part of a rank; raise UserError if the model cannot be cut in that way."""
         if policies.tp > 1 and policies.ep == 1:
             self._check_slices(policies.tp)
-        if policies.tp > 1 and self.workload.adapters is not None:  # of which not all parts are traced
+        if policies.tp > 1 and self.workload.adapters is not None:  # not all slices of layers with adapters are traced
             check_adapters(self.with_plan(plan), policies, "workload.adapters")
         self._check_expert_parts(policies)
         if policies.pp > 1:
@@ -129,7 +129,7 @@ class ModelParts:
         return self.once(key, lambda: self._new_slice(key, parts, position, positions, divided, again))
 
     def alike(self, policies: Policies) -> tuple[int, ...]:
-        """Return for each rank the first that has the same part of the model, on the same type of device."""
+        """Return, for each rank, the first rank that has the same part of the model on the same type of device."""
 
         def found() -> tuple[int, ...]:
             mesh, kinds, first = policies.mesh, list[Hashable](), dict[Hashable, int]()
@@ -154,14 +154,16 @@ class ModelParts:
             positions = sequence_positions(policies, self.workload)
             return self.once(held, lambda: Part(held, own, parts_of, positions=positions))
         layers = tuple(instance for stage in stages for instance in stage)
-        # layers with a copy of a tied parameter, or without a backward, are as measured but for that
+        # layers with a copy of a tied parameter, or without a backward, are otherwise as measured
         wholes = self._wholes(layers)
         held = (*held, self._context(plan, policies))
         positions = sequence_positions(policies, self.workload) if policies.cp > 1 else None
         return self.once(held, lambda: Part(held, layers, wholes, 1 / policies.tp, positions=positions))
 
     def _context(self, plan: Plan, policies: Policies) -> Hashable:
-        """Return what layers on parts of sequences depend on; None: sequences are not divided among ranks."""
+        """Return everything that layers on parts of sequences depend on; None if sequences are not divided
+        among ranks.
+        """
         if policies.cp == 1:
             return None
         slices = policies.sequence_parallel, plan.gathered_inputs, plan.embedding_parallel, plan.loss_parallel
@@ -177,7 +179,7 @@ class ModelParts:
         return Part(key, layers, tuple(instance.layer for instance in self.traced), positions=positions)
 
     def _check_slices(self, ranks: int) -> None:
-        """Raise UserError where the model's blocks cannot be cut among so many ranks."""
+        """Raise UserError if the model's blocks cannot be cut among this number of ranks."""
         if not self.model.sliced_layers:
             why = f": {self.model.uncut_reason}" if self.model.uncut_reason else ""
             raise UserError(f"the model does not say how its blocks are cut{why}")
@@ -185,12 +187,14 @@ class ModelParts:
             raise UserError("there are fewer units than ranks")
 
     def _check_context(self, cut: Sequence[Layer]) -> None:
-        """Raise UserError where layers with parts of blocks are not known on parts of sequences."""
+        """Raise UserError if layers with parts of blocks are not known on parts of sequences."""
         if (why := uncombined_reason(self.model, cut)) is not None:
             raise UserError(f"the model {why}")
 
     def _check_expert_parts(self, policies: Policies) -> None:
-        """Raise UserError where ranks cannot divide experts so, or these are not known on parts of sequences."""
+        """Raise UserError if ranks cannot divide experts in this way, or experts are not known on parts of
+        sequences.
+        """
         if policies.gradients == "reduce-scatter" and policies.shards % policies.mesh.expert_stride:
             raise UserError(f"{policies.ep} ranks cannot divide the experts among the {policies.shards} of a replica")
         if policies.pp > 1 and routes_parts(self.model, policies):
@@ -230,7 +234,7 @@ class ModelParts:
         return Part(key, layers, tuple(instance.layer for instance in self.traced))
 
     def stages(self, plan: Plan, policies: Policies) -> tuple[tuple[LayerInstance, ...], ...]:
-        """Return the layers of every stage of a pipeline; raise UserError where the model cannot be cut so."""
+        """Return the layers of every stage of a pipeline; raise UserError if the model cannot be cut in that way."""
 
         def cut() -> tuple[tuple[tuple[LayerInstance, ...], ...], str | None]:
             cut = self.with_plan(plan)
@@ -243,7 +247,7 @@ class ModelParts:
         return stages
 
     def _cut_key(self, plan: Plan, policies: Policies) -> Hashable:
-        """Return what the cut of a pipeline into stages depends on."""
+        """Return everything that the cut of a pipeline into stages depends on."""
         sizes = self.batch_sizes(plan, policies)
         return ("stages", plan.stages, plan.schedule, plan.micro_batches, policies.mesh, policies.ring, sizes)
 

@@ -1,9 +1,9 @@
-"""Lower bound of the step time of a pipeline, by the order in which its stages compute.
+"""Lower bound of a pipeline's step time, from the order in which its stages compute.
 
-[Note: round trip] A stage computes its forwards and backwards in the order of the schedule. None begins before the
-message that it needs has arrived, which takes no less than alone on idle links. The first stage's next step begins
-after its last backward: a step takes no less than all of this from the first stage's first forward on. Where stages
-are sliced, links carry the sums over slices as well.
+[Note: round trip] A stage computes its forwards and backwards in the order of the schedule. None of them begins before
+the message that it needs has arrived; a message takes no less than alone on idle links. The first stage's next step
+begins after its last backward. So a step takes at least the time from the first stage's first forward to its last
+backward. If stages are sliced, links carry the sums over slices as well.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from gssim.planner.bounds.traffic import TrafficBounds
 from gssim.scenario import schedule_of
 
 Computes = tuple[tuple[str, int], ...]
-"""Forwards and backwards of a stage in their order: kind and micro-batch of each."""
+"""Forwards and backwards of a stage in order, each as (kind, micro-batch)."""
 Sums = tuple[tuple[Communication, int], ...]
-"""Distinct collectives, and the number of each."""
+"""Distinct collectives, each with how often it occurs."""
 
 
 class PipelineBounds:
@@ -32,19 +32,19 @@ class PipelineBounds:
         self.parts, self.compute, self.memory, self.traffic = parts, compute, memory, traffic
 
     def least_s(self, plan: Plan, policies: Policies, sizes: Sequence[int]) -> float:
-        """Return the least step time of a pipeline; 0 where it is not known. See [Note: round trip].
+        """Return a lower bound of a pipeline's step time; 0 if none is known. See [Note: round trip].
 
         `sizes`: samples of each rank.
         """
         mesh = policies.mesh
         if mesh.pp == 1 or plan.shares.replan or not has_equal_slices(policies):
             return 0.0
-        if policies.gradients == "push" and mesh.tp > 1:  # it is refused where it is loaded
+        if policies.gradients == "push" and mesh.tp > 1:  # the plan is refused when it is loaded
             return 0.0
         if len(self.parts.stages(plan, policies)) > mesh.pp:
             return 0.0
         name = schedule_of(plan, mesh.pp)
-        try:  # forwards and backwards of each stage in their order
+        try:  # forwards and backwards of each stage, in order
             orders: tuple[Computes, ...] = self.parts.once(
                 ("computes", name, mesh.pp, plan.micro_batches),
                 lambda: tuple(
@@ -52,10 +52,10 @@ class PipelineBounds:
                     for actions in schedule(name, ranks=mesh.pp, stages=mesh.pp, micro_batches=plan.micro_batches)
                 ),
             )
-        except ValueError:  # it is refused where it is loaded
+        except ValueError:  # the plan is refused when it is loaded
             return 0.0
         found, stride = self._links_s(plan, policies, sizes), mesh.ranks // mesh.pp
-        for first in range(0, stride, mesh.tp):  # the first rank of each tensor group, which has the first slice
+        for first in range(0, stride, mesh.tp):  # the first rank of each tensor group, which holds the first slice
             ranks = range(first, mesh.ranks, stride)
             samples = sizes[first] // plan.micro_batches
             passes_s = tuple(self._passes_s(plan, policies, rank, samples) for rank in ranks)
@@ -65,9 +65,9 @@ class PipelineBounds:
         return found
 
     def _passes_s(self, plan: Plan, policies: Policies, rank: int, samples: int) -> tuple[float, float]:
-        """Return the least time of a micro-batch forward, and backward, through a rank's stage.
+        """Return lower bounds of the time of a micro-batch forward, and backward, through a rank's stage.
 
-        That is its compute and, as the stage waits for them, the sums over the ranks that hold its slices.
+        Each is the stage's compute and the sums over tensor slices, for which the stage waits.
         """
         if policies.tp > 1:
             part, _ = self.memory.held_stage(plan, policies, policies.mesh.place(rank).pp)
@@ -82,10 +82,10 @@ class PipelineBounds:
         return forward_s, backward_s
 
     def _sums(self, plan: Plan, policies: Policies, rank: int, samples: int) -> tuple[Sums, Sums]:
-        """Return the sums over the slices of a rank's stage for a micro-batch, in the forward and in the backward."""
+        """Return a micro-batch's sums over the slices of a rank's stage, in the forward and in the backward."""
         workload = self.parts.workload
         partly = workload.frozen is not None or workload.adapters is not None  # some layers may have no backward
-        # sums beside products may cost nothing
+        # sums that run beside products may cost nothing
         if policies.tp == 1 or partly or plan.tp_overlap or plan.async_input_gradients:
             return (), ()
         group, place = policies.mesh.group(rank, "tp"), policies.mesh.place(rank).pp
@@ -112,7 +112,9 @@ class PipelineBounds:
     def _messages_s(
         self, plan: Plan, policies: Policies, ranks: Sequence[int], samples: int
     ) -> tuple[tuple[float, float], ...]:
-        """Return the least time of a message from each stage but the last to the next, and of one back."""
+        """Return lower bounds of the time of a message from each stage but the last to the next one, and of one
+        back.
+        """
         collectives, chance = self.traffic.collectives(plan, policies), least_chance(self.parts.with_plan(plan))
         return tuple(
             (
@@ -131,9 +133,9 @@ def round_trip_s(
     """Return the time from the first stage's first forward to its last backward.
 
     Args:
-        orders: the forwards and backwards of each stage.
-        passes_s: times of a forward and a backward of each stage.
-        messages_s: times of a message from each stage but the last to the next, and of one back.
+            orders: the forwards and backwards of each stage.
+            passes_s: for each stage, the times of a forward and of a backward.
+            messages_s: for each stage but the last, the times of a message to the next stage, and of one back.
 
     >>> order = (("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1))
     >>> round_trip_s([order, order], [(1.0, 2.0), (1.0, 2.0)], [(0.25, 0.25)])

@@ -1,10 +1,10 @@
-"""Lower bounds of the communication time of a step: of one rank that never waits, and of the links.
+"""Lower bounds of the communication time of a step: for one rank that never waits, and for the links.
 
 [Note: traffic] Communication depends on the method, the mesh and the shard sizes, hardly on compute. So one rank is
-lowered, with at most two micro-batches: where gradients are sent in each, every further one sends the same as the
-second; else no more is counted. Sums over tensor slices grow with samples: they are counted as in two micro-batches, as
-many small ones take no less. A plan with thresholds is lowered without them, and thresholded collectives are not
-counted at all: the rest is the same for any data and thresholds.
+lowered, with at most two micro-batches. If gradients are sent in each micro-batch, every further one sends the same as
+the second; otherwise further ones are not counted. Sums over tensor slices grow with samples; they are counted as for
+two micro-batches, since many small sums take no less. A plan with thresholds is lowered without them, and thresholded
+collectives are not counted at all. The rest is the same for any data and thresholds.
 """
 
 from collections import Counter, defaultdict
@@ -25,15 +25,15 @@ from gssim.units import Floats
 
 MICRO_BATCHES = 2
 MAX_RANKS = 256
-"""With more ranks, collectives are not bounded: it would take longer than it saves."""
+"""With more ranks, collectives are not bounded: that would take longer than it saves."""
 
 
 @dataclass(frozen=True)
 class BusyTimes:
-    """Busy times of streams and links with collectives."""
+    """Busy times of streams and links through collectives."""
 
     streams_s: Mapping[str, float]
-    """By stream of the first rank."""
+    """Seconds for each stream of the first rank."""
     links_s: Floats
 
 
@@ -46,16 +46,16 @@ class TrafficBounds:
         self.by_ranks: dict[int, CollectiveBounds] = {}
 
     def least_s(self, plan: Plan, policies: Policies, *, busy_s: float = 0.0) -> float:
-        """Return the least step time by its communication; see [Note: traffic].
+        """Return the lower bound of a step's time that follows from its communication; see [Note: traffic].
 
-        `busy_s`: least compute time of the first rank, added to blocking communication.
+        `busy_s`: lower bound of the first rank's compute time, which is added to blocking communication.
         """
-        unlike = plan.shares.replan or policies.in_fragments  # from step to step
+        unlike = plan.shares.replan or policies.in_fragments  # steps differ
         if policies.ranks == 1 or policies.pp > 1 or policies.ranks > MAX_RANKS or unlike:
             return 0.0
         try:
             plain = self._canonical_plan(plan, policies)
-        except UserError:  # it is refused where it is loaded
+        except UserError:  # the plan is refused when it is loaded
             return 0.0
         # kinds of collectives whose size depends on thresholds
         pushes = {"all-to-all-v"} if plan.push.selects else set()
@@ -68,13 +68,13 @@ class TrafficBounds:
         return max(chance * max(links_s, *streams_s.values(), 0.0), busy_s + chance * streams_s.get("compute", 0.0))
 
     def collectives(self, plan: Plan, policies: Policies) -> CollectiveBounds:
-        """Return the bounds of collectives among as many ranks as a plan has."""
+        """Return the bounds of collectives among the plan's number of ranks."""
         if policies.ranks not in self.by_ranks:
             self.by_ranks[policies.ranks] = CollectiveBounds(self.parts.with_plan(plan), self.shared)
         return self.by_ranks[policies.ranks]
 
     def _canonical_plan(self, plan: Plan, policies: Policies) -> Plan:
-        """Return a plan with the same collectives that many other plans share."""
+        """Return a plan with the same collectives; many plans share one such plan."""
         rule, batch = plan.shares.shards, plan.shares.batch if policies.tp > 1 else "even"
         if rule in ("memory", "cost"):
             rule = tuple(self.parts.with_plan(plan).shard_shares)
@@ -90,7 +90,7 @@ class TrafficBounds:
         )
 
     def _busy_times(self, plain: Plan, left_out: Collection[str]) -> tuple[BusyTimes, BusyTimes]:
-        """Return the busy times of a step with so many micro-batches, and of every further micro-batch.
+        """Return the busy times of a step with the plan's micro-batches, and those of every further micro-batch.
 
         `left_out`: kinds of collectives that are not counted.
         """
@@ -111,7 +111,7 @@ class TrafficBounds:
         return self._busy_times_of(sent, ranks), self._busy_times_of(later, ranks)
 
     def _scenario(self, plain: Plan) -> Scenario:
-        """Return the scenario with that plan; where samples do not matter, with a batch that divides evenly."""
+        """Return the scenario with that plan. If samples do not matter, its batch is one that divides evenly."""
         scenario = self.parts.with_plan(plain)
         if plain.tp > 1:
             return scenario

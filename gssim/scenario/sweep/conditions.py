@@ -1,14 +1,15 @@
 """Conditions that select points of a sweep, such as `plan.method == "gs_hier" and ranks <= 8`; parsed, never executed.
 
-Their syntax is a part of Python's, and Python's parser reads it:
+Their syntax is a subset of Python's, and Python's parser reads it:
 
     condition   either or either ...        either: both and both ...       both: not both, or a comparison
     comparison  sum == sum (or != < <= > >=), several in a row; sum in [value, ...]; sum not in [value, ...]
     sum         product + product - ...     product: value * value / value % value ...
     value       a number, a "text", true, false, inf, absent, a name, or (condition)
 
-A name is the path of a scenario's key, or a fact. A key that a point does not have is `absent`: it equals nothing else,
-and is not ordered. Text beside a key with a unit is a quantity: `... .bandwidth_bytes_per_s < "10 Gb/s"`.
+A name is the path of a scenario's key, or a fact about the point. A key that a point does not have is `absent`: it
+equals nothing else, and is not ordered. A text compared with a key that has a unit is a quantity: `...
+.bandwidth_bytes_per_s < "10 Gb/s"`.
 """
 
 import ast
@@ -56,14 +57,14 @@ ALLOWED = 'allowed: keys, facts, numbers, "texts", + - * / %, comparisons, in [.
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition: its text, the names in it, and its test."""
+    """A condition: its text, the names in it, and its test function."""
 
     text: str
     names: frozenset[str]
     _test: Test
 
     def holds(self, values: Values) -> bool:
-        """Return whether it holds for a point; raise UserError where its values cannot be compared or computed with.
+        """Return whether it holds for a point; raise UserError if its values cannot be compared or computed with.
 
         >>> condition('plan.method in ["gs", "gs_z3"] and ranks % 8 == 0').holds({"plan.method": "gs", "ranks": 16})
         True
@@ -79,7 +80,7 @@ class Condition:
 
 
 def condition(text: str) -> Condition:
-    """Return the condition of a text; raise UserError, which does not name its file, where it is invalid."""
+    """Return the condition of a text; raise UserError, without the file's name, if it is invalid."""
     parser = _Parser(text)
     try:
         test, _ = parser.test_of(ast.parse(parser.masked, mode="eval").body)
@@ -98,10 +99,11 @@ def _too_deep(text: str) -> UserError:
 
 
 class _Parser:
-    """Reads the syntax tree that Python makes of a condition, of which it allows few kinds of nodes.
+    """Reads the syntax tree that Python makes of a condition, and allows only few kinds of nodes.
 
-    Keys have dots, hyphens and digits, and texts no escapes, which Python reads otherwise. So Python is given names and
-    constants of the same lengths instead, and what stands at their places is looked up.
+    Keys have dots, hyphens and digits, and texts have no escapes, which Python would read differently. So Python parses
+    a text in which they are replaced by names and constants of the same lengths; the originals are looked up by
+    position.
     """
 
     def __init__(self, text: str) -> None:
@@ -124,7 +126,7 @@ class _Parser:
         self.masked = masked
 
     def fault(self, place: int) -> UserError:
-        """Return the error for what stands at a place of the text."""
+        """Return the error for the word at a position of the text."""
         if not any(start >= place for start in self._tokens):
             return UserError(f"'{self.text}': ends too early; {ALLOWED}")
         start = min(start for start in self._tokens if start >= place)
@@ -134,7 +136,7 @@ class _Parser:
         return UserError(f"'{self.text}': character {start + 1}: '{word}' is not allowed here; {ALLOWED}")
 
     def test_of(self, node: ast.expr) -> tuple[Test, str | None]:
-        """Return the getter of a node's value, and its kind of quantity."""
+        """Return a function that gives a node's value for a point, and the node's kind of quantity."""
         if isinstance(node, (ast.Name, ast.Constant)):
             return self._value(node)
         if isinstance(node, ast.BoolOp):
@@ -151,7 +153,7 @@ class _Parser:
             return _reckoned(ARITHMETIC[type(node.op)], left, self.test_of(node.right)[0]), kind
         if isinstance(node, ast.Compare):
             return self._comparison(node), None
-        first = next(ast.iter_child_nodes(node), None)  # what is wrong stands behind it: `**`, or the bracket of a call
+        first = next(ast.iter_child_nodes(node), None)  # the fault comes after it: `**`, or the bracket of a call
         place = node.col_offset
         if isinstance(first, ast.expr) and first.col_offset == place:
             place = first.end_col_offset or place
@@ -175,7 +177,7 @@ class _Parser:
         return lambda values: constant, None
 
     def _comparison(self, node: ast.Compare) -> Test:
-        """Return the test of comparisons in a row; what follows `in [...]` is compared with what is before it."""
+        """Return the test of chained comparisons; what follows `in [...]` is compared with the value before it."""
         tests: list[Test] = []
         left, kind = self.test_of(node.left)
         for sign, operand in zip(node.ops, node.comparators, strict=True):
@@ -204,7 +206,7 @@ class _Parser:
 
 
 def _read(test: Test, kind: str | None) -> Test:
-    """Return a getter that parses text as a quantity, if it is beside one."""
+    """Return a function that also parses a text as a quantity, if it is compared with one."""
     if kind is None:
         return test
 

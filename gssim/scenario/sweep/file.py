@@ -25,14 +25,14 @@ FILES = (
 )
 """Keys whose values may name files."""
 Place = dict[str, Any]
-"""Values by key path: one place on an axis, or on several linked ones."""
+"""Values by key path: one position on an axis, or on several linked axes."""
 RANGE_KEYS = ("from", "to", "count", "scale")
 DIGITS = 6
-"""Significant digits of the values inside a range, to avoid 3.1622776601683795e-05."""
+"""Significant digits of intermediate values of a range, to avoid 3.1622776601683795e-05."""
 
 
 def axes_of(table: Mapping[str, Any], where: str = "axes") -> dict[str, list[Any]]:
-    """Return lists of values by key path; raise UserError for values that are no list or range, or empty.
+    """Return lists of values by key path; raise UserError for values that are not a list or range, or are empty.
 
     >>> axes_of({"plan": {"push": {"threshold": [1e-4, 1e-3]}}, "plan.method": ["gs"]})
     {'plan.push.threshold': [0.0001, 0.001], 'plan.method': ['gs']}
@@ -54,7 +54,7 @@ def axes_of(table: Mapping[str, Any], where: str = "axes") -> dict[str, list[Any
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the items of nested tables by key path; a range is a value."""
+    """Yield the items of nested tables by key path; a range counts as a value."""
     for key, value in table.items():
         if isinstance(value, dict) and "from" not in value:
             yield from flat(value, f"{prefix}{key}.")
@@ -63,7 +63,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def dimensions(axes: Mapping[str, Any], linked: Sequence[Mapping[str, Any]], where: str = "") -> list[list[Place]]:
-    """Return the factors of the product of axes: for each axis, and for each table of linked ones, its places.
+    """Return the factors of the product of axes: the positions of each axis, and of each table of linked axes.
 
     >>> dimensions({"run.seed": [0, 1]}, [{"plan.dp_replicate": [2, 4], "plan.dp_shard": [4, 2]}])[1]
     [{'plan.dp_replicate': 2, 'plan.dp_shard': 4}, {'plan.dp_replicate': 4, 'plan.dp_shard': 2}]
@@ -84,10 +84,10 @@ def dimensions(axes: Mapping[str, Any], linked: Sequence[Mapping[str, Any]], whe
 
 
 def values_between(key: str, table: Mapping[str, Any], where: str) -> list[float]:
-    """Return the values of a range: `count` of them from `from` to `to`, evenly or, by `scale`, in equal ratios.
+    """Return the `count` values of a range from `from` to `to`, evenly spaced or, by `scale`, in equal ratios.
 
-    Quantities are numbers in the key's unit. Intermediate values have six significant digits; where all are integers up
-    to that, they are integers.
+    Quantities are numbers in the key's unit. Intermediate values have six significant digits; they are integers if all
+    of them are, to that precision.
 
     >>> values_between("plan.push.threshold", {"from": 1e-4, "to": 1e-2, "count": 5, "scale": "log"}, "")
     [0.0001, 0.000316228, 0.001, 0.00316228, 0.01]
@@ -133,7 +133,7 @@ def _between(first: float, last: float, part: float, scale: str) -> float:
 
 
 RATES = ("_per_s", "latency_s", "oversubscription")
-"""Suffixes of the keys of links' rates."""
+"""Suffixes of the keys that are rates of links."""
 
 
 def is_rate(key: str) -> bool:
@@ -146,7 +146,7 @@ def is_rate(key: str) -> bool:
 
 
 def label(key: str, value: Any) -> str:
-    """Return a value of an axis as part of a point's name.
+    """Return the text for an axis's value in a point's name.
 
     >>> label("plan.push.threshold", 1e-3), label("cluster", "clusters/two-sites.toml"), label("plan.tp", 2)
     ('threshold-0.001', 'two-sites', 'tp-2')
@@ -159,7 +159,7 @@ def label(key: str, value: Any) -> str:
 
 
 def shown(key: str, value: Any) -> Any:
-    """Return a value for tables and conditions: quantities as numbers, files by their names, arrays as text.
+    """Return a value in the form used by tables and conditions: quantities as numbers, files by name, arrays as text.
 
     >>> shown("cluster.topology.link.bandwidth_bytes_per_s", "1 Gb/s"), shown("cluster", "../clusters/two-sites.toml")
     (125000000.0, 'two-sites')
@@ -185,15 +185,15 @@ class Group:
     """Points that are compared with one another: usually on the same cluster, with the same model."""
 
     name: str
-    """Name, with which the names of its points begin, before `--`."""
+    """Name of the group; the names of its points begin with it, followed by `--`."""
     scenario: str | None = None
-    """Another scenario file, beside this one, whose keys are overridden; absent: the sweep's."""
+    """Another scenario file, beside this one, that the group uses as its base; absent: the sweep's."""
     set: dict[str, Any] = field(default_factory=dict)
     """Overrides of the scenario's keys, for all points of the group."""
     variants: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """Names of its variants; absent: all."""
+    """Names of the variants that the group has; absent: all."""
     axes: dict[str, Any] = field(default_factory=dict)
-    """Lists of values or ranges, by key; in addition to the sweep's, or instead of the same one."""
+    """Lists of values or ranges, by key, in addition to the sweep's axes; an axis of the same key is replaced."""
     linked: tuple[dict[str, Any], ...] = ()
     """Linked axes in addition to the sweep's."""
     keep: Conditions = ()
@@ -204,33 +204,35 @@ class Group:
 
 @spec
 class Sweep:
-    """A table of scenarios: every group has a point for each of its variants and each combination of axes' values.
+    """A table of scenarios: every group has a point for each of its variants and each combination of axis values.
 
-    Where a key is overridden more than once the last override counts, in the order sweep, group, variant, axes, linked
+    If a key is overridden more than once, the last override counts, in the order sweep, group, variant, axes, linked
     axes.
     """
 
     scenario: str
-    """The scenario file, beside this one, whose keys are overridden."""
+    """The base scenario file, beside this one."""
     question: str = ""
     """Question that all points together answer; by default the comment on the file's first line."""
     set: dict[str, Any] = field(default_factory=dict)
-    """Overrides of the scenario's keys, for all points. Files are searched beside the sweep, then the scenario."""
+    """Overrides of the scenario's keys, for all points. Files are searched beside the sweep, then beside the
+    scenario.
+    """
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Overrides, by name of the variant. A variant may also have `axes` and `linked` of its own, such as thresholds
+    """Overrides by name of the variant. A variant may also have its own `axes` and `linked`, for example thresholds
     that other methods do not have."""
     axes: dict[str, Any] = field(default_factory=dict)
-    """By key, a list of values, or a range: `{ from = "1 Gb/s", to = "400 Gb/s", count = 9, scale = "log" }`, `linear`
-    if `scale` is absent. Quantities may have units. All axes are combined."""
+    """By key, a list of values or a range: `{ from = "1 Gb/s", to = "400 Gb/s", count = 9, scale = "log" }`; without
+    `scale`, a range is linear. Quantities may have units. All axes are combined."""
     linked: tuple[dict[str, Any], ...] = ()
-    """Tables of axes with equal numbers of values, which change together."""
+    """Tables of axes whose values change together; the axes of a table have equally many values."""
     keep: Conditions = ()
-    """Conditions that all must hold for a point to be kept, such as `workload.global_batch_size >= ranks`: over keys of
-    the scenario, and the facts `group`, `variant`, `ranks`, `devices`."""
+    """Conditions that must all hold for a point to be kept, such as `workload.global_batch_size >= ranks`. They use
+    keys of the scenario, and the facts `group`, `variant`, `ranks` and `devices`."""
     skip: Conditions = ()
-    """Conditions none of which may hold."""
+    """Conditions that exclude a point; none of them may hold."""
     groups: tuple[Group, ...] = ()
-    """Absent: one group, named after the file."""
+    """Groups of points. Absent: one group, named after the file."""
     repeats: PositiveInt = 1
     """Number of measurements of each measured point."""
 
@@ -261,7 +263,7 @@ Parts = tuple[dict[str, Any], dict[str, Any], Sequence[dict[str, Any]]]
 
 
 def parts_of_variant(variant: dict[str, Any], where: str = "") -> Parts:
-    """Return a variant's overrides, axes and linked axes; raise UserError where these are invalid."""
+    """Return a variant's overrides, axes and linked axes; raise UserError if these are invalid."""
     axes, linked = variant.get("axes", {}), variant.get("linked", [])
     if not isinstance(axes, dict):
         raise UserError(f"{where}axes = {axes!r}: must be a table of keys")

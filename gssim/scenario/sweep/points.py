@@ -1,4 +1,4 @@
-"""Points of a sweep: combinations of groups, variants and axes that its conditions keep."""
+"""Points of a sweep: the combinations of groups, variants and axis values that its conditions keep."""
 
 import difflib
 import itertools
@@ -32,15 +32,15 @@ from gssim.scenario.sweep.file import (
 from gssim.units import excess
 
 OF_THE_CLUSTER = ("ranks", "devices")
-"""Facts that need the point's scenario to be loaded."""
+"""Facts that require loading the point's scenario."""
 FACTS = ("group", "variant", *OF_THE_CLUSTER)
 DECIDING = ("cluster", "workload.model", "workload.global_batch_size", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
-"""Prefixes of the keys that determine the number of ranks, and suffice for a valid scenario."""
+"""Prefixes of the keys that determine the number of ranks; they alone give a valid scenario."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Properties of a point that conditions may use besides its keys."""
+    """Facts about a point that conditions may use besides its keys."""
 
     group: str
     variant: str | None
@@ -49,7 +49,7 @@ class Facts:
     shared: Shared
 
     def sizes(self) -> dict[str, int] | None:
-        """Return the point's numbers of ranks and devices; None where it is no valid scenario."""
+        """Return the point's numbers of ranks and devices; None if it is not a valid scenario."""
         deciding = tuple(e for e in self.overrides if e.startswith(DECIDING) and not is_rate(e.partition("=")[0]))
         sizes = self.shared.once("sizes", (self.file, deciding), lambda: self._sizes(deciding), most=4096)
         return sizes if sizes is not None else self._sizes(self.overrides)
@@ -70,9 +70,10 @@ class Choice:
         self.file = file
 
     def takes(self, values: Mapping[str, Any], facts: Facts) -> bool:
-        """Return whether a point is kept; raise UserError where a condition cannot be evaluated.
+        """Return whether a point is kept; raise UserError if a condition cannot be evaluated.
 
-        Conditions on facts are skipped for a point that is no valid scenario: it is kept, so that its error is shown.
+        For a point that is not a valid scenario, conditions on facts are skipped: it is kept, so that its error is
+        shown.
         """
         for tested, wanted in (*((c, True) for c in self.keep), *((c, False) for c in self.skip)):
             known = self._known(tested, values, facts)
@@ -87,7 +88,7 @@ class Choice:
             raise UserError(f"{self.file}: {error}") from None
 
     def _known(self, tested: Condition, values: Mapping[str, Any], facts: Facts) -> dict[str, Any] | None:
-        """Return the values of a condition's names; None where its facts are unknown."""
+        """Return the values of a condition's names; None if it uses facts that are not known."""
         known: dict[str, Any] = {key: shown(key, values[key]) for key in tested.names if key in values}
         known |= {name: getattr(facts, name) for name in ("group", "variant") if name in tested.names}
         if not tested.names.isdisjoint(OF_THE_CLUSTER):
@@ -99,12 +100,12 @@ class Choice:
 
 
 SEPARATOR = "--"
-"""Separator of the parts of a point's name, of which the first is its group."""
+"""Separator of the parts of a point's name; the first part is its group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One scenario of a sweep: a file, and overrides."""
+    """One scenario of a sweep: a file and overrides."""
 
     name: str
     """`GROUP--VARIANT`, followed by the axes' values."""
@@ -129,10 +130,9 @@ class Point:
 
 
 def points_of(sweep: Sweep, *, file: Path, overrides: Sequence[str] = ()) -> tuple[Point, ...]:
-    """Return the points of the sweep in `file`, group by group; `overrides`: of the command line, which are applied
-    last.
+    """Return the points of the sweep in `file`, group by group; `overrides`: those of the command line, applied last.
 
-    Raises UserError where there are too many points, none is kept, or two have the same name.
+    Raises UserError if there are too many points, if none is kept, or if two have the same name.
     """
     groups = sweep.groups or (Group(name=file.stem),)
     count = sum(variant.size for group in groups for variant in _variants(sweep, group))
@@ -158,9 +158,9 @@ def axis_keys(sweep: Sweep) -> tuple[str, ...]:
 
 
 def chosen(points: Sequence[Point], patterns: Sequence[str], *, file: Path) -> tuple[Point, ...]:
-    """Return the points whose names match one of the patterns (`*`, `?`), all where there is no pattern.
+    """Return the points whose names match one of the patterns (`*`, `?`); without patterns, all points.
 
-    Raises UserError for a pattern that matches none.
+    Raises UserError for a pattern that matches no point.
     """
     for pattern in patterns:
         if not any(fnmatchcase(point.name, pattern) for point in points):
@@ -169,7 +169,7 @@ def chosen(points: Sequence[Point], patterns: Sequence[str], *, file: Path) -> t
 
 
 def loaded_point(point: Point, *, file: Path, gradients_needed: bool = True, shared: Shared | None = None) -> Loaded:
-    """Return the point's scenario; raise UserError that names the sweep and the point where it is invalid."""
+    """Return the point's scenario; if it is invalid, raise UserError that names the sweep and the point."""
     try:
         return point.load(gradients_needed=gradients_needed, shared=shared)
     except UserError as error:
@@ -221,7 +221,9 @@ def _variants(sweep: Sweep, group: Group) -> list[_Variant]:
 
 
 def _replaced(common: list[list[Place]], own: list[list[Place]], where: str) -> list[list[Place]]:
-    """Return the common axes, with those of equal keys replaced by the own ones, and the other own ones."""
+    """Return the common axes, with axes of the same keys replaced by the variant's own, followed by its other
+    own axes.
+    """
     by_keys = {tuple(places[0]): places for places in own}
     axes = [by_keys.pop(tuple(places[0]), places) for places in common]
     axes += by_keys.values()
@@ -261,11 +263,11 @@ def _points(
 
 
 class _NamedPlace:
-    """A place on an axis with its part of points' names, and its overrides."""
+    """A position on an axis, with its text for points' names and its overrides."""
 
     def __init__(self, place: Place, file: Path) -> None:
         key, value = next(iter(place.items()))
-        self.label = label(key, value)  # the first of linked ones names the place
+        self.label = label(key, value)  # of linked axes, the first one gives the name
         self.overrides = _located(place, file)
         self.values = place
 
