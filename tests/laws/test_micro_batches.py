@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import loaded_of, scenario_of, star
 
+from gssim.engine import MEMORY_STEPS, memory_after
 from gssim.errors import UserError
-from gssim.program import Task, lower
+from gssim.program import Steps, Task, lower
 from gssim.result import Result
-from gssim.scenario import Scenario, load_model
+from gssim.scenario import Scenario, load_model, load_scenario
 from gssim.simulation import simulate, traced
 
 GPT = load_model(Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt-byte-1m.toml")
@@ -175,3 +176,19 @@ def test_a_trace_needs_all_micro_batches():
     simulated = simulate(loaded_of(replace(scenario, run=run)))
     with pytest.raises(UserError, match=r"run\.extrapolate_micro_batches = true"):
         traced(simulated)
+
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_program_for_memory_has_the_memory_of_the_whole_one_in_fewer_tasks(method, schedule):
+    parts = "dp_replicate=2" if method in ("ddp", "zero1") else "dp_shard=2"
+    plan = f'method="{method}", schedule="{schedule}", pp=4, {parts}, micro_batches=32, recompute="full"'
+    scenario = load_scenario(SCENARIOS / "search-unequal-gpus.toml", [f"plan={{{plan}}}"]).scenario
+    whole, alone = (Steps(scenario, for_memory=each).program(0) for each in (False, True))
+    assert len(alone.tasks[0]) < len(whole.tasks[0])
+    for role in range(len(whole.tasks)):
+        expected, found = (each.once(memory_after, role, MEMORY_STEPS) for each in (whole, alone))
+        assert (found.peak, found.current) == (expected.peak, expected.current)
