@@ -373,6 +373,8 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
         tag, tags = shown_value(fault["ctx"]["tag"]), fault["ctx"]["expected_tags"].replace("'", "")
         return f"{file}: {path}.kind = {tag}: allowed: {tags}{more}"
     message = NOT_OF_THE_TYPE.get(fault["type"], fault["msg"].removeprefix("Value error, "))
+    if fault.get("ctx", {}).get("ge") == RANGES["number"][0]:
+        message = "must be more than 0"
     names_a_key = fault["type"] == "value_error" and isinstance(fault["input"], dict)
     shown = shown_value(fault["input"])
     value = "" if names_a_key and shown.endswith("...") else f" = {shown}"
