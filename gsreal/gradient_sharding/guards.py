@@ -14,12 +14,13 @@ Checks of the arguments of `shard_gradients`, and the shares, parameter groups a
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
@@ -338,6 +339,25 @@ def check_options(
         raise ValueError(f"parameters = '{parameters}': nothing is published, so that nothing can be thresholded")
     if parameters != "replicated" and groups is not None:
         raise ValueError(f"parameters = '{parameters}': a unit is updated as one, so that it cannot have param_groups")
+
+
+def check_experts(
+    experts: Collection[str],
+    trained: Mapping[str, nn.Parameter],
+    group: dist.ProcessGroup | None,
+    parameters: str,
+    *,
+    whole_tensors: bool,
+) -> None:
+    """Raise ValueError if `experts` are not all trained, or beside options that they cannot be trained with."""
+    if bool(experts) != (group is not None):
+        raise ValueError("experts and expert_group: give both, the parameters and the ranks that hold the same ones")
+    odd = [name for name in experts if name not in trained]
+    if odd:
+        raise ValueError(f"experts: '{odd[0]}' is no parameter that is trained")
+    options = {f"parameters = '{parameters}'": parameters != "replicated", "whole_tensors": whole_tensors}
+    for name in (name for name, is_set in options.items() if experts and is_set):
+        raise ValueError(f"experts: cannot be trained with {name} yet; leave it out")
 
 
 def check_model(model: Any, parameters: Mapping[str, nn.Parameter], *, thresholded: bool) -> None:

@@ -33,6 +33,7 @@ class Unit(Bucket):
     """
 
     is_replica = False
+    is_published = False
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Unit(Bucket):
         side_stream: SideStream,
         observe: Observer,
     ) -> None:
-        super().__init__(index, parameters, division, node=hierarchy.node)
+        super().__init__(index, parameters, division, owners=hierarchy.owners)
         self.name, self.module, self.group, self.observe = name, module, hierarchy.inter_node, observe
         self._protocol = hierarchy.protocol
         self._side_stream = side_stream
@@ -94,7 +95,7 @@ class Unit(Bucket):
         if self._wait is None:
             self.issue(when, beside=False)
         else:
-            with self.observe(f"take all-gather {self.name}{when}", "exposed_communication"):
+            with self.observe(f"take all-gather {self.name}{when}", "exposed_communication", group=self.group):
                 self._wait()
             self._wait = None
         self.check(self)
@@ -122,7 +123,7 @@ class Unit(Bucket):
         if beside:
             self._wait = self._side_stream.begin(gather)
             return
-        with self.observe(label, "exposed_communication"):
+        with self.observe(label, "exposed_communication", group=self.group):
             gather()
 
     def free(self) -> None:

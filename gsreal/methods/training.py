@@ -49,21 +49,24 @@ class Weights:
     """Every rank's fraction of the step's loss terms."""
     micro_batches: tuple[float, ...] = (1.0,)
     """Every micro-batch's fraction of this rank's loss terms."""
-    context_ranks: int = 1
-    """Ranks in a row that have the same sequences: they divide these among them, or hold slices of blocks."""
+    joined_ranks: int = 1
+    """Ranks in a row whose gradients are of one another's losses: they have the same sequences, which they divide among
+    them, or hold slices of blocks, or they divide experts.
+    """
 
     @property
     def pushed(self) -> tuple[float, ...]:
         """Weight of the gradient that each rank pushes to its owners.
 
-        Gradients of keys and values are of the losses of all ranks that divide a sequence. These cannot be weighted
-        apart afterwards: owners weight all of them equally, and each rank its own loss before the backward.
+        Gradients of keys and values are of the losses of all ranks that divide a sequence, those of experts of the
+        losses of all whose tokens they got. These cannot be weighted apart afterwards: owners weight all of them
+        equally, and each rank its own loss before the backward.
         """
-        if self.context_ranks == 1:
+        if self.joined_ranks == 1:
             return self.ranks
-        firsts = range(0, len(self.ranks), self.context_ranks)
-        means = [fmean(self.ranks[first : first + self.context_ranks]) for first in firsts]
-        return tuple(mean for mean in means for _ in range(self.context_ranks))
+        firsts = range(0, len(self.ranks), self.joined_ranks)
+        means = [fmean(self.ranks[first : first + self.joined_ranks]) for first in firsts]
+        return tuple(mean for mean in means for _ in range(self.joined_ranks))
 
 
 GROWTH_STEPS = 2000

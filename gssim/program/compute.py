@@ -122,15 +122,16 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     always_kept = _gradient_events(low, 0, 0)
     added = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds those that it casts
     given_back = added + in_buckets
+    of_experts = given_back if low.policies.gradients == "push" else int(added)  # else no bucket takes them
     adds_itself = low.has_one_gradient_buffer  # the products do
     if own.layers is low.layers and not adds_itself:
-        gradients = _gradient_events(low, given_back, added)
+        gradients = _gradient_events(low, given_back, of_experts)
     else:
         gradients = gradient_events(
             () if adds_itself else own.layers,
             value_bytes=low.value_bytes,
             given_back=given_back,
-            given_back_of_experts=int(added),  # no bucket takes them
+            given_back_of_experts=of_experts,
         )
     buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
     hook_s = hook_time_s(low, rank) if in_buckets else 0.0

@@ -113,6 +113,8 @@ class Lowering:
     """All stages of the pipeline."""
     tensor_part: int = 0
     """Index of the tensor slice that they hold: their coordinate on the axis tp."""
+    of_experts: bool = False
+    """Whether its owners are those of divided experts; see `owning`."""
     shared: Shared = field(default_factory=Shared)
     """Cache shared with other steps and other scenarios."""
     slowed: Mapping[int, float] = field(default_factory=dict)
@@ -223,9 +225,10 @@ class Lowering:
     def expert_buckets(self) -> tuple[Bucket, ...]:
         """Gradients of divided experts, each reduced by itself, in the order in which they are ready.
 
-        Where gradients exist in one buffer alone, they are in a second one.
+        Where gradients exist in one buffer alone, they are in a second one; where they are pushed, they are among
+        `buckets`.
         """
-        if self.policies.ep == 1:
+        if self.policies.ep == 1 or self.policies.gradients == "push":
             return ()
         order = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in gradient_order(self.layers)]
         members = [member for member in order if member[1].of_experts]
@@ -371,6 +374,31 @@ class Lowering:
         """Whether message sizes depend on the data: on the tensors in each range, and on the step."""
         return self.policies.gradients == "push" and self.scenario.plan.sends_by_data
 
+    def owning(self, bucket: Bucket) -> "Lowering":
+        """Return the lowering of the owners of a bucket: this one, or of experts that ranks divide.
+
+        Gradients of these are pushed to the ranks that hold the same ones. A row of ranks that divide experts is then
+        like a node, and a rank's position in it its place, but that each place has a bucket of its own, of experts that
+        the others do not hold, so that nothing is reduced or gathered inside. A bucket of other owners has no elements.
+        """
+        return self.expert_owners if bucket.of_experts and not self.of_experts else self
+
+    @property
+    def all_owners(self) -> tuple["Lowering", ...]:
+        """This lowering, and that of the owners of divided experts, where gradients are pushed and there are any."""
+        divides = self.policies.gradients == "push" and any(bucket.of_experts for bucket in self.buckets)
+        return (self, self.expert_owners) if divides else (self,)
+
+    @property
+    @once_a_step
+    def expert_owners(self) -> "Lowering":
+        """The lowering of the owners of divided experts; see `owning`."""
+        return self._expert_owners().with_statistics(self.statistics).at_step(self.step)
+
+    @once_a_run
+    def _expert_owners(self) -> "Lowering":
+        return replace(self, of_experts=True, step_cache={}, run_cache={}, computed={})
+
     @cached_property
     def nodes(self) -> int:
         """Number of nodes among which gradients are pushed; see [Note: hierarchy] in `gssim.plan.buckets`."""
@@ -379,14 +407,26 @@ class Lowering:
     @cached_property
     def places(self) -> int:
         """Number of devices per node among which gradients are reduce-scattered before they are pushed; 1 without
-        hierarchy.
+        hierarchy. Of divided experts: of ranks that divide them.
         """
+        if self.of_experts:
+            return self.policies.mesh.expert_stride
         return self.shards if self.policies.push_axis == "dp_replicate" else 1
+
+    @property
+    def reduces_in_nodes(self) -> bool:
+        """Whether gradients are reduce-scattered inside nodes before they are pushed across them."""
+        return self.places > 1 and not self.of_experts
 
     @cached_property
     def push_groups(self) -> tuple[Sequence[int], ...]:
         """Ranks that push to one another, those at the same place of every node, by place."""
-        return self.groups_along(self.policies.push_axis)
+        return self.expert_replicas if self.of_experts else self.groups_along(self.policies.push_axis)
+
+    @property
+    def first_of_places(self) -> Sequence[int]:
+        """The first ranks, that together take part in every collective."""
+        return self.group[: max(owners.places for owners in self.all_owners)]
 
     def place(self, rank: int) -> int:
         """Return a rank's place in its node."""
@@ -397,14 +437,21 @@ class Lowering:
         return self.position(rank) // self.places
 
     def division(self, bucket: Bucket) -> Division:
-        """Return how a bucket's elements are divided among the ranks."""
-        return self.division_of(bucket.elements)
+        """Return how a bucket's elements are divided among the ranks; of another's owners, it has none."""
+        own = not self.policies.ep > 1 or bucket.of_experts == self.of_experts
+        return self.division_of(bucket.elements if own else 0)
 
     @once_a_run
     def division_of(self, elements: int) -> Division:
-        """Return how a bucket of so many elements is divided among the ranks."""
+        """Return how a bucket of so many elements is divided among the ranks; of experts, those at each place."""
         rows = [self.shard_shares[first : first + self.places] for first in range(0, len(self.group), self.places)]
-        return divide(elements, by_node=rows)
+        if not self.of_experts:
+            return divide(elements, by_node=rows)
+        columns = [
+            splitting.proportional(shares) if any(shares) else splitting.even(len(shares))
+            for shares in zip(*rows, strict=True)
+        ]
+        return Division(tuple(splitting.split(elements, shares) for shares in columns))
 
     def pushed_elements(self, bucket: Bucket, rank: int) -> int:
         """Return the number of elements of a bucket that a rank owns, where gradients are pushed to their owners."""
@@ -563,15 +610,21 @@ class Lowering:
         """
         order = gradient_order(self.layers)
         members = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in order]
-        if self.policies.ep > 1:  # the gradients of experts are reduced over fewer ranks
+        if self.policies.ep > 1 and self.policies.gradients != "push":  # those of experts are reduced over fewer ranks
             members = [member for member in members if not member[1].of_experts]
         if self.policies.parameters != "replicated":
             numbers = [instance.index if instance.layer.block else -1 for instance, _ in members]
             units = [[m for m, n in zip(members, numbers, strict=True) if n == i] for i in sorted({*numbers})[::-1]]
             return tuple(Bucket(i, tuple(unit)) for i, unit in enumerate(units))
         first, cap = bucket_limits(self.scenario.plan, self.policies)
-        sizes = [parameter.elements * self.value_bytes for _, parameter in members]
-        assignment = assign_buckets(sizes, first_bytes=first, cap_bytes=cap)
+        # pushed gradients of divided experts have other owners, and fill buckets of their own beside the others
+        kinds = [[i for i, (_, each) in enumerate(members) if each.of_experts == apart] for apart in (False, True)]
+        assignment: list[list[int]] = []
+        for kind in kinds:
+            sizes = [members[i][1].elements * self.value_bytes for i in kind]
+            buckets = assign_buckets(sizes, first_bytes=first, cap_bytes=cap)
+            assignment += [[kind[position] for position in positions] for positions in buckets]
+        assignment.sort(key=max)
         return tuple(Bucket(i, tuple(members[p] for p in positions)) for i, positions in enumerate(assignment))
 
     @cached_property
@@ -763,7 +816,8 @@ class Lowering:
             np.array([place(rank) for rank in self.group]) for place in (self.expert_position, self.ring_position)
         ]
         if policies.gradients == "push":
-            columns += [column for bucket in self.buckets for column in self._ownership_columns(bucket)]
+            owned = [self.owning(bucket)._ownership_columns(bucket) for bucket in self.buckets]
+            columns += [column for by_bucket in owned for column in by_bucket]
             columns.append(np.array(self.summed_elements if policies.tp > 1 else [0] * len(self.group)))
         if self.assigns_tensors or self.flat_part:
             tensors = (self.owned_elements, self.owned_expert_elements) if self.assigns_tensors else ()

@@ -331,7 +331,7 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     """Return the elements of every tensor that the rank's optimizer updates; matrices that are Muon's come first."""
     gradients = low.scenario.policies.gradients
     if gradients == "push":
-        return [low.pushed_elements(bucket, rank) for bucket in low.buckets]
+        return [low.owning(bucket).pushed_elements(bucket, rank) for bucket in low.buckets]
     if gradients == "reduce-scatter":
         return owned_rows(low, low.shard_position(rank))
     if low.flat_part and low.scenario.workload.optimizer == "muon":

@@ -32,6 +32,7 @@ STAGED = ["plan.pp=2", "plan.micro_batches=2"]
 """A pipeline of two stages, whose replicas divide the experts of a stage."""
 REPLICAS_OF_TWO = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]
 REPLICAS_OF_FOUR = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=4", "workload.global_batch_size=16"]
+PUSHED, UNEVEN = ["plan.method=gs"], "plan.shares.shards=[0.4,0.1,0.2,0.3]"
 CASES = {
     "all-balanced-sgd": (0, SGD),
     "all-skewed-adamw": (0, [*ADAMW64, *SKEWED]),
@@ -96,6 +97,24 @@ CASES = {
     ),
     "two-staged-selective-sgd": (2, [*SGD, *SKEWED, *SELECTIVE, *STAGED]),
     "two-staged-sharded-recomputed-sgd": (2, [*SGD, *STAGED, "plan.method=zero3", "plan.recompute=full"]),
+    "all-pushed-skewed-sgd": (0, [*SGD, *SKEWED, *PUSHED, "plan.micro_batches=2"]),
+    "all-pushed-clipped-adamw": (0, [*ADAMW64, *SKEWED, *PUSHED, *CLIPPED]),
+    "all-pushed-dense-first-published-beside-sgd": (
+        0,
+        [*SGD, *SKEWED, *PUSHED, *DENSE, "plan.publish.overlap=true", "plan.recompute=full"],
+    ),
+    "two-pushed-skewed-sgd": (2, [*SGD, *SKEWED, *PUSHED]),
+    "two-pushed-mixtral-each-micro-batch-sgd": (
+        2,
+        [*SGD, *SKEWED, *PUSHED, *MIXTRAL, "plan.micro_batches=2", "plan.gradient_sync=micro-batch"],
+    ),
+    "two-pushed-uneven-clipped-adamw": (2, [*ADAMW64, *SKEWED, *PUSHED, *CLIPPED, UNEVEN]),
+    "two-pushed-uneven-published-beside-sgd": (2, [*SGD, *SKEWED, *PUSHED, UNEVEN, "plan.publish.overlap=true"]),
+    "two-pushed-by-the-backend-sgd": (2, [*SGD, *SKEWED, *PUSHED, "plan.exchange=backend", "plan.overlap=false"]),
+    "four-pushed-few-a-bucket-sgd": (
+        4,
+        [*SGD, *PUSHED, "workload.global_batch_size=16", "plan.bucket_bytes=50000", "plan.first_bucket_bytes=1000"],
+    ),
 }
 """By name: the ranks that divide the experts (0: all), and what is changed."""
 
@@ -126,6 +145,7 @@ FEW = (
     "all-clipped-sharded-state-adamw",
     "all-mixtral-sharded-sgd",
     "all-dense-first-sharded-state-sgd",
+    "all-pushed-skewed-sgd",
 )
 """Cases on two ranks that are not slow: every method and model once."""
 
@@ -147,7 +167,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for name, (divided, overrides) in CASES.items()
         if name in names
         and divided in ((0, ranks // 2) if ranks < 8 else (4,))
-        and (ranks == 4 or not {STAGED[0], REPLICAS_OF_TWO[2]} & {*overrides})
+        and (ranks == 4 or not {STAGED[0], REPLICAS_OF_TWO[2], UNEVEN} & {*overrides})
         and not (ranks == 3 and {*MIXTRAL, *DENSE} & {*overrides})  # of four and of eight experts
     }
     return cases, run_cases(tmp_path_factory.mktemp(f"ranks{ranks}"), cases, ranks=ranks)
