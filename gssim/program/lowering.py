@@ -413,6 +413,10 @@ class Lowering:
             return self.policies.mesh.expert_stride
         return self.shards if self.policies.push_axis == "dp_replicate" else 1
 
+    def publishes(self, bucket: Bucket) -> bool:
+        """Return whether owners publish updates of a bucket: not of experts that one rank alone holds."""
+        return not bucket.of_experts or self.owning(bucket).nodes > 1
+
     @property
     def reduces_in_nodes(self) -> bool:
         """Whether gradients are reduce-scattered inside nodes before they are pushed across them."""

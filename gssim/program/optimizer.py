@@ -45,7 +45,7 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
     on_host = 0.0 if fused else 4.0 * counters
     sizes_of: dict[str, Callable[[], Sequence[float]]] = {  # evaluated only for categories that the rank holds
         "parameters": lambda: _parameters(low, owned),
-        "master_copy": lambda: [elements * low.master_bytes for elements in owned],
+        "master_copy": lambda: [elements * low.master_bytes for elements in _copied(low, owned)],
         "buckets": lambda: [bucket.elements * low.buffer_value_bytes for bucket in _buffers(low)],
         "outer_parameters": lambda: outer_tensors(low, rank),
         "outer_momentum": lambda: outer_tensors(low, rank),
@@ -352,6 +352,16 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     return [low.parameters[place][1].elements for place in sorted(places, key=lambda place: not low.matrices_at(place))]
 
 
+def _copied(low: Lowering, owned: Sequence[int]) -> Sequence[int]:
+    """Return the elements of the tensors, of those that a rank's optimizer updates, of which it keeps a master copy.
+
+    Under a threshold these are values that are not published yet: experts that one rank alone holds need none.
+    """
+    if low.has_master_copy or not low.thresholds_publish:
+        return owned
+    return [elements for elements, bucket in zip(owned, low.buckets, strict=True) if low.publishes(bucket)]
+
+
 def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     """Return the bytes of each gradient that lives until the end of the optimizer (DDP's are views of its buckets).
 
@@ -410,7 +420,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         ),
     }
     if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish or low.flat_part:
-        held["master_copy"] = float(sum(owned) * low.master_bytes)
+        held["master_copy"] = float(sum(_copied(low, owned)) * low.master_bytes)
     if policies.gradients == "all-reduce":
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
     held |= outer_memory(low, rank)

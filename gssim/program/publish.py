@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from gssim import collectives, cost, sparsity
-from gssim.collectives import Communication, sums_of_others
+from gssim.collectives import sums_of_others
 from gssim.execution.cache import Same
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold, encodings
@@ -233,7 +233,7 @@ PUBLISH_BEGIN = TaskId("publish-begin")
 def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, list[Task]]]:
     """Return the tasks that publish, and those that wait for them, by the forward that they precede."""
     overlaps = _overlaps(low)
-    buckets = [bucket for bucket in low.buckets if _is_published(low, bucket)]
+    buckets = [bucket for bucket in low.buckets if low.publishes(bucket)]
     order = buckets[::-1] if overlaps else buckets
     sends = threshold_and_pack(low, rank, order) if low.thresholds_publish else []
     waits: dict[TaskId, list[Task]] = defaultdict(list)
@@ -249,11 +249,6 @@ def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, l
             else:
                 waits[reader].append(Task(_publish_id(bucket).serving("take"), "forward", after=after))
     return sends, waits
-
-
-def _is_published(low: Lowering, bucket: Bucket) -> bool:
-    """Return whether a bucket's parameters must be published: not of experts that one rank alone holds."""
-    return not bucket.of_experts or low.owning(bucket).nodes > 1
 
 
 def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:

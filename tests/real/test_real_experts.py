@@ -209,12 +209,14 @@ IN_16_BITS = {
     2: {
         "sharded-bf16": [*LIKE_TORCHTITAN, "plan.method=zero3"],
         "replicated-fp16": [*FP16, "plan.method=ddp"],
+        "pushed-bf16": [*PUSHED, "workload.precision=bf16", "workload.clip_norm=0.05", *SELECTIVE],
     },
     4: {
         "two-sharded-accumulated-bf16": [*LIKE_TORCHTITAN, "plan.method=zero3", "plan.ep=2", "plan.micro_batches=2"],
         "two-staged-sharded-bf16": [*LIKE_TORCHTITAN, *STAGED, "plan.method=zero3", "plan.ep=2"],
         "two-staged-kept-bf16": [*LIKE_TORCHTITAN, *STAGED, "plan.method=zero2", "plan.ep=2"],
         "two-replicated-fp16": [*FP16, "plan.method=ddp", "plan.ep=2"],
+        "two-pushed-bf16": [*PUSHED, "workload.precision=bf16", "plan.ep=2", "plan.micro_batches=2"],
         "two-kept-fp16": [*FP16, "plan.method=zero2", "plan.ep=2", "workload.clip_norm=0.05"],
         "two-staged-fp16": [*FP16, *STAGED, "plan.method=ddp", "plan.ep=2"],
     },
