@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.gradient_sharding.bucket import Bucket, BucketPlan, Partition, plan_buckets, trained_parameters
@@ -25,8 +25,8 @@ from gsreal.gradient_sharding.guards import (
     check_types,
     describe_model,
     describe_optimizer,
+    frozen_parameters,
     shards_by_group,
-    unsharded_tensors,
 )
 from gsreal.gradient_sharding.hierarchy import Hierarchy, IntraNodeReducer, hierarchy_of
 from gsreal.gradient_sharding.point_to_point import backend_of, runs_on_device
@@ -85,11 +85,11 @@ def shard_gradients(
     keep a master copy of their shard in any case. `point_to_point`: exchange by point-to-point messages; else by the
     backend's all_to_all_single and broadcasts.
 
-    `experts`: names of parameters that ranks in a row divide among them (expert parallelism), `expert_group`: the ranks
-    that hold the same ones as this rank. These alone own shards of them, in proportion to their shares, and push
-    gradients of them to one another; a rank that holds them alone owns them whole, and nothing of them is sent. Their
-    gradients are to be sums over the tokens of all ranks that divide them, whose `weights` must be equal. Only with
-    replicated parameters; such optimizers have neither a `state_dict` nor `sharded` yet.
+    `experts`: names of parameters that ranks in a row divide among them (expert parallelism), frozen ones included;
+    `expert_group`: the ranks that hold the same ones as this rank. These alone own shards of them, in proportion to
+    their shares, and push gradients of them to one another; a rank that holds them alone owns them whole, and nothing
+    of them is sent. Their gradients are to be sums over the tokens of all ranks that divide them, whose `weights` must
+    be equal. Only with replicated parameters; such optimizers have neither a `state_dict` nor `sharded` yet.
 
     `param_groups`: dicts with the model's parameters (or their names) under `params` and options of their own, as
     torch's optimizers take them; the factory then gets the same with shards in their place. `scaler`: the GradScaler
@@ -139,7 +139,7 @@ def shard_gradients(
     if parameters != "replicated":
         model = getattr(model, "_orig_mod", model)  # the module inside torch.compile is also called and read directly
     trained = trained_parameters(model, parameter_order)
-    check_experts(experts, trained, expert_group, parameters, whole_tensors=whole_tensors)
+    check_experts(model, experts, expert_group, parameters, whole_tensors=whole_tensors)
     thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
     previous_optimizers = _previous_optimizers(trained)
     check_model(model, trained, thresholded=thresholded)
@@ -156,13 +156,10 @@ def shard_gradients(
             param_groups,
             first_bytes=first_bucket_bytes,
             cap_bytes=bucket_bytes,
-            experts=frozenset(experts),
+            experts=trained.keys() & experts,
         )
-        of_experts = hierarchy.expert_partition(shares)
-        buckets = [
-            _make_bucket(i, plan, hierarchy, of_experts if plan.of_experts else partition)
-            for i, plan in enumerate(plans)
-        ]
+        partitions = {False: partition, True: hierarchy.expert_partition(shares)}
+        buckets = [_make_bucket(i, plan, hierarchy, partitions[plan.of_experts]) for i, plan in enumerate(plans)]
     else:
         buckets = make_units(model, units, list(trained.values()), hierarchy, partition, observe=observe)
     if partition.idle_owners:
@@ -184,13 +181,7 @@ def shard_gradients(
     }
     descriptions = {name: repr(value) for name, value in settings.items()}
     hierarchy.check_equal_on_all_ranks(descriptions | describe_model(model, buckets, names), device)
-    number = torch.tensor(hierarchy.protocol.model, device=device)
-    held_by_all = [bucket.whole for bucket in buckets if bucket.owners is hierarchy.owners]
-    hierarchy.broadcast_from_first([*held_by_all, *unsharded_tensors(model, trained), number])
-    hierarchy.broadcast_from_first(
-        [bucket.whole for bucket in buckets if bucket.owners is not hierarchy.owners], of_experts=True
-    )
-    hierarchy.protocol.model = int(number)
+    _set_to_first(model, buckets, trained, experts, hierarchy)
     for bucket in buckets:
         bucket.create_shard(master=publish.threshold is not None and bucket.is_published)
     overlaps_compute = runs_on_device(hierarchy.inter_node, device) if overlap is None else overlap
@@ -219,6 +210,25 @@ def shard_gradients(
     reducer = IntraNodeReducer(hierarchy, device, overlap=overlaps_compute, observe=observe)
     parts = (buckets, optimizer, pusher, publisher, hierarchy, reducer)
     return GradientSharding(*parts, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite)
+
+
+def _set_to_first(
+    model: nn.Module,
+    buckets: Sequence[Bucket],
+    trained: Mapping[str, nn.Parameter],
+    experts: Collection[str],
+    hierarchy: Hierarchy,
+) -> None:
+    """Set parameters, buffers and the model's number to those of the first rank, experts of the first that has them."""
+    number = torch.tensor(hierarchy.protocol.model, device=buckets[0].flat.device)
+    held: dict[bool, list[Tensor]] = {False: [*model.buffers(), number], True: []}
+    for bucket in buckets:
+        held[bucket.owners is hierarchy.expert_owners].append(bucket.whole)
+    for name, parameter in frozen_parameters(model, trained).items():
+        held[name in experts].append(parameter.detach())
+    for of_experts, tensors in held.items():
+        hierarchy.broadcast_from_first(tensors, of_experts=of_experts)
+    hierarchy.protocol.model = int(number)
 
 
 def _make_bucket(index: int, plan: BucketPlan, hierarchy: Hierarchy, partition: Partition) -> Bucket:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from gsreal.gradient_sharding.bucket import Bucket
+from gsreal.gradient_sharding.bucket import Bucket, plain_name
 from gsreal.gradient_sharding.sharded_parameters import Unit
 from gssim.plan import Publish, Push, splitting
 
@@ -342,22 +342,23 @@ def check_options(
 
 
 def check_experts(
+    model: nn.Module,
     experts: Collection[str],
-    trained: Mapping[str, nn.Parameter],
     group: dist.ProcessGroup | None,
     parameters: str,
     *,
     whole_tensors: bool,
 ) -> None:
-    """Raise ValueError if `experts` are not all trained, or beside options that they cannot be trained with."""
+    """Raise ValueError if `experts` are no parameters of the model, or beside options that they cannot have."""
     if bool(experts) != (group is not None):
         raise ValueError("experts and expert_group: give both, the parameters and the ranks that hold the same ones")
-    odd = [name for name in experts if name not in trained]
+    names = {plain_name(name) for name, _ in model.named_parameters()}
+    odd = [name for name in experts if name not in names]
     if odd:
-        raise ValueError(f"experts: '{odd[0]}' is no parameter that is trained")
+        raise ValueError(f"experts: '{odd[0]}' is no parameter of the model")
     options = {f"parameters = '{parameters}'": parameters != "replicated", "whole_tensors": whole_tensors}
     for name in (name for name, is_set in options.items() if experts and is_set):
-        raise ValueError(f"experts: cannot be trained with {name} yet; leave it out")
+        raise ValueError(f"experts: cannot be divided beside {name} yet; leave it out")
 
 
 def check_model(model: Any, parameters: Mapping[str, nn.Parameter], *, thresholded: bool) -> None:
@@ -475,10 +476,10 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return descriptions
 
 
-def unsharded_tensors(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    """Return the tensors of which every rank keeps its own copy: buffers and frozen parameters."""
-    trained = set(parameters.values())
-    return [*(p.detach() for p in model.parameters() if p not in trained), *model.buffers()]
+def frozen_parameters(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not trained, of which every rank keeps its own copy, by name."""
+    known = set(trained.values())
+    return {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter not in known}
 
 
 def assign_param_groups(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,7 @@ from gsreal.gradient_sharding import GradientSharding, shard_gradients
 from gsreal.gradient_sharding.point_to_point import all_gather_v
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of
-from gsreal.methods.experts import trained_experts
+from gsreal.methods.experts import PARAMETERS, experts_of
 from gsreal.methods.meshes import REPLICAS, data_mesh, expert_mesh, shard_mesh
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
@@ -60,7 +60,8 @@ def pushing_optimizer(
     own = {name for name, _ in module.named_parameters()}
     listed = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
     order = [name if name in own else next(iter(own & aliases[name])) for name in listed]
-    experts = trained_experts(module) if policies.ep > 1 else []
+    divided = experts_of(module) if policies.ep > 1 else ()
+    experts = [f"{path}.{matrix}" for path, _ in divided for matrix in PARAMETERS]
     same_experts = expert_mesh(policies, device)[REPLICAS].get_group() if experts else None
 
     def observe(label: str, phase: str, *, group: dist.ProcessGroup | None = None) -> AbstractContextManager[None]:
