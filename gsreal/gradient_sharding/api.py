@@ -89,7 +89,7 @@ def shard_gradients(
     `expert_group`: the ranks that hold the same ones as this rank. These alone own shards of them, in proportion to
     their shares, and push gradients of them to one another; a rank that holds them alone owns them whole, and nothing
     of them is sent. Their gradients are to be sums over the tokens of all ranks that divide them, whose `weights` must
-    be equal. Only with replicated parameters; such optimizers have neither a `state_dict` nor `sharded` yet.
+    be equal. Such optimizers have neither a `state_dict` nor `sharded` yet.
 
     `param_groups`: dicts with the model's parameters (or their names) under `params` and options of their own, as
     torch's optimizers take them; the factory then gets the same with shards in their place. `scaler`: the GradScaler
@@ -139,7 +139,7 @@ def shard_gradients(
     if parameters != "replicated":
         model = getattr(model, "_orig_mod", model)  # the module inside torch.compile is also called and read directly
     trained = trained_parameters(model, parameter_order)
-    check_experts(model, experts, expert_group, parameters, whole_tensors=whole_tensors)
+    check_experts(model, experts, expert_group, whole_tensors=whole_tensors)
     thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
     previous_optimizers = _previous_optimizers(trained)
     check_model(model, trained, thresholded=thresholded)
@@ -149,6 +149,7 @@ def shard_gradients(
     for previous in previous_optimizers:
         previous.release_model()
     partition = hierarchy.partition(shares, whole_tensors=whole_tensors)
+    partitions = {False: partition, True: hierarchy.expert_partition(shares)}
     buckets: Sequence[Bucket]
     if parameters == "replicated":
         plans = plan_buckets(
@@ -158,10 +159,11 @@ def shard_gradients(
             cap_bytes=bucket_bytes,
             experts=trained.keys() & experts,
         )
-        partitions = {False: partition, True: hierarchy.expert_partition(shares)}
         buckets = [_make_bucket(i, plan, hierarchy, partitions[plan.of_experts]) for i, plan in enumerate(plans)]
     else:
-        buckets = make_units(model, units, list(trained.values()), hierarchy, partition, observe=observe)
+        apart = {trained[name] for name in trained.keys() & experts}
+        order = list(trained.values())
+        buckets = make_units(model, units, order, hierarchy, partitions, experts=apart, observe=observe)
     if partition.idle_owners:
         raise ValueError("whole_tensors: some ranks would own no parameter; take fewer ranks, or other shard_shares")
     names = {parameter: name for name, parameter in trained.items()}

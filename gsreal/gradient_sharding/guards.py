@@ -342,12 +342,7 @@ def check_options(
 
 
 def check_experts(
-    model: nn.Module,
-    experts: Collection[str],
-    group: dist.ProcessGroup | None,
-    parameters: str,
-    *,
-    whole_tensors: bool,
+    model: nn.Module, experts: Collection[str], group: dist.ProcessGroup | None, *, whole_tensors: bool
 ) -> None:
     """Raise ValueError if `experts` are no parameters of the model, or beside options that they cannot have."""
     if bool(experts) != (group is not None):
@@ -356,9 +351,8 @@ def check_experts(
     odd = [name for name in experts if name not in names]
     if odd:
         raise ValueError(f"experts: '{odd[0]}' is no parameter of the model")
-    options = {f"parameters = '{parameters}'": parameters != "replicated", "whole_tensors": whole_tensors}
-    for name in (name for name, is_set in options.items() if experts and is_set):
-        raise ValueError(f"experts: cannot be divided beside {name} yet; leave it out")
+    if experts and whole_tensors:
+        raise ValueError("experts: cannot be divided beside whole_tensors yet; leave it out")
 
 
 def check_model(model: Any, parameters: Mapping[str, nn.Parameter], *, thresholded: bool) -> None:

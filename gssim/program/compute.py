@@ -44,15 +44,21 @@ def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
     """Return the positions at which each layer's backward is split into parts: where a bucket becomes complete inside
     it.
     """
-    return _completions(low) if _sends_in_buckets(low, micro_batch) else {}
+    frees_units = low.policies.gradients == "push" and low.policies.parameters != "replicated"
+    return _completions(low) if frees_units or _sends_in_buckets(low, micro_batch) else {}
 
 
 @once_a_run
 def _completions(low: Lowering) -> dict[int, list[int]]:
-    """Return the positions in each layer's backward at which a bucket becomes complete."""
+    """Return the positions in each layer's backward at which a bucket becomes complete; of sharded units, only those of
+    experts that ranks divide do so inside a block.
+    """
     positions: dict[int, list[int]] = {}
     divided = low.expert_buckets if len(low.expert_replicas[0]) > 1 else ()
-    for bucket in (*low.buckets, *divided):
+    buckets = low.buckets
+    if low.policies.gradients == "push" and low.policies.parameters != "replicated":
+        buckets = tuple(bucket for bucket in low.buckets if bucket.of_experts)
+    for bucket in (*buckets, *divided):
         layer, position = bucket.complete
         positions.setdefault(layer, []).append(position)
     return positions

@@ -617,7 +617,8 @@ class Lowering:
         if self.policies.ep > 1 and self.policies.gradients != "push":  # those of experts are reduced over fewer ranks
             members = [member for member in members if not member[1].of_experts]
         if self.policies.parameters != "replicated":
-            numbers = [instance.index if instance.layer.block else -1 for instance, _ in members]
+            # of a block, its divided experts first, whose gradients are complete first
+            numbers = [(each.index if each.layer.block else -1, parameter.of_experts) for each, parameter in members]
             units = [[m for m, n in zip(members, numbers, strict=True) if n == i] for i in sorted({*numbers})[::-1]]
             return tuple(Bucket(i, tuple(unit)) for i, unit in enumerate(units))
         first, cap = bucket_limits(self.scenario.plan, self.policies)
