@@ -90,7 +90,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
             new = []
         if micro_batch.sends_gradients:
             _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch, collect.id)
-            new = [*draining, *new, *push]
+            new = [*new, *draining, *push]  # gradients are collected while the push before may still be in flight
             draining = drain
         if unit.is_root:
             end = new

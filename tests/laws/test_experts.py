@@ -288,7 +288,6 @@ def test_uneven_loads_carry_as_many_bytes_and_wait_for_the_fullest_rank():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"method": "gs_z3"}, "cannot run yet with method 'gs_z3'"),
         ({"method": "local_sgd"}, "cannot run yet with method 'local_sgd'"),
         ({"method": "zero1", "zero1_implementation": "deepspeed"}, r"plan\.zero1_implementation = 'deepspeed'"),
         ({"method": "zero3", "dp_replicate": 2, "dp_shard": 2, "ep": 4}, "shard a replica, of which there are 2"),

@@ -118,14 +118,15 @@ PLANS = [
     {"shares": {"shards": (0.4, 0.1, 0.2, 0.3)}, "publish": {"overlap": True}},
     {**THRESHOLD, **PUBLISHED, "shares": {"shards": (0.4, 0.1, 0.2, 0.3)}},
     {"push": {"threshold": 1e-3, "aggregate": "received-weight"}, "publish": {"threshold": 1e-3, "overlap": True}},
+    {"method": "gs_z3", "recompute": "full", "micro_batches": 2},
+    {"method": "gs_z3", "shares": {"shards": (0.4, 0.1, 0.2, 0.3)}, **THRESHOLD},
+    {"method": "gs_z3", "parameters": "gathered", "gradient_sync": "micro-batch", "micro_batches": 2},
 ]
 
 
 @pytest.mark.parametrize("ep", [2, 4])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
-    if plan.get("exchange") == "backend":
-        plan = {key: value for key, value in plan.items() if key != "publish"}
     loaded = loaded_of(scenario(plan | {"ep": ep}, expert_load={"skew": 0.7}), statistics(4e-3, 5e-4))
     folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
     assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
@@ -157,7 +158,9 @@ def test_what_a_step_sends_is_that_of_its_program(ep):
 
 
 @pytest.mark.parametrize(("ep", "load"), [(2, {"skew": 1.0}), (4, "balanced")], ids=str)
-@pytest.mark.parametrize("plan", [{}, {**THRESHOLD, **PUBLISHED}], ids=["dense", "thresholded"])
+@pytest.mark.parametrize(
+    "plan", [{}, {**THRESHOLD, **PUBLISHED}, {"method": "gs_z3"}], ids=["dense", "thresholded", "sharded"]
+)
 def test_bounds_of_the_search_are_below_what_is_predicted(plan, ep, load):
     asked = scenario(plan | {"ep": ep}, expert_load=load)
     result, bounds = simulate(loaded_of(asked, statistics(1e-3))).result, Bounds(asked)
@@ -165,6 +168,28 @@ def test_bounds_of_the_search_are_below_what_is_predicted(plan, ep, load):
     held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
     assert 0 < bound.time_s <= result.step_time_s
     assert 0 < bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (6, 3)])
+def test_sharded_experts_are_gathered_twice_among_those_that_hold_the_same(ranks, ep):
+    """For a block's forward and for its backward; what is outside blocks once, as it stays gathered."""
+    plan = {"method": "gs_z3", "ep": ep}
+    gathered = payloads(scenario(plan, ranks), "all-gather-v")
+    outside = sum(p.elements for each in unrolled(MIXTURE) if not each.layer.block for p in each.layer.parameters)
+    assert gathered.pop(tuple(range(ranks))) == (2 * DENSE - outside) * VALUE_BYTES
+    groups = {tuple(range(first, ranks, ep)) for first in range(ep)} if ranks > ep else set()
+    assert gathered == dict.fromkeys(groups, 2 * EXPERTS // ep * VALUE_BYTES)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_gradients_of_a_unit_are_collected_while_the_push_before_is_in_flight(ep):
+    """A push is waited for when the next begins: until then its bucket is held beside the one that is filled."""
+    program = Steps(scenario({"method": "gs_z3", "ep": ep}), unfolded=True).program(0)
+    labels = [task.label for task in program.tasks[0]]
+    buckets = sum(label.startswith("collect") for label in labels)
+    assert buckets > 4
+    for bucket in range(1, buckets):
+        assert labels.index(f"collect bucket {bucket}") < labels.index(f"add bucket {bucket - 1}")
 
 
 def test_shares_that_nobody_has_of_some_experts_are_even_there():
@@ -177,8 +202,7 @@ def test_shares_that_nobody_has_of_some_experts_are_even_there():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"method": "gs_z3"}, "cannot run yet with method 'gs_z3'; of those that push gradients: 'gs'"),
-        ({"method": "gs_hier", "dp_shard": 2, "dp_replicate": 2}, "cannot run yet with method 'gs_hier'"),
+        ({"method": "gs_hier", "dp_shard": 2, "dp_replicate": 2}, "'gs_hier'; allowed, .*: gs, gs_z3"),
         ({"cp": 2}, r"cannot run yet with plan\.cp = 2 and method 'gs'"),
         ({"pp": 2, "micro_batches": 2}, r"cannot run yet with plan\.pp = 2 and method 'gs'"),
         ({"shares": {"shards": "memory"}}, r"plan\.shares\.shards = 'memory'"),

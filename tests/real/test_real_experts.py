@@ -32,7 +32,7 @@ STAGED = ["plan.pp=2", "plan.micro_batches=2"]
 """A pipeline of two stages, whose replicas divide the experts of a stage."""
 REPLICAS_OF_TWO = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]
 REPLICAS_OF_FOUR = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=4", "workload.global_batch_size=16"]
-PUSHED, UNEVEN = ["plan.method=gs"], "plan.shares.shards=[0.4,0.1,0.2,0.3]"
+PUSHED, SHARDED, UNEVEN = ["plan.method=gs"], ["plan.method=gs_z3"], "plan.shares.shards=[0.4,0.1,0.2,0.3]"
 CASES = {
     "all-balanced-sgd": (0, SGD),
     "all-skewed-adamw": (0, [*ADAMW64, *SKEWED]),
@@ -115,6 +115,20 @@ CASES = {
         4,
         [*SGD, *PUSHED, "workload.global_batch_size=16", "plan.bucket_bytes=50000", "plan.first_bucket_bytes=1000"],
     ),
+    "all-pushed-sharded-sgd": (0, [*SGD, *SKEWED, *SHARDED]),
+    "all-pushed-sharded-clipped-accumulated-sgd": (0, [*SGD, *SKEWED, *SHARDED, *CLIPPED, "plan.micro_batches=2"]),
+    "all-pushed-sharded-adamw": (0, [*ADAMW64, *SKEWED, *SHARDED, "plan.recompute=full"]),
+    "two-pushed-sharded-each-micro-batch-sgd": (
+        2,
+        [*SGD, *SKEWED, *SHARDED, "plan.micro_batches=2", "plan.gradient_sync=micro-batch"],
+    ),
+    "two-pushed-sharded-recomputed-sgd": (
+        2,
+        [*SGD, *SKEWED, *SHARDED, "plan.micro_batches=2", "plan.recompute=full"],
+    ),
+    "two-pushed-sharded-selective-sgd": (2, [*SGD, *SKEWED, *SHARDED, *SELECTIVE, *MIXTRAL]),
+    "two-pushed-sharded-uneven-clipped-adamw": (2, [*ADAMW64, *SKEWED, *SHARDED, *CLIPPED, UNEVEN]),
+    "two-pushed-kept-uneven-sgd": (2, [*SGD, *SKEWED, *SHARDED, UNEVEN, "plan.parameters=gathered"]),
 }
 """By name: the ranks that divide the experts (0: all), and what is changed."""
 
@@ -146,6 +160,7 @@ FEW = (
     "all-mixtral-sharded-sgd",
     "all-dense-first-sharded-state-sgd",
     "all-pushed-skewed-sgd",
+    "all-pushed-sharded-sgd",
 )
 """Cases on two ranks that are not slow: every method and model once."""
 
@@ -210,6 +225,7 @@ IN_16_BITS = {
         "sharded-bf16": [*LIKE_TORCHTITAN, "plan.method=zero3"],
         "replicated-fp16": [*FP16, "plan.method=ddp"],
         "pushed-bf16": [*PUSHED, "workload.precision=bf16", "workload.clip_norm=0.05", *SELECTIVE],
+        "pushed-sharded-bf16": [*SHARDED, "workload.precision=bf16"],
     },
     4: {
         "two-sharded-accumulated-bf16": [*LIKE_TORCHTITAN, "plan.method=zero3", "plan.ep=2", "plan.micro_batches=2"],
@@ -217,6 +233,7 @@ IN_16_BITS = {
         "two-staged-kept-bf16": [*LIKE_TORCHTITAN, *STAGED, "plan.method=zero2", "plan.ep=2"],
         "two-replicated-fp16": [*FP16, "plan.method=ddp", "plan.ep=2"],
         "two-pushed-bf16": [*PUSHED, "workload.precision=bf16", "plan.ep=2", "plan.micro_batches=2"],
+        "two-pushed-sharded-bf16": [*SHARDED, "workload.precision=bf16", "plan.ep=2", "plan.micro_batches=2"],
         "two-kept-fp16": [*FP16, "plan.method=zero2", "plan.ep=2", "workload.clip_norm=0.05"],
         "two-staged-fp16": [*FP16, *STAGED, "plan.method=ddp", "plan.ep=2"],
     },

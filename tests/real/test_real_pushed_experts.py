@@ -68,6 +68,12 @@ CASES: dict[str, tuple[int, float, list[str]]] = {
         [*SGD, *SKEWED, "plan.publish.threshold=0", "plan.publish.encoding=coo", "plan.publish.overlap=true"],
     ),
     "alone-published-coo": (0, 1, [*SGD, *SKEWED, "plan.publish.threshold=0", "plan.publish.encoding=coo"]),
+    "some-sharded-bitmap": (
+        2,
+        0.3,
+        [*SGD, *SKEWED, UNEVEN, "plan.method=gs_z3", *SOME, "plan.push.reestimate_steps=1"],
+    ),
+    "some-alone-sharded": (0, 0.3, [*SGD, "plan.method=gs_z3", *SOME, "plan.push.reestimate_steps=1"]),
 }
 """By name: the ranks that divide the experts (0: all), what fraction reaches a threshold, and what is changed."""
 
