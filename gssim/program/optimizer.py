@@ -99,13 +99,19 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
     pushes = low.policies.gradients == "push"
     if holds_shards(low):
         if pushes:  # what is not trained has no owner
-            return [*(elements * low.master_bytes for elements in owned), *_frozen(low)]
+            return [*(elements * low.master_bytes for elements in owned), *_whole_units(low), *_frozen(low)]
         return [size for unit in units(low) for size in unit.tensors.shard_tensors]
     if pushes:
         return [*(bucket.elements * low.value_bytes for bucket in low.buckets), *_frozen(low)]
     if low.flat_part:
         return [elements * low.value_bytes for elements in _flat_elements(low)] + _frozen(low)
     return [*(parameter.elements * low.value_bytes for _, parameter in low.parameters), *_frozen(low)]
+
+
+def _whole_units(low: Lowering) -> list[int]:
+    """Return the bytes of units of experts that a rank holds alone, beside its master copy of them: they stay whole."""
+    alone = [bucket for bucket in low.buckets if bucket.of_experts and low.owning(bucket).nodes == 1]
+    return [bucket.elements * low.value_bytes for bucket in alone] if low.has_master_copy else []
 
 
 def _flat_elements(low: Lowering) -> list[int]:
@@ -394,7 +400,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     parameters = float(total * low.value_bytes + at_rest_bytes)
     if holds_shards(low):  # these are the master copy
         pushes = policies.gradients == "push"
-        pushed_bytes = sum(owned) * low.master_bytes + at_rest_bytes
+        pushed_bytes = sum(owned) * low.master_bytes + sum(_whole_units(low)) + at_rest_bytes
         parameters = pushed_bytes if pushes else sum(sum(unit.tensors.shard_tensors) for unit in units(low))
     buffers: Sequence[int] = workload.model.buffer_sizes(low.value_bytes)
     if low.stages:  # layers that all stages run have one module each
