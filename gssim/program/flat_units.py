@@ -85,17 +85,19 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
     for unit in flat_units(low):
         collect = _end_of_backward(low, rank, unit, leaves=micro_batch.sends_gradients)
         new = [collect]
-        if lowest is not None and unit.is_root:  # its last gradient comes before those of blocks
+        if (
+            lowest is not None and unit.is_root and not unit.bucket.of_experts
+        ):  # its last gradient comes before those of blocks
             after_task[ends[lowest.module]] = new
             new = []
         if micro_batch.sends_gradients:
             _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch, collect.id)
             new = [*new, *draining, *push]  # gradients are collected while the push before may still be in flight
             draining = drain
-        if unit.is_root:
-            end = new
-        elif unit.bucket.of_experts:  # inside the backward of its block
+        if unit.bucket.of_experts:  # inside the backward of its block
             after_task[parts.tasks[parts.at(unit.bucket.complete)].id] += new
+        elif unit.is_root:
+            end = new
         else:
             after_task[ends[unit.layers[0].module]] += new
     return [*insert_beside(tasks, before={}, behind=after_task), *end, *draining]
@@ -138,7 +140,7 @@ def _with_gathers(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -
         return tasks
     root, blocks = [u for u in units if u.is_root], [u for u in units if not u.is_root]
     first = forward_id(low.layers[0])
-    uses = [(unit, first) for unit in root]
+    uses = [(unit, first) for unit in reversed(root)]
     uses += [(block, forward_id(block.layers[0])) for block in reversed(blocks)]
     before = _just_in_time(low, rank, uses, "forward", first)
     after_task: dict[TaskId, list[Task]] = defaultdict(list)

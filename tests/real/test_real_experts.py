@@ -126,6 +126,8 @@ CASES = {
         2,
         [*SGD, *SKEWED, *SHARDED, "plan.micro_batches=2", "plan.recompute=full"],
     ),
+    "two-pushed-sharded-dense-first-sgd": (2, [*SGD, *SKEWED, *SHARDED, *DENSE, "plan.micro_batches=2"]),
+    "all-pushed-sharded-dense-first-sgd": (0, [*SGD, *SKEWED, *SHARDED, *DENSE]),
     "two-pushed-sharded-selective-sgd": (2, [*SGD, *SKEWED, *SHARDED, *SELECTIVE, *MIXTRAL]),
     "two-pushed-sharded-uneven-clipped-adamw": (2, [*ADAMW64, *SKEWED, *SHARDED, *CLIPPED, UNEVEN]),
     "two-pushed-kept-uneven-sgd": (2, [*SGD, *SKEWED, *SHARDED, UNEVEN, "plan.parameters=gathered"]),
