@@ -109,7 +109,7 @@ GPUS = ("v100-sxm2-16", "t4", "a100-sxm-40", "a100-sxm-80", "h100-sxm", "h200-sx
 def _further_methods(seed: int) -> tuple[str, ...]:
     """Return the methods of Gradient Sharding, and those that later seeds draw most often."""
     if seed >= PUSHED_EXPERTS:
-        return ("gs",) * 180
+        return ("gs", "gs", "gs_z3") * 60
     if seed >= EXPERTS_IN_PARTS:
         return ("ddp", "zero1", "zero2", "zero3") * 20
     if seed >= PARTED:
@@ -123,7 +123,7 @@ def _further_methods(seed: int) -> tuple[str, ...]:
 
 def _dividing(seed: int) -> tuple[str, ...]:
     """Return the methods of which late seeds draw mixtures."""
-    return (*SEQUENCES, "gs") if seed >= PUSHED_EXPERTS else SEQUENCES
+    return (*SEQUENCES, "gs", "gs_z3") if seed >= PUSHED_EXPERTS else SEQUENCES
 
 
 def random_point(seed: int, *, most_devices: int = 32) -> Table:
@@ -398,7 +398,7 @@ def _axes(random: Random, seed: int, plan: Table, devices: int, model: Trained) 
     elif random.random() < 0.15:
         plan[random.choice(["dp_replicate", "dp_shard"])] = random.choice([1, 2, left])
     divisors = [n for n in range(2, model.experts + 1) if left % n == 0 and model.experts % n == 0]
-    divides = method in DIVIDING_EXPERTS or (seed >= PUSHED_EXPERTS and method == "gs")
+    divides = method in DIVIDING_EXPERTS or (seed >= PUSHED_EXPERTS and method in ("gs", "gs_z3"))
     if divisors and random.random() < (0.8 if divides else 0.1):
         plan["ep"] = random.choice(divisors)
     return left
@@ -409,7 +409,7 @@ def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: in
     plan, workload = point["plan"], point["workload"]
     if "ep" not in plan or random.random() < 0.1:
         return
-    pushes = seed >= PUSHED_EXPERTS and plan["method"] == "gs"
+    pushes = seed >= PUSHED_EXPERTS and plan["method"] in ("gs", "gs_z3")
     for key in ("shares", *([] if pushes else ["gradient_sync"]), "offload", "parameters", "gathered_inputs"):
         dropped = plan.pop(key, {})
         if key == "shares" and pushes and dropped.get("shards") not in (None, "memory", "cost"):

@@ -31,7 +31,8 @@ ADAPTERS = {
     "query-value": "workload.adapters={rank=4, alpha=8}",
     "all": "workload.adapters={rank=3, targets='all-linear'}",
 }
-DDP, ZERO1, ZERO2, ZERO3, GS = (f"plan.method={name}" for name in ("ddp", "zero1", "zero2", "zero3", "gs"))
+DDP, ZERO1, ZERO2, ZERO3 = (f"plan.method={name}" for name in ("ddp", "zero1", "zero2", "zero3"))
+GS, GS_Z3 = "plan.method=gs", "plan.method=gs_z3"
 HSDP = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]
 FOUR = "plan.ep=4"
 STAGED = ["plan.pp=2", "plan.micro_batches=2"]
@@ -58,6 +59,7 @@ ON: dict[int, dict[str, list[str]]] = {
         "mixture-query-value-zero2-sgd": [*SGD, ZERO2],
         "mixture-all-gs-adamw": [*ADAMW64, GS],
         "qwen-query-value-clipped-gs-sgd": [*SGD, GS, TWICE, CLIPPED],
+        "mixture-all-gs-sharded-sgd": [*SGD, GS_Z3],
     },
     4: {
         "mixtral-query-value-ddp-sgd": [*SGD, DDP],
@@ -74,6 +76,7 @@ ON: dict[int, dict[str, list[str]]] = {
         "qwen-all-kept-hsdp-sgd": [*SGD, *HSDP, ZERO2],
         "mixture-all-gs-adamw": [*ADAMW64, GS, "plan.publish.overlap=true"],
         "mixtral-all-clipped-gs-sgd": [*SGD, GS, CLIPPED],
+        "qwen-all-gs-sharded-sgd": [*SGD, GS_Z3, TWICE],
         "mixture-query-value-staged-adamw": [*ADAMW64, *STAGED, DDP],
         "mixture-query-value-clipped-staged-sgd": [*SGD, *STAGED, DDP, CLIPPED],
         "mixtral-all-staged-zero1-sgd": [*SGD, *STAGED, ZERO1],
