@@ -386,7 +386,8 @@ class Lowering:
     @property
     def all_owners(self) -> tuple["Lowering", ...]:
         """This lowering, and that of the owners of divided experts, where gradients are pushed and there are any."""
-        divides = self.policies.gradients == "push" and any(bucket.of_experts for bucket in self.buckets)
+        pushes = self.policies.gradients == "push" and self.policies.ep > 1
+        divides = pushes and any(bucket.of_experts for bucket in self.buckets)  # adapters leave experts frozen
         return (self, self.expert_owners) if divides else (self,)
 
     @property
@@ -442,7 +443,7 @@ class Lowering:
 
     def division(self, bucket: Bucket) -> Division:
         """Return how a bucket's elements are divided among the ranks; of another's owners, it has none."""
-        own = not self.policies.ep > 1 or bucket.of_experts == self.of_experts
+        own = self.policies.ep == 1 or bucket.of_experts == self.of_experts
         return self.division_of(bucket.elements if own else 0)
 
     @once_a_run

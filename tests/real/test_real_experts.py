@@ -200,9 +200,10 @@ def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world
 
 def test_the_predicted_rows_are_the_ones_that_were_sent(world: tuple[dict, dict]) -> None:
     for name, case in world[0].items():
-        rows = [each for each in predicted(case).collectives if each.kind == "all-to-all-v"]
+        exchanges = [each for each in predicted(case).collectives if each.kind == "all-to-all-v"]
+        rows = [each for each in exchanges if each.payload_bytes is not None]  # dense pushes do not depend on the data
         sent = zip(world[1][name]["collectives"], world[1][name]["payloads"], strict=True)
-        payloads = [payload for key, payload in sent if key[0] == "all-to-all-v"]
+        payloads = [payload for key, payload in sent if key[0] == "all-to-all-v" and payload is not None]
         assert sorted(each.payload_bytes for each in rows) == sorted(payloads), name
         assert sum(payloads) > 0
 
