@@ -384,12 +384,10 @@ def _refuse_pushed_experts(plan: Plan, policies: Policies, where: str) -> None:
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed, of those that push gradients: gs, gs_z3"
         )
-    for axis in ("tp", "cp", "pp"):
-        if getattr(policies, axis) > 1:
-            raise UserError(
-                f"{where}: cannot run yet with plan.{axis} = {getattr(policies, axis)} and method '{plan.method}'; "
-                "allowed today: 1"
-            )
+    if policies.tp > 1:
+        raise UserError(
+            f"{where}: cannot run yet with plan.tp = {policies.tp} and method '{plan.method}'; allowed today: 1"
+        )
     if plan.shares.shards in ("memory", "cost"):
         raise UserError(
             f"{where}: plan.shares.shards = '{plan.shares.shards}': what ranks that divide experts own is not weighed "

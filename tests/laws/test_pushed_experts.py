@@ -118,6 +118,10 @@ PLANS = [
     {"shares": {"shards": (0.4, 0.1, 0.2, 0.3)}, "publish": {"overlap": True}},
     {**THRESHOLD, **PUBLISHED, "shares": {"shards": (0.4, 0.1, 0.2, 0.3)}},
     {"push": {"threshold": 1e-3, "aggregate": "received-weight"}, "publish": {"threshold": 1e-3, "overlap": True}},
+    {"pp": 2, "micro_batches": 2},
+    {"pp": 2, "micro_batches": 2, "schedule": "interleaved", **THRESHOLD, **PUBLISHED},
+    {"cp": 2, **THRESHOLD, "shares": {"shards": (0.4, 0.1, 0.2, 0.3)}},
+    {"method": "gs_z3", "cp": 2, "context_exchange": "ring"},
     {"method": "gs_z3", "recompute": "full", "micro_batches": 2},
     {"method": "gs_z3", "shares": {"shards": (0.4, 0.1, 0.2, 0.3)}, **THRESHOLD},
     {"method": "gs_z3", "parameters": "gathered", "gradient_sync": "micro-batch", "micro_batches": 2},
@@ -127,7 +131,8 @@ PLANS = [
 @pytest.mark.parametrize("ep", [2, 4])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
-    loaded = loaded_of(scenario(plan | {"ep": ep}, expert_load={"skew": 0.7}), statistics(4e-3, 5e-4))
+    ranks = 4 * plan.get("pp", 1)
+    loaded = loaded_of(scenario(plan | {"ep": ep}, ranks, expert_load={"skew": 0.7}), statistics(4e-3, 5e-4))
     folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
     assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
     assert set(folded.collectives) == set(unfolded.collectives)
@@ -159,15 +164,18 @@ def test_what_a_step_sends_is_that_of_its_program(ep):
 
 @pytest.mark.parametrize(("ep", "load"), [(2, {"skew": 1.0}), (4, "balanced")], ids=str)
 @pytest.mark.parametrize(
-    "plan", [{}, {**THRESHOLD, **PUBLISHED}, {"method": "gs_z3"}], ids=["dense", "thresholded", "sharded"]
+    "plan",
+    [{}, {**THRESHOLD, **PUBLISHED}, {"method": "gs_z3"}, {"cp": 2}, {"pp": 2, "micro_batches": 2}],
+    ids=["dense", "thresholded", "sharded", "parts of sequences", "staged"],
 )
 def test_bounds_of_the_search_are_below_what_is_predicted(plan, ep, load):
-    asked = scenario(plan | {"ep": ep}, expert_load=load)
+    asked = scenario(plan | {"ep": ep}, 4 * plan.get("pp", 1), expert_load=load)
     result, bounds = simulate(loaded_of(asked, statistics(1e-3))).result, Bounds(asked)
     bound = bounds.closer(asked.plan, bounds.of(asked.plan))
     held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
     assert 0 < bound.time_s <= result.step_time_s
-    assert 0 < bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+    assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+    assert bound.full_ratio > 0 or "pp" in plan  # of stages with divided experts nothing is known
 
 
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (6, 3)])
@@ -203,8 +211,7 @@ def test_shares_that_nobody_has_of_some_experts_are_even_there():
     ("plan", "message"),
     [
         ({"method": "gs_hier", "dp_shard": 2, "dp_replicate": 2}, "'gs_hier'; allowed, .*: gs, gs_z3"),
-        ({"cp": 2}, r"cannot run yet with plan\.cp = 2 and method 'gs'"),
-        ({"pp": 2, "micro_batches": 2}, r"cannot run yet with plan\.pp = 2 and method 'gs'"),
+        ({"tp": 2}, r"cannot run yet with plan\.tp = 2 and method 'gs'"),
         ({"shares": {"shards": "memory"}}, r"plan\.shares\.shards = 'memory'"),
         ({"exchange": "backend", "shares": {"shards": (0.4, 0.1, 0.2, 0.3)}}, "shards that are not even"),
         ({"ep": 3}, "a divisor of these"),
