@@ -217,7 +217,7 @@ def _sharded_by_push(
 ) -> torch.optim.Optimizer:
     """Shard a stack's parameters by Gradient Sharding; its exposed communication is left out."""
 
-    def observe(label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:
+    def observe(label: str, phase: str, *, group: dist.ProcessGroup | None = None) -> AbstractContextManager[None]:
         outside: AbstractContextManager[None] = left_out()
         return outside if phase == "exposed_communication" else nullcontext()
 
@@ -299,7 +299,7 @@ def gradient_hook_cost(bench: Bench) -> float:
         observed = [0.0]
 
         @contextmanager
-        def left_out(label: str, phase: str, *, intra_node: bool = False) -> Any:
+        def left_out(label: str, phase: str, *, group: dist.ProcessGroup | None = None) -> Any:
             bench.finish()
             began = device_time_s()
             yield

@@ -1,11 +1,11 @@
 """Entry point of the library: `shard_gradients` takes a model and returns the optimizer of its shards."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.gradient_sharding.bucket import Bucket, BucketPlan, Partition, plan_buckets, trained_parameters
@@ -14,6 +14,7 @@ from gsreal.gradient_sharding.guards import (
     Parameters,
     assign_param_groups,
     check_callable,
+    check_experts,
     check_factory,
     check_flags,
     check_model,
@@ -24,8 +25,8 @@ from gsreal.gradient_sharding.guards import (
     check_types,
     describe_model,
     describe_optimizer,
+    frozen_parameters,
     shards_by_group,
-    unsharded_tensors,
 )
 from gsreal.gradient_sharding.hierarchy import Hierarchy, IntraNodeReducer, hierarchy_of
 from gsreal.gradient_sharding.point_to_point import backend_of, runs_on_device
@@ -48,6 +49,8 @@ def shard_gradients(
     shard_shares: Sequence[float] | None = None,
     push: Push | None = None,
     publish: Publish | None = None,
+    experts: Collection[str] = (),
+    expert_group: dist.ProcessGroup | None = None,
     param_groups: Sequence[Mapping[str, Any]] | None = None,
     scaler: torch.amp.GradScaler | None = None,
     skip_nonfinite: bool = False,
@@ -81,6 +84,12 @@ def shard_gradients(
     and in which encoding; by default all, densely. `publish`: the same for updated parameters; with a threshold, owners
     keep a master copy of their shard in any case. `point_to_point`: exchange by point-to-point messages; else by the
     backend's all_to_all_single and broadcasts.
+
+    `experts`: names of parameters that ranks in a row divide among them (expert parallelism), frozen ones included;
+    `expert_group`: the ranks that hold the same ones as this rank. These alone own shards of them, in proportion to
+    their shares, and push gradients of them to one another; a rank that holds them alone owns them whole, and nothing
+    of them is sent. Their gradients are to be sums over the tokens of all ranks that divide them, whose `weights` must
+    be equal. Such optimizers have neither a `state_dict` nor `sharded` yet.
 
     `param_groups`: dicts with the model's parameters (or their names) under `params` and options of their own, as
     torch's optimizers take them; the factory then gets the same with shards in their place. `scaler`: the GradScaler
@@ -123,13 +132,14 @@ def shard_gradients(
     check_callable(optimizer_factory=optimizer_factory, observe=observe)
     check_sizes(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
     units, param_groups = tuple(units), param_groups if param_groups is None else tuple(param_groups)
-    hierarchy = hierarchy_of(mesh, group)
+    hierarchy = hierarchy_of(mesh, group, expert_group)
     publish = publish or Publish()
     check_options(parameters, units, push, publish, param_groups)
     shares = check_shares(shard_shares, len(hierarchy.ranks), scaler)
     if parameters != "replicated":
         model = getattr(model, "_orig_mod", model)  # the module inside torch.compile is also called and read directly
     trained = trained_parameters(model, parameter_order)
+    check_experts(model, experts, expert_group, whole_tensors=whole_tensors)
     thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
     previous_optimizers = _previous_optimizers(trained)
     check_model(model, trained, thresholded=thresholded)
@@ -139,12 +149,21 @@ def shard_gradients(
     for previous in previous_optimizers:
         previous.release_model()
     partition = hierarchy.partition(shares, whole_tensors=whole_tensors)
+    partitions = {False: partition, True: hierarchy.expert_partition(shares)}
     buckets: Sequence[Bucket]
     if parameters == "replicated":
-        plans = plan_buckets(trained, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
-        buckets = [_make_bucket(i, plan, hierarchy, partition) for i, plan in enumerate(plans)]
+        plans = plan_buckets(
+            trained,
+            param_groups,
+            first_bytes=first_bucket_bytes,
+            cap_bytes=bucket_bytes,
+            experts=trained.keys() & experts,
+        )
+        buckets = [_make_bucket(i, plan, hierarchy, partitions[plan.of_experts]) for i, plan in enumerate(plans)]
     else:
-        buckets = make_units(model, units, list(trained.values()), hierarchy, partition, observe=observe)
+        apart = {trained[name] for name in trained.keys() & experts}
+        order = list(trained.values())
+        buckets = make_units(model, units, order, hierarchy, partitions, experts=apart, observe=observe)
     if partition.idle_owners:
         raise ValueError("whole_tensors: some ranks would own no parameter; take fewer ranks, or other shard_shares")
     names = {parameter: name for name, parameter in trained.items()}
@@ -164,11 +183,9 @@ def shard_gradients(
     }
     descriptions = {name: repr(value) for name, value in settings.items()}
     hierarchy.check_equal_on_all_ranks(descriptions | describe_model(model, buckets, names), device)
-    number = torch.tensor(hierarchy.protocol.model, device=device)
-    hierarchy.broadcast_from_first([*(bucket.whole for bucket in buckets), *unsharded_tensors(model, trained), number])
-    hierarchy.protocol.model = int(number)
+    _set_to_first(model, buckets, trained, experts, hierarchy)
     for bucket in buckets:
-        bucket.create_shard(master=publish.threshold is not None)
+        bucket.create_shard(master=publish.threshold is not None and bucket.is_published)
     overlaps_compute = runs_on_device(hierarchy.inter_node, device) if overlap is None else overlap
     register_gather_hooks(model, kept=parameters == "gathered", prefetch=overlaps_compute)
     if whole_tensors:
@@ -183,7 +200,6 @@ def shard_gradients(
 
     pusher = Pusher(
         rules,
-        hierarchy.inter_node,
         buckets,
         protocol=hierarchy.protocol,
         point_to_point=point_to_point,
@@ -198,10 +214,32 @@ def shard_gradients(
     return GradientSharding(*parts, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite)
 
 
+def _set_to_first(
+    model: nn.Module,
+    buckets: Sequence[Bucket],
+    trained: Mapping[str, nn.Parameter],
+    experts: Collection[str],
+    hierarchy: Hierarchy,
+) -> None:
+    """Set parameters, buffers and the model's number to those of the first rank, experts of the first that has them."""
+    number = torch.tensor(hierarchy.protocol.model, device=buckets[0].flat.device)
+    held: dict[bool, list[Tensor]] = {False: [*model.buffers(), number], True: []}
+    for bucket in buckets:
+        held[bucket.owners is hierarchy.expert_owners].append(bucket.whole)
+    for name, parameter in frozen_parameters(model, trained).items():
+        held[name in experts].append(parameter.detach())
+    for of_experts, tensors in held.items():
+        hierarchy.broadcast_from_first(tensors, of_experts=of_experts)
+    hierarchy.protocol.model = int(number)
+
+
 def _make_bucket(index: int, plan: BucketPlan, hierarchy: Hierarchy, partition: Partition) -> Bucket:
     """Move a plan's parameters into a bucket, divided among the owners."""
     division = partition.divide([parameter.numel() for parameter in plan.parameters])
-    bucket = Bucket(index, plan.parameters, division, node=hierarchy.node, place=hierarchy.place)
+    owners = hierarchy.expert_owners if plan.of_experts else hierarchy.owners
+    assert owners is not None  # checked before
+    bucket = Bucket(index, plan.parameters, division, owners=owners, place=hierarchy.place)
+    bucket.is_published = owners.ranks > 1 or not plan.of_experts
     bucket.group_index = plan.group
     return bucket
 

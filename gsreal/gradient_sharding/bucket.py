@@ -20,11 +20,12 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.pushed_gradient import PushedGradient, ShardGradient
-from gssim.plan import Division, assign_buckets, divide
+from gssim.plan import Division, assign_buckets, divide, splitting
 
 Address = tuple[int, torch.Size, tuple[int, ...]]
 """Data pointer, shape and strides of a tensor."""
@@ -32,6 +33,15 @@ ABSENT = -0.0
 """Fills the slot of a gradient that does not exist."""
 CHUNK_ELEMENTS = 1 << 20
 """Elements examined at once, which bounds the memory of a search for absent gradients."""
+
+
+class Owners:
+    """The ranks that own the shards of buckets, one on each node: they push to one another, and publish."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.weights: tuple[float, ...] = splitting.even(self.ranks)
+        """Each node's fraction of the step's loss terms: the weight of its mean gradient."""
 
 
 @dataclass(eq=False)
@@ -53,12 +63,14 @@ class Bucket:
     """
 
     is_replica = True
-    """Whether every rank keeps the whole bucket, so that updates must be published."""
+    """Whether every owner keeps the whole bucket."""
+    is_published = True
+    """Whether updates must be published: not of experts that one rank alone holds."""
 
     def __init__(
-        self, index: int, parameters: list[nn.Parameter], division: Division, *, node: int, place: int = 0
+        self, index: int, parameters: list[nn.Parameter], division: Division, *, owners: Owners, place: int = 0
     ) -> None:
-        self.index, self.parameters = index, parameters
+        self.index, self.parameters, self.owners = index, parameters, owners
         self.group_index = 0
         """Index of the optimizer's group that has its pieces."""
         size = sum(parameter.numel() for parameter in parameters)
@@ -74,7 +86,7 @@ class Bucket:
         """This rank's part of the replica, and its size."""
         self.ranges = [(start - first, stop - first) for start, stop in division.ranges(place)]
         """Every owner's half-open range of `flat`."""
-        self.own = slice(*self.ranges[node])
+        self.own = slice(*self.ranges[owners.rank])
         self.places = {
             parameter: slice(*(min(max(edge, first), end) - first for edge in (slot.start, slot.stop)))
             for parameter, slot in self.slots.items()
@@ -92,7 +104,9 @@ class Bucket:
         self.has_master = False
         """Whether the shard has values that the model's parameters lack: of higher precision, or unpublished."""
         self.weight = 1.0
-        """Factor for collected gradients: this rank's fraction of its node's loss terms."""
+        """Factor for collected gradients: this rank's fraction of its node's loss terms, or, of experts, of those whose
+        tokens they got.
+        """
         self.gradient: Tensor | None = None
         """Of the whole bucket; after the reduction inside the node, of this rank's part."""
         self.pending_parameters = set(parameters)
@@ -415,6 +429,8 @@ class BucketPlan:
     parameters: list[nn.Parameter]
     group: int
     """Index of the optimizer's group that they belong to."""
+    of_experts: bool
+    """Whether fewer ranks own them: those that hold the same experts."""
 
 
 def trained_parameters(model: nn.Module, order: Sequence[str] | None = None) -> dict[str, nn.Parameter]:
@@ -447,23 +463,30 @@ def plan_buckets(
     *,
     first_bytes: float,
     cap_bytes: float,
+    experts: Set[str] = frozenset(),
 ) -> list[BucketPlan]:
     """Return the buckets of the parameters, ordered by when their gradients are complete.
 
-    As in DistributedDataParallel, every data type and device fills buckets of its own, and here every group as well.
+    As in DistributedDataParallel, every data type and device fills buckets of its own, and here every group as well,
+    and the parameters of `experts`, which have other owners.
     """
     group_of = _groups_of(parameters, groups)
     kinds: dict[tuple[Any, ...], list[int]] = {}
     ordered = list(parameters.values())
-    for place, parameter in enumerate(ordered):
-        kinds.setdefault((parameter.dtype, parameter.device, group_of[parameter]), []).append(place)
+    for place, (name, parameter) in enumerate(parameters.items()):
+        kind = (parameter.dtype, parameter.device, group_of[parameter], name in experts)
+        kinds.setdefault(kind, []).append(place)
     buckets: list[list[int]] = []
     for places in kinds.values():
         sizes = [ordered[place].numel() * ordered[place].element_size() for place in places]
         assigned = assign_buckets(sizes, first_bytes=first_bytes, cap_bytes=cap_bytes)
         buckets += [[places[member] for member in members] for members in assigned]
     buckets.sort(key=max)
-    return [BucketPlan([ordered[place] for place in each], group_of[ordered[each[0]]]) for each in buckets]
+    apart = {parameters[name] for name in experts}
+    return [
+        BucketPlan([ordered[place] for place in each], group_of[ordered[each[0]]], ordered[each[0]] in apart)
+        for each in buckets
+    ]
 
 
 def _groups_of(

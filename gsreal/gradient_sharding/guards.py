@@ -14,17 +14,18 @@ Checks of the arguments of `shard_gradients`, and the shares, parameter groups a
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from gsreal.gradient_sharding.bucket import Bucket
+from gsreal.gradient_sharding.bucket import Bucket, plain_name
 from gsreal.gradient_sharding.sharded_parameters import Unit
 from gssim.plan import Publish, Push, splitting
 
@@ -340,6 +341,20 @@ def check_options(
         raise ValueError(f"parameters = '{parameters}': a unit is updated as one, so that it cannot have param_groups")
 
 
+def check_experts(
+    model: nn.Module, experts: Collection[str], group: dist.ProcessGroup | None, *, whole_tensors: bool
+) -> None:
+    """Raise ValueError if `experts` are no parameters of the model, or beside options that they cannot have."""
+    if bool(experts) != (group is not None):
+        raise ValueError("experts and expert_group: give both, the parameters and the ranks that hold the same ones")
+    names = {plain_name(name) for name, _ in model.named_parameters()}
+    odd = [name for name in experts if name not in names]
+    if odd:
+        raise ValueError(f"experts: '{odd[0]}' is no parameter of the model")
+    if experts and whole_tensors:
+        raise ValueError("experts: cannot be divided beside whole_tensors yet; leave it out")
+
+
 def check_model(model: Any, parameters: Mapping[str, nn.Parameter], *, thresholded: bool) -> None:
     """Raise ValueError if the model cannot be trained by owners of ranges of flat buckets.
 
@@ -455,10 +470,10 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return descriptions
 
 
-def unsharded_tensors(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    """Return the tensors of which every rank keeps its own copy: buffers and frozen parameters."""
-    trained = set(parameters.values())
-    return [*(p.detach() for p in model.parameters() if p not in trained), *model.buffers()]
+def frozen_parameters(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not trained, of which every rank keeps its own copy, by name."""
+    known = set(trained.values())
+    return {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter not in known}
 
 
 def assign_param_groups(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer) -> None:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gsreal.gradient_sharding.bucket import Bucket, Partition
+from gsreal.gradient_sharding.bucket import Bucket, Owners, Partition
 from gsreal.gradient_sharding.point_to_point import reduce_scatter_v
 from gsreal.gradient_sharding.protocol import ExchangeProtocol, MessageKind, check_equal_on_all_ranks
 from gsreal.gradient_sharding.side_stream import Observer, SideStream
+from gssim.plan import splitting
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,36 @@ class Hierarchy:
     """The ranks with this one's local rank, one of each node: they push to one another."""
     intra_node: dist.ProcessGroup | None = None
     """The ranks of this one's node; None: it has no others."""
+    same_experts: dist.ProcessGroup | None = None
+    """The ranks that hold the same experts as this one, where ranks in a row divide these; None: all hold all."""
     protocol: ExchangeProtocol = field(init=False)
     """Sequence number of this rank's exchanges."""
+    owners: Owners = field(init=False)
+    """The ranks that push to one another what all hold."""
+    expert_owners: Owners | None = field(init=False)
+    """Those that push gradients of the experts that they hold to one another."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "protocol", ExchangeProtocol(dist.get_rank(), self.ranks))
+        object.__setattr__(self, "owners", Owners(self.inter_node))
+        object.__setattr__(self, "expert_owners", None if self.same_experts is None else Owners(self.same_experts))
+        if self.expert_owners is not None:
+            held = tuple(dist.get_process_group_ranks(self.expert_owners.group))
+            if self.intra_node is not None or held != self.ranks[self._expert_place :: self._expert_ranks]:
+                raise ValueError(
+                    "expert_group: ranks in a row of all that train the model, on one level, divide the experts; "
+                    f"ranks {held} are not those at one place of every row of {self._expert_ranks}"
+                )
+
+    @property
+    def _expert_ranks(self) -> int:
+        """Number of ranks that divide experts among them."""
+        return 1 if self.expert_owners is None else len(self.ranks) // self.expert_owners.ranks
+
+    @property
+    def _expert_place(self) -> int:
+        """Position of this rank among those that divide experts."""
+        return self.ranks.index(dist.get_rank()) % self._expert_ranks
 
     @property
     def nodes(self) -> int:
@@ -58,22 +84,44 @@ class Hierarchy:
         """Return the partition of buckets for every rank's share, in the order of `ranks`."""
         return Partition(self._by_node(shard_shares), whole_tensors=whole_tensors)
 
-    def split_weights(self, weights: Sequence[float]) -> tuple[tuple[float, ...], float]:
-        """Return every node's fraction of the step's loss terms, and this rank's fraction of its node's."""
-        if self.intra_node is None:
+    def expert_partition(self, shard_shares: Sequence[float]) -> Partition:
+        """Return the partition of buckets of experts among the ranks that hold the same ones, in proportion."""
+        shares = shard_shares[self._expert_place :: self._expert_ranks]
+        fractions = splitting.proportional(shares) if any(shares) else splitting.even(len(shares))
+        return Partition([[share] for share in fractions], whole_tensors=False)
+
+    def set_weights(self, weights: Sequence[float], buckets: Iterable[Bucket]) -> None:
+        """Let owners weight gradients, given every rank's fraction of the step's loss terms.
+
+        A node's gradient is the mean over its ranks, each by its fraction of the node's loss terms. Likewise gradients
+        of experts are sums over the ranks whose tokens these got, in a row, of which each must have as many loss terms.
+        """
+        nodes, own = self._split_weights(weights, self.places)
+        self.owners.weights = nodes
+        own_of_experts = own
+        if self.expert_owners is not None:
+            rows, own_of_experts = self._split_weights(weights, self._expert_ranks)
+            self.expert_owners.weights = rows
+        for bucket in buckets:
+            bucket.weight = own_of_experts if bucket.owners is self.expert_owners else own
+
+    def _split_weights(self, weights: Sequence[float], ranks: int) -> tuple[tuple[float, ...], float]:
+        """Return the fraction of loss terms of every `ranks` in a row, and this rank's fraction of its row's."""
+        if ranks == 1:
             return tuple(weights), 1.0
-        nodes = [sum(of_node) for of_node in self._by_node(weights)]
-        own = weights[self.node * self.places + self.place]
-        return tuple(nodes), own / nodes[self.node] if own else 0.0
+        rows = [sum(weights[first : first + ranks]) for first in range(0, len(weights), ranks)]
+        place = self.ranks.index(dist.get_rank())
+        own = weights[place]
+        return tuple(rows), own / rows[place // ranks] if own else 0.0
 
     def _by_node(self, values: Sequence[float]) -> list[Sequence[float]]:
         return [values[first : first + self.places] for first in range(0, len(self.ranks), self.places)]
 
-    def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Set tensors on all ranks to the values of the first rank."""
+    def broadcast_from_first(self, tensors: Iterable[Tensor], *, of_experts: bool = False) -> None:
+        """Set tensors on all ranks to the values of the first rank; of experts, of the first that holds the same."""
         for tensor in tensors:
             values = tensor.contiguous()
-            for group in (self.inter_node, self.intra_node):
+            for group in (self.same_experts,) if of_experts else (self.inter_node, self.intra_node):
                 if group is not None:
                     dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
             if values is not tensor:
@@ -100,7 +148,9 @@ class Hierarchy:
         return values
 
 
-def hierarchy_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Hierarchy:
+def hierarchy_of(
+    mesh: DeviceMesh | None, group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None = None
+) -> Hierarchy:
     """Return the ranks of a mesh or of a group; all ranks if neither is given.
 
     A mesh of two axes has nodes on the first and the ranks of a node on the second, as `fully_shard` has replicas and
@@ -112,14 +162,14 @@ def hierarchy_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Hi
         group = group or dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"rank {dist.get_rank()} is not in the group: only the group's ranks may train the model")
-        return Hierarchy(tuple(dist.get_process_group_ranks(group)), group)
+        return Hierarchy(tuple(dist.get_process_group_ranks(group)), group, same_experts=expert_group)
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh: only the mesh's ranks may train the model")
     if group is not None or mesh.ndim > 2:
         raise ValueError(f"takes a group, or a mesh of one or two axes; the mesh has {mesh.ndim}")
     ranks = tuple(mesh.mesh.flatten().tolist())
     inside = mesh.get_group(1) if mesh.ndim == 2 and mesh.size(1) > 1 else None
-    return Hierarchy(ranks, mesh.get_group(0), inside)
+    return Hierarchy(ranks, mesh.get_group(0), inside, expert_group)
 
 
 class IntraNodeReducer:
@@ -146,7 +196,7 @@ class IntraNodeReducer:
             return
         label = f"reduce-scatter bucket {bucket.index}"
         labels = (f"issue {label}", "backward") if self.overlaps else (label, "exposed_communication")
-        with self.observe(*labels, intra_node=True), self.protocol.exchange(label):
+        with self.observe(*labels, group=None if self.overlaps else group), self.protocol.exchange(label):
             part, tag = (
                 gradient.new_empty(bucket.elements),
                 self.protocol.tag(MessageKind.REDUCE_INTRA_NODE, bucket.index),

@@ -111,12 +111,15 @@ class Publisher:
         They exchange their parts after the exchange across nodes.
         """
         device = buckets[0].flat.device
-        backend = backend_of(pusher.group, device)
+        backend = backend_of(buckets[0].owners.group, device)
         self.intra_node = None if intra_node is None else separate_communicator(intra_node, backend, device)
         self.rules, self.overlaps, self.protocol = rules, overlaps, pusher.protocol
-        self.group = separate_communicator(pusher.group, backend, device) if buckets[0].is_replica else pusher.group
+        self.groups = {
+            owners: separate_communicator(owners.group, backend, device) if buckets[0].is_replica else owners.group
+            for owners in dict.fromkeys(bucket.owners for bucket in buckets)
+        }
+        """Of every owners of buckets, a group of their own for what they publish."""
         self.point_to_point, self.observe = pusher.point_to_point, pusher.observe
-        self.rank, self.ranks = pusher.rank, pusher.ranks
         self.sent = Sent()
         self.encodings: dict[torch.dtype, Encoding] = {}
         self.reshard(pusher, buckets)
@@ -136,8 +139,8 @@ class Publisher:
 
     def write_back(self, buckets: Sequence[Bucket]) -> None:
         """Copy the owner's update to its own replica; with a threshold, `publish` does that."""
-        if self.rules.threshold is None:
-            for bucket in buckets:
+        for bucket in buckets:
+            if self.rules.threshold is None or not bucket.is_published:
                 bucket.write_back()
 
     @torch.no_grad()
@@ -153,10 +156,14 @@ class Publisher:
                 self._start_or_run(bucket, partial(self._gather, bucket))
             return
         messages, entries = map(list, zip(*(self._thresholded(bucket, optimizer) for bucket in order), strict=True))
-        with self.protocol.exchange("exchange of publish counts"):
-            counts = self._exchange_counts(order, entries)
-        for bucket, sent in zip(order, zip(*counts, strict=True), strict=True):
-            self._start_or_run(bucket, partial(self._exchange, bucket, messages.pop(0), sent))
+        counts: dict[Bucket, Sequence[int]] = {}
+        for owners in dict.fromkeys(bucket.owners for bucket in order):
+            own = {bucket: n for bucket, n in zip(order, entries, strict=True) if bucket.owners is owners}
+            with self.protocol.exchange("exchange of publish counts"):
+                by_rank = self._exchange_counts(list(own), list(own.values()))
+            counts |= zip(own, zip(*by_rank, strict=True), strict=True)
+        for bucket in order:
+            self._start_or_run(bucket, partial(self._exchange, bucket, messages.pop(0), counts[bucket]))
 
     def wait(self, bucket: Bucket) -> None:
         """Wait until a bucket's replica is complete (on a GPU: make the current stream wait for it)."""
@@ -201,13 +208,14 @@ class Publisher:
     def _gather(self, bucket: Bucket) -> Callable[[], None]:
         """All-gather a whole bucket; return the function that completes it."""
         tag = self.protocol.tag(MessageKind.PUBLISH, bucket.index)
-        with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
+        with self.observe(f"publish bucket {bucket.index}", "exposed_communication", group=bucket.owners.group):
             if not self._is_asynchronous(bucket):
-                if self.ranks > 1 or self.intra_node is None:
-                    self._all_gather(bucket.flat, bucket.ranges, self.group, tag)
+                if bucket.owners.ranks > 1 or self.intra_node is None:
+                    self._all_gather(bucket.flat, bucket.ranges, self.groups[bucket.owners], tag)
                 return partial(self._gather_intra_node, bucket)
             parts = [bucket.flat[slice(*places)] for places in bucket.ranges]
-            pending = post_all_gather(parts, group=self.group, declared_bytes=bucket.flat.nbytes, tag=tag)
+            group = self.groups[bucket.owners]
+            pending = post_all_gather(parts, group=group, declared_bytes=bucket.flat.nbytes, tag=tag)
         return partial(self._wait_and_finish, bucket, pending, _nothing)
 
     def _gather_intra_node(self, bucket: Bucket) -> None:
@@ -215,7 +223,7 @@ class Publisher:
         if self.intra_node is not None:
             tag = self.protocol.tag(MessageKind.PUBLISH_INTRA_NODE, bucket.index)
             label = f"publish bucket {bucket.index} in the node"
-            with self.observe(label, "exposed_communication", intra_node=True):
+            with self.observe(label, "exposed_communication", group=self.intra_node):
                 self._all_gather(bucket.whole, bucket.node_ranges, self.intra_node, tag)
 
     def _all_gather(self, flat: Tensor, ranges: Ranges, group: dist.ProcessGroup, tag: int) -> None:
@@ -230,7 +238,7 @@ class Publisher:
         return self.overlaps and self.point_to_point and not bucket.flat.is_cuda and self.intra_node is None
 
     def _wait_and_finish(self, bucket: Bucket, pending: Pending, then: Callable[[], None]) -> None:
-        with self.observe(f"wait publish bucket {bucket.index}", "exposed_communication"):
+        with self.observe(f"wait publish bucket {bucket.index}", "exposed_communication", group=bucket.owners.group):
             pending.wait()
         then()
 
@@ -251,29 +259,29 @@ class Publisher:
             return (replica if is_dense else encoding.pack(replica, flags)[0]), entries
 
     def _exchange_counts(self, buckets: Sequence[Bucket], entries: Sequence[int]) -> list[list[int]]:
-        """Return the number of entries that each rank sends (rows) of each bucket (columns)."""
-        device, tags = (
-            buckets[0].flat.device,
-            [self.protocol.tag(MessageKind.PUBLISH_COUNTS, each.index) for each in buckets],
-        )
-        if is_staged(self.group, device):
+        """Return the number of entries that each owner sends (rows) of each bucket (columns), all of these owners."""
+        owners, device = buckets[0].owners, buckets[0].flat.device
+        tags = [self.protocol.tag(MessageKind.PUBLISH_COUNTS, each.index) for each in buckets]
+        group = self.groups[owners]
+        if is_staged(group, device):
             device = torch.device("cpu")
-        with self.observe("counts publish", "exposed_communication"):
-            counts = torch.zeros(self.ranks, len(entries), dtype=torch.int64, device=device)
-            counts[self.rank] = torch.tensor(pack_tags(entries, tags), device=device)
-            all_gather_into_tensor(counts, counts[self.rank], group=self.group, tag=tags[0])
+        with self.observe("counts publish", "exposed_communication", group=owners.group):
+            counts = torch.zeros(owners.ranks, len(entries), dtype=torch.int64, device=device)
+            counts[owners.rank] = torch.tensor(pack_tags(entries, tags), device=device)
+            all_gather_into_tensor(counts, counts[owners.rank], group=group, tag=tags[0])
             return [unpack_tags(row, tags) for row in counts.tolist()]
 
     def _exchange(self, bucket: Bucket, own: Tensor, entries: Sequence[int]) -> Callable[[], None]:
         """All-gather a bucket's messages; return the function that completes it and writes them to the replica."""
         encoding, parts = self.encodings[bucket.flat.dtype], [bucket.flat[slice(*places)] for places in bucket.ranges]
+        rank, group = bucket.owners.rank, self.groups[bucket.owners]
         tag = self.protocol.tag(MessageKind.PUBLISH, bucket.index)
         dense = [encoding.choose(n, part.numel()) == "dense" for n, part in zip(entries, parts, strict=True)]
         messages = [
-            part if dense[i] else own if i == self.rank else encoding.empty(entries[i], part.numel(), own.device)
+            part if dense[i] else own if i == rank else encoding.empty(entries[i], part.numel(), own.device)
             for i, part in enumerate(parts)
         ]
-        sparse_senders = [i for i in range(self.ranks) if not dense[i] and i != self.rank]
+        sparse_senders = [i for i in range(bucket.owners.ranks) if not dense[i] and i != rank]
 
         def put() -> None:
             with self.observe(f"put publish bucket {bucket.index}", "compression"), torch.no_grad():
@@ -282,13 +290,13 @@ class Publisher:
             self._gather_intra_node(bucket)
 
         size = bucket.flat.nbytes
-        with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
+        with self.observe(f"publish bucket {bucket.index}", "exposed_communication", group=bucket.owners.group):
             if not self._is_asynchronous(bucket):
-                sent = all_gather_messages(messages, group=self.group, declared_bytes=size, tag=tag)
+                sent = all_gather_messages(messages, group=group, declared_bytes=size, tag=tag)
                 self.sent.bytes_of[bucket.index] += sent
                 return put
-            pending = post_all_gather(messages, group=self.group, declared_bytes=size, data_dependent=True, tag=tag)
-        self.sent.bytes_of[bucket.index] += (self.ranks - 1) * messages[self.rank].nbytes
+            pending = post_all_gather(messages, group=group, declared_bytes=size, data_dependent=True, tag=tag)
+        self.sent.bytes_of[bucket.index] += (bucket.owners.ranks - 1) * messages[rank].nbytes
         return partial(self._wait_and_finish, bucket, pending, put)
 
 

@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gsreal.gradient_sharding.bucket import ABSENT, Bucket
@@ -31,7 +30,7 @@ from gsreal.gradient_sharding.messages import (
 from gsreal.gradient_sharding.point_to_point import Pending, all_to_all_v, is_staged
 from gsreal.gradient_sharding.protocol import ExchangeProtocol, MessageKind, pack_tags, unpack_tags
 from gsreal.gradient_sharding.side_stream import Observer
-from gssim.plan import Push, splitting
+from gssim.plan import Push
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -188,7 +187,6 @@ class Pusher:
     def __init__(
         self,
         push: Push,
-        group: dist.ProcessGroup,
         buckets: Sequence[Bucket],
         *,
         protocol: ExchangeProtocol,
@@ -196,13 +194,10 @@ class Pusher:
         observe: Observer,
         overlaps: bool = True,
     ) -> None:
-        self.rules, self.group, self.point_to_point, self.observe = push, group, point_to_point, observe
+        self.rules, self.point_to_point, self.observe = push, point_to_point, observe
         self.protocol = protocol
         self.overlaps = overlaps
         """Whether the backward continues while a push is in flight."""
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.weights: tuple[float, ...] = splitting.even(self.ranks)
-        """Each node's fraction of the step's loss terms: the weight of its mean gradient."""
         self.steps = 0
         """Updates so far."""
         self.loss_scale = 1.0
@@ -242,19 +237,19 @@ class Pusher:
             self._add_carried(bucket)
             total = self._accumulate_own(bucket)
             sends = self._thresholded_messages(bucket) if self.is_thresholded_now else self._dense_messages(bucket)
-        if self.ranks == 1:
+        if bucket.owners.ranks == 1:
             return  # nothing is left to push
         self._count(bucket, sends)
         with self.protocol.exchange(f"push of {label}"):
             counts = self._exchange_counts([entries for _, entries in sends], bucket)
-            with self.observe(f"post push {label}", "exposed_communication"):
+            with self.observe(f"post push {label}", "exposed_communication", group=bucket.owners.group):
                 self._incoming = self._post(bucket, total, [message for message, _ in sends], counts)
             if not self.overlaps:
-                with self.observe(f"push {label}", "exposed_communication"):
+                with self.observe(f"push {label}", "exposed_communication", group=bucket.owners.group):
                     self._incoming.pending.end()
 
     def _add_carried(self, bucket: Bucket) -> None:
-        residual, weight = self.residuals.get(bucket.index), self.weights[self.rank]
+        residual, weight = self.residuals.get(bucket.index), bucket.owners.weights[bucket.owners.rank]
         if residual is not None and weight:
             assert bucket.gradient is not None
             residual.add_carried(bucket.gradient, weight / self.loss_scale)
@@ -272,16 +267,15 @@ class Pusher:
         If the sum is divided by the received weight, that of an earlier push of the step is kept out of it.
         """
         assert bucket.gradient is not None
-        own, weight = bucket.gradient[bucket.own], self.weights[self.rank]
-        if self._divides_by_weight and bucket.shard.grad is not None:
+        own, weight = bucket.gradient[bucket.own], bucket.owners.weights[bucket.owners.rank]
+        if self._divides_by_weight(bucket) and bucket.shard.grad is not None:
             return own.to(bucket.shard.dtype, copy=True).mul_(weight)
         bucket.add_own_gradient(own, weight)
         assert bucket.shard.grad is not None
         return bucket.shard.grad
 
-    @property
-    def _divides_by_weight(self) -> bool:
-        return self.ranks > 1 and self.is_thresholded_now and self.rules.aggregate == "received-weight"
+    def _divides_by_weight(self, bucket: Bucket) -> bool:
+        return bucket.owners.ranks > 1 and self.is_thresholded_now and self.rules.aggregate == "received-weight"
 
     def _dense_messages(self, bucket: Bucket) -> list[Message]:
         """Return the messages of a dense push to every owner: views of the bucket, which keep its memory alive."""
@@ -289,13 +283,14 @@ class Pusher:
         gradient, bucket.gradient = bucket.gradient, None
         messages: list[Message] = []
         for owner, places in enumerate(bucket.ranges):
-            part = gradient[slice(*places)] if owner != self.rank else None
+            part = gradient[slice(*places)] if owner != bucket.owners.rank else None
             messages.append((part, 0 if part is None else part.numel()))
         return messages
 
     def _thresholded_messages(self, bucket: Bucket) -> list[Message]:
         """Return the messages with the elements that reach a threshold, to every owner; free the bucket's gradient."""
-        weight, encoding = self.weights[self.rank], self.encodings[bucket.flat.dtype]
+        rank, encoding = bucket.owners.rank, self.encodings[bucket.flat.dtype]
+        weight = bucket.owners.weights[rank]
         residual = self.residuals.get(bucket.index) if weight else None
         if residual is not None:
             assert bucket.gradient is not None
@@ -311,7 +306,7 @@ class Pusher:
         counts = self._counts(bucket, accumulated, thresholds)
         messages: list[Message] = []
         for owner, (first, last) in enumerate(bucket.ranges):
-            if owner == self.rank:
+            if owner == rank:
                 messages.append((None, 0))
                 continue
             part = accumulated.part(first, last)
@@ -329,12 +324,12 @@ class Pusher:
 
         On the host each is counted as it is packed (None).
         """
-        scratch = self.encodings[bucket.flat.dtype].scratch
+        scratch, owners = self.encodings[bucket.flat.dtype].scratch, bucket.owners
         if is_on_host(scratch.flags):
-            return [None] * self.ranks
-        counts = torch.zeros(self.ranks, dtype=torch.int64, device=scratch.flags.device)
+            return [None] * owners.ranks
+        counts = torch.zeros(owners.ranks, dtype=torch.int64, device=scratch.flags.device)
         for owner, (first, last) in enumerate(bucket.ranges):
-            if owner != self.rank:
+            if owner != owners.rank:
                 flags = mark(accumulated.part(first, last), clip_ranges(thresholds, first, last), scratch)
                 counts[owner] = flags.sum()
         entries: list[int] = counts.tolist()
@@ -342,22 +337,23 @@ class Pusher:
 
     def _exchange_counts(self, entries: list[int], bucket: Bucket) -> list[int | None]:
         """Exchange the numbers of entries with all owners; dense pushes need none."""
+        owners = bucket.owners
         if not self.is_thresholded_now:
-            return [None] * self.ranks
+            return [None] * owners.ranks
         tag, device = self.protocol.tag(MessageKind.PUSH_COUNTS, bucket.index), bucket.flat.device
-        if is_staged(self.group, device):
+        if is_staged(owners.group, device):
             device = torch.device("cpu")
-        with self.observe(f"counts bucket {bucket.index}", "exposed_communication"):
-            tags = [tag] * self.ranks
+        with self.observe(f"counts bucket {bucket.index}", "exposed_communication", group=owners.group):
+            tags = [tag] * owners.ranks
             outgoing = torch.tensor(pack_tags(entries, tags), dtype=torch.int64, device=device)
-            incoming = torch.zeros(self.ranks, dtype=torch.int64, device=device)
-            incoming[self.rank] = outgoing[self.rank]
+            incoming = torch.zeros(owners.ranks, dtype=torch.int64, device=device)
+            incoming[owners.rank] = outgoing[owners.rank]
             sends, receives = ([*counts.split(1)] for counts in (outgoing, incoming))
-            size = 8 * (self.ranks - 1)
+            size = 8 * (owners.ranks - 1)
             all_to_all_v(
                 sends,
                 receives,
-                group=self.group,
+                group=owners.group,
                 declared_bytes=size,
                 point_to_point=self.point_to_point,
                 tag=tag,
@@ -365,11 +361,11 @@ class Pusher:
             return [*unpack_tags(incoming.tolist(), tags)]
 
     def _post(self, bucket: Bucket, total: Tensor, sends: list[Tensor | None], counts: list[int | None]) -> _Incoming:
-        elements, flat = bucket.shard.numel(), bucket.flat
+        elements, flat, owners = bucket.shard.numel(), bucket.flat, bucket.owners
         messages: list[tuple[int, Tensor, int | None]] = []
-        receives: list[Tensor | None] = [None] * self.ranks
+        receives: list[Tensor | None] = [None] * owners.ranks
         for sender, count in enumerate(counts):
-            if sender != self.rank:
+            if sender != owners.rank:
                 if count is None:
                     buffer = torch.empty(elements, dtype=flat.dtype, device=flat.device)
                 else:
@@ -379,7 +375,7 @@ class Pusher:
         pending = all_to_all_v(
             sends,
             receives,
-            group=self.group,
+            group=owners.group,
             declared_bytes=(bucket.elements - elements) * flat.element_size(),
             data_dependent=self.is_thresholded_now,
             point_to_point=self.point_to_point,
@@ -392,18 +388,19 @@ class Pusher:
         incoming, self._incoming = self._incoming, None
         if incoming is None:
             return
-        label = f"bucket {incoming.bucket.index}"
-        with self.observe(f"wait push {label}", "exposed_communication"), self.protocol.exchange(f"push of {label}"):
+        label, group = f"bucket {incoming.bucket.index}", incoming.bucket.owners.group
+        waiting = self.observe(f"wait push {label}", "exposed_communication", group=group)
+        with waiting, self.protocol.exchange(f"push of {label}"):
             incoming.pending.wait()
         with self.observe(f"add {label}", "compression"):
             self._add(incoming)
 
     def _add(self, incoming: _Incoming) -> None:
         """Add the received messages, weighted; divide by the received weight if the plan says so."""
-        bucket, total = incoming.bucket, incoming.total
-        received = torch.full_like(total, self.weights[self.rank]) if self._divides_by_weight else None
+        bucket, total, owners = incoming.bucket, incoming.total, incoming.bucket.owners
+        received = torch.full_like(total, owners.weights[owners.rank]) if self._divides_by_weight(bucket) else None
         for sender, message, entries in incoming.messages:
-            weight = self.weights[sender]
+            weight = owners.weights[sender]
             if entries is None:
                 total.add_(message.to(total.dtype), alpha=weight)
             else:

@@ -6,7 +6,7 @@ finds the same values there once it has been gathered again). In the meantime th
 every element is the same NaN.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gsreal.gradient_sharding.bucket import Address, Bucket, Partition
+from gsreal.gradient_sharding.bucket import Address, Bucket, Owners, Partition
 from gsreal.gradient_sharding.hierarchy import Hierarchy
 from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.point_to_point import all_gather_v
-from gsreal.gradient_sharding.protocol import MessageKind, collective_call
+from gsreal.gradient_sharding.protocol import ExchangeProtocol, MessageKind, collective_call
 from gsreal.gradient_sharding.side_stream import Observer, SideStream
 from gssim.plan import Division
 
@@ -33,6 +33,7 @@ class Unit(Bucket):
     """
 
     is_replica = False
+    is_published = False
 
     def __init__(
         self,
@@ -42,17 +43,18 @@ class Unit(Bucket):
         *,
         name: str,
         module: nn.Module,
-        hierarchy: Hierarchy,
+        owners: Owners,
+        protocol: ExchangeProtocol,
         side_stream: SideStream,
         observe: Observer,
     ) -> None:
-        super().__init__(index, parameters, division, node=hierarchy.node)
-        self.name, self.module, self.group, self.observe = name, module, hierarchy.inter_node, observe
-        self._protocol = hierarchy.protocol
+        super().__init__(index, parameters, division, owners=owners)
+        self.name, self.module, self.group, self.observe = name, module, owners.group, observe
+        self._protocol = protocol
         self._side_stream = side_stream
         self.is_whole = True
         """Whether the parameters have their values now."""
-        self._is_alone = hierarchy.nodes == 1
+        self._is_alone = owners.ranks == 1
         self._wait: Callable[[], None] | None = None
         """Waits for the gather in flight, if any."""
         self._nothing = self.flat.new_full((), torch.nan)
@@ -94,7 +96,7 @@ class Unit(Bucket):
         if self._wait is None:
             self.issue(when, beside=False)
         else:
-            with self.observe(f"take all-gather {self.name}{when}", "exposed_communication"):
+            with self.observe(f"take all-gather {self.name}{when}", "exposed_communication", group=self.group):
                 self._wait()
             self._wait = None
         self.check(self)
@@ -122,7 +124,7 @@ class Unit(Bucket):
         if beside:
             self._wait = self._side_stream.begin(gather)
             return
-        with self.observe(label, "exposed_communication"):
+        with self.observe(label, "exposed_communication", group=self.group):
             gather()
 
     def free(self) -> None:
@@ -214,15 +216,18 @@ def gathered(model: nn.Module) -> Iterator[None]:
             unit.free()
 
 
+UnitPlan = tuple[str, nn.Module, list[nn.Parameter]]
+"""Name of a unit, its module, and its parameters."""
+
+
 def divide_into_units(
-    model: nn.Module, blocks: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
-) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Return (name, module, its parameters) of each unit.
+    model: nn.Module, blocks: Sequence[nn.Module], parameters: Sequence[nn.Parameter], experts: Set[nn.Parameter]
+) -> list[UnitPlan]:
+    """Return the units: every block from the last on, then the root with all the rest.
 
-    Every block from the last on, then the root with all the rest.
-
-    A block whose parameters have several types becomes as many units. Parameters that a block shares with another
-    module are the root's. Raises ValueError if a block is no part of the model, or is inside another.
+    A block whose parameters have several types becomes as many units, and `experts` units of their own. Parameters that
+    a block shares with another module are the root's. Raises ValueError if a block is no part of the model, or is
+    inside another.
     """
     names = {module: name for name, module in model.named_modules()}
     inside = [set(block.modules()) for block in blocks]
@@ -238,12 +243,18 @@ def divide_into_units(
     home = {parameter: next(iter(units)) if len(units) == 1 else -1 for parameter, units in owners.items()}
     members = [(names[block], block, [p for p in parameters if home[p] == i]) for i, block in enumerate(blocks)][::-1]
     members.append(("root", model, [p for p in parameters if home[p] == -1]))
-    return [part for each in members for part in _by_type(*each)]
+    return [part for each in members for part in _units_of_module(*each, experts)]
 
 
-def _by_type(
-    name: str, module: nn.Module, parameters: Sequence[nn.Parameter]
-) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
+def _units_of_module(
+    name: str, module: nn.Module, parameters: Sequence[nn.Parameter], experts: Set[nn.Parameter]
+) -> list[UnitPlan]:
+    """Return the units of a module's parameters: its experts, whose gradients are complete first, and the rest."""
+    of_experts = _by_type(f"{name} (experts)", module, [each for each in parameters if each in experts])
+    return [*of_experts, *_by_type(name, module, [each for each in parameters if each not in experts])]
+
+
+def _by_type(name: str, module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[UnitPlan]:
     """Return a unit for each type and device of a module's parameters: a flat tensor has only one."""
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -257,27 +268,33 @@ def make_units(
     blocks: Sequence[nn.Module],
     parameters: Sequence[nn.Parameter],
     hierarchy: Hierarchy,
-    partition: Partition,
+    partitions: Mapping[bool, Partition],
     *,
+    experts: Set[nn.Parameter],
     observe: Observer,
 ) -> list[Unit]:
     """Return the units of a model whose `parameters`, in the order in which gradients become ready, are sharded.
 
+    `experts`: those that fewer ranks hold; `partitions`: of units of them, and of others.
     Raises ValueError if nodes have several ranks: parameters are sharded among all ranks alike.
     """
     if hierarchy.intra_node is not None:
         raise ValueError("parameters are sharded on one level: take a group, or a mesh of one axis")
     side_stream = SideStream(parameters[0].device)
     units = []
-    for index, (name, module, members) in enumerate(divide_into_units(model, blocks, parameters)):
-        division = partition.divide([parameter.numel() for parameter in members])
+    for index, (name, module, members) in enumerate(divide_into_units(model, blocks, parameters, experts)):
+        of_experts = members[0] in experts
+        owners = hierarchy.expert_owners if of_experts else hierarchy.owners
+        assert owners is not None  # checked before
+        division = partitions[of_experts].divide([parameter.numel() for parameter in members])
         unit = Unit(
             index,
             members,
             division,
             name=name,
             module=module,
-            hierarchy=hierarchy,
+            owners=owners,
+            protocol=hierarchy.protocol,
             side_stream=side_stream,
             observe=observe,
         )
@@ -296,10 +313,11 @@ def register_gather_hooks(model: nn.Module, *, kept: bool, prefetch: bool) -> No
     root = [unit for unit in units if unit.module is model]
     forward = dict(pairwise(reversed(units))) if prefetch else {}
     backward = dict(pairwise([*root, *units[: len(units) - len(root)]])) if prefetch else {}
-    for unit in units:
+    for unit in reversed(units):  # of units of one module, the one that the last gather prefetches first
         before = partial(_before_forward, unit, forward.get(unit))
-        after = partial(_after_forward, unit, backward.get(unit), kept or unit in root)
         unit.module.register_forward_pre_hook(_UnitHook(unit, before))
+    for unit in units:
+        after = partial(_after_forward, unit, backward.get(unit), kept or unit in root)
         unit.module.register_forward_hook(_UnitHook(unit, after))
     if units:
         model.register_state_dict_pre_hook(_gather_all)

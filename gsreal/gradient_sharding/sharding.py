@@ -111,9 +111,7 @@ class GradientSharding(torch.optim.Optimizer):
     @weights.setter
     def weights(self, weights: Sequence[float]) -> None:
         self._weights = check_fractions("weights", weights, len(self.hierarchy.ranks))
-        self.pusher.weights, intra_node_weight = self.hierarchy.split_weights(self._weights)
-        for bucket in self.buckets:
-            bucket.weight = intra_node_weight
+        self.hierarchy.set_weights(self._weights, self.buckets)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -323,7 +321,8 @@ class GradientSharding(torch.optim.Optimizer):
         the error-feedback residual of a range that the rank now owns is added to its next gradient. Only if every rank
         has a replica and pushes to all others.
         """
-        if len(self.hierarchy.ranks) != self.pusher.ranks or not all(bucket.is_replica for bucket in self.buckets):
+        everywhere = all(bucket.is_replica and bucket.owners.ranks == len(self.ranks) for bucket in self.buckets)
+        if not everywhere:
             raise RuntimeError("shards change owners only where every rank keeps a replica and pushes to all others")
         self._check_not_replaced()
         shard_shares = check_shares(shard_shares, len(self.hierarchy.ranks), self.scaler)
@@ -333,7 +332,8 @@ class GradientSharding(torch.optim.Optimizer):
             raise RuntimeError("gradients of this step are pending; shards can change owners only after `step`")
         self.finish()
         pusher = self.pusher
-        sent = migrate(self.buckets, self.optimizer, shard_shares, pusher.group, point_to_point=pusher.point_to_point)
+        group = self.hierarchy.inter_node
+        sent = migrate(self.buckets, self.optimizer, shard_shares, group, point_to_point=pusher.point_to_point)
         pusher.reshard(self.buckets)
         self.publisher.reshard(pusher, self.buckets)
         return sent
@@ -446,7 +446,7 @@ class GradientSharding(torch.optim.Optimizer):
             self.publisher.write_back(self.buckets)
         self.pusher.end_step()
         with collective_call("step"):
-            self.publisher.publish([bucket for bucket in self.buckets if bucket.is_replica], self.optimizer)
+            self.publisher.publish([bucket for bucket in self.buckets if bucket.is_published], self.optimizer)
         # A graph of a forward before the update must not be used again, as after an update by torch's optimizers
         torch.autograd.graph.increment_version([parameter for parameter in self.names if parameter.requires_grad])
         for bucket in self.buckets:
@@ -554,6 +554,11 @@ class GradientSharding(torch.optim.Optimizer):
 
     # State ------------------------------------------------------------------------------------------------------------
 
+    def _check_same_parameters(self, call: str) -> None:
+        """Raise RuntimeError if ranks hold different experts, of which no rank has all."""
+        if self.hierarchy.expert_owners is not None:
+            raise RuntimeError(f"{call}: ranks divide experts, whose state is neither gathered nor saved yet")
+
     @property
     def _parts(self) -> state.OptimizerParts:
         return state.OptimizerParts(
@@ -571,6 +576,7 @@ class GradientSharding(torch.optim.Optimizer):
                 "get_optimizer_state_dict looks for the model's parameters in param_groups, where this optimizer has "
                 "shards: take optimizer.state_dict(), which is whole and by parameter name, or save optimizer.sharded()"
             )
+        self._check_same_parameters("state_dict")
         self.finish()
         with collective_call("the optimizer's state_dict"):
             described = describe_optimizer(self.optimizer) | {"weights": repr(self._weights)}
@@ -582,6 +588,7 @@ class GradientSharding(torch.optim.Optimizer):
 
         After `model.load_state_dict`: owners without master copies update the model's parameters themselves.
         """
+        self._check_same_parameters("load_state_dict")
         self.finish()
         self.guard.update_masters_from_writes()
         if not state.load_gathered_state(self._parts, state_dict):
@@ -594,6 +601,7 @@ class GradientSharding(torch.optim.Optimizer):
         loses each element less than the threshold, once. If the same ranks continue with the same shares, each may save
         its `pusher.state_dict()` too, and then continues exactly.
         """
+        self._check_same_parameters("sharded")
         self.finish()
         return state.Sharded(self._parts)
 
@@ -632,6 +640,8 @@ class _CheckAfterLoad:
             return
         loaded = {}
         for bucket in optimizer.buckets:
+            if bucket.owners is not optimizer.hierarchy.owners:
+                continue  # experts that other ranks do not hold
             flat = torch.view_as_real(bucket.whole) if bucket.whole.is_complex() else bucket.whole
             bits = flat.view(INTEGERS[flat.element_size()]).sum(dtype=torch.int64)  # exact, whatever the order
             loaded[f"loaded values, bucket {bucket.index}, sum of bits"] = str(int(bits))

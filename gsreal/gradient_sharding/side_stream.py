@@ -5,16 +5,19 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 
 class Observer(Protocol):
     """Called with a label and a phase; the context manager it returns is entered for the duration of that span."""
 
-    def __call__(self, label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:
-        """Return the span's context manager; `intra_node`: whether its collective is among the ranks of the node."""
+    def __call__(
+        self, label: str, phase: str, *, group: dist.ProcessGroup | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the span's context manager; `group`: the ranks of its exchange, if it is one."""
 
 
-def no_observer(label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:
+def no_observer(label: str, phase: str, *, group: dist.ProcessGroup | None = None) -> AbstractContextManager[None]:
     """Return a context manager that records nothing."""
     return nullcontext()
 

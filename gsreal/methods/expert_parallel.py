@@ -80,12 +80,14 @@ class _Routing:
 
 def divided_experts(
     scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device
-) -> "ExpertGradients | ShardedExpertGradients":
-    """Divide a module's experts among ranks; return what becomes of their gradients."""
+) -> "ExpertGradients | ShardedExpertGradients | None":
+    """Divide a module's experts among ranks; return what becomes of their gradients, but those that are pushed."""
     policies, mesh = scenario.policies, expert_mesh(scenario.policies, device)
     divide_experts(scenario, module, timeline, mesh[DIVIDED].get_group())
     if policies.gradients == "reduce-scatter":
         return ShardedExpertGradients(module, policies.mesh.expert_stride)
+    if policies.gradients == "push":  # they have owners of their own: see `gsreal.methods.gradient_sharding`
+        return None
     replicas, overlap = mesh[REPLICAS].get_group(), scenario.plan.overlap
     return ExpertGradients(module, replicas, timeline, ranks=policies.replica_ranks, overlap=overlap)
 

@@ -19,11 +19,12 @@ from gsreal.gradient_sharding import GradientSharding, shard_gradients
 from gsreal.gradient_sharding.point_to_point import all_gather_v
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of
-from gsreal.methods.meshes import data_mesh, shard_mesh
+from gsreal.methods.experts import PARAMETERS, experts_of
+from gsreal.methods.meshes import REPLICAS, data_mesh, expert_mesh, shard_mesh
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
 from gssim.plan import REPLICA_AXES, Policies
-from gssim.scenario import Scenario, held_slice
+from gssim.scenario import Scenario, held_experts, held_slice
 from gssim.workload import LayerInstance, gradient_order, unrolled
 
 
@@ -32,7 +33,8 @@ def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, de
     policies, model = scenario.policies, scenario.workload.model
     if policies.tp > 1 or policies.cp > 1:
         model = held_slice(scenario, 0)  # gradients of slices, and of parts of sequences, come in another order
-    optimizer = pushing_optimizer(scenario, module, unrolled(model), timeline, device)
+    layers = held_experts(scenario, 0, 0) if policies.ep > 1 else unrolled(model)
+    optimizer = pushing_optimizer(scenario, module, layers, timeline, device)
 
     def syncing(leaves: bool) -> AbstractContextManager[None]:
         return nullcontext() if leaves else optimizer.no_sync()
@@ -58,12 +60,12 @@ def pushing_optimizer(
     own = {name for name, _ in module.named_parameters()}
     listed = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
     order = [name if name in own else next(iter(own & aliases[name])) for name in listed]
-    across, inside = mesh.get_group(0), mesh.get_group(1) if mesh.ndim > 1 else None
+    divided = experts_of(module) if policies.ep > 1 else ()
+    experts = [f"{path}.{matrix}" for path, _ in divided for matrix in PARAMETERS]
+    same_experts = expert_mesh(policies, device)[REPLICAS].get_group() if experts else None
 
-    def observe(label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:
-        if phase != "exposed_communication":
-            return timeline.span(label, phase)
-        return timeline.span(label, phase, inside if intra_node else across)
+    def observe(label: str, phase: str, *, group: dist.ProcessGroup | None = None) -> AbstractContextManager[None]:
+        return timeline.span(label, phase, group)
 
     return shard_gradients(
         module,
@@ -79,6 +81,8 @@ def pushing_optimizer(
         point_to_point=policies.point_to_point,
         bucket_bytes=plan.bucket_bytes,
         first_bucket_bytes=plan.first_bucket_bytes,
+        experts=experts,
+        expert_group=same_experts,
         parameter_order=order,
         observe=observe,
     )

@@ -49,22 +49,23 @@ class Weights:
     """Every rank's fraction of the step's loss terms."""
     micro_batches: tuple[float, ...] = (1.0,)
     """Every micro-batch's fraction of this rank's loss terms."""
-    context_ranks: int = 1
-    """Number of consecutive ranks with the same sequences: they divide these among them, or hold slices of blocks."""
+    joined_ranks: int = 1
+    """Number of consecutive ranks whose losses contribute to one another's gradients: ranks that divide sequences, hold
+    slices of blocks, or divide experts."""
 
     @property
     def pushed(self) -> tuple[float, ...]:
         """Weight of the gradient that each rank pushes to its owners.
 
-        Gradients of keys and values come from the losses of all ranks that divide a sequence, whose parts cannot be
-        weighted separately afterwards. So owners weight these ranks equally, and each rank weights its own loss before
-        the backward.
+        Gradients of keys and values come from the losses of all ranks that divide a sequence, and gradients of experts
+        from the losses of all ranks whose tokens they received. Their parts cannot be weighted separately afterwards.
+        So owners weight these ranks equally, and each rank weights its own loss before the backward.
         """
-        if self.context_ranks == 1:
+        if self.joined_ranks == 1:
             return self.ranks
-        firsts = range(0, len(self.ranks), self.context_ranks)
-        means = [fmean(self.ranks[first : first + self.context_ranks]) for first in firsts]
-        return tuple(mean for mean in means for _ in range(self.context_ranks))
+        firsts = range(0, len(self.ranks), self.joined_ranks)
+        means = [fmean(self.ranks[first : first + self.joined_ranks]) for first in firsts]
+        return tuple(mean for mean in means for _ in range(self.joined_ranks))
 
 
 GROWTH_STEPS = 2000

@@ -1,5 +1,6 @@
 """Batches of a rank, for training and for evaluation on held-out data, and every rank's weight in the loss."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -84,7 +85,9 @@ class Feed:
         if inputs.is_floating_point():
             inputs = inputs.to(DTYPES[self.scenario.workload.precision])
         ranks = tuple(n * self.copies / sum(terms) for n in terms)
-        weights = Weights(ranks, self._micro_batch_weights(targets), self.copies * self.scenario.policies.cp)
+        policies = self.scenario.policies
+        joined = self.copies * math.lcm(policies.cp, policies.mesh.expert_stride)
+        weights = Weights(ranks, self._micro_batch_weights(targets), joined)
         # a rank holds no more than its stage needs
         inputs = inputs if self.reads else inputs.new_empty(0)
         targets = targets if self.counts[self.rank] else targets.new_empty(0)

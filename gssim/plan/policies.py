@@ -347,19 +347,22 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
     # one tensor group has nobody to reduce gradients with, and its ranks may divide experts
     alone = policies.gradients == "local" and policies.etp is not None
     replicated = policies.gradients == "all-reduce" or alone
-    if policies.sync_every_steps or (not replicated and policies.gradients != "reduce-scatter"):
+    pushes = policies.gradients == "push"
+    if policies.sync_every_steps or (not replicated and not pushes and policies.gradients != "reduce-scatter"):
         hint = _or_among_tensor_ranks(policies) if policies.gradients == "local" else ""
         raise UserError(
-            f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce or "
-            f"reduce-scatter gradients (ddp, zero1, zero2, zero3, fsdp, hsdp){hint}"
+            f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce, "
+            f"reduce-scatter or push gradients (ddp, zero1, zero2, zero3, fsdp, hsdp, gs, gs_z3){hint}"
         )
+    if pushes:
+        _refuse_pushed_experts(plan, policies, where)
     if plan.zero1_implementation == "deepspeed":
         raise UserError(
             f"{where}: cannot run yet with plan.zero1_implementation = 'deepspeed': its buffers of gradients of "
             "experts, which are reduced over fewer ranks, are not modelled; allowed: 'torch', 'megatron'"
         )
     _refuse_expert_axes(plan, policies, file, replicated=replicated)
-    if not replicated and policies.shards % policies.mesh.expert_stride:
+    if not replicated and not pushes and policies.shards % policies.mesh.expert_stride:
         ranks = policies.shards if policies.etp is None else policies.shards * policies.tp // policies.etp
         raise UserError(
             f"{where}: experts are divided among the ranks that shard a replica, of which there are {ranks}; "
@@ -373,6 +376,28 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(f"{where}: cannot run yet with plan.gradient_sync = 'micro-batch'; allowed today: 'step'")
     if plan.shares.replan:
         raise UserError(f"{where}: plan.shares.replan = True: ranks that divide experts need as many samples each")
+
+
+def _refuse_pushed_experts(plan: Plan, policies: Policies, where: str) -> None:
+    """Refuse what owners of divided experts cannot be combined with yet."""
+    if policies.push_axis != "dp_shard":
+        raise UserError(
+            f"{where}: cannot run yet with method '{plan.method}'; allowed, of those that push gradients: gs, gs_z3"
+        )
+    if policies.tp > 1:
+        raise UserError(
+            f"{where}: cannot run yet with plan.tp = {policies.tp} and method '{plan.method}'; allowed today: 1"
+        )
+    if plan.shares.shards in ("memory", "cost"):
+        raise UserError(
+            f"{where}: plan.shares.shards = '{plan.shares.shards}': what ranks that divide experts own is not weighed "
+            "yet; allowed: 'even', 'compute', or shares"
+        )
+    if not policies.point_to_point and plan.shares.shards != "even":
+        raise UserError(
+            f"{where}: plan.exchange = 'backend': cannot run yet with shards that are not even (plan.shares.shards); "
+            "allowed: 'point-to-point'"
+        )
 
 
 def _or_among_tensor_ranks(policies: Policies) -> str:

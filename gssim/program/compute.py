@@ -44,15 +44,21 @@ def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
     """Return the positions at which each layer's backward is split: those at which a bucket becomes complete
     inside it.
     """
-    return _completions(low) if _sends_in_buckets(low, micro_batch) else {}
+    frees_units = low.policies.gradients == "push" and low.policies.parameters != "replicated"
+    return _completions(low) if frees_units or _sends_in_buckets(low, micro_batch) else {}
 
 
 @once_a_run
 def _completions(low: Lowering) -> dict[int, list[int]]:
-    """Return the positions in each layer's backward at which a bucket becomes complete."""
+    """Return the positions in each layer's backward at which a bucket becomes complete; of sharded units, only those of
+    experts that ranks divide do so inside a block.
+    """
     positions: dict[int, list[int]] = {}
     divided = low.expert_buckets if len(low.expert_replicas[0]) > 1 else ()
-    for bucket in (*low.buckets, *divided):
+    buckets = low.buckets
+    if low.policies.gradients == "push" and low.policies.parameters != "replicated":
+        buckets = tuple(bucket for bucket in low.buckets if bucket.of_experts)
+    for bucket in (*buckets, *divided):
         layer, position = bucket.complete
         positions.setdefault(layer, []).append(position)
     return positions
@@ -122,15 +128,16 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     always_kept = _gradient_events(low, 0, 0)
     added = micro_batch.accumulates and not low.casts_units  # gradients that FSDP2 casts, it also adds up itself
     given_back = added + in_buckets
+    of_experts = given_back if low.policies.gradients == "push" else int(added)  # otherwise no bucket takes them
     adds_itself = low.has_one_gradient_buffer  # the matrix product itself accumulates into the buffer
     if own.layers is low.layers and not adds_itself:
-        gradients = _gradient_events(low, given_back, added)
+        gradients = _gradient_events(low, given_back, of_experts)
     else:
         gradients = gradient_events(
             () if adds_itself else own.layers,
             value_bytes=low.value_bytes,
             given_back=given_back,
-            given_back_of_experts=int(added),  # no bucket takes the gradients of experts
+            given_back_of_experts=of_experts,
         )
     buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
     hook_s = hook_time_s(low, rank) if in_buckets else 0.0

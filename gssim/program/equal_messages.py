@@ -19,8 +19,16 @@ from gssim.units import Ints
 def message_classes(low: Lowering) -> Ints:
     """Return the class of each of the group's ranks, by position: neighbours with equal messages share a class.
 
-    Ranks at different places in their nodes never share one.
+    Ranks at different places in their nodes never share one, and neither do ranks that hold different experts.
     """
+    classes, *others = (_classes_of(owners) for owners in low.all_owners)
+    for each in others:
+        classes = np.unique(classes * (int(each.max()) + 1) + each, return_inverse=True)[1]
+    return classes
+
+
+def _classes_of(low: Lowering) -> Ints:
+    """Return these classes by the messages of some owners."""
     classes = np.zeros(len(low.group), np.int64)
     first = 0
     for place in range(low.places):

@@ -9,8 +9,10 @@ owners. The root's bucket is pushed last, even where it is complete long before 
 trained). Nothing is published, since the next gather distributes the updated parameters. Parameters that are not
 trained have no owner, and are whole on every rank. Where collectives overlap with compute, the gather of a unit is
 issued when the unit before it is consumed, so that at most two blocks are gathered at a time; otherwise just before its
-use. Of N elements a rank owns the fraction s; p is the bytes of a value, w(d) those of a pushed one
-(gradient-sharding A.3 B). Bytes per rank:
+use. Experts that ranks divide are a unit of their own in each block, owned by the ranks that hold the same experts.
+This unit is gathered after the rest of the block; it is freed and pushed as soon as its gradients are complete, inside
+the block's backward. A rank that alone holds experts keeps them whole. Of N elements a rank owns the fraction s; p is
+the bytes of a value, w(d) those of a pushed one (gradient-sharding A.3 B). Bytes per rank:
 
     sent and received:  2pN + w(d)N, each (M-1)/M with even shares, but for the root, which is gathered once
     held:               (parameter + optimizer state + gradient) * sN in the optimizer's precision, and the root and
@@ -24,9 +26,9 @@ from dataclasses import dataclass
 from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
-from gssim.program.compute import backward_begin, beside_host, forward_id, pass_ends
+from gssim.program.compute import BackwardParts, backward_begin, beside_host, forward_id, pass_ends
 from gssim.program.lowering import Lowering, once_a_run
-from gssim.program.push import send_bucket
+from gssim.program.push import push_group_collective, send_bucket
 from gssim.program.sharded import gather_id, insert_beside
 from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
 from gssim.workload import LayerInstance
@@ -56,8 +58,14 @@ def flat_units(low: Lowering) -> tuple[FlatUnit, ...]:
         first = bucket.members[0][0]
         layers = (first,) if first.layer.block else root
         name = first.module if first.layer.block else "root"
+        name += " (experts)" if bucket.of_experts else ""
         flat.append(FlatUnit(name, layers, bucket, float(bucket.elements * low.value_bytes)))
     return tuple(flat)
+
+
+def _gathered_units(low: Lowering) -> list[FlatUnit]:
+    """Return the units that several ranks own; a rank alone keeps those that it owns whole."""
+    return [unit for unit in flat_units(low) if low.owning(unit.bucket).nodes > 1]
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
@@ -74,26 +82,30 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
     trained = [instance for instance in low.layers if instance.layer.parameters]
     last = next((instance for instance in trained if not instance.layer.block), None)
     lowest = last if last is not trained[0] else None
+    parts = BackwardParts(low, tasks)
     for unit in flat_units(low):
         collect = _end_of_backward(low, rank, unit, leaves=micro_batch.sends_gradients)
         new = [collect]
-        if lowest is not None and unit.is_root:  # the root's last gradient comes before those of the blocks
+        of_experts = unit.bucket.of_experts
+        if lowest is not None and unit.is_root and not of_experts:  # its last gradient comes before those of the blocks
             after_task[ends[lowest.module]] = new
             new = []
         if micro_batch.sends_gradients:
             _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch)
-            new = [*draining, *new, *push]
+            new = [*new, *draining, *push]  # gradients are collected while the push before may still be in flight
             draining = drain
-        if unit.is_root:
+        if unit.bucket.of_experts:  # inside the backward of its block
+            after_task[parts.tasks[parts.at(unit.bucket.complete)].id] += new
+        elif unit.is_root:
             end = new
         else:
-            after_task[ends[unit.layers[0].module]] = new
+            after_task[ends[unit.layers[0].module]] += new
     return [*insert_beside(tasks, before={}, behind=after_task), *end, *draining]
 
 
 def _end_of_backward(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) -> Task:
     """Return the end of a unit's backward: parameters are freed; gradients to be sent are copied into a bucket."""
-    gathered = unit.size_bytes if len(low.group) > 1 else 0.0
+    gathered = unit.size_bytes if low.owning(unit.bucket).nodes > 1 else 0.0
     events = [Event(0, -gathered, "gathered_parameters")]
     if not leaves:
         return Task(TaskId("free", layer=unit.name, during="backward"), "backward", need=footprint(events))
@@ -123,15 +135,15 @@ Use = tuple[FlatUnit, TaskId]
 
 
 def _with_gathers(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -> list[Task]:
-    if len(low.group) == 1:
+    units = _gathered_units(low)
+    if not units:
         return tasks
-    units = flat_units(low)
     root, blocks = [u for u in units if u.is_root], [u for u in units if not u.is_root]
     first = forward_id(low.layers[0])
-    uses = [(unit, first) for unit in root]
+    uses = [(unit, first) for unit in reversed(root)]
     uses += [(block, forward_id(block.layers[0])) for block in reversed(blocks)]
     before = _just_in_time(low, rank, uses, "forward", first)
-    after_task: dict[TaskId, list[Task]] = {}
+    after_task: dict[TaskId, list[Task]] = defaultdict(list)
     if twice:
         uses = [(block, backward_begin(low, block.layers[0])) for block in blocks]
         issuer = low.layers[-2] if root else low.layers[-1]  # the root's hook is on the input of the loss
@@ -140,7 +152,9 @@ def _with_gathers(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -
         ends = pass_ends(tasks, "forward")
         for block in blocks:
             freed = footprint([Event(0, -block.size_bytes, "gathered_parameters")])
-            after_task[ends[block.layers[0].module]] = [Task(TaskId("free", layer=block.name), "forward", need=freed)]
+            after_task[ends[block.layers[0].module]].append(
+                Task(TaskId("free", layer=block.name), "forward", need=freed)
+            )
     return insert_beside(tasks, before=before, behind=after_task)
 
 
@@ -161,26 +175,28 @@ def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, beg
     return before
 
 
-@once_a_run
-def _all_gather(low: Lowering, elements: int, size_bytes: float) -> Communication:
-    """Return the all-gather of a unit of `elements` elements; one object serves all ranks."""
-    parts = tuple(float(n * low.value_bytes) for n in low.division_of(elements).owned[0])
-    return low.communication("all-gather-v", "dp_shard", size_bytes, part_bytes=parts)
-
-
 def _gather(low: Lowering, rank: int, unit: FlatUnit, phase: str) -> list[Task]:
-    """Return the gather of a unit: the rank's shard is cast into a new flat buffer, then all shards are all-
-    gathered.
-    """
-    own = gather_id(unit.name, phase)
-    exchange = _all_gather(low, unit.bucket.elements, unit.size_bytes)
-    owned = low.division(unit.bucket).owned[0]
-    moved_bytes = owned[low.position(rank)] * (low.master_bytes + low.value_bytes) / 2  # one read, the other written
+    """Return the gather of a unit: the rank casts its shard into a new flat buffer; all shards are all-gathered."""
+    own, owners = gather_id(unit.name, phase), low.owning(unit.bucket)
+    communication, exchange = _all_gather(owners, unit, phase, owners.place(rank))
+    owned = owners.pushed_elements(unit.bucket, rank)
+    moved_bytes = owned * (low.master_bytes + low.value_bytes) / 2  # one read, the other written
     copy_s = cost.copy_time_s(low.device(rank), moved_bytes)
     need = footprint([Event(0, unit.size_bytes, "gathered_parameters")])
     host_s = cost.flat_unit_host_s(low.device(rank), phase="f", tensors=len(unit.bucket.members))
     host_s = host_s if phase == "forward" else 0.0  # the backward's profile already includes its own gather
     issue = Task(own.serving("issue"), phase, need=need, **beside_host(low, rank, device_s=copy_s, host_s=host_s))
     if not low.overlaps:
-        return [issue, collective_task(own, exchange)]
-    return [issue, collective_task(own, exchange, "communication", after=(issue.id,))]
+        return [issue, collective_task(own, exchange, communication=communication)]
+    return [
+        issue,
+        collective_task(own, exchange, "communication", communication=communication, after=(issue.id,)),
+    ]
+
+
+@once_a_run
+def _all_gather(owners: Lowering, unit: FlatUnit, phase: str, place: int) -> tuple[TaskId, Communication]:
+    """Return the all-gather of a unit by its owners at a place; and its identity."""
+    parts = tuple(float(n * owners.value_bytes) for n in owners.division(unit.bucket).owned[place])
+    own, rank = gather_id(unit.name, phase), owners.group[place]
+    return push_group_collective(owners, unit.bucket, rank, own, "all-gather-v", unit.size_bytes, part_bytes=parts)

@@ -115,6 +115,8 @@ class Lowering:
     """All stages of the pipeline."""
     tensor_part: int = 0
     """Index of the tensor slice that these ranks hold: their coordinate on the axis tp."""
+    of_experts: bool = False
+    """Whether the owners of this lowering are those of divided experts; see `owning`."""
     shared: Shared = field(default_factory=Shared)
     """Cache shared with other steps and other scenarios."""
     slowed: Mapping[int, float] = field(default_factory=dict)
@@ -229,9 +231,10 @@ class Lowering:
     def expert_buckets(self) -> tuple[Bucket, ...]:
         """Buckets of the gradients of divided experts: one for each tensor, in the order in which they are ready.
 
-        With Megatron-LM's single gradient buffer, all expert gradients are in one second buffer instead.
+        With Megatron-LM's single gradient buffer, all expert gradients are in one second buffer instead. Pushed
+        gradients of experts are among `buckets`.
         """
-        if self.policies.ep == 1:
+        if self.policies.ep == 1 or self.policies.gradients == "push":
             return ()
         order = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in gradient_order(self.layers)]
         members = [member for member in order if member[1].of_experts]
@@ -384,6 +387,32 @@ class Lowering:
         """Whether message sizes depend on the data: on the step, and on the tensors in each owner's range."""
         return self.policies.gradients == "push" and self.scenario.plan.sends_by_data
 
+    def owning(self, bucket: Bucket) -> "Lowering":
+        """Return the lowering of the owners of a bucket: this one, or of experts that ranks divide.
+
+        Gradients of these are pushed to the ranks that hold the same ones. A row of ranks that divide experts is then
+        like a node, and a rank's position in it its place, but that each place has a bucket of its own, of experts that
+        the others do not hold, so that nothing is reduced or gathered inside. A bucket of other owners has no elements.
+        """
+        return self.expert_owners if bucket.of_experts and not self.of_experts else self
+
+    @property
+    def all_owners(self) -> tuple["Lowering", ...]:
+        """This lowering, and that of the owners of divided experts, where gradients are pushed and there are any."""
+        pushes = self.policies.gradients == "push" and self.policies.ep > 1
+        divides = pushes and any(bucket.of_experts for bucket in self.buckets)  # adapters leave experts frozen
+        return (self, self.expert_owners) if divides else (self,)
+
+    @property
+    @once_a_step
+    def expert_owners(self) -> "Lowering":
+        """The lowering of the owners of divided experts; see `owning`."""
+        return self._expert_owners().with_statistics(self.statistics).at_step(self.step)
+
+    @once_a_run
+    def _expert_owners(self) -> "Lowering":
+        return replace(self, of_experts=True, step_cache={}, run_cache={}, computed={})
+
     @cached_property
     def nodes(self) -> int:
         """Number of nodes among which gradients are pushed; see [Note: hierarchy] in `gssim.plan.buckets`."""
@@ -391,13 +420,31 @@ class Lowering:
 
     @cached_property
     def places(self) -> int:
-        """Number of devices per node that reduce-scatter gradients before they are pushed; 1 without a hierarchy."""
+        """Number of devices per node that reduce-scatter gradients before they are pushed; 1 without a hierarchy. For
+        divided experts: the number of ranks that divide them.
+        """
+        if self.of_experts:
+            return self.policies.mesh.expert_stride
         return self.shards if self.policies.push_axis == "dp_replicate" else 1
+
+    def publishes(self, bucket: Bucket) -> bool:
+        """Return whether owners publish updates of a bucket: not of experts that one rank alone holds."""
+        return not bucket.of_experts or self.owning(bucket).nodes > 1
+
+    @property
+    def reduces_in_nodes(self) -> bool:
+        """Whether gradients are reduce-scattered inside nodes before they are pushed across them."""
+        return self.places > 1 and not self.of_experts
 
     @cached_property
     def push_groups(self) -> tuple[Sequence[int], ...]:
         """Groups of ranks that push to one another, by place: the ranks at one place of all nodes form a group."""
-        return self.groups_along(self.policies.push_axis)
+        return self.expert_replicas if self.of_experts else self.groups_along(self.policies.push_axis)
+
+    @property
+    def first_of_places(self) -> Sequence[int]:
+        """The first ranks, which together take part in every collective."""
+        return self.group[: max(owners.places for owners in self.all_owners)]
 
     def place(self, rank: int) -> int:
         """Return a rank's place in its node."""
@@ -408,14 +455,21 @@ class Lowering:
         return self.position(rank) // self.places
 
     def division(self, bucket: Bucket) -> Division:
-        """Return how a bucket's elements are divided among the ranks."""
-        return self.division_of(bucket.elements)
+        """Return how a bucket's elements are divided among the ranks; of another's owners, it has none."""
+        own = self.policies.ep == 1 or bucket.of_experts == self.of_experts
+        return self.division_of(bucket.elements if own else 0)
 
     @once_a_run
     def division_of(self, elements: int) -> Division:
-        """Return how a bucket of `elements` elements is divided among the ranks."""
+        """Return how a bucket of `elements` elements is divided among the ranks; experts by place."""
         rows = [self.shard_shares[first : first + self.places] for first in range(0, len(self.group), self.places)]
-        return divide(elements, by_node=rows)
+        if not self.of_experts:
+            return divide(elements, by_node=rows)
+        columns = [
+            splitting.proportional(shares) if any(shares) else splitting.even(len(shares))
+            for shares in zip(*rows, strict=True)
+        ]
+        return Division(tuple(splitting.split(elements, shares) for shares in columns))
 
     def pushed_elements(self, bucket: Bucket, rank: int) -> int:
         """Return the number of elements of a bucket that a rank owns, where gradients are pushed to their owners."""
@@ -580,15 +634,22 @@ class Lowering:
         """
         order = gradient_order(self.layers)
         members = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in order]
-        if self.policies.ep > 1:  # the gradients of experts are reduced over fewer ranks
+        if self.policies.ep > 1 and self.policies.gradients != "push":  # those of experts are reduced over fewer ranks
             members = [member for member in members if not member[1].of_experts]
         if self.policies.parameters != "replicated":
-            numbers = [instance.index if instance.layer.block else -1 for instance, _ in members]
+            # of a block, its divided experts first, whose gradients are complete first
+            numbers = [(each.index if each.layer.block else -1, parameter.of_experts) for each, parameter in members]
             units = [[m for m, n in zip(members, numbers, strict=True) if n == i] for i in sorted({*numbers})[::-1]]
             return tuple(Bucket(i, tuple(unit)) for i, unit in enumerate(units))
         first, cap = bucket_limits(self.scenario.plan, self.policies)
-        sizes = [parameter.elements * self.value_bytes for _, parameter in members]
-        assignment = assign_buckets(sizes, first_bytes=first, cap_bytes=cap)
+        # pushed gradients of divided experts have other owners, and fill buckets of their own beside the others
+        kinds = [[i for i, (_, each) in enumerate(members) if each.of_experts == apart] for apart in (False, True)]
+        assignment: list[list[int]] = []
+        for kind in kinds:
+            sizes = [members[i][1].elements * self.value_bytes for i in kind]
+            buckets = assign_buckets(sizes, first_bytes=first, cap_bytes=cap)
+            assignment += [[kind[position] for position in positions] for positions in buckets]
+        assignment.sort(key=max)
         return tuple(Bucket(i, tuple(members[p] for p in positions)) for i, positions in enumerate(assignment))
 
     @cached_property
@@ -786,7 +847,8 @@ class Lowering:
             np.array([place(rank) for rank in self.group]) for place in (self.expert_position, self.ring_position)
         ]
         if policies.gradients == "push":
-            columns += [column for bucket in self.buckets for column in self._ownership_columns(bucket)]
+            owned = [self.owning(bucket)._ownership_columns(bucket) for bucket in self.buckets]
+            columns += [column for by_bucket in owned for column in by_bucket]
             columns.append(np.array(self.summed_elements if policies.tp > 1 else [0] * len(self.group)))
         if self.assigns_tensors or self.flat_part:
             tensors = (self.owned_elements, self.owned_expert_elements) if self.assigns_tensors else ()

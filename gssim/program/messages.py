@@ -5,6 +5,7 @@ rank.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from gssim import sparsity
 from gssim.collectives import Pairs, summed, sums_of_others
 from gssim.execution.cache import Same
-from gssim.plan import absolute_threshold, encodings
+from gssim.plan import Division, absolute_threshold, encodings
 from gssim.program.lowering import Lowering, once_a_run, once_a_step
 from gssim.program.task import Bucket, MicroBatch
 from gssim.sparsity import movements, staleness_steps
@@ -252,7 +253,7 @@ def _owned_pieces(low: Lowering, _statistics: Same, place: int) -> OwnedPieces:
     tensor_sizes = np.array([p.elements for _, p in members], dtype=np.int64)
     starts = np.cumsum(tensor_sizes) - tensor_sizes  # as if all buckets were one
     begins = np.cumsum([0, *(bucket.elements for bucket in low.buckets)])[:-1]
-    by_bucket = [_ranges(low, bucket.elements, place) for bucket in low.buckets]
+    by_bucket = [_ranges(low, low.division(bucket), place) for bucket in low.buckets]
     every = np.stack([each + begin for each, begin in zip(by_bucket, begins, strict=True)])
     firsts = _first_of_runs(every, _block_starts(low, names, starts, tensor_sizes))
     ranges = every[:, firsts].reshape(-1, 2)
@@ -266,7 +267,10 @@ def _owned_pieces(low: Lowering, _statistics: Same, place: int) -> OwnedPieces:
     end = np.minimum(starts[tensor] + tensor_sizes[tensor], last[owner]) - starts[tensor]
     some = begin < end
     owner, tensor, begin, end = owner[some], tensor[some], begin[some], end[some]
-    parts = sparsity.Ranges(tensor, begin / tensor_sizes[tensor], end / tensor_sizes[tensor])
+    # a place has the experts of its part of a tensor, one after another
+    parts_of, part = (low.places, place) if low.of_experts else (1, 0)
+    fractions = [(part + edge / tensor_sizes[tensor]) / parts_of for edge in (begin, end)]
+    parts = sparsity.Ranges(tensor, *fractions)
     owned = (last - first).astype(np.float64).reshape(len(low.buckets), -1)
     return OwnedPieces(np.cumsum(firsts) - 1, owned, owner, end - begin, names, parts)
 
@@ -309,9 +313,10 @@ def dense_bytes(low: Lowering, elements: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @once_a_run
-def _ranges(low: Lowering, elements: int, place: int) -> Ints:
-    """Return the first and the last element of each owner's range in a bucket of `elements` elements."""
-    return np.array(low.division_of(elements).ranges(place), dtype=np.int64)
+def _ranges(low: Lowering, division: Division, place: int) -> Ints:
+    """Return the first and the last element of each owner's range in a bucket; for experts, in its place's bucket."""
+    ranges = np.array(division.ranges(place), dtype=np.int64)
+    return ranges - ranges[0, 0] if low.of_experts else ranges
 
 
 def _push_ratios(low: Lowering, samples: float, part: float) -> Mapping[str, sparsity.Ratios]:
@@ -441,12 +446,13 @@ def _sender_samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[
 def mean_push_density(low: Lowering) -> float:
     """Return the sent fraction of all elements that are owned on other nodes, over all ranks, in this step."""
     sent = offered = 0.0
-    for micro_batch in (each for each in low.micro_batches if each.sends_gradients):
-        for place in range(low.places) if is_thresholded(low) else ():
-            sent += push_totals(low, micro_batch, place).entries
-        elements = sum(bucket.elements for bucket in low.buckets)
-        offered += (low.nodes - 1) * elements
-        sent += 0.0 if is_thresholded(low) else (low.nodes - 1) * elements
+    sending = [each for each in low.micro_batches if each.sends_gradients]
+    for owners, micro_batch in product(low.all_owners, sending):
+        for place in range(owners.places) if is_thresholded(low) else ():
+            sent += push_totals(owners, micro_batch, place).entries
+        elements = sum(sum(owners.division(bucket).places) for bucket in low.buckets)
+        offered += (owners.nodes - 1) * elements
+        sent += 0.0 if is_thresholded(low) else (owners.nodes - 1) * elements
     return sent / offered if offered else 0.0
 
 
@@ -455,6 +461,7 @@ def mean_push_density(low: Lowering) -> float:
 
 def residual_elements(low: Lowering, bucket: Bucket, rank: int) -> int:
     """Return the elements of a bucket for which a rank keeps a residual: those owned by others."""
+    low = low.owning(bucket)
     if not low.push.error_feedback:
         return 0
     return low.division(bucket).places[low.place(rank)] - low.pushed_elements(bucket, rank)
@@ -478,7 +485,8 @@ def threshold_memory(low: Lowering, rank: int) -> dict[str, float]:
     if low.policies.gradients != "push" or (low.push.threshold is None and not low.thresholds_publish):
         return {}
     chunked = low.device(rank).kind == "cpu"
-    range_elements, part_elements = _most_owned(low, low.place(rank))
+    most = [_most_owned(owners, owners.place(rank)) for owners in low.all_owners]
+    range_elements, part_elements = map(max, zip(*most, strict=True))
     flags, magnitudes = encodings.scratch_elements(range_elements, part_elements, chunked=chunked)
     residuals = sum(residual_elements(low, bucket, rank) for bucket in low.buckets)
     scratch = flags + magnitudes * max(low.value_bytes, PRECISION_BYTES["fp32"])

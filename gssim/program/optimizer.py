@@ -43,7 +43,7 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
     on_host = 0.0 if fused else 4.0 * counters
     sizes_of: dict[str, Callable[[], Sequence[float]]] = {  # evaluated only for categories that the rank holds
         "parameters": lambda: _parameters(low, owned),
-        "master_copy": lambda: [elements * low.master_bytes for elements in owned],
+        "master_copy": lambda: [elements * low.master_bytes for elements in _copied(low, owned)],
         "buckets": lambda: [bucket.elements * low.buffer_value_bytes for bucket in _buffers(low)],
         "outer_parameters": lambda: outer_tensors(low, rank),
         "outer_momentum": lambda: outer_tensors(low, rank),
@@ -100,13 +100,19 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
     pushes = low.policies.gradients == "push"
     if holds_shards(low):
         if pushes:  # what is not trained has no owner
-            return [*(elements * low.master_bytes for elements in owned), *_frozen(low)]
+            return [*(elements * low.master_bytes for elements in owned), *_whole_units(low), *_frozen(low)]
         return [size for unit in units(low) for size in unit.tensors.shard_tensors]
     if pushes:
         return [*(bucket.elements * low.value_bytes for bucket in low.buckets), *_frozen(low)]
     if low.flat_part:
         return [elements * low.value_bytes for elements in _flat_elements(low)] + _frozen(low)
     return [*(parameter.elements * low.value_bytes for _, parameter in low.parameters), *_frozen(low)]
+
+
+def _whole_units(low: Lowering) -> list[int]:
+    """Return the bytes of units of experts that a rank holds alone, beside its master copy of them: they stay whole."""
+    alone = [bucket for bucket in low.buckets if bucket.of_experts and low.owning(bucket).nodes == 1]
+    return [bucket.elements * low.value_bytes for bucket in alone] if low.has_master_copy else []
 
 
 def _flat_elements(low: Lowering) -> list[int]:
@@ -335,7 +341,7 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     """Return the elements of every tensor that the rank's optimizer updates; matrices that are Muon's come first."""
     gradients = low.scenario.policies.gradients
     if gradients == "push":
-        return [low.pushed_elements(bucket, rank) for bucket in low.buckets]
+        return [low.owning(bucket).pushed_elements(bucket, rank) for bucket in low.buckets]
     if gradients == "reduce-scatter":
         return owned_rows(low, low.shard_position(rank))
     if low.flat_part and low.scenario.workload.optimizer == "muon":
@@ -354,6 +360,16 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     else:
         places = range(len(low.parameters))
     return [low.parameters[place][1].elements for place in sorted(places, key=lambda place: not low.matrices_at(place))]
+
+
+def _copied(low: Lowering, owned: Sequence[int]) -> Sequence[int]:
+    """Return the elements of the tensors, of those that a rank's optimizer updates, of which it keeps a master copy.
+
+    Under a threshold these are values that are not published yet: experts that one rank alone holds need none.
+    """
+    if low.has_master_copy or not low.thresholds_publish:
+        return owned
+    return [elements for elements, bucket in zip(owned, low.buckets, strict=True) if low.publishes(bucket)]
 
 
 def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
@@ -388,7 +404,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     parameters = float(total * low.value_bytes + at_rest_bytes)
     if holds_shards(low):  # these are the master copy
         pushes = policies.gradients == "push"
-        pushed_bytes = sum(owned) * low.master_bytes + at_rest_bytes
+        pushed_bytes = sum(owned) * low.master_bytes + sum(_whole_units(low)) + at_rest_bytes
         parameters = pushed_bytes if pushes else sum(sum(unit.tensors.shard_tensors) for unit in units(low))
     buffers: Sequence[int] = workload.model.buffer_sizes(low.value_bytes)
     if low.stages:  # layers that all stages run have one module each
@@ -414,7 +430,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         ),
     }
     if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish or low.flat_part:
-        held["master_copy"] = float(sum(owned) * low.master_bytes)
+        held["master_copy"] = float(sum(_copied(low, owned)) * low.master_bytes)
     if policies.gradients == "all-reduce":
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
     held |= outer_memory(low, rank)

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import product
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -239,7 +240,7 @@ class Steps:
             if step in self._programs:
                 communications = self._programs[step].uneven
             elif len(lowerings) > 1 or not self._knows_uneven(is_thresholded(lowerings[0])):
-                by_rank = [tasks for low in lowerings for tasks in self._tasks(low, low.group[: low.places])]
+                by_rank = [tasks for low in lowerings for tasks in self._tasks(low, low.first_of_places)]
                 communications = Collectives(by_rank)
             if communications is not None:
                 uneven = {name: each for name, each in communications.items() if each.pair_bytes or each.part_bytes}
@@ -320,8 +321,8 @@ def step_key(low: Lowering) -> tuple[Hashable, ...]:
     """Return what a step's program depends on beyond the run: densities, and work that only some steps do."""
     thresholded, ratios = is_thresholded(low), None
     if thresholded and low.push.selects and low.sends_by_data:
-        sending = (each for each in low.micro_batches if each.sends_gradients)
-        ratios = tuple(sent_ratios(low, each) for each in sending)
+        sending = [each for each in low.micro_batches if each.sends_gradients]
+        ratios = tuple(sent_ratios(owners, each) for owners, each in product(low.all_owners, sending))
     return (
         thresholded,
         ratios,
@@ -338,6 +339,7 @@ SENT_BY_DATA = ("push", "publish")
 def _data_payload(low: Lowering, name: TaskId) -> float:
     """Return the payload of a push or publication in this step, as its `Communication` would have it."""
     bucket, place = low.buckets[name.bucket or 0], name.place or 0
+    low = low.owning(bucket)
     if name.op == "publish":
         return published_bytes(low, place)[bucket.index]
     (micro_batch,) = (each for each in low.micro_batches if each.number == name.micro_batch)
@@ -346,13 +348,15 @@ def _data_payload(low: Lowering, name: TaskId) -> float:
 
 def _sent_bytes(low: Lowering) -> float:
     """Return the sum of the payloads of a step's thresholded pushes and publications."""
-    places, whole = range(low.places), 0.0
-    if is_thresholded(low) and low.sends_by_data:
-        sending = [each for each in low.micro_batches if each.sends_gradients]
-        pushes = (push_totals(low, each, place) for each in sending for place in places)
-        whole += sum(float(each.payload_bytes.sum()) for each in pushes)
-    if low.thresholds_publish:
-        whole += sum(published_bytes(low, place)[bucket.index] for bucket in low.buckets for place in places)
+    whole = 0.0
+    for owners in low.all_owners:
+        places = range(owners.places)
+        if is_thresholded(low) and low.sends_by_data:
+            sending = [each for each in low.micro_batches if each.sends_gradients]
+            pushes = (push_totals(owners, each, place) for each in sending for place in places)
+            whole += sum(float(each.payload_bytes.sum()) for each in pushes)
+        if low.thresholds_publish:
+            whole += sum(published_bytes(owners, place)[bucket.index] for bucket in low.buckets for place in places)
     return whole
 
 

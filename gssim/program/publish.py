@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from gssim import collectives, cost, sparsity
-from gssim.collectives import Communication, sums_of_others
+from gssim.collectives import sums_of_others
 from gssim.execution.cache import Same
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold, encodings
@@ -41,7 +41,7 @@ from gssim.program.messages import (
     owned_pieces,
     to_all,
 )
-from gssim.program.push import COUNT_BYTES, push_group_collective
+from gssim.program.push import COUNT_BYTES, among_owners, push_group_collective
 from gssim.program.sharded import insert_beside
 from gssim.program.task import Bucket, Task, TaskId, collective_task
 from gssim.units import Floats
@@ -102,13 +102,17 @@ def publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
 
 
 def threshold_and_pack(low: Lowering, rank: int, order: Sequence[Bucket]) -> list[Task]:
-    """Return the tasks that threshold and pack every bucket, and the exchange of counts."""
-    axis = low.policies.push_axis
-    parts = (len(order) * COUNT_BYTES,) * low.nodes
-    settings: dict[str, Any] = {"part_bytes": parts, "carried_as": "all-gather-v"}
-    exchange = low.communication("all-gather", axis, sum(parts), **settings)
-    counts = collective_task(TaskId("publish", "counts"), exchange)
-    return [*(_threshold_bucket(low, rank, bucket) for bucket in order), counts]
+    """Return the tasks that threshold and pack every bucket, and the exchanges of counts, one of all their owners."""
+    tasks = [_threshold_bucket(low.owning(bucket), rank, bucket) for bucket in order]
+    several = len({bucket.of_experts for bucket in order}) > 1
+    for number, of_experts in enumerate(dict.fromkeys(bucket.of_experts for bucket in order)):
+        own = [bucket for bucket in order if bucket.of_experts == of_experts]
+        owners = low.owning(own[0])
+        parts = (len(own) * COUNT_BYTES,) * owners.nodes
+        settings: dict[str, Any] = {"part_bytes": parts, "carried_as": "all-gather-v"}
+        exchange = among_owners(owners, "all-gather", sum(parts), **settings)
+        tasks.append(collective_task(TaskId("publish", "counts", part=number if several else None), exchange))
+    return tasks
 
 
 def _threshold_bucket(low: Lowering, rank: int, bucket: Bucket) -> Task:
@@ -196,7 +200,12 @@ def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
 
 def mean_publish_density(low: Lowering) -> float:
     """Return the fraction of all owned elements that owners publish in this step."""
-    messages = [(published(low, place), owned_pieces(low, place).members) for place in range(low.places)]
+    messages = [
+        (published(owners, place), owned_pieces(owners, place).members)
+        for owners in low.all_owners
+        if owners.nodes > 1 or not owners.of_experts
+        for place in range(owners.places)
+    ]
     elements = sum(float((each.elements * members).sum()) for each, members in messages)
     return sum(float((each.entries * members).sum()) for each, members in messages) / elements if elements else 0.0
 
@@ -208,7 +217,8 @@ def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> li
     if low.policies.parameters != "replicated":
         return [*tasks, update]
     sends: Sequence[Task]
-    sends, waits = _publish_tasks(low, rank if low.thresholds_publish else low.group[low.place(rank)])
+    alike = low.first_of_places
+    sends, waits = _publish_tasks(low, rank if low.thresholds_publish else alike[low.position(rank) % len(alike)])
     if not _overlaps(low):
         return [*tasks, update, *sends]
     if sends and not _posts_messages(low):  # where messages are posted, the compute stream of the CPU does that
@@ -226,18 +236,19 @@ PUBLISH_BEGIN = TaskId("publish-begin")
 def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, list[Task]]]:
     """Return the tasks that publish, and the tasks that wait for them, keyed by the forward that they precede."""
     overlaps = _overlaps(low)
-    order = low.buckets[::-1] if overlaps else low.buckets
+    buckets = [bucket for bucket in low.buckets if low.publishes(bucket)]
+    order = buckets[::-1] if overlaps else buckets
     sends = threshold_and_pack(low, rank, order) if low.thresholds_publish else []
     waits: dict[TaskId, list[Task]] = defaultdict(list)
     for bucket in order:
-        exchanges = _bucket_exchanges(low, rank, bucket)
+        exchanges = _bucket_exchanges(low.owning(bucket), rank, bucket)
         sends += exchanges
         if overlaps:
             first_reader = min((instance for instance, _ in bucket.members), key=lambda instance: instance.index)
             reader = forward_id(first_reader).at(micro_batch=low.micro_batches[0].number)
             after = tuple(task.id for task in exchanges if task.stream == "communication")
             if low.thresholds_publish and _posts_messages(low):
-                waits[reader].append(replace(unpack(low, rank, bucket), after=after))
+                waits[reader].append(replace(unpack(low.owning(bucket), rank, bucket), after=after))
             else:
                 waits[reader].append(Task(_publish_id(bucket).serving("take"), "forward", after=after))
     return sends, waits
@@ -249,12 +260,12 @@ def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     if not low.policies.point_to_point:  # the backend's collectives: owners broadcast their parts, in rank order
         for root, elements in enumerate(low.division(bucket).owned[0]):
             if elements:
-                exchange = Communication("broadcast", low.group, elements * low.value_bytes, root=root)
+                exchange = among_owners(low, "broadcast", elements * low.value_bytes, root=root)
                 tasks.append(collective_task(TaskId("publish", bucket=bucket.index, part=root), exchange))
         return _on_communication_stream(low, tasks)
     if low.nodes > 1 or low.places == 1:
         tasks += _exchange_across_nodes(low, rank, bucket)
-    if low.places > 1:
+    if low.reduces_in_nodes:
         parts = dense_bytes(low, low.division(bucket).places)
         exchange = low.communication("all-gather-v", "dp_shard", sum(parts), part_bytes=parts)
         tasks.append(collective_task(TaskId("publish-in-node", bucket=bucket.index), exchange))

@@ -96,6 +96,7 @@ def send_bucket(
 
     Ranks that send and receive the same of a bucket share these tasks.
     """
+    low = low.owning(bucket)
     kind = (bucket.index, micro_batch, *_bucket_kind(low, rank, bucket, micro_batch))
     sent = _sent_buckets(low)
     if kind not in sent:
@@ -123,7 +124,7 @@ def _bucket_kind(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBat
 
 
 def _send_bucket(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> _BucketTasks:
-    reduce = _reduce_scatter_in_node(low, bucket.index, low.place(rank)) if low.places > 1 else []
+    reduce = _reduce_scatter_in_node(low, bucket.index, low.place(rank)) if low.reduces_in_nodes else []
     after = (reduce[-1].id,) if reduce and low.overlaps else ()
     push, drain = _push_bucket(low, rank, bucket, micro_batch, after)
     return reduce, push, drain
@@ -387,7 +388,7 @@ def _threshold_memory(low: Lowering, rank: int, bucket: Bucket, micro_batch: Mic
         events = [Event(0, copied, "temporaries")]
         if not _normalises_by_weight(low):
             events.append(Event(0, -copied, "temporaries"))
-    if low.places > 1 and low.overlaps:
+    if low.reduces_in_nodes and low.overlaps:
         events.insert(0, Event(-1, -whole, "buckets"))
     if not is_thresholded(low):
         return footprint(events)
@@ -408,8 +409,13 @@ def _is_first_push(micro_batch: MicroBatch) -> bool:
 def _count_exchange(low: Lowering, bucket: int) -> Task:
     """Return the task that tells every owner how many entries will come; it posts the messages and waits for them."""
     size = low.nodes * (low.nodes - 1) * COUNT_BYTES
-    axis, carried_as = low.policies.push_axis, _carried_as(low)
     matrix = matrix_to_all(low, (COUNT_BYTES,) * low.nodes, 1)
-    settings: dict[str, Any] = {"pair_bytes": matrix, "carried_as": carried_as, "at_once": low.places}
-    exchange = low.communication("all-to-all-v", axis, size, **settings)
+    settings: dict[str, Any] = {"pair_bytes": matrix, "carried_as": _carried_as(low), "at_once": low.places}
+    exchange = among_owners(low, "all-to-all-v", size, **settings)
     return collective_task(TaskId("counts", bucket=bucket), exchange)
+
+
+def among_owners(low: Lowering, kind: str, size_bytes: float, **settings: Any) -> Communication:
+    """Return a collective that the owners at each place carry out on their own."""
+    group, *beside = low.push_groups
+    return Communication(kind, group, size_bytes, beside=tuple(beside), **settings)

@@ -698,6 +698,11 @@ class Bucket:
         """Number of gradient elements."""
         return sum(parameter.elements for _, parameter in self.members)
 
+    @property
+    def of_experts(self) -> bool:
+        """Whether its parameters are of experts that ranks divide: no bucket has others beside them."""
+        return self.members[0][1].of_experts
+
     def place(self, member: int) -> tuple[int, int]:
         """Return (layer, position) in the backward pass at which a member is ready."""
         instance, parameter = self.members[member]

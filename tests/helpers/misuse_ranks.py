@@ -175,6 +175,40 @@ def a_group_without_this_rank():
 
 
 @case
+def experts_that_each_rank_holds_alone():
+    """Their gradient is the rank's own, as the sum over the tokens of both ranks; nothing of them is sent or saved."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    for form in FORMS:
+        form = form | ({"units": form["units"](model := mlp())} if "units" in form else {"units": ()})
+        model = model if form["units"] else mlp()
+        with torch.no_grad():
+            model[2].weight += dist.get_rank()
+        reference = copy.deepcopy(model)
+        plain = partial(torch.optim.SGD, lr=0.1)
+        optimizer = shard_gradients(model, plain, experts=["2.weight"], expert_group=alone, **form)
+        x, targets = next(batches())
+        inputs, own_targets = own(x, targets)
+        F.cross_entropy(model(inputs), own_targets).backward()
+        optimizer.step()
+        F.cross_entropy(reference(inputs), own_targets).backward()
+        gradients = {name: parameter.grad.div_(2) for name, parameter in reference.named_parameters()}
+        for name, gradient in gradients.items():
+            if name != "2.weight":
+                dist.all_reduce(gradient)
+        trained = model.state_dict()
+        for name, parameter in reference.named_parameters():
+            assert torch.allclose(trained[name], parameter.detach() - 0.1 * gradients[name], atol=1e-12), (name, form)
+        refused("ranks divide experts", optimizer.state_dict)
+        refused("ranks divide experts", optimizer.sharded)
+        refused("shards change owners only where", optimizer.reshard, [0.5, 0.5])
+    refused("give both", shard_gradients, mlp(), SGD, experts=["2.weight"])
+    refused("give both", shard_gradients, mlp(), SGD, expert_group=alone)
+    refused("'3.weight' is no parameter", shard_gradients, mlp(), SGD, experts=["3.weight"], expert_group=alone)
+    options = {"experts": ["2.weight"], "expert_group": alone, "whole_tensors": True}
+    refused("whole_tensors", shard_gradients, mlp(), torch.optim.SGD, **options)
+
+
+@case
 def sizes_of_what_is_estimated():
     for rank, ranks in ((5, 2), (-1, 2), (0, 0)):
         refused("rank must be one of", memory_and_traffic, mlp(), SGD, rank=rank, ranks=ranks)

@@ -325,8 +325,12 @@ def _pushed_bytes(scenario: Scenario, result: Result, value: int, groups: list[t
     policies = scenario.policies
     elements = scenario.workload.model.elements
     elements += sum(tied.elements * (len(tied.stages) - 1) for tied in _tied(scenario))
-    if len(groups[0]) > 1:
-        pushes = [each for each in result.collectives if each.kind == "all-to-all-v" and each.group in groups]
+    mesh, experts = policies.mesh, expert_elements(scenario) if policies.ep > 1 else 0
+    of_experts = {tuple(mesh.expert_replicas(rank)) for rank in range(mesh.ranks)} if experts else set()
+    replicas = len(mesh.expert_replicas(0))
+    if len(groups[0]) > 1 and tuple(mesh.expert_group(0)) not in groups:  # among all ranks rows are sent too
+        among = {*groups, *of_experts}
+        pushes = [each for each in result.collectives if each.kind == "all-to-all-v" and each.group in among]
         # where messages depend on the data, ranks tell each other first how long they are
         dependent = [entry for entry in pushes if entry.payload_bytes is not None]
         sent = sum(entry.bytes * entry.count for entry in dependent or pushes)
@@ -334,11 +338,12 @@ def _pushed_bytes(scenario: Scenario, result: Result, value: int, groups: list[t
             not dependent and policies.ring and tuple(policies.mesh.group(0, "cp")) in groups
         ):  # keys go around among the same ranks
             sent -= _ring_bytes(scenario)
-        most = elements * value * (len(groups[0]) - 1)
+        most = ((elements - experts) * (len(groups[0]) - 1) + experts * (replicas - 1)) * value
         if not (sent == most if min(scenario.batch_sizes) else sent <= most):
             yield f"pushes carry {sent} bytes, all but the owners' gradients have {most}"
     if policies.parameters == "replicated" and policies.point_to_point and policies.dp_replicate == 1:
-        whole = elements * PRECISION_BYTES[scenario.workload.precision]
+        alone = experts if replicas == 1 else 0  # those that no other rank holds
+        whole = (elements - alone) * PRECISION_BYTES[scenario.workload.precision]
         gathers = [entry for entry in result.collectives if entry.kind == "all-gather-v"]
         dependent = [entry for entry in gathers if entry.payload_bytes is not None]
         published = sum(entry.bytes * entry.count for entry in dependent or gathers)

@@ -91,6 +91,8 @@ EXPERTS_IN_PARTS = 18_000
 """From this seed on most points are mixtures, whose experts are divided among the ranks that divide sequences too."""
 EXPERTS_OF_TENSOR_RANKS = 19_000
 """From this seed on experts are divided among the ranks of tensor groups, each with the tokens of its own part."""
+PUSHED_EXPERTS = 20_000
+"""From this seed on most points are mixtures whose gradients are pushed, those of divided experts among fewer ranks."""
 PERIODIC = tuple(name for name, method in REGISTRY.items() if method.sync_every_steps)
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
@@ -106,6 +108,8 @@ GPUS = ("v100-sxm2-16", "t4", "a100-sxm-40", "a100-sxm-80", "h100-sxm", "h200-sx
 
 def _further_methods(seed: int) -> tuple[str, ...]:
     """Return the methods of Gradient Sharding, and those that later seeds draw most often."""
+    if seed >= PUSHED_EXPERTS:
+        return ("gs", "gs", "gs_z3") * 60
     if seed >= EXPERTS_IN_PARTS:
         return ("ddp", "zero1", "zero2", "zero3") * 20
     if seed >= PARTED:
@@ -115,6 +119,11 @@ def _further_methods(seed: int) -> tuple[str, ...]:
     if seed >= COMBINED:
         return PUSHING * 6 + DEALING * 3 + ("pipeline",) * 6
     return PUSHING * 2 + DEALING + IN_FRAGMENTS * (60 if seed >= STREAMED else 0)
+
+
+def _dividing(seed: int) -> tuple[str, ...]:
+    """Return the methods of which late seeds draw mixtures."""
+    return (*SEQUENCES, "gs", "gs_z3") if seed >= PUSHED_EXPERTS else SEQUENCES
 
 
 def random_point(seed: int, *, most_devices: int = 32) -> Table:
@@ -136,7 +145,7 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     model = random.choice(smaller if varies else [*smaller, random.choice(LARGER)])
     if seed >= LATER and random.random() < 0.15:
         model = random.choice(OTHERS)
-    if seed >= EXPERTS_IN_PARTS and method in SEQUENCES and random.random() < 0.9:
+    if seed >= EXPERTS_IN_PARTS and method in _dividing(seed) and random.random() < 0.9:
         model = MIXTURE
     plan, parts = _plan(random, seed, method, devices, model)
     _shard_replicas(random, seed, plan, parts)
@@ -173,7 +182,7 @@ def random_real_point(seed: int) -> Table:
     method = random.choice(METHODS[1:] + _further_methods(seed))
     models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
     models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
-    if seed >= EXPERTS_IN_PARTS and method in SEQUENCES and random.random() < 0.9:
+    if seed >= EXPERTS_IN_PARTS and method in _dividing(seed) and random.random() < 0.9:
         models = [Trained(MIXTURE.name, 12, (48, 96), 1, experts=12)]  # so long that no rank of experts is without rows
     model = random.choice(models if seed < LATER or len(models) == 1 else [*models, *OTHERS])
     plan, parts = _plan(random, seed, method, devices, model)
@@ -389,7 +398,8 @@ def _axes(random: Random, seed: int, plan: Table, devices: int, model: Trained) 
     elif random.random() < 0.15:
         plan[random.choice(["dp_replicate", "dp_shard"])] = random.choice([1, 2, left])
     divisors = [n for n in range(2, model.experts + 1) if left % n == 0 and model.experts % n == 0]
-    if divisors and random.random() < (0.8 if method in DIVIDING_EXPERTS else 0.1):
+    divides = method in DIVIDING_EXPERTS or (seed >= PUSHED_EXPERTS and method in ("gs", "gs_z3"))
+    if divisors and random.random() < (0.8 if divides else 0.1):
         plan["ep"] = random.choice(divisors)
     return left
 
@@ -399,8 +409,11 @@ def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: in
     plan, workload = point["plan"], point["workload"]
     if "ep" not in plan or random.random() < 0.1:
         return
-    for key in ("shares", "gradient_sync", "offload", "parameters", "gathered_inputs"):
-        plan.pop(key, None)
+    pushes = seed >= PUSHED_EXPERTS and plan["method"] in ("gs", "gs_z3")
+    for key in ("shares", *([] if pushes else ["gradient_sync"]), "offload", "parameters", "gathered_inputs"):
+        dropped = plan.pop(key, {})
+        if key == "shares" and pushes and dropped.get("shards") not in (None, "memory", "cost"):
+            plan["shares"] = {"shards": dropped["shards"]}
     if plan.get("zero1_implementation") == "deepspeed":
         plan["zero1_implementation"] = "megatron"
     if "pp" in plan and plan["method"] in ("zero1", "zero3"):

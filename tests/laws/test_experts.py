@@ -288,7 +288,7 @@ def test_uneven_loads_carry_as_many_bytes_and_wait_for_the_fullest_rank():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"method": "gs"}, "cannot run yet with method 'gs'"),
+        ({"method": "local_sgd"}, "cannot run yet with method 'local_sgd'"),
         ({"method": "zero1", "zero1_implementation": "deepspeed"}, r"plan\.zero1_implementation = 'deepspeed'"),
         ({"method": "zero3", "dp_replicate": 2, "dp_shard": 2, "ep": 4}, "shard a replica, of which there are 2"),
         ({"method": "zero3", "tp": 2}, r"plan\.tp = 2"),

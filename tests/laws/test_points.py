@@ -24,6 +24,7 @@ from points import (
     EXPERTS_OF_TENSOR_RANKS,
     LATER,
     PARTED,
+    PUSHED_EXPERTS,
     SCENARIOS,
     SHARDED_REPLICAS,
     STREAMED,
@@ -52,6 +53,7 @@ FURTHER = (
     *range(PARTED, PARTED + 10),
     *range(EXPERTS_IN_PARTS, EXPERTS_IN_PARTS + 10),
     *range(EXPERTS_OF_TENSOR_RANKS, EXPERTS_OF_TENSOR_RANKS + 10),
+    *range(PUSHED_EXPERTS, PUSHED_EXPERTS + 10),
 )
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
@@ -65,9 +67,10 @@ MANY = [
         PARTED,
         EXPERTS_IN_PARTS,
         EXPERTS_OF_TENSOR_RANKS,
+        PUSHED_EXPERTS,
     )
 ]
-"""Of the large one: 8,500."""
+"""Of the large one: 9,000."""
 USUAL_DEVICES, MOST_DEVICES = 8, 32
 """Of its points, four in five have at most so many devices, one in five more."""
 LONGEST_REFUSAL = 300

@@ -1,6 +1,7 @@
 """Finding, packing, keeping and adding what reaches a threshold, on one rank: laws and definitions."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from combinations import each_once
@@ -59,7 +60,8 @@ def test_what_is_packed_arrives_and_nothing_else(dtype, kind, threshold):
 
 def bucket_of(elements: int, shares, rank: int) -> Bucket:
     parameters = [torch.nn.Parameter(torch.zeros(elements))]
-    bucket = Bucket(0, parameters, divide(elements, by_node=[[share] for share in shares]), node=rank)
+    division, owners = divide(elements, by_node=[[share] for share in shares]), SimpleNamespace(rank=rank)
+    bucket = Bucket(0, parameters, division, owners=owners)
     bucket.create_shard()
     return bucket
 

@@ -49,6 +49,11 @@ def on_two_ranks() -> dict[str, list[str]]:
         "zero3-router-adamw": [*MIXTURE, *ADAMW64, *ROUTER, *TWO, "plan.method=zero3"],
         "ring-zero1-full-router-adamw": [*MIXTURE, *ADAMW64, *ROUTER, *TWO, *RING, *FULL, "plan.method=zero1"],
         "mixtral-ddp-router-sgd": [*MIXTRAL, *SGD, *ROUTER, *TWO, "plan.method=ddp"],
+        "gs-skewed-load-sgd": [*MIXTURE, *SGD, *SKEWED, *TWO, "plan.method=gs"],
+        "gs-router-adamw": [*MIXTURE, *ADAMW64, *ROUTER, *TWO, "plan.method=gs"],
+        "mixtral-ring-full-sharded-gs-skewed-load-sgd": [
+            *[*MIXTRAL, *SGD, *SKEWED, *TWO, *RING, *FULL, "plan.method=gs_z3"]
+        ],
     }
 
 
@@ -67,6 +72,13 @@ def on_four_ranks() -> dict[str, list[str]]:
         "ddp-router-adamw": [*MIXTURE, *ADAMW64, *ROUTER, *TWO, "plan.method=ddp"],
         "mixtral-zero2-router-sgd": [*MIXTRAL, *SGD, *ROUTER, *TWO, "plan.method=zero2"],
         "ring-all-zero1-router-adamw": [*MIXTURE, *ADAMW64, *ROUTER, *FOUR, *RING, "plan.method=zero1"],
+        "gs-all-accumulated-skewed-load-sgd": [
+            *[*MIXTURE, *SGD, *SKEWED, *FOUR, "plan.method=gs", "plan.micro_batches=2"]
+        ],
+        "four-parts-gs-skewed-load-sgd": [*MIXTURE, *SGD, *SKEWED, *TWO, "plan.method=gs", "plan.cp=4"],
+        "mixtral-sharded-gs-skewed-load-sgd": [*MIXTRAL, *SGD, *SKEWED, *TWO, "plan.method=gs_z3"],
+        "gs-router-adamw": [*MIXTURE, *ADAMW64, *ROUTER, *TWO, "plan.method=gs"],
+        "ring-all-sharded-gs-router-adamw": [*MIXTURE, *ADAMW64, *ROUTER, *FOUR, *RING, "plan.method=gs_z3"],
         "staged-ddp-skewed-load-sgd": [*MIXTURE, *SGD, *SKEWED, *TWO, *STAGED, "plan.method=ddp"],
         "staged-full-zero3-skewed-load-sgd": [*MIXTURE, *SGD, *SKEWED, *TWO, *STAGED, *FULL, "plan.method=zero3"],
         "staged-mixtral-ring-zero2-skewed-load-sgd": [

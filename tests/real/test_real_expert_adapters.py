@@ -32,6 +32,7 @@ ADAPTERS = {
     "all": "workload.adapters={rank=3, targets='all-linear'}",
 }
 DDP, ZERO1, ZERO2, ZERO3 = (f"plan.method={name}" for name in ("ddp", "zero1", "zero2", "zero3"))
+GS, GS_Z3 = "plan.method=gs", "plan.method=gs_z3"
 HSDP = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]
 FOUR = "plan.ep=4"
 STAGED = ["plan.pp=2", "plan.micro_batches=2"]
@@ -56,6 +57,9 @@ ON: dict[int, dict[str, list[str]]] = {
         "mixtral-all-selective-zero2-sgd": [*SGD, ZERO2, SELECTIVE],
         "mixture-query-value-zero2-adamw": [*ADAMW64, ZERO2, TWICE],
         "mixture-query-value-zero2-sgd": [*SGD, ZERO2],
+        "mixture-all-gs-adamw": [*ADAMW64, GS],
+        "qwen-query-value-clipped-gs-sgd": [*SGD, GS, TWICE, CLIPPED],
+        "mixture-all-gs-sharded-sgd": [*SGD, GS_Z3],
     },
     4: {
         "mixtral-query-value-ddp-sgd": [*SGD, DDP],
@@ -70,6 +74,9 @@ ON: dict[int, dict[str, list[str]]] = {
         "mixture-all-clipped-hsdp-sgd": [*SGD, *HSDP, TWICE, CLIPPED],
         "mixtral-query-value-selective-hsdp-sgd": [*SGD, *HSDP, SELECTIVE],
         "qwen-all-kept-hsdp-sgd": [*SGD, *HSDP, ZERO2],
+        "mixture-all-gs-adamw": [*ADAMW64, GS, "plan.publish.overlap=true"],
+        "mixtral-all-clipped-gs-sgd": [*SGD, GS, CLIPPED],
+        "qwen-all-gs-sharded-sgd": [*SGD, GS_Z3, TWICE],
         "mixture-query-value-staged-adamw": [*ADAMW64, *STAGED, DDP],
         "mixture-query-value-clipped-staged-sgd": [*SGD, *STAGED, DDP, CLIPPED],
         "mixtral-all-staged-zero1-sgd": [*SGD, *STAGED, ZERO1],
