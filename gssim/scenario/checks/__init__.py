@@ -1,0 +1,6 @@
+"""Consistency checks of a scenario, by subject; `check` carries out all of them in order."""
+
+from gssim.scenario.checks.consistency import check
+from gssim.scenario.checks.training import check_adapters
+
+__all__ = ["check", "check_adapters"]

@@ -1,0 +1,98 @@
+"""Consistency checks of a scenario: combinations of workload, plan and cluster that cannot run are refused."""
+
+from gssim.cluster import applied, ends_of
+from gssim.errors import UserError
+from gssim.plan.policies import refuse_what_cannot_run
+from gssim.scenario.checks.contexts import check_context
+from gssim.scenario.checks.experts import check_experts
+from gssim.scenario.checks.gradients import (
+    check_compressor,
+    check_exchange,
+    check_offload,
+    check_periods,
+    check_publish,
+    check_push,
+    check_shares,
+    check_weight_gradient_owners,
+    refuse_unused_exchange,
+)
+from gssim.scenario.checks.pipelines import check_pipeline
+from gssim.scenario.checks.runs import check_ranks, check_replanning, check_sizes, check_slowdown
+from gssim.scenario.checks.slices import (
+    check_divided_vocabulary,
+    check_sequence_parts,
+    check_slices,
+    check_tensor_overlap,
+)
+from gssim.scenario.checks.training import (
+    check_clipping,
+    check_compiled,
+    check_loss_scale,
+    check_maps,
+    check_muon,
+    check_optimizer_state,
+    check_recompute,
+    check_reduction,
+    check_traced_variants,
+)
+from gssim.scenario.scenario import Scenario
+
+
+def check(scenario: Scenario, *, file: str) -> None:
+    """Raise UserError where workload, plan and cluster are inconsistent."""
+    plan = scenario.plan
+    try:
+        policies = scenario.policies
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    if not scenario.workload.model.layers:
+        raise UserError(f"{file}: workload.model: has no layers; `gsreal trace` writes them")
+    check_traced_variants(scenario, policies, file)
+    check_compiled(scenario, policies, file)
+    check_sizes(scenario, file)
+    check_push(scenario, policies, file)
+    refuse_what_cannot_run(plan, policies, file=file)
+    check_muon(scenario, policies, file)  # before shards are sized
+    check_optimizer_state(scenario.workload, file)
+    check_publish(scenario, policies, file)
+    zero1 = (policies.gradients, policies.optimizer_state) == ("all-reduce", "sharded")
+    if plan.zero1_implementation != "torch" and not zero1:
+        raise UserError(
+            f"{file}: plan.zero1_implementation = '{plan.zero1_implementation}': method '{plan.method}' is no ZeRO-1; "
+            "allowed: method 'zero1', or leave it out"
+        )
+    check_exchange(scenario, policies, file)
+    check_ranks(scenario, policies, file)
+    check_shares(scenario, policies, file)
+    check_pipeline(scenario, policies, file)
+    check_slices(scenario, policies, file)
+    check_sequence_parts(scenario, policies, file)
+    check_tensor_overlap(scenario, policies, file)
+    check_divided_vocabulary(scenario, policies, file)
+    check_experts(scenario, policies, file)
+    refuse_unused_exchange(plan, policies, file)
+    check_context(scenario, policies, file)
+    check_recompute(scenario, policies, file)
+    kept_whole = policies.partition == "data" and policies.parameters == "replicated" and policies.gradients != "push"
+    if scenario.workload.gradient_precision is not None and not kept_whole:
+        raise UserError(
+            f"{file}: workload.gradient_precision = '{scenario.workload.gradient_precision}': method '{plan.method}' "
+            "keeps no whole gradients until the update; leave it out"
+        )
+    check_maps(scenario, file)
+    check_reduction(scenario, policies, file)
+    check_loss_scale(scenario, policies, file)
+    check_clipping(scenario, policies, file)
+    check_periods(scenario, policies, file)
+    if policies.partition == "weight-gradient":
+        check_weight_gradient_owners(scenario, policies, file)
+    if scenario.network:
+        try:
+            ends_of(applied(scenario.cluster.wiring, scenario.network), scenario.network)
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
+    for number in range(len(scenario.run.slowdowns)):
+        check_slowdown(scenario, policies, number, file)
+    check_replanning(scenario, policies, file)
+    check_compressor(scenario, policies, file)
+    check_offload(scenario, policies, file)

@@ -1,0 +1,125 @@
+"""Checks of pipeline parallelism: schedules, stages, and the policies that can run in stages."""
+
+from dataclasses import replace
+
+from gssim.errors import UserError
+from gssim.plan import DATA_AXES, METHODS, Plan, Policies, default_plan
+from gssim.plan.pipeline_schedule import refuse
+from gssim.scenario.scenario import Scenario
+from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
+from gssim.workload import unrolled
+
+
+def check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse schedules, stages and policies that cannot run as a pipeline, and keys of pipelines without one."""
+    plan = scenario.plan
+    if policies.pp == 1:
+        if plan.method == "pipeline" and policies.data_ranks > 1:
+            raise UserError(f"{file}: plan.pp = 1: method 'pipeline' does not average gradients of replicas; set pp")
+        for key in ("schedule", "stages"):
+            if getattr(plan, key) is not None:
+                raise UserError(f"{file}: plan.{key} = {getattr(plan, key)!r}: there is no pipeline; leave it out")
+        if plan.receive_buffers != default_plan(plan.method).receive_buffers:
+            raise UserError(
+                f"{file}: plan.receive_buffers = {plan.receive_buffers!r}: there is no pipeline; leave it out"
+            )
+        return
+    _check_pipeline_policies(plan, policies, file)
+    _check_stages(scenario, policies.pp, file)
+    _check_trained_stages(scenario, policies, file)
+    if policies.gradients in ("reduce-scatter", "push"):
+        _check_sharded_stages(scenario, file)
+    for samples in scenario.data_batch_sizes:
+        if samples % plan.micro_batches:
+            raise UserError(
+                f"{file}: plan.micro_batches = {plan.micro_batches}: a replica has {samples} samples; "
+                "a pipeline's micro-batches must be equal: torch's stages learn the shape of messages once"
+            )
+
+
+def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
+    where, replicas = f"{file}: plan.pp = {policies.pp}", policies.replica_ranks
+    methods = [name for name, method in METHODS.items() if method.in_pipelines and method.gradients != "local"]
+    runs = policies.partition == "data" and policies.gradients in ("local", "all-reduce", "reduce-scatter", "push")
+    runs = runs and policies.push_axis == "dp_shard"
+    if not runs or (policies.parameters != "replicated") != (policies.gradients == "reduce-scatter"):
+        raise UserError(
+            f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
+            f"allowed today: pipeline, or {', '.join(methods)} for replicas of one"
+        )
+    if (policies.gradients != "local") != (replicas > 1):
+        axis = METHODS[plan.method].axis  # along which the method has several ranks of each stage
+        several = f"plan.{axis if axis in DATA_AXES else 'dp_replicate'}"
+        wanted = ", ".join(methods) if replicas > 1 else f"pipeline, or {several} of at least 2"
+        raise UserError(f"{where}: method '{plan.method}' for {replicas} replica(s) of a pipeline; allowed: {wanted}")
+    if policies.gradient_sync != "step":
+        raise UserError(
+            f"{where}: plan.gradient_sync = '{policies.gradient_sync}': torch's stages let gradients leave in the last "
+            "backward alone; allowed: 'step'"
+        )
+
+
+def _check_trained_stages(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse stages that train nothing, to which torch's stages send gradients all the same; and frozen copies."""
+    workload = scenario.workload
+    name = next((key for key in ("adapters", "frozen") if getattr(workload, key) is not None), None)
+    if name is None:
+        return
+    where, stages = f"{file}: workload.{name}: cannot run yet beside plan.pp = {policies.pp}", scenario.stage_ranges
+    whole = unrolled(replace(workload.model, layers=workload.model.whole_layers))
+    for tied in tied_parameters(whole, stages):
+        if len(tied.stages) > 1:
+            raise UserError(f"{where}: several stages would hold copies of {tied.name}; leave one of them out")
+    layers = unrolled(workload.model)
+    lowest = next(instance.index for instance in layers if instance.layer.parameters)
+    below = [each.module for each in layers[:lowest] if each.layer.block and each.layer.frozen_parameters]
+    if below and policies.parameters == "sharded":
+        raise UserError(
+            f"{where}, whose method '{scenario.plan.method}' gathers '{below[-1]}' for a backward that it does not "
+            "have; allowed: ddp, zero1, zero2, gs"
+        )
+    for number, held in enumerate(stages):
+        if not any(layers[index].layer.parameters for index in held):
+            raise UserError(
+                f"{where}: stage {number} would train nothing; allowed: other plan.stages, or fewer frozen layers"
+            )
+
+
+def _check_sharded_stages(scenario: Scenario, file: str) -> None:
+    """Refuse what sharded stages of a pipeline cannot do yet."""
+    plan = scenario.plan
+    where = f"{file}: plan.pp = {plan.pp}: method '{plan.method}'"
+    if schedule_of(plan, plan.pp) == "interleaved" and scenario.policies.parameters == "sharded":
+        raise UserError(
+            f"{where} cannot run yet with plan.schedule = 'interleaved': peaks of blocks that are freed and gathered "
+            "ahead are not predicted well enough; allowed: gpipe, 1f1b, or methods zero2 and gs"
+        )
+    if scenario.policies.gradients == "push":
+        if scenario.workload.loss_scale is not None:
+            given = f"workload.loss_scale = {scenario.workload.loss_scale}"
+            raise UserError(f"{where} cannot run yet with {given}: leave it out, or use ddp")
+        if scenario.policies.publish_overlaps:
+            raise UserError(
+                f"{where} cannot run yet with plan.publish.overlap: stages begin when peers do; leave it out"
+            )
+
+
+def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
+    plan, model = scenario.plan, scenario.workload.model
+    held = sum(layer.repeats * layer.module_buffer_bytes for layer in model.layers)
+    if held != sum(model.buffer_bytes):
+        raise UserError(
+            f"{file}: plan.pp = {ranks}: the model file does not list which layers hold the module buffers of "
+            f"{sum(model.buffer_bytes)} bytes: trace it again with `gsreal trace`"
+        )
+    try:
+        stages = scenario.stage_ranges
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    try:
+        refuse(schedule_of(plan, ranks), ranks=ranks, stages=len(stages), micro_batches=plan.micro_batches)
+    except ValueError as error:
+        raise UserError(f"{file}: plan.schedule: {error}") from None
+    reason = stage_cut_error(unrolled(model), stages)
+    if reason:
+        raise UserError(f"{file}: plan.pp = {ranks}: the model is no chain that can be cut: {reason}")
