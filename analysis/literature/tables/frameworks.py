@@ -507,6 +507,8 @@ def simumax(record: Mapping[str, str], identity: str) -> Run:
             separate_adds=True,
             copies_keys=context > 1,
             context_ranks=context,
+            receives_in_flight=True,
+            message_calls=MEGATRON_MESSAGE_CALLS,
             kernels="b200",
         ),
         method="zero1",

@@ -269,6 +269,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         return Software(
             early_stop=False,
             partitioned=tp > 1 and pp > 1,
+            receives_in_flight=True,
             message_calls=MEGATRON_MESSAGE_CALLS,
             in_place_loss=True,
             recomputes_attention=True,
