@@ -49,7 +49,7 @@ def shard_gradients(
     shard_shares: Sequence[float] | None = None,
     push: Push | None = None,
     publish: Publish | None = None,
-    experts: Collection[str] = (),
+    experts: Iterable[str] | None = None,
     expert_group: dist.ProcessGroup | None = None,
     param_groups: Sequence[Mapping[str, Any]] | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -118,6 +118,8 @@ def shard_gradients(
         push=(push, Push),
         publish=(publish, Publish),
         scaler=(scaler, torch.amp.GradScaler),
+        experts=(experts, Iterable),
+        expert_group=(expert_group, dist.ProcessGroup),
         units=(units, Iterable),
         param_groups=(param_groups, Iterable),
         parameter_order=(parameter_order, Iterable),
@@ -139,7 +141,7 @@ def shard_gradients(
     if parameters != "replicated":
         model = getattr(model, "_orig_mod", model)  # the module inside torch.compile is also called and read directly
     trained = trained_parameters(model, parameter_order)
-    check_experts(model, experts, expert_group, whole_tensors=whole_tensors)
+    of_experts = check_experts(model, experts, expert_group, whole_tensors=whole_tensors)
     thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
     previous_optimizers = _previous_optimizers(trained)
     check_model(model, trained, thresholded=thresholded)
@@ -157,11 +159,11 @@ def shard_gradients(
             param_groups,
             first_bytes=first_bucket_bytes,
             cap_bytes=bucket_bytes,
-            experts=trained.keys() & experts,
+            experts=trained.keys() & of_experts,
         )
         buckets = [_make_bucket(i, plan, hierarchy, partitions[plan.of_experts]) for i, plan in enumerate(plans)]
     else:
-        apart = {trained[name] for name in trained.keys() & experts}
+        apart = {trained[name] for name in trained.keys() & of_experts}
         order = list(trained.values())
         buckets = make_units(model, units, order, hierarchy, partitions, experts=apart, observe=observe)
     if partition.idle_owners:
@@ -180,10 +182,12 @@ def shard_gradients(
         "overlap": overlap,
         "publish_overlaps": publish_overlaps,
         "whole_tensors": whole_tensors,
+        "experts": sorted(of_experts),
+        "ranks that divide experts": hierarchy.expert_ranks,
     }
     descriptions = {name: repr(value) for name, value in settings.items()}
     hierarchy.check_equal_on_all_ranks(descriptions | describe_model(model, buckets, names), device)
-    _set_to_first(model, buckets, trained, experts, hierarchy)
+    _set_to_first(model, buckets, trained, of_experts, hierarchy)
     for bucket in buckets:
         bucket.create_shard(master=publish.threshold is not None and bucket.is_published)
     overlaps_compute = runs_on_device(hierarchy.inter_node, device) if overlap is None else overlap

@@ -111,7 +111,8 @@ def memory_and_traffic(
                   (1 - s) * n * density * (v + 4)   and   (1 - s) * n * (density * v + 1/8)
         publish = (1 - s of the next rank) * n * v
 
-    `optimizer_factory` is tried on a parameter of its own, with zero gradients, to measure its state.
+    `optimizer_factory` is tried on a parameter of its own, with zero gradients, to measure its state. Of a model whose
+    experts ranks divide (`experts`), all parameters count as those that every rank holds.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be one of {ranks} from 0 on, not {rank}")

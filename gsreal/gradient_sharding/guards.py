@@ -14,7 +14,7 @@ Checks of the arguments of `shard_gradients`, and the shares, parameter groups a
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -342,17 +342,22 @@ def check_options(
 
 
 def check_experts(
-    model: nn.Module, experts: Collection[str], group: dist.ProcessGroup | None, *, whole_tensors: bool
-) -> None:
-    """Raise ValueError if `experts` are no parameters of the model, or beside options that they cannot have."""
-    if bool(experts) != (group is not None):
+    model: nn.Module, experts: Iterable[str] | None, group: dist.ProcessGroup | None, *, whole_tensors: bool
+) -> frozenset[str]:
+    """Return the plain names of `experts`.
+
+    Raise ValueError if these are no parameters of the model, or beside options that they cannot have.
+    """
+    given = list(experts or ())
+    if bool(given) != (group is not None):
         raise ValueError("experts and expert_group: give both, the parameters and the ranks that hold the same ones")
     names = {plain_name(name) for name, _ in model.named_parameters()}
-    odd = [name for name in experts if name not in names]
+    odd = [name for name in given if not isinstance(name, str) or plain_name(name) not in names]
     if odd:
-        raise ValueError(f"experts: '{odd[0]}' is no parameter of the model")
-    if experts and whole_tensors:
+        raise ValueError(f"experts: {odd[0]!r:.80} is no parameter of the model: list names, as named_parameters does")
+    if given and whole_tensors:
         raise ValueError("experts: cannot be divided beside whole_tensors yet; leave it out")
+    return frozenset(plain_name(name) for name in given)
 
 
 def check_model(model: Any, parameters: Mapping[str, nn.Parameter], *, thresholded: bool) -> None:

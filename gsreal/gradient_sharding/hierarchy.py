@@ -3,6 +3,7 @@
 Division of buckets and bytes sent per rank: [Note: hierarchy] in `gssim.plan.buckets`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,21 +45,21 @@ class Hierarchy:
         object.__setattr__(self, "expert_owners", None if self.same_experts is None else Owners(self.same_experts))
         if self.expert_owners is not None:
             held = tuple(dist.get_process_group_ranks(self.expert_owners.group))
-            if self.intra_node is not None or held != self.ranks[self._expert_place :: self._expert_ranks]:
+            if self.intra_node is not None or held != self.ranks[self._expert_place :: self.expert_ranks]:
                 raise ValueError(
                     "expert_group: ranks in a row of all that train the model, on one level, divide the experts; "
-                    f"ranks {held} are not those at one place of every row of {self._expert_ranks}"
+                    f"ranks {held} are not those at one place of every row of {self.expert_ranks}"
                 )
 
     @property
-    def _expert_ranks(self) -> int:
+    def expert_ranks(self) -> int:
         """Number of ranks that divide experts among them."""
         return 1 if self.expert_owners is None else len(self.ranks) // self.expert_owners.ranks
 
     @property
     def _expert_place(self) -> int:
         """Position of this rank among those that divide experts."""
-        return self.ranks.index(dist.get_rank()) % self._expert_ranks
+        return self.ranks.index(dist.get_rank()) % self.expert_ranks
 
     @property
     def nodes(self) -> int:
@@ -86,7 +87,7 @@ class Hierarchy:
 
     def expert_partition(self, shard_shares: Sequence[float]) -> Partition:
         """Return the partition of buckets of experts among the ranks that hold the same ones, in proportion."""
-        shares = shard_shares[self._expert_place :: self._expert_ranks]
+        shares = shard_shares[self._expert_place :: self.expert_ranks]
         fractions = splitting.proportional(shares) if any(shares) else splitting.even(len(shares))
         return Partition([[share] for share in fractions], whole_tensors=False)
 
@@ -94,13 +95,21 @@ class Hierarchy:
         """Let owners weight gradients, given every rank's fraction of the step's loss terms.
 
         A node's gradient is the mean over its ranks, each by its fraction of the node's loss terms. Likewise gradients
-        of experts are sums over the ranks whose tokens these got, in a row, of which each must have as many loss terms.
+        of experts are sums over the ranks whose tokens these got, in a row, of which each must have as many loss terms:
+        raises ValueError if some have more.
         """
+        for first in range(0, len(weights), self.expert_ranks):
+            row = weights[first : first + self.expert_ranks]
+            if not math.isclose(min(row), max(row), abs_tol=1e-9):
+                raise ValueError(
+                    f"weights: ranks {self.ranks[first : first + self.expert_ranks]} divide experts, whose gradients "
+                    f"sum over the tokens of all of them, and must have equal weights, not {tuple(row)}"
+                )
         nodes, own = self._split_weights(weights, self.places)
         self.owners.weights = nodes
         own_of_experts = own
         if self.expert_owners is not None:
-            rows, own_of_experts = self._split_weights(weights, self._expert_ranks)
+            rows, own_of_experts = self._split_weights(weights, self.expert_ranks)
             self.expert_owners.weights = rows
         for bucket in buckets:
             bucket.weight = own_of_experts if bucket.owners is self.expert_owners else own

@@ -110,8 +110,9 @@ class GradientSharding(torch.optim.Optimizer):
 
     @weights.setter
     def weights(self, weights: Sequence[float]) -> None:
-        self._weights = check_fractions("weights", weights, len(self.hierarchy.ranks))
-        self.hierarchy.set_weights(self._weights, self.buckets)
+        fractions = check_fractions("weights", weights, len(self.hierarchy.ranks))
+        self.hierarchy.set_weights(fractions, self.buckets)
+        self._weights = fractions
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ class ComputeKind(NamedTuple):
     accumulates: bool
     sends_gradients: bool
     expert_position: int
-    """First expert-parallel position whose experts receive as many rows as the rank's; see `expert_position`."""
+    """First expert-parallel position that does the same as the rank's; see `expert_position`."""
     ring_position: int
     """Position of the rank in its attention ring, since the blocks of attention differ by position; 0 without a
     ring.
@@ -206,14 +206,18 @@ class Lowering:
 
     @cached_property
     def _expert_positions(self) -> tuple[int, ...]:
-        """For each expert-parallel position, the first position whose experts receive as many rows."""
+        """For each expert-parallel position, the first position that does the same at the same times.
+
+        If all receive as many rows, that is the first of all. Otherwise two with as many rows differ all the same: each
+        exchange goes by the distance between ranks, so that they meet those with more or fewer rows at other times.
+        """
         if self.policies.ep == 1:
             return (0,)
         rows = rows_of_ranks(self.scenario.workload, self.policies)
-        return tuple(map(rows.index, rows))
+        return tuple(range(len(rows))) if len(set(rows)) > 1 else (0,) * len(rows)
 
     def expert_position(self, rank: int) -> int:
-        """Return the first expert-parallel position whose experts receive as many rows as those of `rank`."""
+        """Return the first expert-parallel position of those that do the same as `rank`'s at the same times."""
         return self._expert_positions[self.policies.mesh.expert_position(rank)]
 
     @once_a_run

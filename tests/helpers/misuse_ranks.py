@@ -209,6 +209,39 @@ def experts_that_each_rank_holds_alone():
 
 
 @case
+def experts_named_in_other_ways():
+    """Names from a generator or of a compiled module are of the same parameters, which keep each rank's own values."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    for named, experts in (
+        (lambda model: model, (name for name in ["2.weight"])),
+        (partial(torch.compile, backend="eager"), ["_orig_mod.2.weight"]),
+    ):
+        model = mlp()
+        with torch.no_grad():
+            model[2].weight.fill_(dist.get_rank())
+        shard_gradients(named(model), SGD, experts=experts, expert_group=alone)
+        assert torch.all(model[2].weight == dist.get_rank())
+    model = mlp()
+    train(model, shard_gradients(model, SGD, experts=None), False)
+    for experts in ("2.weight", [mlp()[2].weight]):
+        words = "is no parameter of the model: list names"
+        refused(words, shard_gradients, mlp(), SGD, experts=experts, expert_group=alone)
+
+
+@case
+def experts_whose_ranks_do_not_fit():
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    other = [alone, dist.group.WORLD][dist.get_rank()]
+    words = "ranks that divide experts: 1 on rank 1, 2 on rank 0"
+    refused(words, shard_gradients, mlp(), SGD, experts=["2.weight"], expert_group=other)
+    for group in ([0], dist.GroupMember.NON_GROUP_MEMBER):
+        refused("expert_group must be", shard_gradients, mlp(), SGD, experts=["2.weight"], expert_group=group)
+    optimizer = shard_gradients(mlp(), SGD, experts=["2.weight"], expert_group=alone)
+    refused("over the tokens of all of them, and must have equal weights", setattr, optimizer, "weights", [0.75, 0.25])
+    assert optimizer.weights == (0.5, 0.5)
+
+
+@case
 def sizes_of_what_is_estimated():
     for rank, ranks in ((5, 2), (-1, 2), (0, 0)):
         refused("rank must be one of", memory_and_traffic, mlp(), SGD, rank=rank, ranks=ranks)

@@ -188,6 +188,23 @@ PLANS = [
 
 
 @pytest.mark.parametrize(
+    ("ranks", "plan", "load"),
+    [
+        (4, {"method": "ddp", "ep": 4}, {"shares": [1.0] * 6 + [0.5] * 6}),
+        (4, {"method": "ddp", "ep": 4, "cp": 2}, "balanced"),
+        (6, {"method": "zero3", "ep": 6, "cp": 2}, "balanced"),
+        (6, {"method": "gs", "ep": 6, "micro_batches": 2, "bucket_bytes": 50000}, "balanced"),
+    ],
+    ids=str,
+)
+def test_ranks_with_as_many_rows_are_not_equal_beside_others_with_fewer(ranks, plan, load):
+    """Rows that twelve experts do not divide evenly are one more on some of the ranks, which each meets elsewhere."""
+    loaded = loaded_of(scenario(plan, ranks, global_batch_size=48, sequence_length=32, expert_load=load))
+    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(
     ("plan", "ep"),
     [
         pytest.param(plan, ep, marks=[] if (place, ep) in ((2, 2), (4, 4), (7, 2)) else [pytest.mark.slow])

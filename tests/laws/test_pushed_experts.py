@@ -10,7 +10,7 @@ from gssim.errors import UserError
 from gssim.plan import splitting
 from gssim.planner.bounds import Bounds
 from gssim.program import Steps
-from gssim.scenario import load_model
+from gssim.scenario import load_cluster, load_model
 from gssim.simulation import simulate
 from gssim.workload import unrolled
 from gssim.workload.gradient_statistics import ChangeTrace, RankTrace, TensorTrace
@@ -176,6 +176,18 @@ def test_bounds_of_the_search_are_below_what_is_predicted(plan, ep, load):
     assert 0 < bound.time_s <= result.step_time_s
     assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
     assert bound.full_ratio > 0 or "pp" in plan  # of stages with divided experts nothing is known
+
+
+@pytest.mark.parametrize("method", ["ddp", "gs", "gs_z3"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_bounds_of_the_search_hold_where_hosts_launch_layers_beside_their_collectives(method, overlap):
+    """On GPUs that are faster than their hosts, rows are exchanged while the host launches what follows."""
+    cluster = load_cluster(FOLDER / "scenarios" / "clusters" / "dgx-a100.toml")
+    plan = {"method": method, "ep": 2, "overlap": overlap}
+    asked = scenario_of(cluster, plan, model=MIXTURE, sequence_length=32, global_batch_size=48)
+    step_s, bounds = simulate(loaded_of(asked)).result.step_time_s, Bounds(asked)
+    first = bounds.of(asked.plan)
+    assert 0 < first.time_s <= bounds.closer(asked.plan, first).time_s <= step_s
 
 
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (6, 3)])

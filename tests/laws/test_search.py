@@ -264,6 +264,22 @@ def test_mixtures_whose_blocks_cannot_be_cut_are_searched_with_every_mesh():
     assert "cannot divide the experts among the 2 of a replica" in reasons
 
 
+def test_ranks_of_a_host_that_do_not_divide_the_experts_are_left_out_with_that_reason():
+    """Twelve experts among eight ranks: unless it is asked for others, a search tries all ranks of a host."""
+    model = load_model(Path("scenarios/models/mixture-byte-1m.toml"))
+    cluster = star(8)
+    cluster = replace(cluster, devices=tuple(replace(each, host="one") for each in cluster.devices))
+    workload = {"model": model, "sequence_length": 16, "global_batch_size": 8}
+    loaded = loaded_of(scenario_of(cluster, {"method": "ddp"}, **workload))
+    kept = {"recompute": ("none",), "micro_batches": (1,), "pp": (1,), "tp": (1,), "cp": (1,)}
+    search = Search(loaded, SearchSpace(methods=("ddp", "gs"), **kept), 3)
+    search.prepare()
+    search.run(InThisProcess(loaded))
+    assert {each.candidate.plan.ep for each in search.found().best} == {1}
+    reasons = " ".join(row["reason"] for row in search.counts.left_out.rows())
+    assert "8 ranks cannot divide the 12 experts of blocks.0" in reasons
+
+
 def test_of_plans_that_come_to_the_same_the_first_is_shown():
     even_in_numbers = {"method": "gs", "shares": {"shards": [0.5, 0.5]}}
     loaded = loaded_of(scenario_of(star(2), even_in_numbers))

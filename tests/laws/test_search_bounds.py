@@ -98,13 +98,14 @@ def test_no_plan_that_divides_sequences_or_experts_is_better_than_its_bounds(mod
     changes = (
         f'workload.model="models/{model}.toml"',
         'plan.method="ddp"',
-        'search.methods=["ddp", "zero1", "fsdp", "hsdp"]',
+        'search.methods=["ddp", "zero1", "fsdp", "hsdp", "gs", "gs_z3"]',
     )
     loaded = load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", [*SMALL, *changes, f"search.{axis}=[2, 4, 8]"])
     bounds, workers = Bounds(loaded.scenario), InThisProcess(loaded)
     every = list(candidates(loaded.scenario, loaded.scenario.search, Batches(bounds)))
     divided = [each for each in every if getattr(each.plan, axis) > 1]
-    assert {getattr(each.plan, axis) for each in divided} == {2, 4, 8}
+    # eight ranks cannot divide twelve experts
+    assert {getattr(each.plan, axis) for each in divided} == ({2, 4} if axis == "ep" else {2, 4, 8})
     looked_at = 0
     for each in random.Random(0).sample(divided, len(divided)):
         result = workers.answer_of(each.plan)

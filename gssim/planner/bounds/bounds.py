@@ -4,8 +4,9 @@
 Everything else (communication, waiting for others, the update, contention with neighbouring devices) only adds time.
 While its largest micro-batch goes forward and backward, a rank holds its activations as well as its persistent memory.
 Its collectives run one after another on their stream, and take no less than each takes alone on idle links; links take
-no less than the bytes that cross them. Terms that are not known to be lower bounds are left out. There are three
-bounds, each tighter and more expensive than the one before: `of`, from the plan alone; `closer`, which adds
+no less than the bytes that cross them. (A GPU's host goes on launching a layer while the device waits for a collective
+inside it, so that host times are not added to these.) Terms that are not known to be lower bounds are left out. There
+are three bounds, each tighter and more expensive than the one before: `of`, from the plan alone; `closer`, which adds
 communication, the memory of pipeline stages, and how stages wait for each other; and the bounds of `LoweredBounds`, for
 a lowered plan (three in turn).
 """
@@ -82,7 +83,8 @@ class Bounds:
         if bound.full_ratio > 1:  # the plan is ruled out by memory, however fast it may be
             return bound
         busy_s = self.compute.busy_s(plan, policies, by_rank)
-        least_s = self.traffic.least_s(plan, policies, busy_s=busy_s[0])
+        device_s = self.compute.busy_s(plan, policies, by_rank, issued=False)[0]
+        least_s = self.traffic.least_s(plan, policies, busy_s=device_s)
         least_s = max(least_s, self.pipeline.least_s(plan, policies, by_rank))
         if least_s <= bound.time_s:
             return bound

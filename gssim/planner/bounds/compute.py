@@ -29,8 +29,12 @@ class ComputeBounds:
     def __init__(self, parts: ModelParts) -> None:
         self.parts = parts
 
-    def busy_s(self, plan: Plan, policies: Policies, sizes: Sequence[int]) -> list[float]:
-        """Return the least compute time of each rank; see [Note: bounds]."""
+    def busy_s(self, plan: Plan, policies: Policies, sizes: Sequence[int], *, issued: bool = True) -> list[float]:
+        """Return the least compute time of each rank; see [Note: bounds].
+
+        Not `issued`: without the host's time to launch a layer that collectives split, which passes while the device
+        waits for these.
+        """
         if policies.partition == "weight-gradient" or plan.shares.replan:
             return [0.0] * policies.ranks
         kinds = list(zip(self.parts.alike(policies), sizes, strict=True))
@@ -39,14 +43,19 @@ class ComputeBounds:
             part = self.parts.part(plan, policies, rank)
             parts = splitting.split(samples, splitting.even(plan.micro_batches))
             found[rank, samples] = sum(
-                parts.count(size) * self.micro_batch_s(rank, size, plan.recompute, part) for size in set(parts) if size
+                parts.count(size) * self.micro_batch_s(rank, size, plan.recompute, part, issued=issued)
+                for size in set(parts)
+                if size
             )
         return [found[kind] for kind in kinds]
 
-    def micro_batch_s(self, rank: int, samples: int, recompute: Recompute, part: Part | None = None) -> float:
+    def micro_batch_s(
+        self, rank: int, samples: int, recompute: Recompute, part: Part | None = None, *, issued: bool = True
+    ) -> float:
         """Return the time of one micro-batch, forward and backward, through (a part of) the model on a rank's device.
 
         Devices with random speed may be faster by the machine's least random factor; the result does not include that.
+        `issued`: as of `busy_s`.
         """
         run = part or self.parts.whole
         device = self.parts.types[rank]
@@ -54,9 +63,9 @@ class ComputeBounds:
             chance_of(device)
             * run.ratio
             * self.parts.once(
-                ("time", run.key, self.parts.names[rank], samples, recompute),
+                ("time", run.key, self.parts.names[rank], samples, recompute, issued),
                 lambda: sum(
-                    sum(self._phases_s(device, instance.layer, whole, samples, recompute, run.positions))
+                    sum(self._phases_s(device, instance.layer, whole, samples, recompute, run.positions, issued))
                     for instance, whole in zip(run.layers, run.wholes, strict=True)
                 ),
             )
@@ -70,6 +79,7 @@ class ComputeBounds:
         samples: int,
         recompute: Recompute,
         positions: int | None,
+        issued: bool = True,
     ) -> list[float]:
         """Return the times of a layer's forward, of its backward, and of its recomputation if it is checkpointed."""
 
@@ -77,14 +87,17 @@ class ComputeBounds:
             phases = ["f", "b", *(["r"] if recompute != "none" and layer.is_recomputed else [])]
             workload = self.parts.workload
             # a host that issues ahead does not bound the time of a single layer
-            issued = device.layer_operation_s is None or layer_profile(device, workload, whole or layer) is not None
-            settings: dict[str, Any] = {"whole": whole, "positions": positions, "issued": issued}
+            bounds = device.layer_operation_s is None and (issued or not layer.reductions)
+            is_profiled = layer_profile(device, workload, whole or layer) is not None
+            settings: dict[str, Any] = {"whole": whole, "positions": positions, "issued": bounds or is_profiled}
             cost = partial(layer_time_s, device, workload, layer, batch_size=samples, **settings)
             return [cost(phase=phase, recompute=recompute) for phase in phases]
 
-        return self.parts.once(("layer", id(layer), id(device), samples, recompute, positions), found)
+        return self.parts.once(("layer", id(layer), id(device), samples, recompute, positions, issued), found)
 
-    def passes_s(self, rank: int, samples: int, recompute: Recompute, part: Part) -> tuple[float, float]:
+    def passes_s(
+        self, rank: int, samples: int, recompute: Recompute, part: Part, *, issued: bool = True
+    ) -> tuple[float, float]:
         """Return the forward and the backward time of a micro-batch through a part of the model; see
         `micro_batch_s`.
         """
@@ -92,12 +105,12 @@ class ComputeBounds:
 
         def found() -> tuple[float, float]:
             phases_s = [
-                self._phases_s(device, instance.layer, whole, samples, recompute, part.positions)
+                self._phases_s(device, instance.layer, whole, samples, recompute, part.positions, issued)
                 for instance, whole in zip(part.layers, part.wholes, strict=True)
             ]
             return sum(forward_s for forward_s, *_ in phases_s), sum(sum(others_s) for _, *others_s in phases_s)
 
-        key = ("passes", part.key, self.parts.names[rank], samples, recompute)
+        key = ("passes", part.key, self.parts.names[rank], samples, recompute, issued)
         forward_s, backward_s = self.parts.once(key, found)
         ratio = chance_of(device) * part.ratio
         return ratio * forward_s, ratio * backward_s

@@ -199,6 +199,9 @@ class ModelParts:
             raise UserError(f"{policies.ep} ranks cannot divide the experts among the {policies.shards} of a replica")
         if policies.pp > 1 and routes_parts(self.model, policies):
             raise UserError("stages with cut blocks and divided experts cannot be searched yet")
+        for layer in divided_expert_layers(self.model, policies) if policies.ep > 1 else ():
+            if (layer.routed_experts or 0) % policies.ep:
+                raise UserError(f"{policies.ep} ranks cannot divide the {layer.routed_experts} experts of {layer.name}")
         if policies.ep == 1 or policies.cp == 1:
             return
         if not self.model.context_layers:

@@ -67,17 +67,19 @@ class PipelineBounds:
     def _passes_s(self, plan: Plan, policies: Policies, rank: int, samples: int) -> tuple[float, float]:
         """Return lower bounds of the time of a micro-batch forward, and backward, through a rank's stage.
 
-        Each is the stage's compute and the sums over tensor slices, for which the stage waits.
+        Each is the stage's compute and the sums over tensor slices, for which the device waits; its host does not.
         """
         if policies.tp > 1:
             part, _ = self.memory.held_stage(plan, policies, policies.mesh.place(rank).pp)
         else:
             part = self.parts.part(plan, policies, rank)
-        own_s = self.compute.passes_s(rank, samples, plan.recompute, part)
+        issued_s, own_s = (
+            self.compute.passes_s(rank, samples, plan.recompute, part, issued=issued) for issued in (True, False)
+        )
         collectives, chance = self.traffic.collectives(plan, policies), least_chance(self.parts.with_plan(plan))
         forward_s, backward_s = (
-            pass_s + chance * sum(count * collectives.alone_s(each, rank) for each, count in sums)
-            for pass_s, sums in zip(own_s, self._sums(plan, policies, rank, samples), strict=True)
+            max(least_s, pass_s + chance * sum(count * collectives.alone_s(each, rank) for each, count in sums))
+            for least_s, pass_s, sums in zip(issued_s, own_s, self._sums(plan, policies, rank, samples), strict=True)
         )
         return forward_s, backward_s
 

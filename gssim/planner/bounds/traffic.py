@@ -48,7 +48,8 @@ class TrafficBounds:
     def least_s(self, plan: Plan, policies: Policies, *, busy_s: float = 0.0) -> float:
         """Return the lower bound of a step's time that follows from its communication; see [Note: traffic].
 
-        `busy_s`: lower bound of the first rank's compute time, which is added to blocking communication.
+        `busy_s`: lower bound of the first rank's compute time, which is added to blocking communication; see
+        `ComputeBounds.busy_s`, without what hosts launch beside this.
         """
         unlike = plan.shares.replan or policies.in_fragments  # steps differ
         if policies.ranks == 1 or policies.pp > 1 or policies.ranks > MAX_RANKS or unlike:
