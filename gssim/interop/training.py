@@ -390,6 +390,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
     entries += _sums_beside_products(training, tp.value, cluster, overrides)
+    _note_separate_sums(training, keys, model, tp, overrides)
     entries += _megatron_bucket(training, asked, dp, overrides)
     if not overrides.get("plan.sequence_parallel", True):
         entries = [entry for entry in entries if entry.key not in ("plan.gathered_inputs", "plan.tp_overlap")]
@@ -503,6 +504,24 @@ def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, a
         if training.tp_overlap is not None and training.tp_overlap.value:
             entries.append(Entry("plan.tp_overlap", True, training.tp_overlap.origin))
     return entries
+
+
+def _note_separate_sums(training: Training, keys: Keys, model: Model, tp: Value, overrides: dict[str, Any]) -> None:
+    """List that tensor-parallel ranks sum the gradient of an input more often than Megatron-LM does.
+
+    Its queries, keys and values are one map, and so are gate and up: a block has two all-reduces in the backward. Maps
+    of their own, as in Hugging Face's Llama, each have an all-reduce here, as under DTensor. With sequence parallelism
+    their common input is gathered once, and its gradient scattered once.
+    """
+    sequences = training.sequence_parallel
+    divides = overrides.get("plan.sequence_parallel", sequences is not None and sequences.value)
+    if training.async_input_gradients is None or tp.value == 1 or divides:
+        return
+    blocks = [[each.moment.phase for each in layer.reductions] for layer in model.sliced_layers or () if layer.block]
+    most = max((phases.count("b") for phases in blocks), default=0)
+    if most > 2:
+        what = f"approximated: {most} sums of input gradients a block, one a map; Megatron-LM, which fuses these, has 2"
+        keys.listed.append((tp.origin, what))
 
 
 def _sums_beside_products(training: Training, tp: int, cluster: Cluster, overrides: dict[str, Any]) -> list[Entry]:

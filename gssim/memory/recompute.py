@@ -88,7 +88,16 @@ def recomputed_buffers(
         moved.append(Buffer(Moment("f"), _frame_released(layer, before), "activations", size))
         if again:
             moved.append(Buffer(Moment("r"), Moment("r", LAST), "temporaries", size))
-    return tuple(_before_recomputation(buffer, layer, before) for buffer in moved)
+    return tuple(_with_category(_before_recomputation(buffer, layer, before)) for buffer in moved)
+
+
+def _with_category(buffer: Buffer) -> Buffer:
+    """Return the buffer, as an activation if it is made in the forward and freed in the backward.
+
+    A block's input was traced as a temporary if the block's backward does not need it: Llama's norm saves a cast of it.
+    """
+    kept = buffer.category == "temporaries" and buffer.born.phase == "f" and buffer.freed.phase in ("b", "r")
+    return replace(buffer, category="activations") if kept else buffer
 
 
 def _before_recomputation(buffer: Buffer, layer: Layer, before: Layer | None) -> Buffer:

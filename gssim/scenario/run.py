@@ -35,9 +35,9 @@ class Run:
     """Number of steps between evaluations on held-out data, counted from the end of the warm-up; one more follows the
     last step (real runs). Absent: no evaluation."""
     extrapolate_micro_batches: bool = False
-    """Simulate only as many micro-batches as fill the pipeline, plus one period of its schedule; further ones take as
-    long as that period. Their memory is extrapolated likewise. Step times are within 0.5 % of those with all
-    micro-batches on NCCL; on gloo 1.5 % was seen. Predicted only: for long pipelines."""
+    """Simulate only as many micro-batches as it takes until each further period of the schedule takes as long as the
+    one before; the others take as long as the last. Memory is that of all micro-batches. Step times are within 0.5 % of
+    those with all micro-batches on NCCL; on gloo 1.5 % was seen. Predicted only: for long pipelines."""
     slowdowns: tuple[SlowDown, ...] = ()
     """Ranks that are slower than their devices for some steps, in predictions and in real runs."""
 

@@ -1,20 +1,27 @@
-"""Extrapolates a step of many micro-batches from two simulated steps of few.
+"""Extrapolates a step of many micro-batches from simulated steps of few.
 
 [Note: period] Once a pipeline is filled, its schedule repeats itself. Its period is one micro-batch or, with
-interleaved stages, as many micro-batches as a pipeline has ranks. Two steps are simulated whose numbers of
-micro-batches differ by one period. Each missing period takes as long as that difference, and sends as many bytes. Step
-times are within 0.5 % of those of a simulation of all micro-batches (tests/laws/test_micro_batches.py); of a pipeline
-on gloo, 1.5 % was seen.
+interleaved stages, as many micro-batches as a pipeline has ranks. Steps are simulated whose numbers of micro-batches
+differ by one period. Each missing period takes as long as the difference of the two longest, and sends as many bytes.
+Step times are within 0.5 % of those of a simulation of all micro-batches (tests/laws/test_micro_batches.py); of a
+pipeline on gloo, 1.5 % was seen.
 
-[Note: further memory] A rank's peak is a linear function of the number of micro-batches if it is reached in the
-repeated part of the step, as it is in the larger of the two steps. It grows because torch's pipelines have a receive
-buffer for each micro-batch, GPipe keeps the activations of all, and inputs are those of the whole batch. A third
-program, one period longer, is lowered but not simulated: its peak shows what each further period adds.
-It has no messages between stages, which take no memory.
+[Note: settled] A filled pipeline does not have its final pace at once. As long as the slowest stage still has slack,
+a further period takes what the way through all stages takes, which is less than the work of the slowest rank; messages
+that wait for a link show only after some more. So three steps in a row are simulated. If the second period takes as
+long as the first, and no less than the busiest rank computes in it, it counts; else all is done again with twice as
+many micro-batches, until the pace has settled or the step has no more of them.
+
+[Note: further memory] A rank's peak grows with the number of micro-batches because torch's pipelines have a receive
+buffer for each of them, GPipe keeps the activations of all, and inputs are those of the whole batch. It does not grow
+evenly: in a short step the peak may be in the update, in a long one before the first backward, and more outputs may be
+on their way to a slower stage. So the program of all micro-batches is lowered, but not simulated. It has no messages
+between stages, which take no memory.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from gssim.engine import MEMORY_STEPS, memory_after
 from gssim.execution.cache import Shared
@@ -22,14 +29,18 @@ from gssim.program import Program
 from gssim.result import Collective, LinkUse, RankClass, Result
 from gssim.scenario import Scenario
 from gssim.simulation.footprint import Peak
-from gssim.simulation.report import cost_usd, energy_j
+from gssim.simulation.report import WAITING_PHASES, cost_usd, energy_j
+
+SETTLED_RATIO = 1e-3
+"""Largest difference of two periods, as a fraction, that counts as none; see [Note: settled]."""
 
 
-def simulated_counts(scenario: Scenario) -> tuple[int, int] | None:
-    """Return the two numbers of micro-batches to simulate, or None to simulate all of them: see [Note: period].
+def simulated_counts(scenario: Scenario, *, longer: int = 1) -> tuple[int, int, int] | None:
+    """Return the three numbers of micro-batches to simulate, or None to simulate all of them: see [Note: period].
 
-    All are simulated if there are hardly more than in the larger step, or if the micro-batches of a step differ,
-    because batches are uneven or messages depend on the data.
+    All are simulated if there are hardly more than in the longest step, or if the micro-batches of a step differ,
+    because batches are uneven or messages depend on the data. `longer`: factor on the shortest step, if the pace of
+    shorter ones has not settled.
     """
     plan, ranks = scenario.plan, scenario.policies.pp
     interleaved = ranks > 1 and len(scenario.stages) > ranks
@@ -37,9 +48,23 @@ def simulated_counts(scenario: Scenario) -> tuple[int, int] | None:
     count = plan.micro_batches
     uneven = plan.shares.batch != "even" or any(samples % count for samples in scenario.data_batch_sizes)
     varying = plan.sends_by_data or plan.shares.replan or bool(scenario.run.slowdowns)
-    if uneven or varying or count <= few + period or count % period:
+    few *= longer
+    if uneven or varying or count <= few + 2 * period or count % period:
         return None
-    return few, few + period
+    return few, few + period, few + 2 * period
+
+
+def is_settled(steps: Sequence[Result]) -> bool:
+    """Return whether further periods take as long as the last one of three simulated steps; see [Note: settled]."""
+    times_s = [each.step_time_s for each in steps]
+    before_s, last_s = (later - earlier for earlier, later in pairwise(times_s))
+    earlier = {rank: each for each in steps[-2].ranks for rank in each.ranks}
+
+    def computed_s(each: RankClass) -> float:
+        return sum(time_s for name, time_s in each.phases_s.items() if name not in WAITING_PHASES)
+
+    busiest_s = max(computed_s(each) - computed_s(earlier[each.ranks[0]]) for each in steps[-1].ranks)
+    return abs(last_s - before_s) <= SETTLED_RATIO * last_s and last_s >= (1 - SETTLED_RATIO) * busiest_s
 
 
 def with_micro_batches(scenario: Scenario, count: int) -> Scenario:
@@ -54,21 +79,20 @@ def with_micro_batches(scenario: Scenario, count: int) -> Scenario:
     )
 
 
-def further_peaks(more: Program, longest: Program, *, periods: float) -> Mapping[int, Peak]:
-    """Return what further periods add to the peak of each role, in bytes by category; see [Note: further memory].
+def further_peaks(simulated: Program, whole: Program) -> Mapping[int, Peak]:
+    """Return what further micro-batches add to the peak of each role, in bytes by category; see [Note: further memory].
 
     Args:
-        more: the program of the larger step that is simulated.
-        longest: the program of a step with one period more.
-        periods: how many periods the step to be predicted has beyond `more`.
+        simulated: the program of the longest step that is simulated.
+        whole: the program of the step with all micro-batches.
     """
     further = {}
-    for role in range(len(more.tasks)):
-        same_role = longest.role_of[more.role_of.index(role)]
-        before = more.once(memory_after, role, MEMORY_STEPS).peak
-        after = longest.once(memory_after, same_role, MEMORY_STEPS).peak
-        added = {category: size - before.get(category, 0.0) for category, size in after.items()}
-        further[role] = {category: periods * size for category, size in added.items() if size}
+    for role in range(len(simulated.tasks)):
+        same_role = whole.role_of[simulated.role_of.index(role)]
+        before = simulated.once(memory_after, role, MEMORY_STEPS).peak
+        after = whole.once(memory_after, same_role, MEMORY_STEPS).peak
+        added = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in before.keys() | after.keys()}
+        further[role] = {category: size for category, size in sorted(added.items()) if size}
     return further
 
 
@@ -77,8 +101,8 @@ def extrapolated(scenario: Scenario, few: Result, more: Result, counts: tuple[in
 
     Args:
         scenario: the scenario, with its full number of micro-batches.
-        few: the Result of the step with fewer micro-batches.
-        more: the Result of the step with one period more.
+        few: the Result of the last but one of the simulated steps.
+        more: the Result of the longest, which has one period more.
         counts: micro-batches of these two steps.
         shared: cache of the parts that scenarios have in common.
     """

@@ -24,7 +24,13 @@ from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Density, Result,
 from gssim.result.result import Band
 from gssim.scenario import Loaded, Scenario
 from gssim.scenario.device_rates import check_rates, with_profile_slowdowns
-from gssim.simulation.extrapolation import extrapolated, further_peaks, simulated_counts, with_micro_batches
+from gssim.simulation.extrapolation import (
+    extrapolated,
+    further_peaks,
+    is_settled,
+    simulated_counts,
+    with_micro_batches,
+)
 from gssim.simulation.footprint import (
     SIZE_DIGITS,
     MemoryFootprint,
@@ -266,21 +272,27 @@ def _simulated(
         return _periodic(loaded, unfolded, shared)
     if scenario.run.slowdowns or scenario.plan.shares.replan:
         return _varying(loaded, unfolded, shared)
-    counts = simulated_counts(scenario) if scenario.run.extrapolate_micro_batches else None
-    if counts is None:
-        return _steady(loaded, unfolded, shared, spread=spread, overheads=overheads)
-    period = counts[1] - counts[0]
-    smaller, larger, longest = (
-        replace(loaded, scenario=with_micro_batches(scenario, count)) for count in (*counts, counts[1] + period)
-    )
-    few = _steady(smaller, unfolded, shared, spread=spread, sized=False)
-    further = further_peaks(
-        program_of(larger, shared, unfolded=unfolded),
-        _program_for_memory(longest, shared, unfolded=unfolded),
-        periods=(scenario.plan.micro_batches - counts[1]) / period,
-    )
-    more = _steady(larger, unfolded, shared, spread=spread, further=further)
-    return Simulated(extrapolated(scenario, few.result, more.result, counts, shared), more.typical)
+    if scenario.run.extrapolate_micro_batches:
+        short = _extrapolated(loaded, unfolded, shared, spread=spread)
+        if short is not None:
+            return short
+    return _steady(loaded, unfolded, shared, spread=spread, overheads=overheads)
+
+
+def _extrapolated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) -> Simulated | None:
+    """Return the prediction from steps of few micro-batches, or None if all have to be simulated."""
+    scenario, longer = loaded.scenario, 1
+    while (counts := simulated_counts(scenario, longer=longer)) is not None:
+        steps = [replace(loaded, scenario=with_micro_batches(scenario, count)) for count in counts]
+        results = [_steady(each, unfolded, shared, spread=spread, sized=False).result for each in steps]
+        if is_settled(results):
+            further = further_peaks(
+                program_of(steps[-1], shared, unfolded=unfolded), _program_for_memory(loaded, shared, unfolded=unfolded)
+            )
+            more = _steady(steps[-1], unfolded, shared, spread=spread, further=further)
+            return Simulated(extrapolated(scenario, results[-2], more.result, counts[1:], shared), more.typical)
+        longer *= 2
+    return None
 
 
 def _steady(

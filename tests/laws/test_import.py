@@ -662,6 +662,21 @@ def test_megatron_sums_gradients_of_inputs_beside_products(tmp_path, said, overr
     assert tables["plan"].get("async_input_gradients", False) is beside
 
 
+@pytest.mark.parametrize(
+    ("model", "more", "says"),
+    [("llama2-7b", "", True), ("llama2-7b", "--sequence-parallel", False), ("gpt3-1.3b", "", False)],
+)
+def test_megatrons_fused_maps_are_approximated_by_separate_ones_and_it_says_so(tmp_path, model, more, says):
+    """Llama's five maps with a common input make five all-reduces a block in the backward; Megatron-LM has two."""
+    text = MEGATRON.replace("--log-interval", f"--tensor-model-parallel-size 2 {more} --log-interval")
+    if model == "llama2-7b":
+        llama = {"num-layers 24": "num-layers 32", "hidden-size 2048": "hidden-size 4096", "heads 16": "heads 32"}
+        for before, after in llama.items():
+            text = text.replace(before, after)
+    _, found = imported(tmp_path, text, name="train.sh", model=model)
+    assert any("5 sums of input gradients a block" in line for line in found.listed) is says
+
+
 def test_deepspeeds_zero1_beside_megatrons_sequence_parallelism_is_approximated_and_says_so(tmp_path):
     more = "--tensor-model-parallel-size 2 --sequence-parallel"
     text = ENGINE.format(batch=64, more=more).replace("--partition-activations", "")

@@ -69,6 +69,18 @@ def test_a_block_keeps_its_matrix_products_and_attention_too_and_makes_the_rest_
         assert footprint(timeline.at(block, "r")).kept == (("activations", kept_again - projection),)
 
 
+def test_inputs_that_blocks_keep_are_activations_where_the_norm_saves_a_cast_of_them():
+    """Llama's: the forward without checkpointing frees the input. The allocator's replay frees activations in reverse
+    order, as the backward does, but temporaries in the order in which they were made.
+    """
+    llama = load_model(MODELS / "llama3.2-1b.toml")
+    timeline = timeline_of(llama)
+    blocks = [number for number, each in enumerate(unrolled(llama)) if each.layer.block]
+    for block in blocks[:-1]:
+        # the next block's input, of 2,048 values
+        assert footprint(timeline.at(block, "f")).kept == (("activations", 2 * 2048 * TOKENS),)
+
+
 def kept_of_embeddings(buffers: list[str], *between: Layer) -> list[str]:
     """Return what embeddings without a gradient leave until the backward of the first block: the sizes."""
     embedding, block = tiny_model().layers[:2]
