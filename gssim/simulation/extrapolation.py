@@ -55,16 +55,19 @@ def simulated_counts(scenario: Scenario, *, longer: int = 1) -> tuple[int, int, 
 
 
 def is_settled(steps: Sequence[Result]) -> bool:
-    """Return whether further periods take as long as the last one of three simulated steps; see [Note: settled]."""
-    times_s = [each.step_time_s for each in steps]
-    before_s, last_s = (later - earlier for earlier, later in pairwise(times_s))
+    """Return whether further periods may take as long as the last one, after two simulated steps; and whether they do,
+    after three. See [Note: settled].
+    """
+    periods_s = [after.step_time_s - before.step_time_s for before, after in pairwise(steps)]
+    last_s = periods_s[-1]
     earlier = {rank: each for each in steps[-2].ranks for rank in each.ranks}
 
     def computed_s(each: RankClass) -> float:
         return sum(time_s for name, time_s in each.phases_s.items() if name not in WAITING_PHASES)
 
     busiest_s = max(computed_s(each) - computed_s(earlier[each.ranks[0]]) for each in steps[-1].ranks)
-    return abs(last_s - before_s) <= SETTLED_RATIO * last_s and last_s >= (1 - SETTLED_RATIO) * busiest_s
+    steady = max(periods_s) - min(periods_s) <= SETTLED_RATIO * last_s
+    return steady and last_s >= (1 - SETTLED_RATIO) * busiest_s
 
 
 def with_micro_batches(scenario: Scenario, count: int) -> Scenario:

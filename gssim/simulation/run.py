@@ -283,14 +283,15 @@ def _extrapolated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: boo
     """Return the prediction from steps of few micro-batches, or None if all have to be simulated."""
     scenario, longer = loaded.scenario, 1
     while (counts := simulated_counts(scenario, longer=longer)) is not None:
-        steps = [replace(loaded, scenario=with_micro_batches(scenario, count)) for count in counts]
-        results = [_steady(each, unfolded, shared, spread=spread, sized=False).result for each in steps]
-        if is_settled(results):
+        *shorter, longest = (replace(loaded, scenario=with_micro_batches(scenario, count)) for count in counts)
+        few = [_steady(each, unfolded, shared, spread=spread, sized=False).result for each in shorter]
+        if is_settled(few):
             further = further_peaks(
-                program_of(steps[-1], shared, unfolded=unfolded), _program_for_memory(loaded, shared, unfolded=unfolded)
+                program_of(longest, shared, unfolded=unfolded), _program_for_memory(loaded, shared, unfolded=unfolded)
             )
-            more = _steady(steps[-1], unfolded, shared, spread=spread, further=further)
-            return Simulated(extrapolated(scenario, results[-2], more.result, counts[1:], shared), more.typical)
+            more = _steady(longest, unfolded, shared, spread=spread, further=further)
+            if is_settled([*few, more.result]):
+                return Simulated(extrapolated(scenario, few[-1], more.result, counts[1:], shared), more.typical)
         longer *= 2
     return None
 
