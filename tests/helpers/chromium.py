@@ -88,6 +88,20 @@ class Browser:
             time.sleep(0.02)
         return value
 
+    def click(self, x: float, y: float, *, until: str, tries: int = 5) -> Any:
+        """Click at a place, as a person does, and return the value of the expression `until` once it is true.
+
+        A chart drops a click if it redraws its marks between press and release, as it does at times on a busy machine:
+        then the click is repeated, as a person would.
+        """
+        value = None
+        for _ in range(tries):
+            for kind in ("mousePressed", "mouseReleased"):
+                self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, x=x, y=y)
+            if value := self.wait_for(until, seconds=10.0 / tries):
+                break
+        return value
+
     def main_thread_ms(self) -> float:
         """Return the processor's time of the page's main thread since the page was opened, or since the first call.
 

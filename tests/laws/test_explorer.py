@@ -144,12 +144,11 @@ def test_hover_tells_why_and_a_click_the_command(browser: Any, large: Path) -> N
         "memory margin: gpu: ",
     ):
         assert words in said
-    for kind in ("mousePressed", "mouseReleased"):
-        browser.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
+    detail = browser.click(*place, until=DETAIL)
     name = said.splitlines()[0]
     assert name.startswith(("p9", "p8"))
     quoted = name.replace("'", "'\"'\"'")
-    assert f"gssim sweep made-up.toml --only '{quoted}'" in browser.wait_for(DETAIL)
+    assert f"gssim sweep made-up.toml --only '{quoted}'" in detail
 
 
 def test_points_are_walked_and_chosen_by_keyboard_and_told_to_screen_readers(browser: Any, large: Path) -> None:
