@@ -91,11 +91,14 @@ class Browser:
     def click(self, x: float, y: float, *, until: str, tries: int = 5) -> Any:
         """Click at a place, as a person does, and return the value of the expression `until` once it is true.
 
-        A chart drops a click if it redraws its marks between press and release, as it does at times on a busy machine:
-        then the click is repeated, as a person would.
+        A series of many marks knows from the pointer's last move which one is below it, and forgets this when it is
+        drawn anew, as while the page is still drawn for the first time. So the pointer moves a little before each click,
+        as a hand does, and a click without effect is repeated.
         """
         value = None
         for _ in range(tries):
+            for place in (x + 1, x):
+                self.call("Input.dispatchMouseEvent", type="mouseMoved", x=place, y=y)
             for kind in ("mousePressed", "mouseReleased"):
                 self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, x=x, y=y)
             if value := self.wait_for(until, seconds=10.0 / tries):
