@@ -92,7 +92,7 @@ class Browser:
         """Click at a place, as a person does, and return the value of the expression `until` once it is true.
 
         A series of many marks knows from the pointer's last move which one is below it, and forgets this when it is
-        drawn anew, as while the page is still drawn for the first time. So the pointer moves a little before each click,
+        drawn anew, as while a page is still drawn for the first time. So the pointer moves a little before each click,
         as a hand does, and a click without effect is repeated.
         """
         value = None
