@@ -318,7 +318,8 @@ def _statistics(scenario: Scenario, file: str, folders: dict[str, Path], shared:
     path = _find(name, "workload.gradients", file, folders)
     statistics = shared.once("gradients", _version(path), lambda: read_gradients(path), most=8)
     workload, run = scenario.workload, scenario.run
-    key = (Same(workload), Same(statistics), run.warmup_steps + run.steps, scenario.push.error_feedback)
+    publishes = scenario.plan.publish.threshold is not None
+    key = (Same(workload), Same(statistics), run.warmup_steps + run.steps, scenario.push.error_feedback, publishes)
     shared.once("checked gradients", key, lambda: _check_statistics(scenario, statistics, file, name))
     return statistics
 
@@ -369,3 +370,9 @@ def _check_statistics(scenario: Scenario, statistics: GradientStatistics, file: 
     missing = sorted({name for trace in statistics.traces for name in names - set(trace.tensors)})
     if missing:
         raise UserError(f"{file}: workload.gradients = '{name}': lacks the parameter {missing[0]}")
+    unchanged = sorted(names - set(statistics.changes))
+    if unchanged and scenario.plan.publish.threshold is not None:
+        raise UserError(
+            f"{file}: workload.gradients = '{name}': has no changes of {unchanged[0]}, which plan.publish.threshold "
+            "needs; take it again with `gsreal gradients`"
+        )

@@ -382,6 +382,15 @@ def test_statistics_with_holes(refusal, tmp_path, damage, message):
     assert message in line
 
 
+def test_statistics_without_changes_of_parameters_are_of_no_use_to_a_threshold_of_publications(refusal, tmp_path):
+    path = write_files(tmp_path)
+    data = json.loads((tmp_path / "tiny.json").read_text())
+    del data["changes"]["h.0.bias"]
+    (tmp_path / "tiny.json").write_text(json.dumps(data))
+    line = refusal(path, *GS, "plan.publish.threshold=1e-3")
+    assert "has no changes of h.0.bias, which plan.publish.threshold needs" in line
+
+
 def test_statistics_of_another_version(refusal, tmp_path):
     path = write_files(tmp_path)
     data = json.loads((tmp_path / "tiny.json").read_text())
