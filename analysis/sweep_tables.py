@@ -4,7 +4,8 @@ Points are grouped into plans by setting (cluster, model, batch, ...): labels, P
 that distinguish settings and plans are those that vary and do not follow from others.
 
 A thresholded plan trains with other gradients than a dense one, so the two are not simply ranked: they have separate
-fronts, and a speed-up over dense training is always given with its density.
+fronts, and a speed-up over dense training is always given with its density. Methods that compress gradients (PowerSGD,
+top-k) or synchronize only every few steps (local SGD, DiLoCo, ...) train otherwise too: they are not dense plans.
 
 Of many settings, `representative` selects a few in which every value of every column appears.
 """
@@ -23,6 +24,7 @@ import polars as pl
 from analysis.compare.table import ResultFile, name_of, sweep_group, threshold_of
 from gssim.errors import UserError
 from gssim.execution.files import check_text_name, of_text_cell
+from gssim.plan import METHODS
 from gssim.plan.words import in_words
 from gssim.planner import PLAN as PLAN_TABLE
 from gssim.result import Result
@@ -222,9 +224,20 @@ ANSWERED = {"ranks": 1, "step_time_s": 0, "throughput_samples_per_s": 0, "peak_a
 # What a point is -----------------------------------------------------------------------------------------------------
 
 
+def is_thresholded(row: Row) -> bool:
+    """Return whether the point has a threshold, of push or of publish."""
+    return row["push_density_ratio"] is not None or row.get("publish_density_ratio") is not None
+
+
+def is_compressed(row: Row) -> bool:
+    """Return whether the point's method compresses gradients, or synchronizes only every few steps."""
+    method = METHODS.get(row["method"])
+    return method is not None and not method.exchanges_all_gradients
+
+
 def is_dense(row: Row) -> bool:
-    """Return whether the point has no threshold, neither of push nor of publish."""
-    return row["push_density_ratio"] is None and row.get("publish_density_ratio") is None
+    """Return whether all gradients are exchanged in every step."""
+    return not is_thresholded(row) and not is_compressed(row)
 
 
 def is_control(row: Row) -> bool:
@@ -424,21 +437,21 @@ class Winner:
 
 def winner(rows: Sequence[Row], threshold: float) -> Winner | None:
     """Return the fastest plans with this threshold and without any, of one setting; None where one is missing."""
-    sparse = fastest(row for row in rows if not is_dense(row) and row.get(THRESHOLD) == threshold)
+    sparse = fastest(row for row in rows if is_thresholded(row) and row.get(THRESHOLD) == threshold)
     dense = fastest(row for row in rows if is_dense(row))
     return Winner(sparse, dense) if sparse is not None and dense is not None else None
 
 
 def best_gain(rows: Sequence[Row]) -> Winner | None:
     """Return the fastest thresholded plan (controls left out) and the fastest dense plan of one setting."""
-    sparse = fastest(row for row in rows if not is_dense(row) and not is_control(row))
+    sparse = fastest(row for row in rows if is_thresholded(row) and not is_control(row))
     dense = fastest(row for row in rows if is_dense(row))
     return Winner(sparse, dense) if sparse is not None and dense is not None else None
 
 
 def thresholds(rows: Iterable[Row]) -> list[float]:
     """Return the thresholds of thresholded rows, ascending."""
-    return sorted({row[THRESHOLD] for row in rows if not is_dense(row) and row.get(THRESHOLD) is not None})
+    return sorted({row[THRESHOLD] for row in rows if is_thresholded(row) and row.get(THRESHOLD) is not None})
 
 
 T = TypeVar("T")

@@ -39,6 +39,7 @@ from analysis.compare.table import (
 from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.execution import SHOWN, code_digest, package_digest
+from gssim.plan import METHODS
 from gssim.result import (
     BUSY_RATIO,
     COMPUTE_PHASES,
@@ -498,7 +499,7 @@ def effects(measured: Sequence[Result], predicted: Sequence[Result]) -> list[Eff
 
 def _effect(pair: tuple[Result, Result], pairs: Sequence[tuple[Result, Result]]) -> Effect | None:
     real, simulated = pair
-    same = [other for other in pairs if not is_thresholded(other[0]) and _training_key(other[0]) == _training_key(real)]
+    same = [other for other in pairs if _is_dense(other[0]) and _training_key(other[0]) == _training_key(real)]
     dense = min(same, key=lambda other: (method_of(other[0]) != method_of(real), name_of(other[0])), default=None)
     if dense is None:
         return None
@@ -513,6 +514,12 @@ def _effect(pair: tuple[Result, Result], pairs: Sequence[tuple[Result, Result]])
 def is_thresholded(result: Result) -> bool:
     """Return whether a threshold decides what is pushed or published."""
     return threshold_of(result) is not None or _table(result, "publish").get("threshold") is not None
+
+
+def _is_dense(result: Result) -> bool:
+    """Return whether all gradients are exchanged in every step."""
+    method = METHODS.get(method_of(result))
+    return not is_thresholded(result) and (method is None or method.exchanges_all_gradients)
 
 
 def last_loss(result: Result) -> float | None:

@@ -20,8 +20,10 @@ from analysis.sweep_tables import (
     by_setting,
     evenly_spaced,
     fastest,
+    is_compressed,
     is_control,
     is_dense,
+    is_thresholded,
     layout_of,
     peak_bytes,
     representative,
@@ -81,7 +83,7 @@ def summary(sweep: SweepTable) -> list[str]:
 
 
 def _control(sweep: SweepTable) -> str:
-    controls = [row for row in sweep.fitting if is_control(row) and not is_dense(row)]
+    controls = [row for row in sweep.fitting if is_control(row) and is_thresholded(row)]
     return (
         f"{counted(len(controls), 'control')} (nothing pushed) among the points."
         if controls
@@ -96,8 +98,9 @@ def _tables(sweep: SweepTable, layout: Layout) -> Markup:
     for place in shown:
         members = settings[place]
         dense = fastest(row for row in members if is_dense(row))
-        sparse = fastest(row for row in members if not is_dense(row) and not is_control(row))
-        control = fastest(row for row in members if is_control(row) and not is_dense(row))
+        sparse = fastest(row for row in members if is_thresholded(row) and not is_control(row))
+        control = fastest(row for row in members if is_control(row) and is_thresholded(row))
+        compressed = fastest(row for row in members if is_compressed(row))
         rows.append(
             [
                 layout.setting_label(place) or "all points",
@@ -109,9 +112,11 @@ def _tables(sweep: SweepTable, layout: Layout) -> Markup:
                 f"{dense['step_time_s'] / sparse['step_time_s']:.2f}" if sparse and dense else "",
                 f"{dense['step_time_s'] / control['step_time_s']:.2f}" if control and dense else "no control",
                 "not measured" if sparse else "",
+                layout.plan_label(layout.plan_of(compressed)) if compressed else "",
+                seconds(compressed["step_time_s"]) if compressed else "",
             ]
         )
-    sparse_known = any(row[3] for row in rows)
+    sparse_known, compressed_known = any(row[3] for row in rows), any(row[9] for row in rows)
     columns = [
         Column("setting", False),
         Column("fastest dense plan", False),
@@ -122,9 +127,11 @@ def _tables(sweep: SweepTable, layout: Layout) -> Markup:
         Column("speed beside dense"),
         Column("of the control"),
         Column("change of loss"),
+        Column("fastest compressed or periodic plan", False),
+        Column("step"),
     ]
-    if not sparse_known:
-        columns, rows = columns[:3], [row[:3] for row in rows]
+    kept = [0, 1, 2, *(range(3, 9) if sparse_known else ()), *((9, 10) if compressed_known else ())]
+    columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
     left_out = len(settings) > len(shown)
     return Markup().join(
         [
@@ -193,7 +200,7 @@ def _points(rows: Sequence[Row]) -> Markup:
 
 
 def _bottlenecks(sweep: SweepTable, layout: Layout) -> Markup:
-    """Return the bottlenecks of each setting's fastest dense and fastest thresholded plan."""
+    """Return the bottlenecks of each setting's fastest plan of each kind."""
     lines: list[list[Cell]] = []
     settings = by_setting(sweep.fitting, layout)
     shown = representative(list(settings), MOST_SETTINGS)
@@ -201,7 +208,8 @@ def _bottlenecks(sweep: SweepTable, layout: Layout) -> Markup:
         members = settings[place]
         for kind, row in (
             ("dense", fastest(row for row in members if is_dense(row))),
-            ("thresholded", fastest(row for row in members if not is_dense(row) and not is_control(row))),
+            ("thresholded", fastest(row for row in members if is_thresholded(row) and not is_control(row))),
+            ("compressed or periodic", fastest(row for row in members if is_compressed(row))),
         ):
             if row is not None:
                 margin = "not known"

@@ -242,7 +242,7 @@ def _flags_of_bytes(device: torch.device) -> Tensor:
 
 
 Pieces = Callable[[int, int], list[Tensor]]
-"""Returns the accumulated gradient of a half-open range of a bucket, in consecutive pieces."""
+"""Returns the accumulated gradient of a half-open range of a bucket, or what other ranks own of it, in pieces."""
 ThresholdedRange = tuple[slice, float]
 """A range, and its threshold."""
 
@@ -292,16 +292,18 @@ class Thresholds:
         assert self.push.threshold is not None
         assert self.estimated is not None
         pairs = zip(self.places, self.estimated, strict=True)
-        followed = [(place, estimate) for place, estimate in pairs if TINY < estimate < math.inf]
-        elements = sum(place.stop - place.start for place, _ in followed)
+        followed = [
+            (pieces(place.start, place.stop), estimate) for place, estimate in pairs if TINY < estimate < math.inf
+        ]
+        elements = sum(piece.numel() for parts, _ in followed for piece in parts)
         room = min(encodings.followed_elements(self.push.threshold, elements), scratch.magnitudes.numel())
         if not room:
             return 1.0
         distance = _sampling_stride(math.ceil(elements / room)) if elements > room else 1
         start, taken = step * MIXING % distance, 0
-        for place, estimate in followed:
+        for parts, estimate in followed:
             first = taken
-            for piece in pieces(place.start, place.stop):
+            for piece in parts:
                 picked = piece[start::distance]
                 scratch.magnitudes[taken : taken + picked.numel()].copy_(picked)
                 start, taken = (start - piece.numel()) % distance, taken + picked.numel()

@@ -133,6 +133,12 @@ class Accumulated:
         cuts = sorted({first, last, *(end for end in (own.start, own.stop) if first < end < last)})
         return [self.bucket.gradient[a:b] if own.start <= a < own.stop else self.part(a, b) for a, b in pairwise(cuts)]
 
+    def pieces_of_others(self, first: int, last: int) -> list[Tensor]:
+        """Return what other ranks own of a range of the bucket, in pieces: all that may be sent of it."""
+        own = self.bucket.own
+        ends = [(first, min(last, own.start)), (max(first, own.stop), last)]
+        return [self.part(a, b) for a, b in ends if a < b]
+
     def release(self) -> None:
         """Free the bucket's gradient if other ranks' ranges are in the residual.
 
@@ -299,9 +305,9 @@ class Pusher:
         thresholds: list[ThresholdedRange] = []
         if weight:
             step = self.steps - self.rules.warmup_steps
-            thresholds = self.thresholds[bucket.index].find(
-                accumulated.pieces, encoding.scratch, step=step, scale=self.loss_scale
-            )
+            # a target is met by what may be sent: the own range, which has no residual, is smaller
+            pieces = accumulated.pieces_of_others if self.rules.kind == "target-density" else accumulated.pieces
+            thresholds = self.thresholds[bucket.index].find(pieces, encoding.scratch, step=step, scale=self.loss_scale)
         accumulated.release()
         counts = self._counts(bucket, accumulated, thresholds)
         messages: list[Message] = []
@@ -427,6 +433,8 @@ class Pusher:
         """Continue after a change of owners: with other ranges of the same buckets, and their residuals."""
         if self.rules.threshold is not None:
             self._take_scratch(buckets)
+        for thresholds in self.thresholds.values():
+            thresholds.estimated = None  # they were those of other ranges
         for bucket in buckets:
             if bucket.index in self.residuals:
                 self.residuals[bucket.index].reshard(bucket.own)

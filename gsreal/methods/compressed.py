@@ -181,7 +181,9 @@ class LowRankCompressor(Compressor):
             pending.sums = []
             for matrix, left, right in zip(pending.matrices, pending.left, pending.right, strict=True):
                 orthogonalize(left)
-                torch.mm(matrix.t(), left, out=right)
+                # where no rank had a gradient, a column of P is zero and says nothing: one of zeros in Q would stay so
+                right.masked_fill_(left.any(0), 0)
+                right.addmm_(matrix.t(), left)
             assert pending.all_right is not None
             pending.sums = [self._reduce(pending.all_right)]
 

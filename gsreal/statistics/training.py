@@ -111,6 +111,8 @@ class Replica:
         own = slice(*(int(torch.searchsorted(owners, float(rank), side=side)) for side in ("left", "right")))
 
         def pieces(first: int, last: int) -> list[Tensor]:
+            if self.push.kind == "target-density":
+                return [flat[a:b] for a, b in ((first, own.start), (own.stop, last)) if a < b]
             cuts = sorted({first, last, own.start, own.stop})
             return [flat[a:b] for a, b in pairwise(cuts)]
 

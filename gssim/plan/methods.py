@@ -57,6 +57,11 @@ class Method:
         return self.gradients == "push" or self.partition == "weight-gradient" or self.slices == "shares"
 
     @property
+    def exchanges_all_gradients(self) -> bool:
+        """Whether ranks exchange all their gradients in every step, if no threshold is set."""
+        return self.compressor is None and self.sync_every_steps is None
+
+    @property
     def can_replicate(self) -> bool:
         """Whether replicas all-reduce their gradients, so that `dp_replicate` can take the ranks that are left."""
         return self.gradients in ("all-reduce", "reduce-scatter")

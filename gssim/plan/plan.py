@@ -31,8 +31,9 @@ class Push:
     """Gradients of smaller magnitude are not sent; absent: all are sent, densely; inf: none, the control of studies."""
     kind: Literal["absolute", "relative", "target-density"] = "absolute"
     """`relative`: the threshold is multiplied by the mean magnitude of the tensor, as a rank has accumulated it.
-    `target-density`: it is the fraction of a tensor's elements to be sent; the magnitude that this fraction reaches is
-    estimated on each rank every `reestimate_steps`, and scaled in between to follow a sample of each step's gradients.
+    `target-density`: it is the fraction to be sent of those of a tensor's elements that other ranks own; the magnitude
+    that this fraction reaches is estimated on each rank every `reestimate_steps`, and scaled in between to follow a
+    sample of each step's gradients.
     """
     error_feedback: bool | None = None
     """Keep the gradients that were not sent and add them to the next step's. Absent: on for SGD, with or without

@@ -8,14 +8,15 @@ the buckets. Without overlap each bucket is finished before the backward goes on
 powersgd, for matrices M of a bucket, W ranks:
     compress:    M += error; error = M; the other tensors / W are copied together; Q is orthogonalized; P = M Q
     all-reduces: of the other tensors, and of all P together
-    factor:      the other tensors are copied back; P is orthogonalized; Q = M^T P
+    factor:      the other tensors are copied back; P is orthogonalized; Q = M^T P, or as it is where P's column is zero
     all-reduce:  of all Q together
     decompress:  Q /= W; M = P Q^T; error -= M
 This is the arithmetic of torch's powerSGD_hook (2.13, distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py; Vogels et
 al. 2019, arXiv:1905.13727). torch's callbacks wait for further all-reduces in the threads that reduce, so on gloo
 several buckets in flight could deadlock. Other differences: all factors are orthogonalized by modified Gram-Schmidt
 (torch uses QR for some ranks); errors are kept for matrices only, and in place; P is not kept; empty collectives are
-not sent.
+not sent; a matrix without gradients for a step keeps its Q (a Q of zeros would send nothing ever after; torch divides
+by zero).
 
 topk, for a bucket of n elements, k of them the largest:
     compress:     error += bucket; its k largest magnitudes are found; their values / W are copied, and cleared in error
@@ -128,6 +129,7 @@ def _send_factors(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
         )
         begin_s += cost.orthogonalization_time_s(device, rows=columns, rank=rank, value=value) + project_s
         factor_s += cost.orthogonalization_time_s(device, rows=rows, rank=rank, value=value) + low_rank_factor_s
+        factor_s += (rows + 2 * columns) * rank * pass_s + 2 * call_s  # columns of zeros in P keep those of Q
         end_s += restore_s
     if count:
         end_s += 2 * tensors.right * pass_s + call_s

@@ -184,7 +184,6 @@ def united(sent: float, *, ranks: int, mean_to_rms: float, correlation: float) -
 
 
 _NORMAL = NormalDist()
-_SMALLEST = 1e-300
 _ALMOST_ALL = 1 - 1e-6
 
 
@@ -459,9 +458,11 @@ class _View:
         return moment.curved(ratios)
 
     def _with_feedback_at(self, sketch: Sketch, row: FeedbackDensity, level: float) -> float:
-        if level < self.grid[0]:  # below the grid, feedback matters less and less
-            more = row.sent_ratios[0] / max(_tail(sketch, self.grid[0]), _SMALLEST)
-            return min(1.0, float(_tail(sketch, level) * more ** (level / self.grid[0])))
+        if level < self.grid[0]:
+            # of the gradients below the level, residuals carry as large a part over it as at the lowest measured one
+            reached, lowest = _tail(sketch, level), _tail(sketch, self.grid[0])
+            carried = max(0.0, row.sent_ratios[0] - lowest) / (1 - lowest) if lowest < 1 else 0.0
+            return reached + (1 - reached) * carried
         return _on_grid(self.grid, row.sent_ratios, level)
 
 

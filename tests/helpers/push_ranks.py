@@ -118,15 +118,20 @@ class Definition:
             return [threshold] * len(self.places)
         if self.push.kind == "relative":
             return [threshold * float(magnitudes[place].mean()) for place in self.places]
+        # a target is met by what others own
+        mine = torch.zeros(len(magnitudes), dtype=torch.bool)
+        mine[self.own] = True
+        of_others = [magnitudes[place][~mine[place]] for place in self.places]
         if (step - self.push.warmup_steps) % self.push.reestimate_steps == 0 or not self.estimated:
             self.estimated = []
-            for place in self.places:
-                ordered = magnitudes[place].sort(descending=True).values
-                self.estimated.append(float(ordered[max(1, round(threshold * len(ordered))) - 1]) or math.inf)
+            for values in of_others:
+                ordered = values.sort(descending=True).values
+                found = float(ordered[max(1, round(threshold * len(ordered))) - 1]) if len(ordered) else 0.0
+                self.estimated.append(found or math.inf)
             return self.estimated
         # buckets are smaller than a sample: with the factor, the target fraction of the whole bucket reaches
-        pairs = zip(self.places, self.estimated, strict=True)
-        ratios = torch.cat([magnitudes[place] * (1 / each) for place, each in pairs if each < math.inf])
+        pairs = zip(of_others, self.estimated, strict=True)
+        ratios = torch.cat([values * (1 / each) for values, each in pairs if each < math.inf])
         factor = float(ratios.sort(descending=True).values[max(1, round(threshold * len(ratios))) - 1])
         return [each * factor for each in self.estimated]
 

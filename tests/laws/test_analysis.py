@@ -81,6 +81,18 @@ def test_of_several_dense_runs_that_of_the_same_method_counts() -> None:
     assert last["loss_change_measured_ratio"] is None  # nothing was trained
 
 
+@pytest.mark.parametrize("method", ["topk", "powersgd", "local_sgd", "diloco", "streaming_diloco", "sparse_loco"])
+def test_what_compresses_gradients_or_seldom_synchronizes_is_no_dense_run(method: str) -> None:
+    cases = [(method, None, 0.05), ("ddp", None, 0.2), ("gs", 1e-3, 0.1)]
+    files = [
+        in_file(make_result(source, scenario_id=str(i), name=f"{i}", method=method, threshold=at, step_time_s=time_s))
+        for i, (method, at, time_s) in enumerate(cases)
+        for source in ("simulated", "measured")
+    ]
+    last = compare(join(files).pairs).row(2, named=True)
+    assert (last["speed_up_over"], last["speed_up_measured_ratio"]) == ("1", pytest.approx(2))
+
+
 @pytest.mark.parametrize(("threshold", "says"), [(1e-3, "no control"), (math.inf, "other (control)")])
 def test_the_table_names_the_control_or_says_that_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], threshold: float, says: str

@@ -182,6 +182,30 @@ def test_the_winner_is_the_fastest_of_each_kind_and_controls_win_nothing() -> No
     assert [is_control(row) for row in rows if not is_dense(row)] == [False, False, False, True]
 
 
+def test_plans_that_compress_gradients_or_seldom_synchronize_are_not_dense(tmp_path: Path) -> None:
+    """Top-k of a hundredth of the gradients is no dense plan that beats thresholds."""
+    rivals = [
+        make_row(method, bandwidth=rate, step_time_s=0.01, exposed_communication_s=0.0)
+        for method in ("topk", "powersgd", "local_sgd", "diloco")
+        for rate in (1e8, 1e9, 1e10)
+    ]
+    alone, beside = made(grid(), tmp_path / "alone"), made([*grid(), *rivals], tmp_path / "beside")
+    with_rivals = [row for row in beside.rows if row[LINK] == 1e8]
+    for find in (best_gain, lambda rows: winner(rows, 1e-3)):
+        assert find(with_rivals) == find([row for row in alone.rows if row[LINK] == 1e8])
+    (before,), (after,) = (who_wins(table) for table in (alone, beside))
+    words = [[text.get_text() for axes in chart.figure.axes for text in axes.texts] for chart in (before, after)]
+    assert words[0] == words[1]
+    said = " ".join(text.get_text() for text in after.figure.texts).replace("\n", " ")
+    assert "Left out: compressed and periodic plans" in said
+    page = report(tmp_path / "beside")
+    assert "fastest compressed or periodic plan" in page
+    assert "dense topk" not in page
+    for chart in sweep_charts(beside):
+        if chart.name == "time_and_memory":
+            assert "thresholded, compressed or periodic" in legend(chart)
+
+
 values = st.one_of(st.none(), st.sampled_from(["ring", "star"]), st.integers(0, 30), st.floats(0, 1e9))
 
 

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,11 +27,14 @@ from gssim.workload.gradient_statistics import (
     SKETCH_EDGES,
     BlockTrace,
     ChangeTrace,
+    FeedbackDensity,
     RankTrace,
     Sketch,
     TensorTrace,
+    read_gradients,
 )
 
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 TENSOR = "head.weight"
 RMS = 1e-3
 MEAN = RMS / math.sqrt(2)
@@ -219,6 +223,28 @@ def test_with_error_feedback_the_rate_of_reaching_the_threshold_counts(threshold
 def test_where_error_feedback_was_looked_at_its_density_is_exact(threshold):
     found = density(exponential_statistics(rms=RMS), threshold, error_feedback=True)
     assert found == pytest.approx(MEAN / (MEAN + threshold), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["bert-byte-1m", "gpt-byte-1m", "gpt-byte-1m-1024", "resnet-digits"])
+def test_below_the_measured_thresholds_the_density_is_about_what_would_have_been_measured(name):
+    """The lowest is left out. Gradients that hardly reach the next one are not all sent at once just below it."""
+    whole = read_gradients(SCENARIOS / "gradients" / f"{name}.json")
+    left_out, *grid = whole.feedback_thresholds
+    (trace,), errors = whole.traces, []
+    for tensor, each in trace.tensors.items():
+        blocks = tuple(
+            replace(block, feedback=tuple(FeedbackDensity(sent_ratios=row.sent_ratios[1:]) for row in block.feedback))
+            for block in each.blocks
+        )
+        traces = (replace(trace, tensors={tensor: TensorTrace(blocks=blocks)}),)
+        rest = replace(whole, feedback_thresholds=tuple(grid), traces=traces)
+        push = Push(threshold=left_out, error_feedback=True)
+        step = whole.sampled_steps[-1]
+        ratios = push_ratios(rest, push, samples=trace.samples, tensor=tensor, step=step).values
+        measured = [block.feedback[-1].sent_ratios[0] for block in each.blocks]
+        errors += [abs(found - real) for found, real in zip(ratios, measured, strict=True)]
+    assert max(errors) < 0.15
+    assert np.mean(errors) < 0.02
 
 
 def test_under_a_low_threshold_error_feedback_changes_nothing():

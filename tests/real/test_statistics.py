@@ -349,6 +349,17 @@ def test_a_target_density_is_what_every_step_sends(feedback):
     assert sent == pytest.approx([0.1] * 5, rel=0.1)
 
 
+def test_a_target_density_is_met_where_residuals_have_gathered():
+    """They gather in what others own alone, which is then larger than an own range of the same tensor."""
+    push = Push(kind="target-density", threshold=0.02, reestimate_steps=4, error_feedback=True)
+    cut = {"shares": {"shards": [0.5, 0.5]}, "bucket_bytes": 1, "first_bucket_bytes": 1}  # every tensor in halves
+    replica, sent = Replica(scenario_of(batch=(6, 6), **cut), push), []
+    for step in range(24):
+        replica.step(step, lambda rank, gradients: None)
+        sent.append(replica.sent_elements / replica.offered_elements)
+    assert np.mean(sent[12:]) == pytest.approx(0.02, rel=0.1)
+
+
 def test_a_relative_threshold_sends_what_reaches_a_multiple_of_the_tensors_mean():
     replica, shown = Replica(scenario_of(), Push(kind="relative", threshold=2.0)), {}
     replica.step(0, lambda rank, gradients: shown.update({rank: {n: g.clone() for n, g in gradients.items()}}))

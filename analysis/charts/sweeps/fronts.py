@@ -32,8 +32,10 @@ from analysis.sweep_tables import (
     by_plan,
     by_setting,
     front,
+    is_compressed,
     is_control,
     is_dense,
+    is_thresholded,
     layout_of,
     peak_bytes,
     representative,
@@ -86,27 +88,33 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
     if not chosen:
         return None
     looks = looks_of(table, layout)
-    sparse = any(not is_dense(row) for rows in chosen.values() for row in rows)
+    kinds = _hollow_kinds([row for rows in chosen.values() for row in rows])
     controlled = any(is_control(row) for rows in chosen.values() for row in rows)
     note = (
         "Predicted; plans that fit. Left and below is better. Line: the best of the dense plans: no other is faster "
         "for less "
         f"{price.label}."
         + (
-            " Dotted: thresholded plans (hollow) too, which train by fewer gradients; change of loss: not measured. "
-            + ("Asterisk: nothing is pushed." if controlled else "No control (threshold = inf) here.")
-            if sparse
+            f" Dotted: {kinds} plans (hollow) too, which do not exchange all gradients in every step; change of loss: "
+            "not measured." + (" Asterisk: nothing is pushed." if controlled else " No control (threshold = inf) here.")
+            if kinds
             else ""
         )
         + subset_note(len(chosen), len(settings))
     )
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in chosen]
-        legend = _legend([row for rows in chosen.values() for row in rows], layout, looks, sparse, controlled)
+        legend = _legend([row for rows in chosen.values() for row in rows], layout, looks, kinds, controlled)
         figure, boxes = sheet(titles, SIZE, across=3, heading=price.title, note=note, legend=legend)
         for box, rows in zip(boxes, chosen.values(), strict=True):
             _panel(add_axes(figure, box), rows, layout, looks, price)
     return Chart(price.name, price.title, figure, _words(chosen, layout, price))
+
+
+def _hollow_kinds(rows: Sequence[Row]) -> str:
+    """Return the kinds of plans among these that are not dense, as text; empty if all are dense."""
+    kinds = {"thresholded": is_thresholded, "compressed or periodic": is_compressed}
+    return ", ".join(kind for kind, holds in kinds.items() if any(map(holds, rows)))
 
 
 def price_of(row: Row, price: Price) -> float:
@@ -128,7 +136,7 @@ def _panel(axes: Axes, rows: Sequence[Row], layout: Layout, looks: dict[Place, L
 
     value_axis(axes, [x(row) for row in rows], y=False, zero=False)
     value_axis(axes, [y(row) for row in rows], zero=False)
-    useful = [row for row in rows if not is_control(row) or is_dense(row)]
+    useful = [row for row in rows if not (is_control(row) and is_thresholded(row))]
     dense_front = front([row for row in rows if is_dense(row)], x, y)
     whole_front = front(useful, x, y)
     for line, members in ((DENSE_LINE, dense_front), (SPARSE_LINE, whole_front)):
@@ -136,7 +144,7 @@ def _panel(axes: Axes, rows: Sequence[Row], layout: Layout, looks: dict[Place, L
             axes.plot(*_steps([(x(row), y(row)) for row in members], axes), zorder=1.5, **line)
     for row in sorted(rows, key=is_dense):
         look = looks[layout.plan_of(row)]
-        if is_control(row) and not is_dense(row):
+        if is_control(row) and is_thresholded(row):
             axes.plot(x(row), y(row), zorder=3, **CONTROL)
         elif is_dense(row):
             axes.plot(x(row), y(row), zorder=4, **points_only(look, markeredgecolor="white"))
@@ -174,7 +182,7 @@ def _labels(axes: Axes, rows: Sequence[Row], named: Sequence[Row], layout: Layou
 
 
 def _label(row: Row, name: str) -> str:
-    if is_dense(row):
+    if not is_thresholded(row):
         return name
     threshold = row.get(THRESHOLD)
     at = "" if threshold is None else f" {threshold_words(threshold)}"
@@ -182,16 +190,16 @@ def _label(row: Row, name: str) -> str:
 
 
 def _legend(
-    rows: Sequence[Row], layout: Layout, looks: dict[Place, Look], sparse: bool, controlled: bool
+    rows: Sequence[Row], layout: Layout, looks: dict[Place, Look], kinds: str, controlled: bool
 ) -> list[tuple[Artist, str]]:
     entries: list[tuple[Artist, str]] = [
         (Line2D([], [], **points_only(looks[place])), layout.plan_label(place)) for place in by_plan(rows, layout)
     ]
     entries.append((Line2D([], [], **DENSE_LINE), "best of the dense plans"))
-    if sparse:
+    if kinds:
         hollow: dict[str, Any] = {"marker": "o", "linestyle": "", "color": "0.3", "markerfacecolor": "white"}
         entries.append((Line2D([], [], **SPARSE_LINE), "best of all"))
-        entries.append((Line2D([], [], **hollow), "thresholded"))
+        entries.append((Line2D([], [], **hollow), kinds))
     if controlled:
         entries.append((Line2D([], [], **CONTROL), "nothing pushed (control)"))
     return entries

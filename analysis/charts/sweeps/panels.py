@@ -13,7 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from analysis.charts.accuracy import log_ticks
 from analysis.charts.drawing import LABEL_POINTS, LOG_FROM_RATIO, MARKS, label_width_in, new_figure, plain, wrapped
 from analysis.study.findings import percentage
-from analysis.sweep_tables import Layout, Place, Row, SweepTable, by_plan
+from analysis.sweep_tables import Layout, Place, Row, SweepTable, by_plan, is_compressed
 
 Look = dict[str, Any]
 CONTROL: Look = {"marker": (8, 2, 0), "color": "black", "linestyle": "", "markersize": 9, "markeredgewidth": 1.4}
@@ -43,6 +43,8 @@ def points_only(look: Look, **changes: Any) -> Look:
 def density_words(row: Row) -> str:
     """Return the densities of push and (where it has a threshold) publish, as text."""
     pushed, published = row["push_density_ratio"], row.get("publish_density_ratio")
+    if is_compressed(row):
+        return "compressed or periodic"
     words = "all pushed" if pushed is None else f"{percentage(pushed)} pushed"
     return words if published is None else f"{words}, {percentage(published)} published"
 

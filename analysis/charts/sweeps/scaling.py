@@ -20,7 +20,7 @@ from analysis.sweep_tables import (
     family,
     follows,
     is_control,
-    is_dense,
+    is_thresholded,
     layout_of,
     representative,
     shown,
@@ -47,7 +47,7 @@ def scaling(table: SweepTable) -> Chart | None:
     chosen = {place: panels[place] for place in representative(list(panels), MOST_PANELS)}
     titles = [_title(place, layout) for place in chosen]
     looks = looks_of(table, layout)
-    sparse = any(not is_dense(row) and not is_control(row) for rows in chosen.values() for row in rows)
+    sparse = any(is_thresholded(row) and not is_control(row) for rows in chosen.values() for row in rows)
     note = (
         "Predicted; plans that fit. Grey line: throughput in proportion to ranks, from the best plan at the smallest "
         "number. Below: "
@@ -94,11 +94,11 @@ def _title(place: Place, layout: Layout) -> str:
 
 
 def lines_of(rows: Sequence[Row], layout: Layout) -> dict[Line, list[Row]]:
-    """Return the fastest point of each plan by number of ranks, dense and thresholded separately, without controls."""
+    """Return the fastest point of each plan by number of ranks, with and without a threshold; no controls."""
     lines: dict[Line, list[Row]] = {}
     for place, members in by_plan(rows, layout).items():
         for sparse in (False, True):
-            same = [row for row in members if is_dense(row) != sparse and not (sparse and is_control(row))]
+            same = [row for row in members if is_thresholded(row) == sparse and not (sparse and is_control(row))]
             best: dict[int, Row] = {}
             for row in same:
                 before = best.get(row["ranks"])

@@ -35,6 +35,7 @@ from analysis.sweep_tables import (
     by_setting,
     is_control,
     is_dense,
+    is_thresholded,
     layout_of,
     representative,
     thresholds,
@@ -79,8 +80,8 @@ def _chart(name: str, settings: dict[Place, list[Row]], layout: Layout, looks: d
     rows = [row for members in settings.values() for row in members]
     controlled = any(is_control(row) for row in rows)
     note = (
-        "Predicted. Horizontal lines: dense plans, of which nothing is dropped. Below each panel: the part of "
-        "off-shard "
+        "Predicted. Horizontal lines: plans without a threshold; of the dense ones nothing is dropped. Below each "
+        "panel: the part of off-shard "
         "gradients that a threshold lets through. Change of loss: not measured; a prediction has none. "
         + ("Asterisk: the control, of which nothing is pushed." if controlled else "No control (threshold = inf) here.")
         + (TRANSFERRED if any(row.get("step_time_low_s") is not None for row in rows) else "")
@@ -110,9 +111,9 @@ def _times(axes: Axes, rows: list[Row], layout: Layout, looks: dict[Place, Look]
     shown = ("step_time_s", "step_time_low_s", "step_time_high_s")
     value_axis(axes, [row[key] / factor for row in rows for key in shown if row.get(key) is not None])
     for place, members in by_plan(rows, layout).items():
-        dense = [row for row in members if is_dense(row)]
-        if dense:
-            y = min(row["step_time_s"] for row in dense) / factor
+        whole = [row for row in members if not is_thresholded(row)]
+        if whole:
+            y = min(row["step_time_s"] for row in whole) / factor
             axes.axhline(y, color=looks[place]["color"], linestyle=looks[place]["linestyle"], linewidth=1.4, zorder=2)
             axes.plot(
                 1.0, y, transform=axes.get_yaxis_transform(), clip_on=False, zorder=4, **points_only(looks[place])
@@ -169,7 +170,7 @@ def draw_band(
 def _line(axes: Axes, members: Sequence[Row], look: Look, ends: tuple[float, float], y_of: Any) -> None:
     """Draw a thresholded plan: a line through its thresholds, and its control as a mark."""
     sparse = sorted(
-        (row for row in members if not is_dense(row) and row[THRESHOLD] is not None), key=lambda row: row[THRESHOLD]
+        (row for row in members if is_thresholded(row) and row[THRESHOLD] is not None), key=lambda row: row[THRESHOLD]
     )
     line = [row for row in sparse if not is_control(row)]
     style = {**look, "markersize": 5.5, "linewidth": 1.4, "markeredgecolor": "white", "markeredgewidth": 0.5}
@@ -207,12 +208,12 @@ def _threshold_axis(axes: Axes, rows: list[Row], ends: tuple[float, float], *, l
 def _legend(rows: list[Row], layout: Layout, looks: dict[Place, Look], controlled: bool) -> list[tuple[Artist, str]]:
     entries: list[tuple[Artist, str]] = []
     for place, members in by_plan(rows, layout).items():
-        sides = {is_dense(row) for row in members}
+        dense = any(map(is_dense, members))
         label = layout.plan_label(place)
-        if len(sides) > 1:
+        if dense and any(map(is_thresholded, members)):
             words = f"{label}: by threshold, and dense"
         else:
-            words = f"{label} (dense)" if True in sides else label
+            words = f"{label} (dense)" if dense else label
         entries.append((Line2D([], [], markersize=6, linewidth=1.4, **looks[place]), words))
     if controlled:
         entries.append((Line2D([], [], **CONTROL), "nothing pushed (control)"))
@@ -234,5 +235,5 @@ def _words(settings: dict[Place, list[Row]], layout: Layout) -> str:
     return (
         f"Line chart, {len(settings)} panel{'s' if len(settings) > 1 else ''}: predicted step time against the "
         "threshold, "
-        f"with dense plans as horizontal lines and density below. {'. '.join(sentences)}."
+        f"with plans without one as horizontal lines and density below. {'. '.join(sentences)}."
     )

@@ -22,6 +22,7 @@ from analysis.sweep_tables import (
     Winner,
     by_setting,
     evenly_spaced,
+    is_compressed,
     is_control,
     is_dense,
     layout_of,
@@ -160,6 +161,7 @@ def _chart(name: str, maps: list[Map], layout: Layout, columns: Layout, where: s
 def _note(maps: Sequence[Map], levels: Sequence[float]) -> str:
     """Return the explanation below the title of these maps."""
     controlled = any(is_control(row) for _, cells in maps for members in cells.values() for row in members)
+    compressed = any(is_compressed(row) for _, cells in maps for members in cells.values() for row in members)
     dense = [_dense_name(each) for each in _won(maps, levels) if _kind(each) == "dense"]
     named = next((name for name in dense if name.endswith(ALL)), None)
     return (
@@ -171,6 +173,7 @@ def _note(maps: Sequence[Map], levels: Sequence[float]) -> str:
             else "No control here."
         )
         + ("" if named is None else f" {named}: without a threshold.")
+        + (" Left out: compressed and periodic plans, which are not dense either." if compressed else "")
     )
 
 
