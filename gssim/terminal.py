@@ -62,6 +62,23 @@ def print_result(result: Result) -> None:
     )
     for line in (*_periods(result), *_band(result), *_target_density(result)):
         console.print(line, highlight=False)
+    _print_fit(console, result)
+    if result.idle_devices:
+        console.print(f"idle: {idle_list(result.idle_devices)}", highlight=False, markup=False)
+    for cost in result.provenance.get("uncounted", ()):
+        console.print(f"counted as nothing: {cost}", highlight=False)
+    if result.divisions:
+        console.print(_division_table(result))
+    _print_ranks(console, result)
+    several = "one outer step" if result.periods is None or not result.periods.begin_steps else "one period"
+    if result.collectives:
+        console.print(_collective_table(result, "one step" if result.periods is None else several))
+    if any(link.bytes for link in result.links):
+        console.print(_link_table(result))
+
+
+def _print_fit(console: Console, result: Result) -> None:
+    """Print whether the plan fits, with the margin, or what to change."""
     if result.does_not_fit is not None:
         fit = result.does_not_fit
         whose = "host's memory" if fit.memory == "host" else "memory"
@@ -84,17 +101,6 @@ def print_result(result: Result) -> None:
             f"of {human_bytes(least.memory_bytes)}; largest at the peak: {least.category}",
             highlight=False,
         )
-    if result.idle_devices:
-        console.print(f"idle: {idle_list(result.idle_devices)}", highlight=False, markup=False)
-    for cost in result.provenance.get("uncounted", ()):
-        console.print(f"counted as nothing: {cost}", highlight=False)
-    if result.divisions:
-        console.print(_division_table(result))
-    console.print(_rank_table(result))
-    several = "one outer step" if result.periods is None or not result.periods.begin_steps else "one period"
-    console.print(_collective_table(result, "one step" if result.periods is None else several))
-    if any(link.bytes for link in result.links):
-        console.print(_link_table(result))
 
 
 SHOWN_GROUPS = 4
@@ -153,7 +159,7 @@ def _band(result: Result) -> list[str]:
     times = f"step {human_seconds(band.step_time_low_s)} to {human_seconds(band.step_time_high_s)}"
     return [
         f"statistics transferred from the family {band.family} (small models), density within a factor of "
-        f"{band.density_error_ratio:.2g}: {', '.join([*ranges, times])}; to measure them: gsreal gradients"
+        f"{band.density_error_ratio:.3g}: {', '.join([*ranges, times])}; to measure them: gsreal gradients"
     ]
 
 
@@ -276,25 +282,63 @@ def _division_table(result: Result) -> Table:
     return table
 
 
-def _rank_table(result: Result) -> Table:
+def fits_width(console: Console, table: Table) -> bool:
+    """Return whether a table can be printed without breaking a word."""
+    unbounded = console.options.update(max_width=sys.maxsize)
+    return console.measure(table, options=unbounded).maximum <= console.width
+
+
+def _print_ranks(console: Console, result: Result) -> None:
+    """Print memory and phases by rank: a row for ranks with equal figures or, where that is too wide, a column."""
+    heads, rows = _rank_cells(result)
+    table = Table(*heads)
+    for row in rows:
+        table.add_row(*row)
+    if fits_width(console, table):
+        console.print(table)
+        return
+    while rows:
+        count = min(len(rows), max(1, console.width // LEAST_COLUMN))
+        while not fits_width(console, table := _by_columns(heads, rows[:count])) and count > 1:
+            count -= 1
+        console.print(table)
+        rows = rows[count:]
+
+
+LEAST_COLUMN = 6
+"""Least width of a column of figures with its borders."""
+
+
+def _by_columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table that has a column for each of `rows`, whose first two cells name it."""
+    ranks, devices, *figures = zip(*rows, strict=True)
+    table = Table(*(Column(head, overflow="fold") for head in (heads[0], *ranks)))  # not cut off: could be any of two
+    table.add_row(heads[1], *devices, end_section=True)
+    for head, cells in zip(heads[2:], figures, strict=True):
+        table.add_row(head, *cells)
+    return table
+
+
+def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and the rows of a table of ranks."""
     reserves = any(entry.fragmentation_ratio for entry in result.ranks)
     constants = list(dict.fromkeys(name for entry in result.ranks for name in entry.outside_bytes))
     memory = ["peak allocated", *(["peak reserved", "unused of it"] if reserves else []), *constants]
     phases = [name for name in result.phases_s if any(entry.phases_s[name] for entry in result.ranks)]
-    heads = ["ranks", "device", *memory, *(name.replace("_", " ") for name in phases)]
-    table = Table(*(Column(head, overflow="fold") for head in heads))  # a word that is cut off could be any of two
+    alike: dict[tuple[str, ...], list[int]] = {}
     for entry in result.ranks:
         known = entry.peak_reserved_bytes is not None
         reserved = [human_bytes(entry.peak_reserved_bytes or 0.0), f"{entry.fragmentation_ratio or 0.0:.1%}"]
-        table.add_row(
-            rank_list(entry.ranks),
+        cells = (
             entry.device,
             human_bytes(entry.peak_allocated_bytes),
             *((reserved if known else ["", ""]) if reserves else ()),
             *(human_bytes(entry.outside_bytes.get(name, 0.0)) for name in constants),
             *(human_seconds(entry.phases_s[name]) for name in phases),
         )
-    return table
+        alike.setdefault(cells, []).extend(entry.ranks)
+    heads = ["ranks", "device", *memory, *(name.replace("_", " ") for name in phases)]
+    return heads, [[rank_list(sorted(ranks)), *cells] for cells, ranks in alike.items()]
 
 
 def _link_table(result: Result) -> Table:
@@ -471,7 +515,7 @@ def _with_limits(app: typer.Typer) -> typer.Typer:
 
 
 def _lifting(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command with the option `--no-limits` added."""
+    """Return a command with the option `--no-limits` added, and its help in whole paragraphs."""
 
     @functools.wraps(command)
     def run(*arguments: Any, no_limits: bool = False, **options: Any) -> Any:
@@ -485,6 +529,9 @@ def _lifting(command: Callable[..., Any]) -> Callable[..., Any]:
     vars(run)["__signature__"] = written.replace(parameters=[*written.parameters.values(), option])
     run.__annotations__ = {**command.__annotations__, "no_limits": kind}
     vars(run)["lifts_limits"] = True
+    # typer keeps the line breaks of a docstring's later paragraphs, which are those of the code and not of the terminal
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return run
 
 
