@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -242,6 +243,20 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
             ]
         rows.add_row(row["point"], *cells, row["status"])
     console.print(rows)
+    _print_unanswered(console, [row for row in table.iter_rows(named=True) if row["step_time_s"] is None])
+
+
+SHOWN_REASONS = 6
+"""Most reasons of points without a prediction that are shown."""
+
+
+def _print_unanswered(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """Print why points have no prediction, the most frequent reasons first, each with its number of points."""
+    reasons = Counter((str(row["status"]), str(row["reason"] or "")) for row in rows)
+    for (status, reason), count in reasons.most_common(SHOWN_REASONS):
+        console.print(f"{status}: {count:,} {'point' if count == 1 else 'points'}: {reason}", highlight=False)
+    if len(reasons) > SHOWN_REASONS:
+        console.print(f"{len(reasons) - SHOWN_REASONS} more reasons are in the table's column reason", highlight=False)
 
 
 def _of_all(ranks: int, idle: int) -> str:

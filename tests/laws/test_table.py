@@ -22,6 +22,7 @@ from gssim.sweeps import (
     without_outcome,
     write_table,
 )
+from gssim.terminal import print_table
 
 
 @pytest.fixture
@@ -90,3 +91,16 @@ def test_without_polars_there_is_an_instruction(tmp_path, monkeypatch, result):
         check_table_place(Path(tmp_path / "t.parquet"))
     with pytest.raises(UserError, match="a table needs polars"):
         result.to_frame()
+
+
+def test_why_points_have_no_prediction_is_printed_once_for_each_reason(result, capsys):
+    columns = columns_of({})
+    reasons = ["plan.tp = 3: is no divisor"] * 2 + ["no such file"]
+    rows = [{"point": "a--b", "group": "a", "variant": "b"} | outcome(result)]
+    rows += [
+        {"point": f"a--{n}", "group": "a", "variant": "c"} | without_outcome("invalid", r)
+        for n, r in enumerate(reasons)
+    ]
+    print_table(table_of(rows, columns), "Which?")
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == ["invalid: 2 points: plan.tp = 3: is no divisor", "invalid: 1 point: no such file"]
