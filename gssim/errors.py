@@ -19,10 +19,10 @@ def one_line(text: str, longest: int | None = None) -> str:
     return f"{shown[: longest - 5 - tail].rstrip()} ... {shown[-tail:].lstrip()}"
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
+def nearest_name(name: str, known: Iterable[str], *, least_ratio: float = 0.6) -> str | None:
     """Return the name that was probably meant: one that is equal but for case, begins alike, or is written alike.
 
-    Endings of files, which all have, do not make names alike.
+    `least_ratio`: of letters in common, as difflib counts them. Endings of files, which all have, make no names alike.
 
     >>> nearest_name("a100", ["a10", "a100-sxm-80"]), nearest_name("Adam", ["sgd", "adam"])
     ('a100-sxm-80', 'adam')
@@ -38,7 +38,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     stem, _, ending = name.rpartition(".") if "." in name else (name, "", "")
     cut = f".{ending}" if ending else ""
     stems = {each.removesuffix(cut) if cut else each: each for each in reversed(names)}
-    close = get_close_matches(stem, stems, n=1)
+    close = get_close_matches(stem, stems, n=1, cutoff=least_ratio)
     return stems[close[0]] if close else None
 
 

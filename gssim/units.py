@@ -439,8 +439,9 @@ def _allowed(table: Any, place: tuple[Any, ...], cls: type) -> str:
         return "unknown here"
     (table,) = tables
     names = [field.name for field in fields(table)]
-    elsewhere = sorted(_paths_to(str(place[-1]), cls), key=lambda path: path.count("."))
-    close = elsewhere[0] if elsewhere else nearest_name(str(place[-1]), names)
+    key = str(place[-1])
+    elsewhere = sorted(_paths_to(key, cls), key=lambda path: path.count("."))
+    close = nearest_name(key, names, least_ratio=0.8) or next(iter(elsewhere), None) or nearest_name(key, names)
     hint = f"did you mean {close}? " if close else ""
     others = f" and {len(names) - MOST_NAMES} others" if len(names) > MOST_NAMES else ""
     return f"{hint}allowed: {', '.join(names[:MOST_NAMES])}{others}"

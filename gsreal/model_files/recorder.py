@@ -1,8 +1,8 @@
 """Records the operations of one training step under fake tensors: FLOP, bytes, and lives of storages.
 
-FLOP are those of matrix products, convolutions, attention and LSTMs; all other operations are costed by the bytes they move.
-Every operation on floating-point numbers either has a FLOP formula, or is known to be bound by the bytes it moves. Any
-other operation is refused: it would count as free, however much it computes.
+FLOP are those of matrix products, convolutions, attention and LSTMs; all other operations are costed by the bytes they
+move. Every operation on floating-point numbers either has a FLOP formula, or is known to be bound by the bytes it
+moves. Any other operation is refused: it would count as free, however much it computes.
 """
 
 import weakref
