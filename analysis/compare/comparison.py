@@ -585,6 +585,17 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
             "--again measures anew",
         ),
     ]
+    sentences += doubts(measured)
+    versions = Counter(str(file.result.provenance.get("torch", "not stated")) for file in measured)
+    if len(versions) > 1:
+        counts = ", ".join(f"{version} ({count})" for version, count in versions.most_common())
+        sentences.append(f"measured with several versions of torch: {counts}")
+    return sentences
+
+
+def doubts(measured: Sequence[ResultFile]) -> list[str]:
+    """Return a sentence on measurements beside other work, and on those of a machine that was faster or slower."""
+    sentences = []
     busy = [
         f"{name_of(file.result)} ({file.result.provenance['core_wait_ratio']:.0%})"
         for file in measured
@@ -592,7 +603,7 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
     ]
     if busy:
         sentences.append(
-            f"measured while ranks waited for cores that other work used (part of the time): {'; '.join(busy)}"
+            f"measured while ranks waited for cores that other work used (part of the time): {_listed(busy)}"
         )
     drifted = [
         f"{name_of(file.result)} ({file.result.provenance['device_speed_ratio']:.0%})"
@@ -602,13 +613,17 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
     if drifted:
         sentences.append(
             "measured when the machine multiplied matrices faster or slower than its devices' file states; predicted "
-            f"compute may be off by as much (speed of what is stated): {'; '.join(drifted)}"
+            f"compute may be off by as much (speed of what is stated): {_listed(drifted)}"
         )
-    versions = Counter(str(file.result.provenance.get("torch", "not stated")) for file in measured)
-    if len(versions) > 1:
-        counts = ", ".join(f"{version} ({count})" for version, count in versions.most_common())
-        sentences.append(f"measured with several versions of torch: {counts}")
     return sentences
+
+
+MOST_DOUBTED = 12
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f"; and {len(names) - MOST_DOUBTED} more" if len(names) > MOST_DOUBTED else ""
+    return f"{'; '.join(names[:MOST_DOUBTED])}{more}"
 
 
 def _of_other_code(files: Sequence[ResultFile], key: str, digest: str, done: str, other: str, advice: str) -> list[str]:
