@@ -192,12 +192,17 @@ TOLD_RATIO = 0.05
 """Relative difference of a density from its target from which on it is explained."""
 
 
+def _point_column() -> Column:
+    """Return the column of points' names, which begin alike: cut off, all would be the same."""
+    return Column("point", overflow="fold")
+
+
 def print_results(results: Sequence[Result], question: str) -> None:
     """Print a sweep's Results for people, a line each."""
     console = plain_console(PIPE_WIDTH)
     if question:
         console.print(one_line(question), style="bold", highlight=False)
-    table = Table("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "publish", "fits")
+    table = Table(_point_column(), "ranks", "step", "waits", "samples/s", "peak allocated", "push", "publish", "fits")
     for result in results:
         waits = result.phases_s["exposed_communication"] / result.step_time_s if result.step_time_s else 0.0
         densities = (result.density.push, result.density.publish)
@@ -229,7 +234,8 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
         shown = table.filter(table["status"] == "fits").sort("step_time_s", maintain_order=True).head(FASTEST)
         by_status = ", ".join(f"{count:,} {'fit' if status == 'fits' else status}" for status, count in counts.items())
         console.print(f"{table.height:,} points: {by_status}; the fastest of those that fit:", highlight=False)
-    rows = Table("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "status")
+    pushes = ["push"] if any(density is not None for density in shown["push_density_ratio"]) else []
+    rows = Table(_point_column(), "ranks", "step", "waits", "samples/s", "peak allocated", *pushes, "status")
     for row in shown.iter_rows(named=True):
         cells = [""] * 6
         if row["step_time_s"] is not None:
@@ -241,7 +247,7 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
                 human_bytes(row["peak_allocated_bytes"]),
                 "" if row["push_density_ratio"] is None else f"{row['push_density_ratio']:.2%}",
             ]
-        rows.add_row(row["point"], *cells, row["status"])
+        rows.add_row(row["point"], *(cells if pushes else cells[:-1]), row["status"])
     console.print(rows)
     _print_unanswered(console, [row for row in table.iter_rows(named=True) if row["step_time_s"] is None])
 
