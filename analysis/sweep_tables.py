@@ -303,7 +303,9 @@ def layout_of(table: SweepTable, *, without: Sequence[str] = ()) -> Layout:
     if "group" not in settings and _varies(rows, "group") and has_gaps and follows(rows, settings, "group"):
         settings.insert(0, "group")
     policies = [axis for axis in table.axes if axis.startswith(PLAN) and axis not in (THRESHOLD, METHOD, *without)]
-    plans = ["method", *(axis for axis in policies if _varies(rows, axis))]
+    # an axis that goes with one of a setting, as micro-batches with a number of servers, makes no plan of its own
+    places = [axis for axis in (*settings, *without) if axis in table.axes]
+    plans = ["method", *(axis for axis in policies if _varies(rows, axis) and not follows(rows, places, axis))]
     apart = [*settings, *without, *plans, *([THRESHOLD] if THRESHOLD in table.axes else [])]
     if not follows(rows, apart, "point"):
         plans.append("variant")

@@ -39,6 +39,7 @@ Timeout = Annotated[
         help="End the run, and name the rank that holds it up, where no rank has finished a step for so long.",
     ),
 ]
+ScenarioFile = Annotated[Path, typer.Argument(help="A scenario's file, such as scenarios/demo.toml.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
 
 TrustCode = Annotated[
@@ -56,7 +57,7 @@ def about() -> None:
 
 @app.command("run")
 def run_command(
-    scenario: Path,
+    scenario: ScenarioFile,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
@@ -271,7 +272,7 @@ VALIDATED = {"cpu": "demo.toml", "cuda": "validate-gpu.toml"}
 
 @app.command("script")
 def script_command(
-    scenario: Path,
+    scenario: ScenarioFile,
     launcher: Annotated[
         str, typer.Option("--for", metavar="LAUNCHER", help="slurm, torchrun, kubernetes or skypilot.")
     ],

@@ -1,5 +1,8 @@
 """Exceptions that are shown to users: invalid input, and failed runs; and the line that shows a text."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 def one_line(text: str, longest: int | None = None) -> str:
     r"""Return a text for one line of a console: unprintable characters escaped, the middle of a long one left out.
@@ -14,6 +17,29 @@ def one_line(text: str, longest: int | None = None) -> str:
         return shown
     tail = (longest - 5) // 3
     return f"{shown[: longest - 5 - tail].rstrip()} ... {shown[-tail:].lstrip()}"
+
+
+def nearest_name(name: str, known: Iterable[str], *, least_ratio: float = 0.6) -> str | None:
+    """Return the name that was probably meant: one that is equal but for case, begins alike, or is written alike.
+
+    `least_ratio`: of letters in common, as difflib counts them. Endings of files, which all have, make no names alike.
+
+    >>> nearest_name("a100", ["a10", "a100-sxm-80"]), nearest_name("Adam", ["sgd", "adam"])
+    ('a100-sxm-80', 'adam')
+    >>> nearest_name("none.toml", ["demo.toml"]), nearest_name("dem.toml", ["demo.toml"])
+    (None, 'demo.toml')
+    """
+    names = list(known)
+    folded = name.lower()
+    for alike in (str.__eq__, str.startswith):
+        found = [each for each in names if alike(each.lower(), folded)] if folded else []
+        if found:
+            return min(found, key=len)
+    stem, _, ending = name.rpartition(".") if "." in name else (name, "", "")
+    cut = f".{ending}" if ending else ""
+    stems = {each.removesuffix(cut) if cut else each: each for each in reversed(names)}
+    close = get_close_matches(stem, stems, n=1, cutoff=least_ratio)
+    return stems[close[0]] if close else None
 
 
 class UserError(ValueError):

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -62,6 +63,23 @@ def print_result(result: Result) -> None:
     )
     for line in (*_periods(result), *_band(result), *_target_density(result)):
         console.print(line, highlight=False)
+    _print_fit(console, result)
+    if result.idle_devices:
+        console.print(f"idle: {idle_list(result.idle_devices)}", highlight=False, markup=False)
+    for cost in result.provenance.get("uncounted", ()):
+        console.print(f"counted as nothing: {cost}", highlight=False)
+    if result.divisions:
+        console.print(_division_table(result))
+    _print_ranks(console, result)
+    several = "one outer step" if result.periods is None or not result.periods.begin_steps else "one period"
+    if result.collectives:
+        console.print(_collective_table(result, "one step" if result.periods is None else several))
+    if any(link.bytes for link in result.links):
+        console.print(_link_table(result))
+
+
+def _print_fit(console: Console, result: Result) -> None:
+    """Print whether the plan fits, with the margin, or what to change."""
     if result.does_not_fit is not None:
         fit = result.does_not_fit
         whose = "host's memory" if fit.memory == "host" else "memory"
@@ -84,17 +102,6 @@ def print_result(result: Result) -> None:
             f"of {human_bytes(least.memory_bytes)}; largest at the peak: {least.category}",
             highlight=False,
         )
-    if result.idle_devices:
-        console.print(f"idle: {idle_list(result.idle_devices)}", highlight=False, markup=False)
-    for cost in result.provenance.get("uncounted", ()):
-        console.print(f"counted as nothing: {cost}", highlight=False)
-    if result.divisions:
-        console.print(_division_table(result))
-    console.print(_rank_table(result))
-    several = "one outer step" if result.periods is None or not result.periods.begin_steps else "one period"
-    console.print(_collective_table(result, "one step" if result.periods is None else several))
-    if any(link.bytes for link in result.links):
-        console.print(_link_table(result))
 
 
 SHOWN_GROUPS = 4
@@ -153,7 +160,7 @@ def _band(result: Result) -> list[str]:
     times = f"step {human_seconds(band.step_time_low_s)} to {human_seconds(band.step_time_high_s)}"
     return [
         f"statistics transferred from the family {band.family} (small models), density within a factor of "
-        f"{band.density_error_ratio:.2g}: {', '.join([*ranges, times])}; to measure them: gsreal gradients"
+        f"{band.density_error_ratio:.3g}: {', '.join([*ranges, times])}; to measure them: gsreal gradients"
     ]
 
 
@@ -185,12 +192,17 @@ TOLD_RATIO = 0.05
 """Relative difference of a density from its target from which on it is explained."""
 
 
+def _point_column() -> Column:
+    """Return the column of points' names, which begin alike: cut off, all would be the same."""
+    return Column("point", overflow="fold")
+
+
 def print_results(results: Sequence[Result], question: str) -> None:
     """Print a sweep's Results for people, a line each."""
     console = plain_console(PIPE_WIDTH)
     if question:
         console.print(one_line(question), style="bold", highlight=False)
-    table = Table("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "publish", "fits")
+    table = Table(_point_column(), "ranks", "step", "waits", "samples/s", "peak allocated", "push", "publish", "fits")
     for result in results:
         waits = result.phases_s["exposed_communication"] / result.step_time_s if result.step_time_s else 0.0
         densities = (result.density.push, result.density.publish)
@@ -222,7 +234,8 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
         shown = table.filter(table["status"] == "fits").sort("step_time_s", maintain_order=True).head(FASTEST)
         by_status = ", ".join(f"{count:,} {'fit' if status == 'fits' else status}" for status, count in counts.items())
         console.print(f"{table.height:,} points: {by_status}; the fastest of those that fit:", highlight=False)
-    rows = Table("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "status")
+    pushes = ["push"] if any(density is not None for density in shown["push_density_ratio"]) else []
+    rows = Table(_point_column(), "ranks", "step", "waits", "samples/s", "peak allocated", *pushes, "status")
     for row in shown.iter_rows(named=True):
         cells = [""] * 6
         if row["step_time_s"] is not None:
@@ -234,8 +247,22 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
                 human_bytes(row["peak_allocated_bytes"]),
                 "" if row["push_density_ratio"] is None else f"{row['push_density_ratio']:.2%}",
             ]
-        rows.add_row(row["point"], *cells, row["status"])
+        rows.add_row(row["point"], *(cells if pushes else cells[:-1]), row["status"])
     console.print(rows)
+    _print_unanswered(console, [row for row in table.iter_rows(named=True) if row["step_time_s"] is None])
+
+
+SHOWN_REASONS = 6
+"""Most reasons of points without a prediction that are shown."""
+
+
+def _print_unanswered(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """Print why points have no prediction, the most frequent reasons first, each with its number of points."""
+    reasons = Counter((str(row["status"]), str(row["reason"] or "")) for row in rows)
+    for (status, reason), count in reasons.most_common(SHOWN_REASONS):
+        console.print(f"{status}: {count:,} {'point' if count == 1 else 'points'}: {reason}", highlight=False)
+    if len(reasons) > SHOWN_REASONS:
+        console.print(f"{len(reasons) - SHOWN_REASONS} more reasons are in the table's column reason", highlight=False)
 
 
 def _of_all(ranks: int, idle: int) -> str:
@@ -276,25 +303,63 @@ def _division_table(result: Result) -> Table:
     return table
 
 
-def _rank_table(result: Result) -> Table:
+def fits_width(console: Console, table: Table) -> bool:
+    """Return whether a table can be printed without breaking a word."""
+    unbounded = console.options.update(max_width=sys.maxsize)
+    return console.measure(table, options=unbounded).maximum <= console.width
+
+
+def _print_ranks(console: Console, result: Result) -> None:
+    """Print memory and phases by rank: a row for ranks with equal figures or, where that is too wide, a column."""
+    heads, rows = _rank_cells(result)
+    table = Table(*heads)
+    for row in rows:
+        table.add_row(*row)
+    if fits_width(console, table):
+        console.print(table)
+        return
+    while rows:
+        count = min(len(rows), max(1, console.width // LEAST_COLUMN))
+        while not fits_width(console, table := _by_columns(heads, rows[:count])) and count > 1:
+            count -= 1
+        console.print(table)
+        rows = rows[count:]
+
+
+LEAST_COLUMN = 6
+"""Least width of a column of figures with its borders."""
+
+
+def _by_columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table that has a column for each of `rows`, whose first two cells name it."""
+    ranks, devices, *figures = zip(*rows, strict=True)
+    table = Table(*(Column(head, overflow="fold") for head in (heads[0], *ranks)))  # not cut off: could be any of two
+    table.add_row(heads[1], *devices, end_section=True)
+    for head, cells in zip(heads[2:], figures, strict=True):
+        table.add_row(head, *cells)
+    return table
+
+
+def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and the rows of a table of ranks."""
     reserves = any(entry.fragmentation_ratio for entry in result.ranks)
     constants = list(dict.fromkeys(name for entry in result.ranks for name in entry.outside_bytes))
     memory = ["peak allocated", *(["peak reserved", "unused of it"] if reserves else []), *constants]
     phases = [name for name in result.phases_s if any(entry.phases_s[name] for entry in result.ranks)]
-    heads = ["ranks", "device", *memory, *(name.replace("_", " ") for name in phases)]
-    table = Table(*(Column(head, overflow="fold") for head in heads))  # a word that is cut off could be any of two
+    alike: dict[tuple[str, ...], list[int]] = {}
     for entry in result.ranks:
         known = entry.peak_reserved_bytes is not None
         reserved = [human_bytes(entry.peak_reserved_bytes or 0.0), f"{entry.fragmentation_ratio or 0.0:.1%}"]
-        table.add_row(
-            rank_list(entry.ranks),
+        cells = (
             entry.device,
             human_bytes(entry.peak_allocated_bytes),
             *((reserved if known else ["", ""]) if reserves else ()),
             *(human_bytes(entry.outside_bytes.get(name, 0.0)) for name in constants),
             *(human_seconds(entry.phases_s[name]) for name in phases),
         )
-    return table
+        alike.setdefault(cells, []).extend(entry.ranks)
+    heads = ["ranks", "device", *memory, *(name.replace("_", " ") for name in phases)]
+    return heads, [[rank_list(sorted(ranks)), *cells] for cells, ranks in alike.items()]
 
 
 def _link_table(result: Result) -> Table:
@@ -471,7 +536,7 @@ def _with_limits(app: typer.Typer) -> typer.Typer:
 
 
 def _lifting(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command with the option `--no-limits` added."""
+    """Return a command with the option `--no-limits` added, and its help in whole paragraphs."""
 
     @functools.wraps(command)
     def run(*arguments: Any, no_limits: bool = False, **options: Any) -> Any:
@@ -485,6 +550,9 @@ def _lifting(command: Callable[..., Any]) -> Callable[..., Any]:
     vars(run)["__signature__"] = written.replace(parameters=[*written.parameters.values(), option])
     run.__annotations__ = {**command.__annotations__, "no_limits": kind}
     vars(run)["lifts_limits"] = True
+    # typer keeps the line breaks of a docstring's later paragraphs, which are those of the code and not of the terminal
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return run
 
 

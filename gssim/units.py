@@ -3,7 +3,6 @@
 A key's name has the unit (`bandwidth_bytes_per_s`); its value may be written as in data sheets (`"450 GB/s"`).
 """
 
-import difflib
 import math
 import os
 import re
@@ -31,17 +30,18 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from gssim.errors import MistakenNameError, UserError
+from gssim.errors import MistakenNameError, UserError, nearest_name
 
 DECIMAL_PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 BINARY_PREFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 
 _BYTES: dict[str, Fraction] = {p + "B": Fraction(f) for p, f in (DECIMAL_PREFIXES | BINARY_PREFIXES).items()}
 _BITS: dict[str, Fraction] = {p + b: Fraction(f, 8) for p, f in DECIMAL_PREFIXES.items() for b in ("b", "bit")}
+_BITS_PER_S = {p + "bps": Fraction(f, 8) for p, f in DECIMAL_PREFIXES.items()}
 
 UNITS: dict[str, dict[str, Fraction]] = {
     "bytes": _BYTES,
-    "bytes/s": {unit + "/s": factor for unit, factor in (_BYTES | _BITS).items()},
+    "bytes/s": {unit + "/s": factor for unit, factor in (_BYTES | _BITS).items()} | _BITS_PER_S,
     "seconds": {
         "ns": Fraction(1, 10**9),
         "us": Fraction(1, 10**6),
@@ -106,8 +106,8 @@ def parse_quantity(value: object, kind: str) -> float:
 
     >>> parse_quantity("450 GB/s", "bytes/s")
     450000000000.0
-    >>> parse_quantity("400 Gb/s", "bytes/s")
-    50000000000.0
+    >>> parse_quantity("400 Gb/s", "bytes/s"), parse_quantity("400 Gbps", "bytes/s")
+    (50000000000.0, 50000000000.0)
     >>> parse_quantity("5 us", "seconds")
     5e-06
     """
@@ -364,7 +364,7 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
     path = _path((under, *place) if under else place)
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     if fault["type"] == "unexpected_keyword_argument":
-        return f"{file}: {path}: unknown key; {_allowed(table, place)}{more}"
+        return f"{file}: {path}: unknown key; {_allowed(table, place, cls)}{more}"
     if fault["type"] == "missing":
         return f"{file}: {path}: missing{more}"
     if fault.get("ctx", {}).get("discriminator") == "'kind'":  # one of several tables, which its key `kind` tells apart
@@ -373,6 +373,9 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
         tag, tags = shown_value(fault["ctx"]["tag"]), fault["ctx"]["expected_tags"].replace("'", "")
         return f"{file}: {path}.kind = {tag}: allowed: {tags}{more}"
     message = NOT_OF_THE_TYPE.get(fault["type"], fault["msg"].removeprefix("Value error, "))
+    if fault["type"] == "literal_error" and isinstance(fault["input"], str):
+        close = nearest_name(fault["input"], re.findall("'([^']*)'", fault["ctx"]["expected"]))
+        message += f"; did you mean '{close}'?" if close else ""
     if fault.get("ctx", {}).get("ge") == RANGES["number"][0]:
         message = "must be more than 0"
     names_a_key = fault["type"] == "value_error" and isinstance(fault["input"], dict)
@@ -430,16 +433,30 @@ def _tag(option: Any) -> object:
     return next(iter(typing.get_args(literal)), None)
 
 
-def _allowed(table: Any, place: tuple[Any, ...]) -> str:
+def _allowed(table: Any, place: tuple[Any, ...], cls: type) -> str:
     tables = [option for option in _options(table) if is_dataclass(option)]
     if len(tables) != 1:
         return "unknown here"
     (table,) = tables
     names = [field.name for field in fields(table)]
-    close = difflib.get_close_matches(str(place[-1]), names, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
+    key = str(place[-1])
+    elsewhere = sorted(_paths_to(key, cls), key=lambda path: path.count("."))
+    close = nearest_name(key, names, least_ratio=0.8) or next(iter(elsewhere), None) or nearest_name(key, names)
+    hint = f"did you mean {close}? " if close else ""
     others = f" and {len(names) - MOST_NAMES} others" if len(names) > MOST_NAMES else ""
     return f"{hint}allowed: {', '.join(names[:MOST_NAMES])}{others}"
+
+
+def _paths_to(name: str, cls: Any, *, under: str = "", deepest: int = 3) -> Iterator[str]:
+    """Yield the paths of a key inside a table type, as it may have been put into the wrong table."""
+    options = [option for option in _options(cls) if is_dataclass(option)]
+    if len(options) != 1 or deepest == 0:
+        return
+    kinds = typing.get_type_hints(options[0])
+    if name in kinds:
+        yield f"{under}{name}"
+    for key, kind in kinds.items():
+        yield from _paths_to(name, kind, under=f"{under}{key}.", deepest=deepest - 1)
 
 
 MOST_NAMES = 30

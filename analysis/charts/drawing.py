@@ -1,7 +1,6 @@
 """Common parts of all charts: style, marks of methods, units, placement of labels, and picture files."""
 
 import io
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.path import Path as Curves
 from matplotlib.textpath import TextPath
 
+from analysis.compare.table import short_ids, threshold_words, told_apart
 from gssim.execution.files import write_bytes
 from gssim.plan import METHODS
 
@@ -170,21 +170,9 @@ LABEL_GAP_IN = 0.19
 def point_labels(comparison: pl.DataFrame) -> list[str]:
     """Return a short, unique label for each row: its name, and for equal names method, threshold or id."""
     names = [" ".join(name.split()) for name in comparison["name"].to_list()]
-    thresholds = [
-        f"threshold {value:g}" if value is not None else "dense" for value in comparison["threshold"].to_list()
-    ]
     labels = [name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "\u2026" for name in names]
-    ids = comparison["scenario_id"].to_list()
-    # six characters of each id, or as many more as make them unique
-    length = next((n for n in range(6, 64) if len({identity[:n] for identity in ids}) == len(set(ids))), 64)
-    for words in (comparison["method"].to_list(), thresholds, [identity[:length] for identity in ids]):
-        words_of = defaultdict(set)
-        for label, word in zip(labels, words, strict=True):
-            words_of[label].add(word)
-        labels = [
-            f"{label}, {word}" if len(words_of[label]) > 1 else label for label, word in zip(labels, words, strict=True)
-        ]
-    return labels
+    ids = short_ids(comparison["scenario_id"].to_list())
+    return told_apart(labels, comparison["method"].to_list(), threshold_words(comparison["threshold"]), ids)
 
 
 def unit_for(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:

@@ -26,6 +26,7 @@ from analysis.charts.drawing import (
     plain,
     point_labels,
     unit_for,
+    wrapped,
 )
 from analysis.compare.groups import variant_of
 from analysis.compare.timeline import Block, Step
@@ -34,7 +35,9 @@ from gssim.result import EXPOSED_COPIES, MEASURED_PHASES, PHASES
 EXPOSED_TITLE = "Does the simulator see what compute waits for?"
 FEWEST_APART = 3
 """Size of the largest group from which on each group has a panel of its own."""
-ACROSS, SIDE_IN, LEFT_IN, TOP_IN, BELOW_IN, BOTTOM_IN, RIGHT_IN = 4, 2.7, 0.8, 1.35, 0.95, 0.55, 0.35
+ACROSS, SIDE_IN, LEFT_IN, TOP_IN, BELOW_IN, BOTTOM_IN, RIGHT_IN = 4, 2.7, 0.8, 0.95, 0.95, 0.55, 0.35
+NOTE_IN = 0.2
+"""Height of a line of notes."""
 LABELLED, LABELLED_FROM_RATIO = 2, 0.05
 """Most labels of a panel, and the least error of a labelled point, as a fraction of the step."""
 
@@ -54,15 +57,22 @@ def exposed_communication(comparison: pl.DataFrame) -> Figure | None:
     across = max(2, min(len(groups), ACROSS))
     down = -(-len(groups) // across)
     width_in = across * (LEFT_IN + SIDE_IN) + RIGHT_IN
-    height_in = TOP_IN + down * (SIDE_IN + BELOW_IN) + BOTTOM_IN
+    note = (
+        "Exposed communication in one step, mean over ranks. Above the line the prediction is too high. Named: the "
+        f"worst {LABELLED} of a panel, by how much of a measured step they are off, where that is more than "
+        f"{100 * LABELLED_FROM_RATIO:.0f} %."
+    )
     with mpl.rc_context(STYLE):
+        notes = wrapped(note, width_in - 0.3, LABEL_POINTS)
+        top_in = TOP_IN + NOTE_IN * len(notes)
+        height_in = top_in + down * (SIDE_IN + BELOW_IN) + BOTTOM_IN
         figure = new_figure(width_in, height_in)
         for i, (group, members) in enumerate(sorted(groups.items())):
             left = LEFT_IN + i % across * (LEFT_IN + SIDE_IN)
-            bottom = height_in - TOP_IN - (i // across + 1) * SIDE_IN - i // across * BELOW_IN
+            bottom = height_in - top_in - (i // across + 1) * SIDE_IN - i // across * BELOW_IN
             box = (left / width_in, bottom / height_in, SIDE_IN / width_in, SIDE_IN / height_in)
             _panel(figure.add_axes(box), group, members)
-        _heading(figure, in_order([row["method"] for row in rows]))
+        _heading(figure, in_order([row["method"] for row in rows]), notes)
     return figure
 
 
@@ -101,19 +111,12 @@ def _labels(axes: Axes, rows: Sequence[Row], factor: float) -> None:
     place_labels(axes, [points[i] for i in named], texts, points)
 
 
-def _heading(figure: Figure, methods: Sequence[str]) -> None:
+def _heading(figure: Figure, methods: Sequence[str], notes: Sequence[str]) -> None:
     width_in, height_in = figure.get_size_inches()
     x = 0.15 / width_in
     figure.text(x, 1 - 0.32 / height_in, EXPOSED_TITLE, fontsize=14, fontweight="bold", va="center")
-    note = (
-        "Exposed communication in one step, mean over ranks. Above the line the prediction is too high. "
-        f"Named: the worst {LABELLED} of a panel,"
-    )
-    more = f"by how much of a measured step they are off, where that is more than {LABELLED_FROM_RATIO:.0%}.".replace(
-        "%", " %"
-    )
-    for i, line in enumerate((note, more)):
-        figure.text(x, 1 - (0.6 + 0.2 * i) / height_in, line, color="0.25", va="center", fontsize=LABEL_POINTS)
+    for i, line in enumerate(notes):
+        figure.text(x, 1 - (0.6 + NOTE_IN * i) / height_in, line, color="0.25", va="center", fontsize=LABEL_POINTS)
     figure.legend(
         handles=[Line2D([], [], linestyle="", label=plain(method), **mark(method)) for method in methods],
         title="method of the plan",
@@ -138,8 +141,6 @@ PHASE_COLOURS = {
     "idle": "#E4E4E4",
     EXPOSED_COPIES: "#CC79A7",
 }
-NOTE_IN = 0.2
-"""Height of a line of notes."""
 DARK_PHASES = frozenset({"backward", "exposed_communication"})
 """Hatched in white, the others in dark grey."""
 

@@ -19,7 +19,7 @@ The control is the run in which nothing is pushed (`plan.push.threshold = inf`).
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -33,8 +33,11 @@ from analysis.compare.table import (
     name_of,
     peaks_by_rank,
     result_table,
+    short_ids,
     sweep_group,
     threshold_of,
+    threshold_words,
+    told_apart,
 )
 from gssim.cluster import Cluster
 from gssim.errors import UserError
@@ -267,7 +270,28 @@ def join(files: Iterable[ResultFile]) -> Joined:
             pairs.append(Pair(predicted, measured))
         else:
             unmatched.extend((predicted, *measured) if predicted else measured)
-    return Joined(tuple(pairs), tuple(unmatched), tuple(superseded))
+    return Joined(_named_apart(pairs), tuple(unmatched), tuple(superseded))
+
+
+def _named_apart(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
+    """Return the pairs with distinct names, as of one scenario file that was run with several overrides."""
+    results = [pair.predicted.result for pair in pairs]
+    names = told_apart(
+        [name_of(result) for result in results],
+        [method_of(result) for result in results],
+        threshold_words(map(threshold_of, results)),
+        short_ids([result.scenario_id for result in results]),
+    )
+    return tuple(
+        pair
+        if name == name_of(pair.predicted.result)
+        else Pair(_renamed(pair.predicted, name), tuple(_renamed(file, name) for file in pair.repeats))
+        for pair, name in zip(pairs, names, strict=True)
+    )
+
+
+def _renamed(file: ResultFile, name: str) -> ResultFile:
+    return replace(file, result=replace(file.result, scenario={**file.result.scenario, "name": name}))
 
 
 def _check_devices(predicted: ResultFile, measured: ResultFile) -> None:
@@ -568,6 +592,17 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
             "--again measures anew",
         ),
     ]
+    sentences += doubts(measured)
+    versions = Counter(str(file.result.provenance.get("torch", "not stated")) for file in measured)
+    if len(versions) > 1:
+        counts = ", ".join(f"{version} ({count})" for version, count in versions.most_common())
+        sentences.append(f"measured with several versions of torch: {counts}")
+    return sentences
+
+
+def doubts(measured: Sequence[ResultFile]) -> list[str]:
+    """Return a sentence on measurements beside other work, and on those of a machine that was faster or slower."""
+    sentences = []
     busy = [
         f"{name_of(file.result)} ({file.result.provenance['core_wait_ratio']:.0%})"
         for file in measured
@@ -575,7 +610,7 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
     ]
     if busy:
         sentences.append(
-            f"measured while ranks waited for cores that other work used (part of the time): {', '.join(busy)}"
+            f"measured while ranks waited for cores that other work used (part of the time): {_listed(busy)}"
         )
     drifted = [
         f"{name_of(file.result)} ({file.result.provenance['device_speed_ratio']:.0%})"
@@ -585,13 +620,17 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
     if drifted:
         sentences.append(
             "measured when the machine multiplied matrices faster or slower than its devices' file states; predicted "
-            f"compute may be off by as much (speed of what is stated): {', '.join(drifted)}"
+            f"compute may be off by as much (speed of what is stated): {_listed(drifted)}"
         )
-    versions = Counter(str(file.result.provenance.get("torch", "not stated")) for file in measured)
-    if len(versions) > 1:
-        counts = ", ".join(f"{version} ({count})" for version, count in versions.most_common())
-        sentences.append(f"measured with several versions of torch: {counts}")
     return sentences
+
+
+MOST_DOUBTED = 12
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f"; and {len(names) - MOST_DOUBTED} more" if len(names) > MOST_DOUBTED else ""
+    return f"{'; '.join(names[:MOST_DOUBTED])}{more}"
 
 
 def _of_other_code(files: Sequence[ResultFile], key: str, digest: str, done: str, other: str, advice: str) -> list[str]:

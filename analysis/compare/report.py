@@ -13,7 +13,7 @@ from rich.text import Text
 from analysis.compare.comparison import medians
 from analysis.compare.groups import ALL, Target, error_column, targets, variant_of, worst_of
 from gssim.result import PHASES
-from gssim.terminal import plain_console
+from gssim.terminal import fits_width, plain_console
 from gssim.units import human_bytes, human_seconds
 
 PIPE_WIDTH = 120
@@ -35,7 +35,7 @@ def print_comparison(comparison: pl.DataFrame, groups: pl.DataFrame) -> None:
     shown = worst_of(rows) if large else rows
     if large:
         out.print(f"the {len(shown)} of {len(rows)} step times that are predicted worst; all are in comparison.csv")
-    out.print(_comparison_table(shown))
+    _print_rows(out, shown)
     _print_differences(out, rows)
     if not large and (worst := worst_explained(rows)):
         out.print(worst)
@@ -175,40 +175,49 @@ def _densities(row: dict[str, Any], side: str) -> str:
     return " / ".join(shown if published is None else [*shown, f"{100 * published:.2g} %"])
 
 
-def _comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
+STEP = ("step\npredicted", "\nmeasured", "error\n%")
+PEAK = ("peak\npredicted", "\nmeasured", "error\n%")
+
+
+def _print_rows(out: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """Print a line for each scenario; where that is too wide, step times and memory one below the other."""
     repeated = any(row["repeats"] > 1 for row in rows)
+    plan, step = ("thres-\nhold",), (*STEP, *(("noise\n%",) if repeated else ()))
+    memory = (*PEAK, "collec-\ntives", "payload\nerror %")
+    cells = [_cells(row, repeated=repeated) for row in rows]
+    times = len(plan) + len(step)
+    whole = _rows_table(rows, (*plan, *step, *memory), cells)
+    if fits_width(out, whole) or out.width >= PIPE_WIDTH:
+        out.print(whole)
+        return
+    out.print(_rows_table(rows, (*plan, *step), [each[:times] for each in cells]))
+    out.print(_rows_table(rows, memory, [each[times:] for each in cells]))
+
+
+def _rows_table(rows: Sequence[dict[str, Any]], heads: Sequence[str], cells: Sequence[Sequence[Text | str]]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("name", overflow="fold", min_width=12)
     table.add_column("method", no_wrap=True)
-    for header in (
-        "thres-\nhold",
-        "step\npredicted",
-        "\nmeasured",
-        "error\n%",
-        *(("noise\n%",) if repeated else ()),
-        "peak\npredicted",
-        "\nmeasured",
-        "error\n%",
-        "collec-\ntives",
-        "payload\nerror %",
-    ):
-        table.add_column(header, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row["name"],
-            row["method"],
-            "" if row["threshold"] is None else f"{row['threshold']:g}",
-            shown(human_seconds(row["step_time_predicted_s"])),
-            shown(human_seconds(row["step_time_measured_s"])),
-            _percent(row["step_time_error_ratio"]),
-            *((_size(row["noise_ratio"]),) if repeated else ()),
-            _bytes(row["peak_predicted_bytes"]),
-            _bytes(row["peak_measured_bytes"]),
-            _percent(row["peak_error_ratio"]),
-            "equal" if row["collectives_equal"] else Text("differ", "bold"),
-            _percent(row["payload_error_ratio"]),
-        )
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row, values in zip(rows, cells, strict=True):
+        table.add_row(row["name"], row["method"], *values)
     return table
+
+
+def _cells(row: dict[str, Any], *, repeated: bool) -> list[Text | str]:
+    return [
+        "" if row["threshold"] is None else f"{row['threshold']:g}",
+        shown(human_seconds(row["step_time_predicted_s"])),
+        shown(human_seconds(row["step_time_measured_s"])),
+        _percent(row["step_time_error_ratio"]),
+        *([_size(row["noise_ratio"])] if repeated else []),
+        _bytes(row["peak_predicted_bytes"]),
+        _bytes(row["peak_measured_bytes"]),
+        _percent(row["peak_error_ratio"]),
+        "equal" if row["collectives_equal"] else Text("differ", "bold"),
+        _percent(row["payload_error_ratio"]),
+    ]
 
 
 def _print_differences(out: Console, rows: Sequence[dict[str, Any]]) -> None:

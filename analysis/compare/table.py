@@ -3,6 +3,7 @@
 import lzma
 import tarfile
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -200,6 +201,32 @@ def _check_tables(result: Result, path: Path) -> None:
 def name_of(result: Result) -> str:
     """Return the scenario's name."""
     return str(result.scenario["name"])
+
+
+def told_apart(names: Sequence[str], *words: Sequence[str]) -> list[str]:
+    """Return names in which equal ones are followed by those of their words that differ.
+
+    >>> told_apart(["demo", "demo", "mine"], ["ddp", "gs", "gs"], ["dense", "dense", "dense"])
+    ['demo, ddp', 'demo, gs', 'mine']
+    """
+    told = list(names)
+    for column in words:
+        words_of: dict[str, set[str]] = defaultdict(set)
+        for name, word in zip(told, column, strict=True):
+            words_of[name].add(word)
+        told = [f"{name}, {word}" if len(words_of[name]) > 1 else name for name, word in zip(told, column, strict=True)]
+    return told
+
+
+def threshold_words(thresholds: Iterable[float | None]) -> list[str]:
+    """Return a label for each threshold."""
+    return ["dense" if threshold is None else f"threshold {threshold:g}" for threshold in thresholds]
+
+
+def short_ids(ids: Sequence[str]) -> list[str]:
+    """Return six characters of each id, or as many more as make them unique."""
+    length = next((n for n in range(6, 64) if len({identity[:n] for identity in ids}) == len(set(ids))), 64)
+    return [identity[:length] for identity in ids]
 
 
 def sweep_group(result: Result) -> str:

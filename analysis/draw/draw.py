@@ -261,8 +261,9 @@ def _box(axes: Axes, box: Box) -> None:
         middle = ((box.left + box.right) / 2, (box.bottom + box.top) / 2)
         axes.text(*middle, box.text, ha="center", va="center", fontsize=9, style="italic", color="0.25")
     elif box.kind == "site":
-        place = (box.left + 0.12, box.top - 0.14)
-        axes.text(*place, plain(box.text), va="top", fontsize=11.5, fontweight="bold")
+        # below everything: the gateway and its link are in the middle of the top
+        place = ((box.left + box.right) / 2, box.bottom + 0.12)
+        axes.text(*place, plain(box.text), ha="center", va="bottom", fontsize=11.5, fontweight="bold")
     elif box.text:
         place = ((box.left + box.right) / 2, box.bottom + 0.06)
         points = 9.5 if "\n" not in box.text else 7.5

@@ -101,17 +101,21 @@ def layout_of(cluster: Cluster) -> Layout:
 
 
 def _around(names: Sequence[str], middle: str | None, prefix: str = "") -> Layout:
-    """Return devices on a circle, the first on top, with a switch in the middle if there is one."""
+    """Return devices on a circle, with a switch in the middle if there is one.
+
+    The first is on top, or in a site (which has a prefix) half a place on, where the gateway's link passes it.
+    """
     layout = Layout()
     shown = names if len(names) <= SHOWN_AROUND else names[: SHOWN_AROUND - 1]
     places = len(shown) + (len(shown) < len(names))
     radius = max(1.5, 0.62 * places / (2 * pi))
+    first = pi / 2 - (pi / places if prefix else 0.0)
     for i, name in enumerate(shown):
-        angle = pi / 2 - 2 * pi * i / places
+        angle = first - 2 * pi * i / places
         node = Node(radius * cos(angle), radius * sin(angle), 0.46, 0.46, "device", _number(name), 9)
         layout.nodes[name] = node
     if len(shown) < len(names):
-        angle = pi / 2 + 2 * pi / places
+        angle = first + 2 * pi / places
         text = f"\u2026\n{len(names) - len(shown):,} more"
         layout.notes.append((radius * cos(angle), radius * sin(angle), text))
     if middle:
@@ -327,7 +331,7 @@ def _sites(topology: Sites, wiring: Wiring) -> Layout:
         layout.add(part, x - left, -bottom)
         middle = x + (right - left) / 2
         layout.nodes[f"{name}/gateway"] = Node(middle, height + 0.85, 1.1, 0.34, "gateway", "gateway", 9)
-        layout.boxes.append(Box(x - 0.25, -0.25, x + right - left + 0.25, height + 0.85, f"site {name}", "site"))
+        layout.boxes.append(Box(x - 0.25, -0.5, x + right - left + 0.25, height + 0.85, f"site {name}", "site"))
         x += right - left + 2.3
     return layout
 

@@ -77,7 +77,7 @@ def summary(comparison: Comparison) -> list[str]:
             "than noise, "
             f"{whole['pairs_right']} are predicted in the measured order."
         )
-    return sentences
+    return [*sentences, *(f"Doubtful: {doubt}." for doubt in comparison.doubts)]
 
 
 def _tables(rows: Sequence[Row], groups: Sequence[Row], comparison: Comparison) -> Markup:

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from analysis.compare.comparison import COLUMNS, Joined, compare, join
+from analysis.compare.comparison import COLUMNS, Joined, compare, doubts, join
 from analysis.compare.groups import group_table
 from analysis.compare.rivals import COLUMNS as RIVAL_COLUMNS
 from analysis.compare.rivals import rival_table
@@ -34,6 +34,8 @@ class Comparison:
     rivals: pl.DataFrame
     predicted: tuple[Result, ...] = ()
     measured: tuple[Result, ...] = ()
+    doubts: tuple[str, ...] = ()
+    """What makes measurements doubtful: other work on the machine, or another speed of it."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ def _comparisons(folder: Path, joined: Joined) -> Iterable[Comparison]:
             rivals=rival_table(joined.pairs),
             predicted=tuple(pair.predicted.result for pair in joined.pairs),
             measured=tuple(result for pair in joined.pairs for result in pair.measurements),
+            doubts=tuple(doubts([file for pair in joined.pairs for file in pair.repeats])),
         )
         return
     for path in sorted(folder.rglob("comparison.csv")):

@@ -168,6 +168,11 @@ def imported_factory(module: Module, *, where: str) -> Any:
     check_factory(module, where=where)
     assert module.factory is not None
     inside, _, name = _parts(module.factory)
+    if not inside or "/" in module.factory or name == "py":
+        raise UserError(
+            f"{where}: module.factory = '{module.factory}': must be the dotted path of a factory, as of mymodule.py: "
+            "mymodule.MyModel"
+        )
     try:
         factory = getattr(importlib.import_module(inside), name)
     except Exception as error:  # importing runs the user's code

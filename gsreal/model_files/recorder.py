@@ -1,8 +1,8 @@
 """Records the operations of one training step under fake tensors: FLOP, bytes, and lives of storages.
 
-FLOP are those of matrix products, convolutions and attention; all other operations are costed by the bytes they move.
-Every operation on floating-point numbers either has a FLOP formula, or is known to be bound by the bytes it moves. Any
-other operation is refused: it would count as free, however much it computes.
+FLOP are those of matrix products, convolutions, attention and LSTMs; all other operations are costed by the bytes they
+move. Every operation on floating-point numbers either has a FLOP formula, or is known to be bound by the bytes it
+moves. Any other operation is refused: it would count as free, however much it computes.
 """
 
 import weakref
@@ -65,7 +65,15 @@ def _convolution_backward_flop(gradient: Tensor, inputs: Tensor, weight: Tensor,
     return sum(wanted[:2]) * 2 * places[0] * prod(places[2:]) * prod(weight.shape)
 
 
+def _lstm_flop(inputs: Tensor, input_weight: Tensor, hidden_weight: Tensor, *_rest: Any, **_settings: Any) -> int:
+    """Return the FLOP of one direction of an LSTM's layer: each sample's input and state, times the gates' weights."""
+    places = prod(inputs.shape[:2])
+    return 2 * places * (input_weight.numel() + hidden_weight.numel())
+
+
 FORMULAS: dict[Any, Callable[..., int]] = {
+    aten.mkldnn_rnn_layer: _lstm_flop,
+    aten.mkldnn_rnn_layer_backward: lambda *of_forward, **_settings: 2 * _lstm_flop(*of_forward[:3]),
     aten._grouped_mm: _grouped_product_flop,
     aten.convolution_backward: _convolution_backward_flop,
     aten.mv: lambda a, *_rest, **_settings: 2 * a.numel(),

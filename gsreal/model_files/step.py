@@ -4,6 +4,7 @@ A layer begins where a chosen module is entered, and ends where the next chosen 
 when the gradient of its output, which is the next layer's input, is complete.
 """
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
@@ -108,10 +110,10 @@ def fake_module(model: Model, where: str) -> nn.Module:
 
 
 class _FakeTensors(FakeTensorMode):
-    """Fake tensors whose grouped products accept fp32 and fp16 too, as the kernels do.
+    """Fake tensors whose grouped products accept fp32 and fp16 too, and whose LSTMs keep a workspace, as kernels do.
 
-    Torch's shape function of grouped products accepts bf16 only. A separate mode for them would see every operation,
-    which takes longer than most of what a trace does with it.
+    Torch's shape functions of these accept bf16 only, and have an empty workspace. A separate mode for them would see
+    every operation, which takes longer than most of what a trace does with it.
     """
 
     @classmethod
@@ -124,7 +126,50 @@ class _FakeTensors(FakeTensorMode):
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
             with self:
                 return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            with self:  # empty where nothing is kept for a backward
+                return *result[:3], torch.empty(_lstm_workspace(func, args), dtype=torch.uint8)
+        return result
+
+
+def _lstm_workspace(func: Any, args: Any) -> int:
+    """Return the bytes that oneDNN keeps of an LSTM's layer for its backward, a whole number for each sample.
+
+    It says how many by running, here on zeros. Its parts are rounded up to pages, which the bytes of a sample are not:
+    a page's worth of samples has whole ones only.
+    """
+    inputs, *others = args
+    length, samples = inputs.shape[:2]
+    whole = PAGE_BYTES // inputs.dtype.itemsize
+    key = (
+        inputs.dtype,
+        inputs.shape[2:],
+        *(each.shape if isinstance(each, Tensor) else str(each) for each in others[:4]),
+    )
+    if key not in _WORKSPACES:
+        sizes = []
+        with unset_fake_temporarily(), torch.enable_grad():  # nothing is kept without
+            for steps in (1, 2):
+                real = [torch.zeros((steps, whole, *inputs.shape[2:]), dtype=inputs.dtype)]
+                real += [
+                    torch.zeros((whole, each.shape[-1]) if place in STATES else each.shape, dtype=each.dtype)
+                    if isinstance(each, Tensor)
+                    else each
+                    for place, each in enumerate(others, 1)
+                ]
+                workspace: Tensor | None = func(*real)[3]
+                sizes.append(0 if workspace is None else workspace.nbytes // whole)
+        _WORKSPACES[key] = (sizes[0], sizes[1] - sizes[0])
+    first, further = _WORKSPACES[key]
+    return int(samples * (first + further * (length - 1)))
+
+
+PAGE_BYTES = 4096
+STATES = (5, 6)
+"""Places of an LSTM's states among its arguments."""
+_WORKSPACES: dict[tuple[Any, ...], tuple[int, int]] = {}
+"""Bytes of workspace for a sample's first step, and for each further one, by the layer's sizes."""
 
 
 @contextmanager
@@ -142,6 +187,8 @@ def traced_precision(model: Model) -> Iterator[None]:
 def without_values(model: Model) -> Iterator[None]:
     """Use fake tensors for the duration of the context, with the operations that the model runs on real values."""
     whole = sequences_not_packed() if model.module.hugging_face is not None else nullcontext()
+    # what fails is reported in one line, and not by torch as well, with its own traceback
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     with _FakeTensors(allow_non_fake_inputs=False), traced_precision(model), whole:
         yield
 

@@ -32,6 +32,7 @@ from gssim.units import PRECISION_BYTES, whole_number
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
+ScenarioFile = Annotated[Path, typer.Argument(help="A scenario's file, such as scenarios/demo.toml.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
 
 
@@ -54,7 +55,7 @@ def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
 @app.command("run")
 @no_collection()  # until the objects of the simulation are gone again: a collection takes long to look at all of them
 def run_command(
-    scenario: Path,
+    scenario: ScenarioFile,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
     unfold: Annotated[bool, typer.Option("--unfold", help="Simulate every rank and link by itself.")] = False,
@@ -102,7 +103,7 @@ def run_command(
 
 @app.command("program")
 def program_command(
-    scenario: Path,
+    scenario: ScenarioFile,
     overrides: Overrides = None,
     rank: Annotated[int, typer.Option("--rank", help="The rank whose tasks are printed.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of tasks as JSON.")] = False,
@@ -259,7 +260,7 @@ def _report_interrupt(place: Path | None) -> Iterator[None]:
 
 @app.command("search")
 def search_command(
-    scenario: Path,
+    scenario: ScenarioFile,
     overrides: Overrides = None,
     top: Annotated[int, typer.Option("--top", help="How many plans to show.")] = 5,
     objective: Annotated[

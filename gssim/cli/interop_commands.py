@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gssim import interop
-from gssim.cli.commands import Overrides, app
+from gssim.cli.commands import Overrides, ScenarioFile, app
 from gssim.cluster import presets
 from gssim.errors import UserError, one_line
 from gssim.execution.files import write_text
@@ -88,7 +88,7 @@ def import_command(
 
 @app.command("export")
 def export_command(
-    scenario: Path,
+    scenario: ScenarioFile,
     to: Annotated[str, typer.Option("--to", metavar="PROGRAM", help=f"{', '.join(PROGRAMS)}.")],
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="File to write; by default it is printed.")] = None,

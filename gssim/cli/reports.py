@@ -14,7 +14,7 @@ from gssim.plan.methods import Method
 from gssim.plan.words import in_words
 from gssim.planner import PLAN, Found, Outcome, bound_by, memory_lack, reason
 from gssim.scenario.support import Support
-from gssim.terminal import PIPE_WIDTH, plain_console
+from gssim.terminal import PIPE_WIDTH, fits_width, plain_console
 from gssim.units import human_bytes, human_seconds
 
 UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
@@ -103,6 +103,8 @@ def _compared(rival: Mapping[str, Any]) -> str:
 
 
 WIDTH = 160
+SUPPORT_WIDTH = 200
+"""Of a file or pipe: all methods side by side."""
 
 
 def print_methods(methods: Iterable[Method]) -> None:
@@ -123,14 +125,24 @@ def print_methods(methods: Iterable[Method]) -> None:
 
 def print_support(combinations: Sequence[Support]) -> None:
     """Print which features combine with which methods: a row a feature, a column a method."""
-    methods = list(dict.fromkeys(entry.method for entry in combinations))
-    table = Table(Column("with", no_wrap=True), *methods, box=SIMPLE_HEAD, padding=0, collapse_padding=True)
     cells = {
         (entry.feature, entry.method): "-" if entry.simulated else "sim" if entry.real else "yes"
         for entry in combinations
     }
-    for feature in dict.fromkeys(entry.feature for entry in combinations):
-        table.add_row(feature, *(cells[feature, method] for method in methods))
-    console = plain_console(WIDTH)
-    console.print(table)
+    features = list(dict.fromkeys(entry.feature for entry in combinations))
+    methods = list(dict.fromkeys(entry.method for entry in combinations))
+    console = plain_console(SUPPORT_WIDTH)
+
+    def table_of(some: Sequence[str]) -> Table:
+        table = Table(Column("with", no_wrap=True), *some, box=SIMPLE_HEAD, padding=0, collapse_padding=True)
+        for feature in features:
+            table.add_row(feature, *(cells[feature, method] for method in some))
+        return table
+
+    while methods:  # as many side by side as there is room for their names
+        count = len(methods)
+        while not fits_width(console, table := table_of(methods[:count])) and count > 1:
+            count -= 1
+        console.print(table)
+        methods = methods[count:]
     console.print("yes: predicted and real; sim: predicted only; -: refused. Reasons: --json", highlight=False)

@@ -4,11 +4,12 @@
 `preset` overrides values of it.
 """
 
-import difflib
 import tomllib
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
+
+from gssim.errors import nearest_name
 
 Kind = Literal["devices", "links"]
 
@@ -53,8 +54,8 @@ def expanded(kind: Kind, value: Any) -> Any:
 def _preset(kind: Kind, name: str) -> dict[str, Any]:
     known = presets(kind)
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
+        close = nearest_name(name, known)
+        hint = f"did you mean {close}? " if close else ""
         raise ValueError(f"there is no preset {name!r} of {kind}; {hint}{_allowed(kind)}")
     return {**known[name], "source": f"preset {name}: {known[name]['source']}"}
 

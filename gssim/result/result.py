@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from gssim.errors import UserError
 from gssim.execution.files import read_json
-from gssim.units import Amount, Finite, PositiveInt, adapter, record, spec, validated
+from gssim.units import Amount, Finite, PositiveInt, adapter, human_seconds, record, spec, validated
 
 if TYPE_CHECKING:
     import polars
@@ -461,6 +461,13 @@ class Result:
     core. Those on calibrated CPUs and emulated devices have `device_speed_ratio`: the measured rate of a matrix product
     (before and after the run; in the lab, after it) relative to the rate in the devices' file.
     """
+
+    def __repr__(self) -> str:
+        """Return one short line; `to_dict` has all values."""
+        return (
+            f"<Result {self.scenario.get('name')!r}: {self.source} step {human_seconds(self.step_time_s)}, "
+            f"{self.throughput_samples_per_s:.4g} samples/s, {'fits' if self.fits else 'does not fit'}>"
+        )
 
     def to_json(self) -> str:
         """Return the Result as JSON, with keys in schema order; equal Results give the same bytes."""

@@ -1,6 +1,5 @@
 """Loading of scenarios, models and clusters from TOML files, and overrides of their keys as `--set` writes them."""
 
-import difflib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gssim.cluster import Cluster, Conditions
-from gssim.errors import MistakenNameError, UserError
+from gssim.errors import MistakenNameError, UserError, nearest_name
 from gssim.execution.cache import Same, Shared
 from gssim.execution.files import read_json, read_text
 from gssim.plan import Plan
@@ -267,6 +266,10 @@ def _part(
         raise UserError(
             f"{file}: is no scenario, but names one, as sweeps do: `gssim sweep {file}` predicts its points"
         )
+    if value is None and part == "cluster" and "device_types" in data:
+        raise UserError(
+            f"{file}: is a cluster, not a scenario, which names one: `gssim run SCENARIO --set cluster={file}`"
+        )
     if value is None:
         raise UserError(f"{file}: {part}: missing; name a file or give the table")
     if not isinstance(value, str):
@@ -290,8 +293,8 @@ def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
     known = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     if key == "workload.model":
         known += shipped_models()
-    close = difflib.get_close_matches(Path(name).name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    close = nearest_name(Path(name).name, known)
+    hint = f"; did you mean {close}?" if close else ""
     raise MistakenNameError(f"{file}: {key} = '{name}': no such file{hint}")
 
 

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from gssim.cluster import presets
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.units import shown_value
 
 
@@ -136,8 +136,15 @@ def _parsed(override: str) -> tuple[str, Any]:
         raise UserError(f"--set {override}: is no text in UTF-8")
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
-    except (ValueError, RecursionError):
-        return key, value.strip()
+    except (ValueError, RecursionError) as error:
+        text = value.strip()
+        if text[:1] + text[-1:] in ("[]", "{}"):
+            what = "array" if text[0] == "[" else "table"
+            raise UserError(
+                f'--set {override}: is no {what} as TOML writes it: texts in it need quotation marks, such as ["ddp"] '
+                f"({one_line(str(error), 60)})"
+            ) from None
+        return key, text
 
 
 def put(data: dict[str, Any], key: str, value: Any, *, under: str = "") -> None:

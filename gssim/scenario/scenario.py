@@ -89,6 +89,14 @@ class Scenario:
     search: SearchSpace = field(default_factory=SearchSpace)
     """The plans that `gssim search` explores; not part of the scenario's identity."""
 
+    def __repr__(self) -> str:
+        """Return one short line: all values, those of the model file included, are megabytes."""
+        workload = self.workload
+        return (
+            f"<Scenario {self.name!r}: {self.plan.method} on {len(self.cluster.devices)} devices of "
+            f"{self.cluster.name!r}, {workload.model.name}, {workload.global_batch_size} samples>"
+        )
+
     @cached_property
     def source(self) -> Source | None:
         """The file from which it was loaded; None if it was made in code. (Loading fills it in.)"""

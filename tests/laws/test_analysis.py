@@ -19,9 +19,12 @@ from results import ALL_REDUCE, PUSH, assert_refused, in_file, make_result, run,
 from analysis.charts import phases, point_labels, predicted_vs_measured, spread
 from analysis.charts.drawing import LABEL_POINTS, label_width_in, plain
 from analysis.compare.comparison import COLUMNS, compare, differences, join
-from analysis.compare.report import worst_explained
+from analysis.compare.groups import group_table
+from analysis.compare.report import print_comparison, worst_explained
+from analysis.compare.rivals import rival_table
 from analysis.compare.table import ResultFile, find_results
 from gssim.result import PHASES, Collective, Result
+from gssim.terminal import plain_console
 
 TABLES = ("comparison.csv", "groups.csv", "gs_against_dense.csv")
 CHARTS = tuple(
@@ -465,6 +468,32 @@ def test_labels_of_one_name_are_told_apart() -> None:
     labels = point_labels(compare(join(files).pairs))
     # these ids differ in their last character only; others are cut to six
     assert sorted(labels) == ["gs, dense, 0000000000000000", "gs, dense, 0000000000000001", "gs, threshold 0.001"]
+
+
+def test_runs_of_one_file_with_several_overrides_are_named_apart_in_tables_charts_and_sentences() -> None:
+    files = crowd(3, name="demo")
+    for file in files[:2]:
+        file.result.scenario["plan"]["method"] = "gs"
+    for file in files:
+        file.result.provenance["core_wait_ratio"] = 0.5
+    pairs = join(files).pairs
+    table = compare(pairs)
+    assert table["name"].to_list() == ["demo, ddp, 0000000000000001", "demo, ddp, 0000000000000002", "demo, gs"]
+    assert rival_table(pairs)["name"].to_list() == ["demo, gs"]
+    (busy,) = [each for each in differences(pairs) if "waited for cores" in each]
+    assert busy.endswith("demo, gs (50%); demo, ddp, 0000000000000001 (50%); demo, ddp, 0000000000000002 (50%)")
+    assert [file.result.scenario["name"] for file in files] == ["demo"] * 6  # the Results stay as they were
+
+
+def test_in_a_narrow_terminal_times_and_memory_are_two_tables_that_name_every_scenario(capsys, monkeypatch) -> None:
+    table = compare(join(crowd(3, name="scenario-{i}")).pairs)
+    monkeypatch.setattr("analysis.compare.report.console", lambda: plain_console(80, highlight=False))
+    print_comparison(table, group_table(table))
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert [said.count(f"scenario-{i} ") for i in range(3)] == [2, 2, 2]
+    assert said.count("predicted  measured") == 1
+    assert "payload" in said
 
 
 def test_spread_keeps_order_and_distance() -> None:

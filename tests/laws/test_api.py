@@ -300,3 +300,11 @@ def test_a_sweep_s_table_is_written_to_a_place_for_one(tmp_path, monkeypatch, ou
 @pytest.mark.parametrize("path", [None, 3, ["few.toml"], b"few.toml", {}])
 def test_a_sweep_is_named_by_its_path(path):
     assert "must be the path of a sweep file" in refusal(gssim.sweep, path)
+
+
+def test_scenarios_and_results_are_one_short_line_on_a_console():
+    """All their values are megabytes."""
+    scenario = gssim.load(DEMO, SMALL)
+    assert repr(scenario).startswith("<Scenario 'demo': gs on 2 devices of ")
+    assert repr(gssim.simulate(scenario)).startswith("<Result 'demo': simulated step ")
+    assert all(len(repr(each)) < 200 for each in (scenario, gssim.simulate(scenario)))

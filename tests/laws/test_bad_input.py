@@ -289,6 +289,16 @@ def test_a_name_that_no_file_can_have(refusal, tmp_path, name):
         ("cluster.nam=x", "pair.toml: nam: unknown key; did you mean name?"),
         ("workload.model.nam=x", "tiny.toml: nam: unknown key; did you mean name?"),
         ("plan.metod=ddp", "plan.metod: unknown key; did you mean method?"),
+        ("method=ddp", "method: unknown key; did you mean plan.method? allowed: name, question"),
+        (
+            "plan.threshold=1e-3",
+            "plan.threshold: unknown key; did you mean plan.push.threshold? allowed: method, ranks",
+        ),
+        ("plan.precision=bf16", "plan.precision: unknown key; did you mean workload.precision?"),
+        ("plan.method=dpp", "'gs_tp' or 'gs_hier'; did you mean 'ddp'?"),
+        ("workload.optimizer=Adam", "'adamw' or 'muon'; did you mean 'adam'?"),
+        ("plan.shares.batch=[half]", "--set plan.shares.batch=[half]: is no array as TOML writes it: texts in it need"),
+        ("workload.model=models/none.toml", "workload.model = 'models/none.toml': no such file"),
         ("plans.method=ddp", "plans: unknown key; did you mean plan?"),
         ("plan=ddp", "plan = 'ddp': "),
         ("cluster=nowhere.toml", "cluster = 'nowhere.toml': no such file"),
@@ -298,6 +308,11 @@ def test_a_name_that_no_file_can_have(refusal, tmp_path, name):
 )
 def test_a_bad_override(refusal, tmp_path, override, message):
     assert message in refusal(write_files(tmp_path), override)
+
+
+def test_a_cluster_that_is_given_for_a_scenario_is_named_as_one(refusal, tmp_path):
+    write_files(tmp_path)
+    assert "pair.toml: is a cluster, not a scenario, which names one" in refusal(tmp_path / "pair.toml")
 
 
 # Gradient statistics -------------------------------------------------------------------------------------------------

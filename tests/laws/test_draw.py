@@ -132,6 +132,29 @@ def test_the_legend_gives_rates_and_oversubscription_and_the_wide_area_link_its_
     assert {"site north", "site south"} <= set(shown)
 
 
+@pytest.mark.parametrize("inside", [simple("switch", 2), servers({"count": 1}, fabric={"kind": "switch"})])
+def test_nothing_covers_the_name_of_a_site_and_no_device_is_on_the_link_to_its_gateway(inside):
+    link = {"bandwidth_bytes_per_s": 10, "latency_s": 1, "source": "t"}
+    sites = [{"name": name, "topology": inside} for name in ("north", "south")]
+    cluster = cluster_with({"kind": "sites", "link": link, "sites": sites})
+    nodes = layout_of(cluster).nodes
+    gateway, switch = nodes["north/gateway"], nodes["north/switch"]
+    devices = [node for name, node in nodes.items() if name.startswith("north/") and node.kind == "device"]
+    assert devices
+    assert all(abs(node.x - gateway.x) > node.width / 2 for node in devices if switch.y < node.y < gateway.y)
+    figure = draw(cluster)
+    figure.canvas.draw()
+    (name,) = [text for text in figure.findobj(Text) if text.get_text() == "site north"]
+    box = name.get_window_extent()
+    others = [text for text in figure.findobj(Text) if text.get_text() and text is not name]
+    assert not any(box.overlaps(text.get_window_extent()) for text in others)
+    (axes,) = figure.axes
+    left, right = (axes.transData.inverted().transform((x, 0))[0] for x in (box.x0, box.x1))
+    low, high = (axes.transData.inverted().transform((0, y))[1] for y in (box.y0, box.y1))
+    over = [n for n in nodes.values() if abs(n.x - (left + right) / 2) < (n.width + right - left) / 2]
+    assert not any(abs(node.y - (low + high) / 2) < (node.height + high - low) / 2 for node in over)
+
+
 def test_explicit_clusters_carry_their_rates_beside_the_links():
     shown = texts(draw(ring(3, bandwidth=1e9, latency_s=5e-6)))
     assert shown.count("1 GB/s\n5 us") == 3

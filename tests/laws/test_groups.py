@@ -425,6 +425,8 @@ def test_exposed_communication_has_a_panel_for_each_group_of_several() -> None:
     figure = exposed_communication(comparison)
     assert figure is not None
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["group0", "group1"]
+    figure.canvas.draw()
+    assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in figure.texts)
     pair = exposed_communication(compare(join(map(in_file, crowd(4, 1))).pairs))
     assert pair is not None
     assert [axes.get_title(loc="left") for axes in pair.axes] == ["all"]

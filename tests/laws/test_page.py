@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from base64 import b64encode
+from dataclasses import replace
 from hashlib import sha256
 from html import unescape
 from html.parser import HTMLParser
@@ -85,6 +86,15 @@ class Reader(HTMLParser):
 
 
 # Contents ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_says_first_what_makes_its_measurements_doubtful(tmp_path: Path) -> None:
+    measured = make_result("measured")
+    write(tmp_path, "p.json", make_result("simulated"))
+    for ratio, doubtful in ((0.4, True), (0.01, False)):
+        write(tmp_path, "m.json", replace(measured, provenance={"core_wait_ratio": ratio}))
+        short = Reader(report(tmp_path)).text.partition("Collectives are equal")[2].partition("Every scenario")[0]
+        assert ("Doubtful: measured while ranks waited for cores that other work used" in short) == doubtful
 
 
 def test_a_page_has_all_that_a_folder_holds(page: str) -> None:

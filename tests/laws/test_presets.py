@@ -142,6 +142,7 @@ def test_expanding_leaves_the_presets_as_they_are():
 REFUSED = [
     ({"device_types": {"a": "a100-smx-80"}}, "device_types.a = 'a100-smx-80': there is no preset 'a100-smx-80' of devices"),
     ({"device_types": {"a": "a100-smx-80"}}, "did you mean a100-sxm-80? allowed: v100-sxm2-32, "),
+    ({"device_types": {"a": "a100"}}, "did you mean a100-sxm-40? allowed: v100-sxm2-32, "),
     ({"device_types": {"a": {"preset": "abacus"}}}, "device_types.a = {'preset': 'abacus'}: there is no preset 'abacus'"),
     ({"device_types": {"a": {"preset": 3}}}, "preset = 3: must be a name; allowed: v100-sxm2-32, "),
     ({"device_types": {"a": {"preset": "t4", "memory_bytes": 1}}}, "source: missing; name the source of memory_bytes, which overrides that of preset 't4'"),

@@ -9,6 +9,7 @@ from gssim.result import Collective
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.terminal import SHOWN_GROUPS, print_result
+from gssim.units import human_seconds
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 
@@ -52,3 +53,28 @@ def test_phases_that_take_no_time_have_no_column(result, capsys):
     heads = capsys.readouterr().out
     assert "backward" in heads
     assert "compression" not in heads
+
+
+def test_a_step_without_collectives_has_no_table_of_them(result, capsys):
+    print_result(replace(result, collectives=()))
+    assert "collective" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_tables_of_ranks_break_no_word_at_the_usual_widths(columns, capsys, monkeypatch):
+    overrides = ["cluster=" + str(SCENARIOS / "clusters" / "unequal-8-rented.toml"), "plan.method=gs"]
+    shown = simulate(load_scenario(SCENARIOS / "gpt2-unequal-gpus.toml", overrides)).result
+    monkeypatch.setattr("gssim.terminal.PIPE_WIDTH", columns)
+    print_result(shown)
+    words = capsys.readouterr().out
+    assert max(map(len, words.splitlines())) <= columns
+    assert all(name in words for name in ("peak allocated", "communicators", "exposed communication"))
+    assert all(entry.device in words for entry in shown.ranks)
+    for entry in shown.ranks:
+        assert human_seconds(entry.phases_s["forward"]) in words
+
+
+def test_ranks_of_equal_figures_are_shown_together(result, capsys):
+    alone = [replace(result.ranks[0], ranks=(rank,), count=1) for rank in (0, 1)]
+    print_result(replace(result, ranks=tuple(alone)))
+    assert [line[:7] for line in capsys.readouterr().out.splitlines() if line.startswith("│ 0")] == ["│ 0-1  "]

@@ -394,6 +394,32 @@ def test_scaling_takes_the_fastest_point_of_each_size(tmp_path: Path) -> None:
     assert [row["throughput_samples_per_s"] for row in line] == [4.0, 8.0]
 
 
+def test_micro_batches_that_go_with_a_number_of_servers_make_no_plan_of_their_own(tmp_path: Path) -> None:
+    servers, batches = "cluster.topology.servers.0.count", "plan.micro_batches"
+    rows = [
+        make_row(method, ranks=8 * n, point=f"{method}-{n}", **{servers: n, batches: 16 // n})
+        for method in ("ddp", "zero3")
+        for n in (2, 4, 8)
+    ]
+    table = made(rows, tmp_path, {servers: int, batches: int})
+    layout = layout_of(table)
+    assert (layout.settings, layout.plans) == ((servers,), ("method",))
+    assert [len(line) for line in lines_of(table.rows, layout).values()] == [3, 3]
+    apart = [row | {batches: 1, "point": f"{row['point']}-1"} for row in rows]
+    assert layout_of(made([*rows, *apart], tmp_path, {servers: int, batches: int})).plans == ("method", batches)
+
+
+def test_ticks_of_times_that_differ_little_do_not_touch(tmp_path: Path) -> None:
+    rows = [make_row("ddp", step_time_s=20.512), make_row("hsdp", step_time_s=20.69, peak_allocated_bytes=9 * GIB)]
+    drawn = {chart.name: chart for chart in sweep_charts(made(rows, tmp_path))}
+    figure = drawn["time_and_memory"].figure
+    figure.canvas.draw()
+    labels = [label.get_window_extent() for label in figure.axes[0].get_xticklabels() if label.get_text()]
+    shown = [box for box in labels if figure.axes[0].bbox.x0 - 1 <= (box.x0 + box.x1) / 2 <= figure.axes[0].bbox.x1 + 1]
+    assert len(shown) > 1
+    assert all(left.x1 < right.x0 for left, right in pairwise(shown))
+
+
 def test_nothing_leaves_the_picture(charts) -> None:
     for chart in charts.values():
         assert outside(chart.figure) == []

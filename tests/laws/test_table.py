@@ -22,6 +22,7 @@ from gssim.sweeps import (
     without_outcome,
     write_table,
 )
+from gssim.terminal import print_table
 
 
 @pytest.fixture
@@ -90,3 +91,27 @@ def test_without_polars_there_is_an_instruction(tmp_path, monkeypatch, result):
         check_table_place(Path(tmp_path / "t.parquet"))
     with pytest.raises(UserError, match="a table needs polars"):
         result.to_frame()
+
+
+def test_why_points_have_no_prediction_is_printed_once_for_each_reason(result, capsys):
+    columns = columns_of({})
+    reasons = ["plan.tp = 3: is no divisor"] * 2 + ["no such file"]
+    rows = [{"point": "a--b", "group": "a", "variant": "b"} | outcome(result)]
+    rows += [
+        {"point": f"a--{n}", "group": "a", "variant": "c"} | without_outcome("invalid", r)
+        for n, r in enumerate(reasons)
+    ]
+    print_table(table_of(rows, columns), "Which?")
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == ["invalid: 2 points: plan.tp = 3: is no divisor", "invalid: 1 point: no such file"]
+
+
+def test_names_of_points_are_whole_in_a_narrow_terminal(result, capsys, monkeypatch):
+    monkeypatch.setattr("gssim.terminal.PIPE_WIDTH", 80)
+    points = [f"network--zero3--ib-ndr-400--count-{n}" for n in (2, 4)]
+    rows = [{"point": point, "group": "network", "variant": "zero3"} | outcome(result) for point in points]
+    for _ in range(2):  # a second table begins anew
+        print_table(table_of(rows, columns_of({})), "Which?")
+        said = capsys.readouterr().out
+        names = "".join(line.split("│")[1].strip() for line in said.splitlines() if line.startswith("│"))
+        assert names == "".join(points)

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,18 @@ def test_help_is_asked_for_and_answered(monkeypatch, capsys, program):
 def test_a_command_line_without_a_command_gives_the_help_and_exit_2(monkeypatch, capsys):
     assert run(monkeypatch, "gssim", "") == 2
     assert "Usage" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("program", list(MODULES))
+def test_help_fills_its_lines(monkeypatch, capsys, program):
+    """Lines of a paragraph end where the next word has no room, and not where those of the code do."""
+    if program == "gsreal":
+        pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    commands = importlib.import_module(MODULES[program]).app.registered_commands
+    for name in sorted(command.name or command.callback.__name__ for command in commands):
+        assert run(monkeypatch, program, f"{name} --help") == 0, name
+        text = [line.strip() for line in capsys.readouterr().out.partition("╭")[0].splitlines()]
+        for line, after in pairwise(text):
+            if line and after:
+                assert len(line) + len(after.split()[0]) >= 76, f"{name}: {line}"

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from analysis.charts.accuracy import log_ticks
 from analysis.charts.drawing import LABEL_POINTS, LOG_FROM_RATIO, MARKS, label_width_in, new_figure, plain, wrapped
@@ -226,3 +226,5 @@ def value_axis(axes: Axes, values: Sequence[float], *, y: bool = True, zero: boo
         start = 0.0 if zero else low
         room = high - start or abs(high) or 1.0  # all may be equal
         limit(0.0 if zero else low - 0.08 * room, high + 0.12 * room)
+        if not y:
+            axis.set_major_locator(MaxNLocator(5))  # labels of six characters are not to touch each other

@@ -234,7 +234,9 @@ class Site:
     def __post_init__(self) -> None:
         """Refuse a site without switches to which its gateway could be linked."""
         if isinstance(self.topology, Servers) and self.topology.fabric is None:
-            raise ValueError("topology.fabric: missing; a site's gateway is linked to its switches")
+            raise ValueError(
+                'topology.fabric: missing; a site\'s gateway is linked to its switches: fabric = { kind = "switch" }'
+            )
 
 
 @spec
