@@ -290,9 +290,13 @@ class OutlineWalk:
         These run beside the compute stream, which does not wait for them before it joins the others.
         """
         arranged, found = self.machine.arranged, set[int]()
+        of_one_class: dict[int, bool] = {}
+        """By `id` of the collective."""
 
         def is_of_one_class(exchange: Communication) -> bool:
-            return all(len(each.classes) == 1 for each in arranged.of(exchange))
+            if id(exchange) not in of_one_class:
+                of_one_class[id(exchange)] = all(len(each.classes) == 1 for each in arranged.of(exchange))
+            return of_one_class[id(exchange)]
 
         for tasks in self.machine.program.tasks:
             for exchange, other in _meetings(tasks, is_of_one_class):

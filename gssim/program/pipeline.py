@@ -145,6 +145,7 @@ class _ScheduleWriter:
     routes: dict[tuple[int, int], tuple[Communication, str, float]] = field(default_factory=dict)
     """Point-to-point messages by source and target stage: the exchange, its stream, and the host time to post it."""
     message_ids: dict[Message, TaskId] = field(default_factory=dict)
+    transfer_ids: dict[Message, TaskId] = field(default_factory=dict)
     releases: dict[tuple[str, int], Footprint] = field(default_factory=dict)
     """Memory that is freed when a message's tensor is released, by kind of message and source stage."""
     gathered: dict[int, Gathered] = field(default_factory=dict)
@@ -246,7 +247,10 @@ class _ScheduleWriter:
 
     def transfer_id(self, message: Message) -> TaskId:
         """Return the identity of the task that sends or receives a message."""
-        return self.message_id(message).serving("send" if message.source in self.stages else "receive")
+        if message not in self.transfer_ids:
+            action: Literal["send", "receive"] = "send" if message.source in self.stages else "receive"
+            self.transfer_ids[message] = self.message_id(message).serving(action)
+        return self.transfer_ids[message]
 
     def post(self, message: Message, *, sends: bool) -> None:
         """Append a message that starts once posted, on a stream of its own per peer and direction."""
