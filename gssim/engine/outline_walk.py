@@ -61,35 +61,24 @@ class _Priced(NamedTuple):
     seconds: Mapping[str, float]
     """By phase."""
     pieces: tuple[_Piece, ...]
-    """The template's tasks, if some wait for the host; these are then executed instead of adding `delays_s`."""
+    """The template's tasks, if some wait for the host; these are then executed, and `delays_s` is empty."""
     instances: tuple[CollectiveInstance, ...]
 
 
 class _Operation(NamedTuple):
-    """One item of a stream of a role: a task or a chunk."""
+    """One item of a stream of a role: a task or a chunk. All classes of the role share it."""
 
     after: tuple[int, ...]
     """Slots of the tasks on other streams that it waits for."""
     slot: int
     """Slot in which its end is stored for tasks that wait for it; -1: none do."""
     template: int
-    """`id` of the chunk's template; -1: the operation is a task."""
-    task: Task | None
+    """`id` of the chunk's template, whose time differs between classes; -1: the operation is a task."""
+    pieces: tuple[_Piece, ...]
+    """The time of a task on the compute stream."""
     meeting: int
     """Number of the collective that it joins; -1: none."""
-
-
-class _Join(NamedTuple):
-    """A collective that a class joins."""
-
-    meeting: int
-    number: int
-    instance: CollectiveInstance
     phase: str
-
-
-Step = tuple[tuple[int, ...], int, tuple[float, ...], tuple[_Piece, ...], _Join | None]
-"""An operation as a class executes it: slots it waits for, its own slot, and its delays, pieces, or collective."""
 
 
 @dataclass(eq=False)
@@ -97,6 +86,8 @@ class _Rank:
     """Progress of a class of ranks through the steps."""
 
     index: int
+    priced: Mapping[int, _Priced]
+    """Times of its chunks, by `id` of the template."""
     slots: int
     steps: int
     known_s: Mapping[str, float]
@@ -126,7 +117,7 @@ class _Stream:
 
     rank: _Rank
     computes: bool
-    operations: Sequence[Step]
+    operations: Sequence[_Operation]
     step: int = 0
     place: int = 0
     now_s: float = 0.0
@@ -134,18 +125,20 @@ class _Stream:
     @property
     def waits_first(self) -> str | None:
         """Phase of its wait at the beginning of a step; None if it does something at once."""
-        for after, _, delays_s, pieces, join in self.operations:
-            if after or join is not None:
-                return "exposed_communication" if after or join is None else join.phase
-            if delays_s or pieces:
+        for each in self.operations:
+            if each.after or each.meeting >= 0:
+                return "exposed_communication" if each.after else each.phase
+            chunk = self.rank.priced.get(each.template)
+            if each.pieces or (chunk is not None and (chunk.delays_s or chunk.pieces)):
                 return None
         return "exposed_communication"
 
     @property
     def is_issued_ahead(self) -> bool:
         """Whether the host issues the stream's first task of a step right after the last one of the step before."""
-        hosts = (piece.goes_on for *_, pieces, _ in self.operations for piece in pieces if piece.host_s is not None)
-        return next(hosts, False)
+        priced = self.rank.priced
+        pieces = (priced[each.template].pieces if each.template >= 0 else each.pieces for each in self.operations)
+        return next((piece.goes_on for several in pieces for piece in several if piece.host_s is not None), False)
 
 
 class _Role:
@@ -190,7 +183,7 @@ class _Role:
                 self._add(streams, part, number, slots, stream_of)
             elif id(part.template) in whole:
                 slot = slots.get(part.last, -1)
-                streams["compute"].append(_Operation((), slot, id(part.template), None, -1))
+                streams["compute"].append(_Operation((), slot, id(part.template), (), -1, ""))
             else:
                 tasks = part.tasks
                 for each in (each for task in tasks for each in task.after):
@@ -212,8 +205,12 @@ class _Role:
         after = [slots[each] for each in others]
         slot = slots.get(task.id, -1)
         meeting = -1 if task.communication is None else number(task)
-        if after or slot >= 0 or meeting >= 0 or task.duration_s or task.issue is not None:
-            streams[task.stream].append(_Operation(tuple(after), slot, -1, task, meeting))
+        pieces: tuple[_Piece, ...] = ()
+        if meeting < 0 and (task.duration_s or task.issue is not None):
+            host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
+            pieces = (_Piece((task.duration_s,), host_s, goes_on, task.phase),)
+        if after or slot >= 0 or meeting >= 0 or pieces:
+            streams[task.stream].append(_Operation(tuple(after), slot, -1, pieces, meeting, task.phase))
 
 
 def can_walk_outlines(machine: MachineState) -> bool:
@@ -263,6 +260,8 @@ class OutlineWalk:
         self._owner_of_link = self._link_owners()
         self._own_links: dict[int, frozenset[int]] = {}
         """For each class, the classes of links that only its compute stream uses."""
+        self._delays_s: dict[CollectiveInstance, tuple[float, ...] | None] = {}
+        """Delays of collectives of one class; see `_alone_delays`."""
         self.ranks, self._streams = self._made()
         self._left = self._in_first = len(self._streams)
 
@@ -291,9 +290,13 @@ class OutlineWalk:
         These run beside the compute stream, which does not wait for them before it joins the others.
         """
         arranged, found = self.machine.arranged, set[int]()
+        of_one_class: dict[int, bool] = {}
+        """By `id` of the collective."""
 
         def is_of_one_class(exchange: Communication) -> bool:
-            return all(len(each.classes) == 1 for each in arranged.of(exchange))
+            if id(exchange) not in of_one_class:
+                of_one_class[id(exchange)] = all(len(each.classes) == 1 for each in arranged.of(exchange))
+            return of_one_class[id(exchange)]
 
         for tasks in self.machine.program.tasks:
             for exchange, other in _meetings(tasks, is_of_one_class):
@@ -318,7 +321,9 @@ class OutlineWalk:
             return None
         if index not in self._own_links:
             self._own_links[index] = frozenset(link for link, owner in self._owner_of_link.items() if owner == index)
-        return delays_of_collective(self.machine, instance, self._own_links[index])
+        if instance not in self._delays_s:
+            self._delays_s[instance] = delays_of_collective(self.machine, instance, self._own_links[index])
+        return self._delays_s[instance]
 
     def _priced(self, template: Template, index: int) -> _Priced | None:
         """Return a template's time for a class; None if it is not the same at all times."""
@@ -340,8 +345,10 @@ class OutlineWalk:
                 return None
             beside = task.id if task.stream != "compute" else None
             pieces.append(_Piece(delays_s, None, False, task.phase, "" if beside is None else "begins"))
-        issued = tuple(pieces) if any(piece.host_s is not None for piece in pieces) else ()
-        return _Priced(*_added_up(pieces), issued, tuple(instances))
+        delays_s, seconds = _added_up(pieces)
+        if any(piece.host_s is not None for piece in pieces):
+            return _Priced((), seconds, tuple(pieces), tuple(instances))
+        return _Priced(delays_s, seconds, (), tuple(instances))
 
     def _instance_of(self, exchange: Communication, index: int) -> tuple[int, CollectiveInstance]:
         """Return the instance of a collective in which a class takes part, and the instance's number."""
@@ -376,26 +383,10 @@ class OutlineWalk:
                     instances += own.instances * count
                     for phase, value in own.seconds.items() if not own.pieces else ():
                         seconds[phase] += count * value
-                rank = _Rank(index, slots, self.steps, seconds, instances)
+                rank = _Rank(index, priced[index], slots, self.steps, seconds, instances)
                 ranks.append(rank)
-                for name, several in operations.items():
-                    steps = [self._step(each, index, priced[index]) for each in several]
-                    streams.append(_Stream(rank, name == "compute", steps))
+                streams += [_Stream(rank, name == "compute", several) for name, several in operations.items()]
         return sorted(ranks, key=lambda rank: rank.index), streams
-
-    def _step(self, operation: _Operation, index: int, priced: Mapping[int, _Priced]) -> Step:
-        """Return an operation as a class executes it."""
-        after, slot, template, task, meeting = operation
-        if template >= 0:
-            own = priced[template]
-            return (after, slot, (), own.pieces, None) if own.pieces else (after, slot, own.delays_s, (), None)
-        assert task is not None
-        if meeting >= 0:
-            return after, slot, (), (), _Join(meeting, *self._instance_of(self._exchanges[meeting], index), task.phase)
-        if not task.duration_s and task.issue is None:
-            return after, slot, (), (), None
-        host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
-        return after, slot, (), (_Piece((task.duration_s,), host_s, goes_on, task.phase),), None
 
     def _number(self, task: Task) -> int:
         """Return the number of the collective that a task joins."""
@@ -434,17 +425,18 @@ class OutlineWalk:
         while step < self.steps:
             ended_s = rank.ended_s[step]
             while place < len(operations):
-                after, slot, delays_s, pieces, join = operations[place]
+                after, slot, template, pieces, meeting, _ = operations[place]
                 if after:
                     stream.place, stream.now_s, stream.step = place, now_s, step
                     if self._must_wait(stream, after):
                         return
                     now_s = stream.now_s
-                if join is not None:
+                if meeting >= 0:
                     stream.place, stream.now_s, stream.step = place, now_s, step
-                    self._arrive(stream, join)
+                    self._arrive(stream, meeting)
                     return
-                if delays_s:
+                if template >= 0:
+                    delays_s, _, pieces, _ = rank.priced[template]
                     now_s = reduce(add, delays_s, now_s)
                 for piece in pieces:
                     now_s = _after_piece(rank, piece, now_s, rank.seconds[step] if computes else None)
@@ -503,16 +495,16 @@ class OutlineWalk:
                 rank.waiting.setdefault((step, each), []).append(stream)
                 return True
             latest_s = max(latest_s, end_s)
-        if step and stream.operations[stream.place][-1] is None:
+        if step and stream.operations[stream.place].meeting < 0:
             self._further_s = min(self._further_s, latest_s)
         if stream.computes:
             rank.seconds[step]["exposed_communication"] += latest_s - stream.now_s
         stream.now_s = latest_s
         return False
 
-    def _arrive(self, stream: _Stream, join: _Join) -> None:
+    def _arrive(self, stream: _Stream, meeting: int) -> None:
         """Let a class join a collective; the last arrival starts it."""
-        meeting, number, instance, _ = join
+        number, instance = self._instance_of(self._exchanges[meeting], stream.rank.index)
         key = (stream.step, meeting, number)
         streams = self._met.setdefault(key, [])
         streams.append(stream)
@@ -573,14 +565,14 @@ class OutlineWalk:
         now_s = float(self.env.now)
         for stream in streams:
             rank, step = stream.rank, stream.step
-            _, slot, _, _, join = stream.operations[stream.place]
-            if stream.computes and join is not None:
-                rank.seconds[step][join.phase] += now_s - stream.now_s
+            joined = stream.operations[stream.place]
+            if stream.computes:
+                rank.seconds[step][joined.phase] += now_s - stream.now_s
             stream.now_s = now_s
             stream.place += 1
-            if slot >= 0:
-                rank.ended_s[step][slot] = now_s
-                self._ready.extend(rank.waiting.pop((step, slot), ()))
+            if joined.slot >= 0:
+                rank.ended_s[step][joined.slot] = now_s
+                self._ready.extend(rank.waiting.pop((step, joined.slot), ()))
             self._ready.append(stream)
         self._run_ready()
 

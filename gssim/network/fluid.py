@@ -174,7 +174,7 @@ class _Transfer:
     @property
     def is_over(self) -> bool:
         """Whether no bytes are left."""
-        return not self.remaining.any()
+        return not (self.remaining[0] if self.single else self.remaining.any())
 
     def is_limited_by(self, links: Bools) -> bool:
         """Return whether one of the marked links limits an unfinished session; the last mark is for `NOWHERE`."""
@@ -464,16 +464,11 @@ class Network:
 
     def _touching(self, transfer: _Transfer) -> list[_Transfer]:
         """Return the transfers that share links with this one, or with others that do."""
-        touching, rest = [transfer], [other for other in self.active if other is not transfer]
-        links = set(transfer.links)
-        grown = True
-        while grown:
-            near = [other for other in rest if not links.isdisjoint(other.links)]
-            grown = bool(near)
+        touching, rest, links = [transfer], self.active, transfer.links
+        while near := [each for each in rest if each is not transfer and not links.isdisjoint(each.links)]:
             touching += near
-            rest = [other for other in rest if other not in near]
-            for other in near:
-                links |= other.links
+            rest = [each for each in rest if each not in near]
+            links = links.union(*(each.links for each in near))
         return touching
 
     def _rates(self, groups: Sequence[Sessions], going: Sequence[Any] | None = None) -> tuple[Floats, Ints]:

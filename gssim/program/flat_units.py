@@ -44,6 +44,10 @@ class FlatUnit:
     size_bytes: float
     """Size of all its parameters."""
 
+    def __hash__(self) -> int:
+        """Return equal hashes for equal units: units are parts of keys, and hashing all of their layers takes long."""
+        return hash(self.name)
+
     @property
     def is_root(self) -> bool:
         """Whether it consists of the layers outside blocks."""

@@ -3,7 +3,7 @@ stages.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -38,8 +38,7 @@ from gssim.units import PRECISION_BYTES
 COMPUTES = ("forward", "backward")
 StageTasks = Callable[[Lowering, MicroBatch, Gathered | None], Sequence[Task]]
 """Function that returns a stage's forward and backward for one micro-batch, with the policies' collectives but without
-the micro-batch's number. Equal results are the same sequence object. The last argument says which sharded parameters
-are already gathered."""
+the micro-batch's number. The last argument says which sharded parameters are already gathered."""
 
 
 MESSAGE_ACTIONS = ("send", "receive", "wait")
@@ -140,11 +139,13 @@ class _ScheduleWriter:
     tasks: list[Task | Chunk] = field(default_factory=list)
     deferred: list[Task] = field(default_factory=list)
     """Tasks that run after the schedule."""
-    parts: dict[tuple[int, str], Template | Sequence[Task]] = field(default_factory=dict)
-    """Forwards and backwards, by identity of a stage's tasks and direction; templates where that is possible."""
-    messages: dict[tuple[int, int], Communication] = field(default_factory=dict)
-    """Point-to-point messages by source and target stage."""
+    parts: dict[tuple[int, str, Hashable, Gathered | None], Template | Sequence[Task]] = field(default_factory=dict)
+    """Forwards and backwards, by stage, direction, and what micro-batches with equal ones have in common; templates
+    where that is possible."""
+    routes: dict[tuple[int, int], tuple[Communication, str, float]] = field(default_factory=dict)
+    """Point-to-point messages by source and target stage: the exchange, its stream, and the host time to post it."""
     message_ids: dict[Message, TaskId] = field(default_factory=dict)
+    transfer_ids: dict[Message, TaskId] = field(default_factory=dict)
     releases: dict[tuple[str, int], Footprint] = field(default_factory=dict)
     """Memory that is freed when a message's tensor is released, by kind of message and source stage."""
     gathered: dict[int, Gathered] = field(default_factory=dict)
@@ -195,16 +196,14 @@ class _ScheduleWriter:
         stage = None if low is self.low else action.stage
         self.add(*self.copies.pop(action.stage, ()))
         gathered = self.gathered_for(action) if low.reduces_after_schedule else None
-        several = stage_tasks(low, micro_batch, gathered)
-        key = (id(several), action.kind)
-        if key not in self.parts:
-            forward_count = next(
-                place for place, task in enumerate(several) if task.id.op in BACKWARD or task.id.during == "backward"
+        # all micro-batches have the same size; those whose gradients are pushed may have messages of their own
+        like = micro_batch if low.policies.gradients == "push" else (micro_batch.first, micro_batch.sends_gradients)
+        key = (action.stage, action.kind, like, gathered)
+        unnumbered = self.parts.get(key)
+        if unnumbered is None:
+            unnumbered = self.parts[key] = _part_of(
+                stage_tasks(low, micro_batch, gathered), action.kind, chunked=chunked and gathered is None
             )
-            own = several[:forward_count] if action.kind == "forward" else several[forward_count:]
-            repeats = chunked and gathered is None and not any(map(is_reduction, own)) and can_be_template(own)
-            self.parts[key] = Template(tuple(own)) if repeats else own
-        unnumbered = self.parts[key]
         if isinstance(unnumbered, Template):
             chunk = Chunk(unnumbered, micro_batch.number, stage)
             self.tasks.append(chunk)
@@ -248,23 +247,31 @@ class _ScheduleWriter:
 
     def transfer_id(self, message: Message) -> TaskId:
         """Return the identity of the task that sends or receives a message."""
-        return self.message_id(message).serving("send" if message.source in self.stages else "receive")
+        if message not in self.transfer_ids:
+            action: Literal["send", "receive"] = "send" if message.source in self.stages else "receive"
+            self.transfer_ids[message] = self.message_id(message).serving(action)
+        return self.transfer_ids[message]
 
     def post(self, message: Message, *, sends: bool) -> None:
         """Append a message that starts once posted, on a stream of its own per peer and direction."""
-        count = len(self.replicas[0])
-        source, target = message.source % count, message.target % count
-        size, ends = self.size_bytes(message), (message.source, message.target)
-        if ends not in self.messages:
-            first, *others = ((ranks[source], ranks[target]) for ranks in self.replicas)
-            self.messages[ends] = Communication("send", first, size, beside=tuple(others))
-        own, exchange = self.message_id(message), self.messages[ends]
-        stream = f"send to {target} on pp" if sends else f"receive from {source} on pp"
-        transfer, after = self.transfer_id(message), (self.latest,)
+        ends = (message.source, message.target)
+        if ends not in self.routes:
+            self.routes[ends] = self.route(message, sends=sends)
+        exchange, stream, posting_s = self.routes[ends]
+        own, transfer, after = self.message_id(message), self.transfer_id(message), (self.latest,)
         self.add(collective_task(transfer, exchange, stream, communication=own, after=after))
-        posting_s = collectives.posting_s(self.low.scenario.cluster, self.device, size) if sends else 0.0
         if posting_s:  # the message is sent as it is posted
             self.add(Task(own.serving("post"), "exposed_communication", duration_s=posting_s))
+
+    def route(self, message: Message, *, sends: bool) -> tuple[Communication, str, float]:
+        """Return what messages between two stages have in common on this side; see `routes`."""
+        count, size = len(self.replicas[0]), self.size_bytes(message)
+        source, target = message.source % count, message.target % count
+        first, *others = ((ranks[source], ranks[target]) for ranks in self.replicas)
+        exchange = Communication("send", first, size, beside=tuple(others))
+        if not sends:
+            return exchange, f"receive from {source} on pp", 0.0
+        return exchange, f"send to {target} on pp", collectives.posting_s(self.low.scenario.cluster, self.device, size)
 
     def free(self, message: Message) -> None:
         """Append the release of a tensor that a stage has sent."""
@@ -278,6 +285,15 @@ class _ScheduleWriter:
     def size_bytes(self, message: Message) -> float:
         """Return the size of a message: the source stage's output, or the gradient of the target stage's output."""
         return self.output_bytes[message.source if message.kind == "activation" else message.target]
+
+
+def _part_of(several: Sequence[Task], kind: str, *, chunked: bool) -> Template | Sequence[Task]:
+    """Return the forward or the backward (`kind`) of a stage's tasks; `chunked`: as a template if possible."""
+    forward_count = next(
+        place for place, task in enumerate(several) if task.id.op in BACKWARD or task.id.during == "backward"
+    )
+    own = several[:forward_count] if kind == "forward" else several[forward_count:]
+    return Template(tuple(own)) if chunked and not any(map(is_reduction, own)) and can_be_template(own) else own
 
 
 @once_a_run

@@ -442,9 +442,14 @@ def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank
     """Return a rank's memory outside the allocator: the context, and a communicator for each of its groups."""
     communicators = 0
     if scenario.cluster.backend == "nccl" and device.communicator_bytes:
-        communicators = sum(rank in group for group in program.communicating_groups)
+        communicators = program.once(_communicators)[rank]
     sizes = {"context": device.context_bytes, "communicators": communicators * device.communicator_bytes}
     return {name: size for name, size in sizes.items() if size}
+
+
+def _communicators(program: Program) -> Counter[int]:
+    """Return the number of communicators of each rank: one for each of its groups."""
+    return Counter(chain.from_iterable(program.communicating_groups))
 
 
 def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Program) -> MemoryFootprint:
