@@ -245,7 +245,9 @@ def _groups_updated_together(low: Lowering, owned: Sequence[int]) -> Sequence[Se
     sharded = low.policies.gradients == "reduce-scatter"
     if not (low.scenario.cuts_natively or (sharded and low.policies.ep > 1)) or len(owned) != len(low.parameters):
         return [owned]  # also for a flat part
-    of_experts = {id(each) for unit in units(low) if unit.experts for each in unit.parameters} if sharded else set()
+    of_experts = (
+        {id(each) for unit in units(low) if unit.experts for each in unit.tensors.parameters} if sharded else set()
+    )
     cut = low.scenario.workload.model.sliced_layers if low.scenario.cuts_natively else ()
     native = {(layer.name, parameter.name) for layer in cut for parameter in native_parameters(layer)}
     groups: dict[tuple[bool, bool], list[int]] = {}

@@ -112,7 +112,7 @@ class MemoryBounds:
         kinds: dict[tuple[str, int, int, float], int] = {}
         for rank, samples in enumerate(sizes):
             place = policies.mesh.place(rank).pp
-            owned = self._owned_of_stage(plan, policies, self.held_stage(plan, policies, place)[0], rank)
+            owned = self._owned_of(self.held_stage(plan, policies, place)[0], plan, policies, rank)
             kinds.setdefault((self.parts.names[rank], place, samples, owned), rank)
         found = 0.0
         for (_, place, samples, owned), rank in kinds.items():
@@ -175,20 +175,6 @@ class MemoryBounds:
             return found
 
         return self.parts.once(key, held)[place]
-
-    def _owned_of_stage(self, plan: Plan, policies: Policies, part: Part, rank: int) -> float:
-        """Return the number of elements of its stage that a rank updates."""
-        if policies.optimizer_state == "replicated":
-            return part.elements
-        place, ranks = rank // policies.tp % policies.replica_ranks, policies.replica_ranks
-        if policies.gradients == "reduce-scatter":
-            ranks = policies.shards
-            return self.parts.once(("chunks", part.key, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
-        if policies.gradients == "push":
-            return self._pushed_share(plan, policies, part, rank)
-        if plan.zero1_implementation != "torch":
-            return 0.0 if self.parts.workload.optimizer == "muon" else part.elements / ranks
-        return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
 
     def output_bytes(self, plan: Plan, policies: Policies, samples: int) -> list[float]:
         """Return the bytes that each pipeline stage but the last sends forward for `samples` samples."""
@@ -350,20 +336,24 @@ class MemoryBounds:
     def _owned(self, plan: Plan, policies: Policies, rank: int) -> float:
         """Return a lower bound of the number of elements that a rank updates."""
         part = self.parts.part(plan, policies, rank)
+        is_known = policies.pp == 1 and policies.partition != "weight-gradient" and policies.ep == 1
+        if policies.optimizer_state != "replicated" and not is_known:
+            return 0.0  # experts are owned by others than the rest
+        return self._owned_of(part, plan, policies, rank)
+
+    def _owned_of(self, part: Part, plan: Plan, policies: Policies, rank: int) -> float:
+        """Return the number of elements of its part, or of its stage, that a rank updates."""
         if policies.optimizer_state == "replicated":
             return part.elements
-        if policies.pp > 1 or policies.partition == "weight-gradient" or policies.ep > 1:
-            return 0.0  # experts are owned by others than the rest
-        place = rank // policies.tp % policies.replica_ranks
-        if policies.gradients == "all-reduce":
-            ranks = policies.replica_ranks
-            if plan.zero1_implementation != "torch":
-                return 0.0 if self.parts.workload.optimizer == "muon" else part.elements / ranks
-            return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
+        place, ranks = rank // policies.tp % policies.replica_ranks, policies.replica_ranks
         if policies.gradients == "reduce-scatter":
             ranks = policies.shards
             return self.parts.once(("chunks", part.key, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
-        return self._pushed_share(plan, policies, part, rank)
+        if policies.gradients == "push":
+            return self._pushed_share(plan, policies, part, rank)
+        if plan.zero1_implementation != "torch":
+            return 0.0 if self.parts.workload.optimizer == "muon" else part.elements / ranks
+        return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
 
     def _tensor_owners(self, part: Part, ranks: int) -> list[float]:
         """Return the elements of the tensors that each rank updates, where whole tensors are assigned (ZeRO-1)."""
