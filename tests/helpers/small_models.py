@@ -139,7 +139,6 @@ def model_file(folder: Path, family: str) -> Path:
         maximum_sequence_length=LENGTH,
         image="1x8x8" if image else None,
         classes=10 if image else None,
-        auto_class=None,
         sequence_length=None if image else LENGTH,
         task="masked-token" if family == "bert" else "next-token",
     )
