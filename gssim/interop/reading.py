@@ -30,15 +30,15 @@ SHOWN_VALUE = 60
 """Number of characters of a value that messages show."""
 
 
-def read_bounded(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
+def read_bounded(path: Path) -> str:
     """Return the text of a file; raise UserError where it is missing, too large or no UTF-8 text."""
     try:
         with path.open("rb") as stream:
-            content = stream.read(most_bytes + 1)
+            content = stream.read(MOST_BYTES + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if len(content) > most_bytes:
-        raise UserError(f"{path}: is larger than {most_bytes} bytes, the most that is read of such a file")
+    if len(content) > MOST_BYTES:
+        raise UserError(f"{path}: is larger than {MOST_BYTES} bytes, the most that is read of such a file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

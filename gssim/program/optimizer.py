@@ -438,7 +438,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     held |= outer_memory(low, rank)
     held |= {name: sum(sizes) for name, sizes in compressor_tensors(low).items()}
     held |= threshold_memory(low, rank)
-    on_host = host_bytes(low, rank, held, owned)
+    on_host = host_bytes(low, held, owned)
     if low.offload == "parameters" and (scales_bytes := sum(unit.tensors.scales_bytes for unit in units(low))):
         held["parameters"] = float(scales_bytes)
         on_host["parameters"] -= scales_bytes
