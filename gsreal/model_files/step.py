@@ -563,7 +563,7 @@ class _Step:
                 alive.unsaved = record.counted[place][bisect_right(seen.counted[place], position) - 1]
 
     def record_needed(self, like: Record | None) -> None:
-        """Record the storages that each layer's backward creates before it needs a saved tensor, or take them from `like`.
+        """Record how many storages a layer's backward creates before it needs a saved tensor, or take that from `like`.
 
         A checkpointed block recomputes its forward only at that moment.
         """
