@@ -5,10 +5,11 @@ from math import ceil, prod
 from pathlib import Path
 
 import pytest
+from point_checks import assert_same_as_unfolded
+from searching import assert_bounds_below_prediction
 from strategies import loaded_of, scenario_of, star
 
 from gssim.errors import UserError
-from gssim.planner.bounds import Bounds
 from gssim.scenario import load_model
 from gssim.simulation import simulate
 from gssim.workload import Model, unrolled
@@ -200,8 +201,7 @@ PLANS = [
 def test_ranks_with_as_many_rows_are_not_equal_beside_others_with_fewer(ranks, plan, load):
     """Rows that twelve experts do not divide evenly are one more on some of the ranks, which each meets elsewhere."""
     loaded = loaded_of(scenario(plan, ranks, global_batch_size=48, sequence_length=32, expert_load=load))
-    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
-    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
 
 
 @pytest.mark.parametrize(
@@ -214,14 +214,7 @@ def test_ranks_with_as_many_rows_are_not_equal_beside_others_with_fewer(ranks, p
 )
 def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
     loaded = loaded_of(scenario(plan | {"ep": ep}, ranks=4 * plan.get("pp", 1), expert_load={"skew": 0.7}))
-    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
-    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
-    assert set(folded.collectives) == set(unfolded.collectives)
-    peaks = [
-        {rank: entry.peak_allocated_bytes for entry in result.ranks for rank in entry.ranks}
-        for result in (folded, unfolded)
-    ]
-    assert peaks[0] == peaks[1]
+    assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
 
 
 @pytest.mark.parametrize("ep", [2, 4])
@@ -256,11 +249,7 @@ def test_a_stage_whose_experts_one_rank_has_alone_gathers_its_dense_parameters_b
 )
 def test_bounds_of_the_search_are_below_what_is_predicted(method, ep, pp, load):
     asked = scenario({"method": method, "ep": ep, "pp": pp, "micro_batches": pp}, expert_load=load)
-    result, bounds = simulate(loaded_of(asked)).result, Bounds(asked)
-    bound = bounds.closer(asked.plan, bounds.of(asked.plan))
-    held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
-    assert 0 < bound.time_s <= result.step_time_s
-    assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+    bound = assert_bounds_below_prediction(asked)
     assert bound.full_ratio > 0 or pp > 1  # of sharded stages nothing is known
 
 
@@ -271,11 +260,7 @@ def test_bounds_of_the_search_are_below_what_is_predicted(method, ep, pp, load):
 def test_bounds_are_below_what_is_predicted_on_parts_of_sequences(method, pp, exchange):
     plan = {"method": method, "ep": 2, "cp": 2, "pp": pp, "micro_batches": pp, "context_exchange": exchange}
     asked = scenario(plan, 4 * pp, expert_load={"skew": 1.0})
-    result, bounds = simulate(loaded_of(asked)).result, Bounds(asked)
-    bound = bounds.closer(asked.plan, bounds.of(asked.plan))
-    held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
-    assert 0 < bound.time_s <= result.step_time_s
-    assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+    assert_bounds_below_prediction(asked)
 
 
 def test_experts_that_nobody_divides_cost_as_without_the_key():
