@@ -132,11 +132,11 @@ def _collectives(scenario: Scenario, result: Result) -> Iterator[str]:
     yield from (_compressed_bytes if scenario.policies.compressor else _gradient_bytes)(scenario, result)
 
 
-def carried(result: Result, kind: str) -> dict[tuple[int, ...], int]:
-    """Return the bytes of all collectives of a kind, by their group."""
+def carried(result: Result, *kinds: str) -> dict[tuple[int, ...], int]:
+    """Return the bytes of all collectives of some kinds, by their group."""
     found: dict[tuple[int, ...], int] = defaultdict(int)
     for entry in result.collectives:
-        if entry.kind == kind:
+        if entry.kind in kinds:
             found[entry.group] += entry.bytes * entry.count
     return found
 

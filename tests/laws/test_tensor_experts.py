@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from point_checks import assert_same_as_unfolded
+from point_checks import assert_same_as_unfolded, carried
 from searching import assert_bounds_below_prediction
 from strategies import loaded_of, scenario_of, star
 
@@ -41,14 +41,6 @@ def scenario(plan: dict, ranks: int = 4, **workload):
 
 def result_of(plan: dict, ranks: int = 4, **workload):
     return simulate(loaded_of(scenario(plan, ranks, **workload))).result
-
-
-def carried(result, kind: str) -> dict[tuple[int, ...], int]:
-    found: dict[tuple[int, ...], int] = {}
-    for entry in result.collectives:
-        if entry.kind == kind:
-            found[entry.group] = found.get(entry.group, 0) + entry.bytes * entry.count
-    return found
 
 
 def elements_of(model, named: str) -> int:
