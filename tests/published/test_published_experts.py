@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from megatron_rows import MEGATRON_ROW, run_of_row
 from point_checks import carried
+from published_rows import MEGATRON_ROW, fields, run_of_row
 
 import gssim
 from analysis.literature.runs import Run
@@ -15,16 +15,10 @@ from gsreal.run.launch import check_predicted_only
 from gssim.program import Lowering
 from gssim.workload import Polynomial
 
-ROW = MEGATRON_ROW | {
-    "family": "moe",
-    "test_case": "gpt3_tp2_8experts",
-    "expert-model-parallel-size": "2",
-    "num-experts": "8",
-    "moe-router-topk": "2",
-    "moe-ffn-hidden-size": "512",
-    "sequence-parallel": "True",
-    "disable-bias-linear": "True",
-}
+ROW = MEGATRON_ROW | fields(
+    "family=moe | test_case=gpt3_tp2_8experts | expert-model-parallel-size=2 | num-experts=8 | "
+    "moe-router-topk=2 | moe-ffn-hidden-size=512 | sequence-parallel=True | disable-bias-linear=True"
+)
 
 
 def run_of(folder: Path, **change: str) -> Run:

@@ -8,7 +8,7 @@ import pytest
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megatron_rows import MEGATRON_ROW
+from published_rows import MEGATRON_ROW, fields
 
 from analysis.literature import scenarios as outcomes_module
 from analysis.literature.kernels import read_kernels
@@ -27,12 +27,6 @@ from analysis.literature.score import baseline_step_s, score
 from analysis.literature.tables.reading import KINDS, read_table
 from gssim.errors import UserError
 from gssim.workload import Polynomial
-
-
-def fields(text: str) -> dict[str, str]:
-    """Return the fields of a row that are written as `name=value | name=value`."""
-    return dict(field.split("=", 1) for field in text.split(" | "))
-
 
 ROWS: dict[str, dict[str, str]] = {
     "many": fields(
@@ -288,16 +282,9 @@ def test_a_gpu_that_is_not_known_among_others_is_skipped(tmp_path):
 
 
 def test_fsdp_over_a_pipeline_keeps_what_a_sharded_optimizer_does(tmp_path):
-    change = {
-        "model": "llama3-tiny",
-        "source": "torchtitan",
-        "sharding": "FSDP",
-        "n_gpus": "8",
-        "dp": "2",
-        "pp": "4",
-        "layers": "8",
-        "micro_batch": "8",
-    }
+    change = fields(
+        "model=llama3-tiny | source=torchtitan | sharding=FSDP | n_gpus=8 | dp=2 | pp=4 | layers=8 | micro_batch=8"
+    )
     run = run_of(tmp_path, **change)
     assert (run.method, run.micro_batch, run.micro_batches) == ("zero1", 2, 4)
     assert run.software.float_gradients
