@@ -152,19 +152,9 @@ class DeviceType:
         """Return plain data without what is absent or off."""
         off = ("lab", "communicator_bytes", "expandable_segments", "kernels")
         absent = (
-            "busy_power_w",
-            "idle_power_w",
-            "communicating_excess_ratio",
-            "posting",
-            "resident_threads",
-            "fp32_efficiency_ratio",
-            "float8_ratio",
-            "replica_hook_s",
-            "replica_forward_s",
-            "layer_operation_s",
-            "kernel_s",
-            "step_host_s",
-            "flat_unit",
+            *("busy_power_w", "idle_power_w", "communicating_excess_ratio", "posting", "resident_threads"),
+            *("fp32_efficiency_ratio", "float8_ratio", "replica_hook_s", "replica_forward_s", "layer_operation_s"),
+            *("kernel_s", "step_host_s", "flat_unit"),
         )
         data: dict[str, Any] = inner(self)
         return {

@@ -17,56 +17,33 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+PassOperation = Literal["forward", "recompute", "backward"]
+UpdateOperation = Literal["gradient-norm", "clip", "unscale", "optimizer"]
+ReplicaOperation = Literal["all-gather", "reduce-scatter", "all-reduce", "copy-to-host", "copy-to-device"]
+CompressorOperation = Literal["compress", "factor", "decompress"]
+PeriodOperation = Literal["outer", "inner-steps"]
+BroadcastOperation = Literal["broadcast-buffers", "broadcast-parameters", "all-gather-parameters", "parameters"]
+PushOperation = Literal["collect", "threshold", "counts", "push", "add", "free", "publish", "publish-in-node"]
+PipelineOperation = Literal["activation", "gradient", "messages", "share-compute-times"]
+SequenceOperation = Literal[
+    "gather-sequence", "scatter-sequence", "exchange-heads", "rotate", "attend", "sum-gradients"
+]
+ExpertOperation = Literal["count-rows", "dispatch", "combine"]
+StepOperation = Literal["load-batch", "step-begin", "forward-begin", "forward-end", "backward-end", "publish-begin"]
+
 Operation = Literal[
-    "forward",
-    "recompute",
-    "backward",
-    "gradient-norm",
-    "clip",
-    "unscale",
-    "optimizer",
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "copy-to-host",
-    "copy-to-device",
-    "compress",
-    "factor",
-    "decompress",
-    "outer",
-    "inner-steps",
-    "broadcast-buffers",
-    "broadcast-parameters",
-    "all-gather-parameters",
-    "parameters",
-    "collect",
-    "threshold",
-    "counts",
-    "push",
-    "add",
-    "free",
-    "publish",
-    "publish-in-node",
-    "activation",
-    "gradient",
-    "messages",
-    "share-compute-times",
-    "gather-sequence",
-    "scatter-sequence",
-    "count-rows",
-    "dispatch",
-    "combine",
-    "exchange-heads",
-    "rotate",
-    "attend",
-    "sum-gradients",
-    "load-batch",
-    "step-begin",
-    "forward-begin",
-    "forward-end",
-    "backward-end",
+    PassOperation,
+    UpdateOperation,
+    ReplicaOperation,
+    CompressorOperation,
+    PeriodOperation,
+    BroadcastOperation,
+    PushOperation,
+    PipelineOperation,
+    SequenceOperation,
+    ExpertOperation,
+    StepOperation,
     "backward-callback",
-    "publish-begin",
     "other",
 ]
 """Operation that a task carries out, or that it serves (see `Action`).
@@ -81,29 +58,10 @@ state. `parameters`: all updated tensors that ZeRO-1 broadcasts, together. `oute
 that ends an outer step. `inner-steps`: the `part` inner steps before it, in which a rank does not communicate.
 `load-batch`: the training loop's work in a step besides forward, backward and update. `other`: a task of a program
 written by hand, with `layer` as its label."""
-Action = Literal[
-    "",
-    "issue",
-    "cast",
-    "issue-cast",
-    "accumulate",
-    "copy-in",
-    "copy-out",
-    "take",
-    "begin",
-    "post",
-    "threshold",
-    "counts",
-    "put",
-    "wait",
-    "hand-over",
-    "await",
-    "send",
-    "receive",
-    "release",
-    "return",
-    "overlap",
-]
+BufferAction = Literal["issue", "cast", "issue-cast", "accumulate", "copy-in", "copy-out", "take"]
+PushAction = Literal["begin", "post", "threshold", "counts", "put", "wait", "hand-over", "await"]
+MessageAction = Literal["send", "receive", "release", "return", "overlap"]
+Action = Literal["", BufferAction, PushAction, MessageAction]
 """What a task does for the operation that it serves; empty if the task is the operation itself."""
 Pass = Literal["", "forward", "recompute", "backward"]
 
