@@ -255,9 +255,7 @@ def _work_on(
 
 
 def _linear_flop(flop: Polynomial, positions: int | None) -> int:
-    """Return the FLOP of the linear maps that every token passes: per token, or per part of a sequence on
-    `positions`.
-    """
+    """Return the FLOP of the linear maps that every token passes: per token, or per part on `positions`."""
     return sum(c for c, i, j in flop.terms if (i, j) == (1, 0 if positions else 1))
 
 

@@ -347,9 +347,7 @@ class Recorder(TorchDispatchMode):
         kept: Sequence[Recompute] = (),
         called: str | None = None,
     ) -> None:
-        """Add one operation's work to the record of a phase of a layer; `kept`: kinds of checkpointing that keep its
-        output.
-        """
+        """Add one operation's work to the record of a phase of a layer; `kept`: checkpointing that keeps its output."""
         self.record.flop[place] += work.flop
         self.record.bytes_moved[place] += work.bytes_moved
         self.record.streamed[place] += work.streamed

@@ -254,9 +254,7 @@ class BackendCost:
 
 
 def _generation(value: Any) -> Any:
-    """Return the constants for the name of a generation, or for a table with the key `generation`; else the value as
-    is.
-    """
+    """Return the constants for the name of a generation, or a table with the key `generation`; else the value as is."""
     named = value.get("generation") if isinstance(value, dict) else value
     if not isinstance(named, str):
         return value

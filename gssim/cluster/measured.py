@@ -269,9 +269,7 @@ class CompressionCost:
 
 @spec
 class UnitCost:
-    """Host time that a wrapper adds per gathered unit of parameters, and per parameter in it, besides the
-    communication.
-    """
+    """Host time that a wrapper adds per gathered unit of parameters, and per parameter in it, besides communication."""
 
     forward_unit_s: Seconds
     """Time per unit and forward."""

@@ -160,9 +160,7 @@ def deepspeed(keys: Keys) -> Training:
 
 
 def _ulysses(keys: Keys, training: Training, *names: str) -> None:
-    """Read DeepSpeed's sequence parallelism: all-to-alls in attention; state is sharded over its ranks too
-    (engine.py).
-    """
+    """Read DeepSpeed's sequence parallelism: all-to-alls in attention; its ranks shard state too (engine.py)."""
     ranks = keys.integer(*names, sets="plan.cp")
     if ranks is not None and ranks.value > 1:
         training.cp, training.context_exchange = ranks, Value("all-to-all", ranks.origin)

@@ -325,9 +325,7 @@ class Keys:
         return {line.partition(" = ")[0] for line, _ in self.refused}
 
     def close(self, table: Mapping[str, "Rule"]) -> None:
-        """Treat the keys that were not read: by the first pattern of `table` that matches, else refuse them as
-        unknown.
-        """
+        """Treat the keys that were not read: by the first pattern of `table` that matches, else refuse them."""
         for key in self.values:
             if key in self.read:
                 continue

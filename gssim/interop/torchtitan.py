@@ -97,9 +97,7 @@ DEGREES: dict[str, tuple[str, ...]] = {
 
 
 def torchtitan(keys: Keys) -> Training:
-    """Return the training in a torchtitan configuration of any generation; keys that it leaves out have its
-    defaults.
-    """
+    """Return the training in a torchtitan configuration of any generation; absent keys have its defaults."""
     training = Training()
     degrees = {}
     for name, (key, *older) in DEGREES.items():

@@ -171,9 +171,7 @@ class Training:
     """Sizes of the model, by the names of `ARCHITECTURE`."""
 
     def has_context_ranks(self, keys: Keys) -> bool:
-        """Return whether the file or `--set` divides sequences among ranks; state is then sharded over these
-        ranks too.
-        """
+        """Return whether the file or `--set` divides sequences among ranks; these then shard state too."""
         return "plan.cp" in keys.overridden or (self.cp is not None and self.cp.value != 1)
 
 
@@ -391,9 +389,7 @@ def _megatron_bucket(training: Training, method: str, dp: int, overrides: dict[s
 
 
 def _shorten(training: Training, entries: list[Entry], batch: list[Entry], pp: int) -> None:
-    """Rename a schedule of fewer micro-batches than stages: all its forwards come before the first backward, as in
-    gpipe.
-    """
+    """Rename a schedule of fewer micro-batches than stages: all forwards come first, as in gpipe."""
     many = next((entry.value for entry in batch if entry.key == "plan.micro_batches"), pp)
     for position, entry in enumerate(entries):
         if entry.key == "plan.schedule" and entry.value == "1f1b" and many < pp and training.short_schedules:
@@ -548,9 +544,7 @@ def _experts(training: Training, keys: Keys, tp: Value) -> Iterator[Entry]:
 
 
 def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) -> list[Entry] | None:
-    """Return the entries of the method and of the data axes whose sizes it sets; state is sharded over `cp`
-    ranks too.
-    """
+    """Return entries of the method and of the data axes that it sets; state is sharded over `cp` ranks too."""
     sharding = training.sharding or Value("none", "not in the file: no sharding")
     split = _data_axes(training, keys, dp, sharding)
     if split is None:

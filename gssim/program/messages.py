@@ -125,9 +125,7 @@ class PushSizes:
         return sums_of_others(values, np.bincount(self.runs))[:, kind, run]
 
     def from_others(self, values: Floats) -> Floats:
-        """Return `values` summed over the messages that an owner receives from all others, by bucket and kind
-        of node.
-        """
+        """Return `values` summed over all messages to an owner, by bucket and kind of node."""
         kind, run, _, _ = self._kinds
         senders = np.bincount(self.classes, minlength=values.shape[1])[:, None]
         others = senders - (kind == np.arange(len(senders))[:, None])

@@ -50,9 +50,7 @@ def _part_of_host(low: Lowering, device_type: str, ranks: int) -> DeviceType:
 
 
 def gradient_device(low: Lowering, rank: int) -> DeviceType:
-    """Return the device that holds a rank's gradients when they are clipped; offloaded shards are on the host
-    by then.
-    """
+    """Return the device that holds a rank's gradients when they are clipped; offloaded ones are on the host by then."""
     return updating_device(low, rank) if low.policies.gradients == "reduce-scatter" else low.device(rank)
 
 

@@ -94,9 +94,7 @@ def workspaces(size_bytes: float) -> tuple[float, ...]:
 
 
 def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
-    """Return the bytes of the tensors that store parameters: the modules' own tensors, GS's flat replicas, or
-    shards.
-    """
+    """Return the bytes of the tensors that store parameters: the modules' tensors, GS's flat replicas, or shards."""
     pushes = low.policies.gradients == "push"
     if holds_shards(low):
         if pushes:  # what is not trained has no owner
@@ -122,9 +120,7 @@ def _flat_elements(low: Lowering) -> list[int]:
 
 
 def _buffers(low: Lowering) -> Sequence[Bucket]:
-    """Return the buckets that exist all through the run; experts have one only where gradients exist in a
-    buffer alone.
-    """
+    """Return the buckets that exist all through the run; experts' only if gradients are in a buffer alone."""
     return (*low.buckets, *(low.expert_buckets if low.has_one_gradient_buffer else ()))
 
 

@@ -133,9 +133,7 @@ def _copy(own: TaskId, action: Action, duration_s: float, *events: Event) -> Tas
 
 
 def _mixing_passes(low: Lowering) -> int:
-    """Return 1 if the rank's own parameters are mixed with the outer ones, and so are read; 0 if they are
-    overwritten.
-    """
+    """Return 1 if the rank's own parameters are mixed with the outer ones, which reads them; 0 if overwritten."""
     return 1 if low.policies.in_fragments and low.scenario.plan.streaming.local_ratio else 0
 
 

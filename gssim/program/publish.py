@@ -211,9 +211,7 @@ def mean_publish_density(low: Lowering) -> float:
 
 
 def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> list[Task]:
-    """Return a rank's whole step: its other tasks, the update, and the publication of updated parameters to
-    replicas.
-    """
+    """Return a rank's whole step: its other tasks, the update, and the publication of parameters to replicas."""
     if low.policies.parameters != "replicated":
         return [*tasks, update]
     sends: Sequence[Task]

@@ -134,9 +134,7 @@ class Tensors:
 
     @cached_property
     def shard_tensors(self) -> tuple[float, ...]:
-        """Bytes of each tensor that a rank keeps for the parameters: its shards, and the scales of quantized
-        weights.
-        """
+        """Bytes of each tensor that a rank keeps for the parameters: its shards, and scales of quantized weights."""
         shards = (elements * self.master_bytes for elements in self.shard_elements)
         scales = (each.scales_bytes for each in self.quantized)
         return tuple(map(float, (*shards, *self.quantized_shards, *scales)))
@@ -419,9 +417,7 @@ def _callback(low: Lowering, held: Sequence[Unit], micro_batch: MicroBatch) -> T
 
 
 def _added_bytes(low: Lowering, unit: Unit, micro_batch: MicroBatch) -> float:
-    """Return the bytes of a unit's reduced gradients that are freed once added to earlier ones or copied to the
-    host.
-    """
+    """Return the bytes of a unit's reduced gradients freed once added to earlier ones or copied to the host."""
     if low.offload:
         return unit.shard_gradient_bytes
     return unit.shard_gradient_bytes if micro_batch.sent_before and not micro_batch.first else 0
@@ -625,9 +621,7 @@ def unshard_stage(low: Lowering, rank: int, phase: str, gathered: Gathered) -> t
 
 
 def reshard_stage(low: Lowering, gathered: Gathered, number: int) -> list[Task]:
-    """Return the tasks that free a stage's gathered units between two uses; `number`: how often that happened
-    before.
-    """
+    """Return the tasks that free a stage's gathered units between two uses; `number`: how often before."""
     return [
         Task(TaskId("free", layer=unit.name, part=number), "forward", need=_need(unit.gathered(0, sign=-1)))
         for unit in units(low)
@@ -770,9 +764,7 @@ def _fetched_tensors(unit: Unit) -> list[Event]:
 
 
 def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int) -> Task:
-    """Return the copy of a unit's parameters out of its flat buffer; afterwards `freed_bytes` of flat buffers are
-    freed.
-    """
+    """Return the copy of a unit's parameters out of its flat buffer; then `freed_bytes` of flat buffers are freed."""
     gather = gather_id(unit.name, phase)
     # a single rank copies parameters of another precision one by one; its peak includes the cast of the last one
     cast_bytes = unit.tensors.shard_elements[-1] * unit.tensors.value_bytes if unit.ranks == 1 and unit.casts else 0

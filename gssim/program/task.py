@@ -326,9 +326,7 @@ def collective_task(
     after: tuple[TaskId, ...] = (),
     need: Footprint = NOTHING,
 ) -> Task:
-    """Return the task that takes part in a collective; `communication`: the collective's identity, if not the
-    task's.
-    """
+    """Return the task that takes part in a collective; `communication`: its identity, if not the task's."""
     return Task(
         own,
         "exposed_communication",
@@ -341,9 +339,7 @@ def collective_task(
 
 
 def with_ids(tasks: Sequence[Task], new_id: Callable[[TaskId], TaskId]) -> list[Task]:
-    """Return the tasks with every identity mapped by `new_id`: their own, their collectives' and their
-    dependencies'.
-    """
+    """Return the tasks with every identity mapped by `new_id`: their own, their collectives' and dependencies'."""
     new_ids = {task.id: new_id(task.id) for task in tasks}
     result = []
     for task in tasks:
@@ -375,9 +371,7 @@ class Issue:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """Tasks without micro-batch and stage: those of the compute stream, and collectives beside it that they
-    wait for.
-    """
+    """Tasks without micro-batch and stage: those of the compute stream, and collectives that they wait for."""
 
     tasks: tuple[Task, ...]
 

@@ -53,9 +53,7 @@ def reductions_in(layer: Layer, phase: str, recompute: Recompute) -> list[Reduct
 
 
 def sum_positions(layer: Layer, phase: str, recompute: Recompute) -> tuple[int, ...]:
-    """Return the positions of a layer's collectives, after which its phase is split; arguments as for
-    `reductions_in`.
-    """
+    """Return the positions of a layer's collectives, where its phase is split; arguments as for `reductions_in`."""
     return tuple(reduction.moment.position for reduction in reductions_in(layer, phase, recompute))
 
 

@@ -201,9 +201,7 @@ class RankClass:
 
 @spec
 class Fit:
-    """The rank that exceeds its device's memory by the most; if all devices suffice, the first rank of the fullest
-    host.
-    """
+    """The rank that exceeds its device's memory by the most; if all devices suffice, the first of the fullest host."""
 
     rank: int
     category: str

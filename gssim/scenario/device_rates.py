@@ -109,9 +109,7 @@ def _is_of(profile: Profile, workload: Workload) -> bool:
 
 
 def product_precision(device: DeviceType, workload: Workload) -> Rate:
-    """Return the precision of matrix products: that of autocast, or TF32 if asked for and available, or the
-    workload's.
-    """
+    """Return the precision of matrix products: that of autocast, or TF32 if asked for and there, or the workload's."""
     if workload.autocast is not None:
         return workload.autocast
     return "tf32" if workload.tf32 and _tf32_flop_per_s(device) is not None else workload.precision

@@ -319,9 +319,7 @@ class Scenario:
 
     @cached_property
     def scenario_id(self) -> str:
-        """Identity of the scenario, from workload, resolved plan and cluster structure, without rates, files or
-        names.
-        """
+        """Identity of the scenario, of workload, resolved plan and cluster, without rates, files or names."""
         return self.identity(Shared())
 
     def identity(self, shared: Shared) -> str:

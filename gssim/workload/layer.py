@@ -41,9 +41,7 @@ FIELDS_OF_TERMS = {
 
 @dataclass(frozen=True, slots=True)
 class Polynomial:
-    """A quantity as a function of batch size b and sequence length s, as terms (coefficient, power of b, power
-    of s).
-    """
+    """A function of batch size b and sequence length s, as terms (coefficient, power of b, power of s)."""
 
     terms: Terms
     unit_terms: Terms = ()
@@ -496,9 +494,7 @@ class PartialBackward:
 
 @spec
 class Layer:
-    """One layer, or `repeats` identical layers in a row; FLOP, bytes and buffers are those of one, for a whole
-    batch.
-    """
+    """One layer, or `repeats` identical layers in a row; FLOP, bytes and buffers are of one, for a whole batch."""
 
     name: str
     """Name in profiles, and in traces of steps."""
@@ -645,9 +641,7 @@ class Layer:
         return sum(parameter.elements for parameter in self.parameters)
 
     def buffer_size(self, value_bytes: int) -> int:
-        """Return the bytes of the module's buffers if parameters have `value_bytes` per value; integers keep their
-        size.
-        """
+        """Return the bytes of the module's buffers if parameters take `value_bytes` each; integers keep their size."""
         cast = self.module_buffer_bytes - self.integer_buffer_bytes
         return self.integer_buffer_bytes + cast * value_bytes // PRECISION_BYTES["fp32"]
 

@@ -17,9 +17,7 @@ Mean = Annotated[float, Field(allow_inf_nan=False)]
 
 @spec
 class ImageFolder:
-    """Images with one folder per class, as ImageNet is distributed: FOLDER/CLASS/NAME.JPEG, or
-    FOLDER/SPLIT/CLASS/...
-    """
+    """Images in a folder per class, as ImageNet is distributed: FOLDER/CLASS/NAME.JPEG, or FOLDER/SPLIT/CLASS/..."""
 
     kind: Literal["image-folder"]
     """The form of this table."""

@@ -46,9 +46,7 @@ class MemoryBounds:
         return [found[kind] for kind in kinds]
 
     def _kinds(self, plan: Plan, policies: Policies) -> list[tuple[int, float]]:
-        """Return for each rank a rank with the same part of the model, and how many elements the rank itself
-        updates.
-        """
+        """Return for each rank a rank with the same part of the model, and how many elements it updates itself."""
         alike = self.parts.alike(policies)
         if policies.pp > 1 or policies.ep > 1:  # for these, owned elements are known only for the representative rank
             owned = {rank: self._owned(plan, policies, rank) for rank in set(alike)}
@@ -56,9 +54,7 @@ class MemoryBounds:
         return [(first, self._owned(plan, policies, rank)) for rank, first in enumerate(alike)]
 
     def _room(self, plan: Plan, policies: Policies, rank: int, owned: float, ratio: float) -> int:
-        """Return the largest number of samples that fits a fraction of a rank's memory; `owned`: elements it
-        updates.
-        """
+        """Return the most samples that fit a fraction of a rank's memory; `owned`: the elements it updates."""
         part = self.parts.part(plan, policies, rank)
         memory = (policies.parameters, policies.gradients, policies.gradient_sync, part.key, owned, plan.offload)
         key = ("room", self.parts.names[rank], memory, plan.micro_batches, plan.recompute, ratio)
@@ -405,9 +401,7 @@ def _fsdp_chunks(part: Part, ranks: int) -> list[float]:
 
 
 def _phases_in_order(layers: Sequence[LayerInstance]) -> list[tuple[int, str]]:
-    """Return the phases of layers in order: all forwards; then, in reverse order, recomputation and backward of
-    each.
-    """
+    """Return the phases of layers in order: all forwards; then, in reverse order, recomputation and backward."""
     forward = [(place, "f") for place in range(len(layers))]
     return forward + [(place, phase) for place in reversed(range(len(layers))) for phase in ("r", "b")]
 
