@@ -39,9 +39,7 @@ from gssim.workload.optimizers import optimizer_operations
 from gssim.workload.quantized import quantized_weights, stored
 
 Amount = TypeVar("Amount", float, Floats)
-"""A number of elements or entries: of one message, or an array with those of many, whose times are returned
-together.
-"""
+"""A number of elements or entries: of one message, or an array with those of many, with as many times."""
 
 
 def layer_time_s(

@@ -299,9 +299,7 @@ class Cluster:
     """Memory of each host. `plan.offload` needs it on devices with memory of their own, with a link from every device
     to the node HOST/memory (a server's `host_memory`, or links to a switch of this name). Absent: not known."""
     backend_cost: BackendCost | None = None
-    """Fixed costs of messages and collectives, as a table or the name of a file with it; absent: only the
-    links' times.
-    """
+    """Fixed costs of messages and collectives, as a table or the name of a file with it; absent: the links' times."""
     nccl: Annotated[NcclTuning, BeforeValidator(_generation)] | None = None
     """NCCL's constants: the name of a GPU generation (volta, ampere, hopper, blackwell) or of a machine to which they
     were fitted (volta-dgx-1, volta-t4, ampere-dgx-a100), or a table whose key `generation` names the one that it

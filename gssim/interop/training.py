@@ -154,9 +154,7 @@ class Training:
     gradient_sync: Value | None = None
     bucket_bytes: Value | None = None
     bucket_parameters: Value | None = None
-    """Least number of parameters in a gradient bucket of Megatron-LM; 0: its default; None: the file is another
-    program's.
-    """
+    """Least number of parameters in a gradient bucket of Megatron-LM; 0: its default; None: another program's file."""
     overlap: Value | None = None
     gathered_inputs: Value | None = None
     """Whether inputs are gathered again in the backward, with sequence parallelism; None: they are kept for it."""

@@ -175,9 +175,7 @@ class Router:
         return Bundle(place[some] // links, place[some] % links, loads[some], on.latency_s)
 
     def rate_bytes_per_s(self, hops: Hops, weight: Floats) -> float:
-        """Return the rate of a hop of weight 1 if all hops progress together, alone on their links; weight 0 leaves one
-        out.
-        """
+        """Return the rate of a hop of weight 1 if all progress together, alone on links; weight 0 leaves one out."""
         return float(self._rates(self.of(hops), weight, 1)[0])
 
     def rates_of_equal(self, source: Ints, target: Ints, weights: Sequence[Floats]) -> list[Floats]:

@@ -92,9 +92,7 @@ class ComputeKind(NamedTuple):
     expert_position: int
     """First expert-parallel position that does the same as the rank's; see `expert_position`."""
     ring_position: int
-    """Position of the rank in its attention ring, since the blocks of attention differ by position; 0 without a
-    ring.
-    """
+    """Position of the rank in its attention ring, as blocks of attention differ by position; 0 without a ring."""
 
 
 @dataclass(frozen=True)

@@ -290,9 +290,7 @@ def _posts_messages(low: Lowering) -> bool:
 
 
 def _on_communication_stream(low: Lowering, tasks: list[Task]) -> list[Task]:
-    """Return the tasks, moved to the communication stream if publishing overlaps; tasks that only post messages
-    stay.
-    """
+    """Return the tasks, moved to the communication stream if publishing overlaps; those that post messages stay."""
     if not _overlaps(low):
         return tasks
     return [

@@ -1,6 +1,4 @@
-"""Push of Gradient Sharding: gradients are thresholded, packed and sent to the owners of their shards, which add
-them.
-"""
+"""Push of Gradient Sharding: gradients are thresholded, packed and sent to their shards' owners, which add them."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -339,9 +337,7 @@ def _threshold_bucket(
 
 
 def _threshold_s(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> float:
-    """Return the seconds to add residuals, to estimate thresholds, and to select and pack entries for every other
-    owner.
-    """
+    """Return the seconds to add residuals, to estimate thresholds, and to select and pack the others' entries."""
     device, push = low.device(rank), low.push
     residuals = residual_elements(low, bucket, rank)
     total_s = (

@@ -144,9 +144,7 @@ class TaskId(NamedTuple):
     """First place (in a node) of the ranks that share the collective, if ranks of other places have collectives of
     their own."""
     samples: int | None = None
-    """Samples per rank in the collective's group, if ranks with other numbers of samples have collectives of
-    their own.
-    """
+    """Samples per rank in the collective's group, if ranks with other numbers have collectives of their own."""
     micro_batch: int | None = None
     """Index of the micro-batch; None if the step has only one."""
     stage: int | None = None
@@ -560,9 +558,7 @@ class _Repeated(NamedTuple):
 
 
 def _overlap(plain: Iterable[TaskId], chunks: Iterable[_Repeated]) -> bool:
-    """Return whether a collective is also named by a single task, or by chunks whose templates name other
-    collectives.
-    """
+    """Return whether a collective is also named by one task, or by chunks whose templates name other collectives."""
     known: dict[TaskId, set[tuple[int | None, int | None]]] = defaultdict(set)
     for repeated in chunks:
         for name in repeated.collectives:

@@ -168,9 +168,7 @@ class _Product(NamedTuple):
     """Matrix products that overlap with an exchange."""
 
     beside_s: float
-    """Seconds of the products that can run beside the exchange, as they need no result of it and it needs none
-    of them.
-    """
+    """Seconds of the products that can run beside the exchange, as neither needs a result of the other."""
     follows: bool
     """Whether the products read what the exchange brings; otherwise they come before it."""
 

@@ -53,9 +53,7 @@ class Source:
     path: Path
     overrides: tuple[str, ...]
     tables: Mapping[str, Any] | None = None
-    """Keys and values in the form of a file, if there is no file; `path` then only says where named files are
-    searched.
-    """
+    """Keys and values in the form of a file, if there is no file; `path` then says where named files are."""
     load: Callable[["Source"], "Scenario"] = field(kw_only=True, repr=False, compare=False)
     """Function that loads a scenario from such a source."""
 

@@ -329,9 +329,7 @@ class Ranges:
     def __init__(self, tensor: Ints, first: Floats, last: Floats) -> None:
         self.tensor, self.first, self.last = tensor, first, last
         self._parts: dict[tuple[int, ...], tuple[Ints, Ints, Floats]] = {}
-        """By each tensor's number of blocks: arrays of range, block (numbered over all tensors), and overlap in
-        blocks.
-        """
+        """By number of blocks: arrays of range, block (numbered over all tensors), and overlap in blocks."""
 
     def densities(self, ratios: Sequence[Ratios]) -> Floats:
         """Return the density of each range, given those of every tensor; equal to `Ratios.over` to the last digit."""

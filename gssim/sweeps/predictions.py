@@ -1,6 +1,4 @@
-"""Predicts the points of a sweep in parallel: hands out chunks of similar points, and writes each Result when
-it ends.
-"""
+"""Predicts the points of a sweep in parallel: hands out chunks of similar points, writes each Result at its end."""
 
 import gc
 import signal

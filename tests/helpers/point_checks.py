@@ -394,9 +394,7 @@ def _flop(layer: Layer, phases: tuple[str, ...], samples: int, length: int) -> f
 
 
 def model_flop(scenario: Scenario, samples: int) -> float:
-    """Return the FLOP of a step on `samples` samples; where weight gradients are divided by layers, of its forward
-    alone.
-    """
+    """Return the FLOP of a step on `samples` samples; of its forward alone if layers divide weight gradients."""
     length = scenario.workload.sequence_length or 1
     phases = ("forward",) if scenario.policies.partition == "weight-gradient" else ("forward", "backward")
     return sum(layer.repeats * _flop(layer, phases, samples, length) for layer in scenario.workload.model.layers)
