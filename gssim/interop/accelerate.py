@@ -146,7 +146,7 @@ def deepspeed(keys: Keys) -> Training:
     if training.tp is not None and training.tp.value == 0:
         training.tp = None
     training.dp = keys.integer("data_parallel_size")
-    _ulysses(keys, training, "sequence_parallel_size")
+    read_ulysses(keys, training, "sequence_parallel_size")
     _optimizer_of_deepspeed(keys, training)
     if keys.raw("gradient_clipping") == "auto":
         keys.note("gradient_clipping", '"auto": what it becomes is not in the file; clipping is not counted')
@@ -159,7 +159,7 @@ def deepspeed(keys: Keys) -> Training:
     return training
 
 
-def _ulysses(keys: Keys, training: Training, *names: str) -> None:
+def read_ulysses(keys: Keys, training: Training, *names: str) -> None:
     """Read DeepSpeed's sequence parallelism: all-to-alls in attention; its ranks shard state too (engine.py)."""
     ranks = keys.integer(*names, sets="plan.cp")
     if ranks is not None and ranks.value > 1:
@@ -346,7 +346,7 @@ def _sequences_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
     key = "parallelism_config.parallelism_config_sp"
     sizes = [f"{key}_size", "parallelism_config.sp_size"]
     if kind == "DEEPSPEED":
-        _ulysses(keys, found, *sizes)
+        read_ulysses(keys, found, *sizes)
     elif (ranks := keys.integer(*sizes)) is not None and ranks.value > 1:
         keys.refuse(ranks.key, "sequences are divided so with distributed_type DEEPSPEED alone")
     varies = keys.flag(f"{key}_seq_length_is_variable")

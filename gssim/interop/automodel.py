@@ -4,7 +4,7 @@ import re
 
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
 from gssim.interop.torchtitan import PURE_16_BIT, RECOMPUTE, SCHEDULES
-from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, optimizer_in
+from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in
 
 LORA = "adapters of low rank and frozen weights cannot be simulated"
 AUTOMODEL: dict[str, Rule] = {
@@ -157,9 +157,7 @@ def _automodel_memory(keys: Keys, training: Training) -> None:
         keys.refuse(policy, "no such policy here", replaced_by=["plan.offload"])
     elif on_host is not None:
         training.offload = Value("parameters", on_host.origin)
-    bucket = keys.number("distributed.bucket_cap_mb", sets="plan.bucket_bytes")
-    if bucket is not None and bucket.value:
-        training.bucket_bytes = Value(int(bucket.value * 2**20), bucket.origin)
+    bucket_in(keys, training, "distributed.bucket_cap_mb")
 
 
 def _automodel_precision(keys: Keys, training: Training) -> None:

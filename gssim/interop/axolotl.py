@@ -5,7 +5,7 @@ from typing import Any
 from gssim.cluster import Cluster
 from gssim.interop.accelerate import ACCELERATE, deepspeed_file, read_fsdp, under_autocast
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
-from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, optimizer_in
+from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in
 
 LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
 DEEP_EP = "approximated: rows of experts are exchanged by all-to-alls, not by the kernels of DeepEP"
@@ -142,9 +142,7 @@ def _axolotl_parts(keys: Keys, training: Training) -> None:
     if trained:
         patterns = [trained] if isinstance(trained, str) else list(trained)
         training.trained = Value([str(each) for each in patterns], keys.line("unfrozen_parameters"))
-    bucket = keys.number("ddp_bucket_cap_mb", sets="plan.bucket_bytes")
-    if bucket is not None and bucket.value:
-        training.bucket_bytes = Value(int(bucket.value * 2**20), bucket.origin)
+    bucket_in(keys, training, "ddp_bucket_cap_mb")
 
 
 def _axolotl_experts(keys: Keys, training: Training) -> None:

@@ -3,7 +3,7 @@
 Names are those of Megatron-LM core 0.16, written with hyphens and without the leading ones.
 """
 
-from gssim.interop.accelerate import deepspeed, deepspeed_file
+from gssim.interop.accelerate import deepspeed, deepspeed_file, read_ulysses
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Undecided, Value, listed, refused
 from gssim.interop.training import PRECISIONS, Training, optimizer_in
 
@@ -425,9 +425,7 @@ DEEPSPEED_FILE = "deepspeed-config"
 
 def _deepspeed(keys: Keys, training: Training) -> None:
     """Read what Megatron-DeepSpeed adds: the engine's file, which sets how state is sharded, and Ulysses' ranks."""
-    ranks = keys.integer("ds-sequence-parallel-size", sets="plan.cp")
-    if ranks is not None and ranks.value > 1:
-        training.cp, training.context_exchange = ranks, Value("all-to-all", ranks.origin)
+    read_ulysses(keys, training, "ds-sequence-parallel-size")
     on, on_host, stage = keys.enabled("deepspeed"), keys.enabled("cpu-optimizer"), keys.integer("zero-stage", least=0)
     experts = training.architecture.get("experts")
     if on is None:

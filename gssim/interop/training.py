@@ -791,3 +791,10 @@ def optimizer_in(keys: Keys, training: Training, *names: str) -> None:
             training.optimizer_state_precision = Value(state, found.origin)
         if "paged" in found.origin:
             keys.listed.append((found.origin, "approximated: its paged state stays in the device's memory"))
+
+
+def bucket_in(keys: Keys, training: Training, name: str) -> None:
+    """Read the size of DDP's buckets, which a key gives in MiB; 0: the default."""
+    bucket = keys.number(name, sets="plan.bucket_bytes")
+    if bucket is not None and bucket.value:
+        training.bucket_bytes = Value(int(bucket.value * 2**20), bucket.origin)
