@@ -13,7 +13,7 @@ import typer
 
 from gssim.errors import UserError, one_line
 from gssim.execution.files import check_place, locked, write_bytes, write_text
-from gssim.terminal import INTERRUPTED, run_command_line
+from gssim.terminal import INTERRUPTED, Overrides, run_command_line
 
 if TYPE_CHECKING:
     from analysis.compare.comparison import Joined
@@ -114,9 +114,7 @@ def ingest_command(
     traces: Annotated[list[Path], typer.Argument(help="Traces of torch.profiler (.json, .json.gz), one of each rank.")],
     scenario: Annotated[Path, typer.Option("--scenario", help="The scenario that the job ran.")],
     out: Annotated[Path, typer.Option("--out", help="Result to write (.json).")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the scenario.")
-    ] = None,
+    overrides: Overrides = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Also write a step of median length, for `timeline`.")
     ] = None,
@@ -211,9 +209,7 @@ def _check_picture(out: Path) -> None:
 def convergence_command(
     study: Annotated[Path, typer.Argument(help="A study's file, such as scenarios/studies/gpt-byte.toml.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for results (reused by later runs), table and charts.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of every variant.")
-    ] = None,
+    overrides: Overrides = None,
     seeds: Annotated[int | None, typer.Option("--seeds", help="Only the first of the study's seeds.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Train again where --out has a result.")] = False,
 ) -> None:

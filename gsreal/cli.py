@@ -21,7 +21,7 @@ from gsreal.run.progress import DEFAULT_TIMEOUT_S
 from gssim.errors import UserError
 from gssim.execution.files import locked, remove_abandoned, scratch_folder
 from gssim.result import file_name
-from gssim.terminal import run_command_line, unwinding
+from gssim.terminal import AsJson, Only, Overrides, ScenarioFile, run_command_line, unwinding, write_or_print
 from gssim.units import excess
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ Timeout = Annotated[
         help="End the run, and name the rank that holds it up, where no rank has finished a step for so long.",
     ),
 ]
-ScenarioFile = Annotated[Path, typer.Argument(help="A scenario's file, such as scenarios/demo.toml.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
-
 TrustCode = Annotated[
     bool,
     typer.Option("--trust-code", help="Run the factory that the model file names, whatever it is; trusted: ours."),
@@ -59,7 +56,7 @@ def about() -> None:
 def run_command(
     scenario: ScenarioFile,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
+    as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write one step's timeline (Chrome trace).")] = None,
     checkpoint: Annotated[
@@ -151,7 +148,7 @@ def lab_command(
         Path | None, typer.Argument(help="Its cluster is emulated on this machine (needs root).")
     ] = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON, or a list of them.")] = False,
+    as_json: AsJson = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Folder for the Result's JSON file; a sweep needs it, and resumes there."),
@@ -161,9 +158,7 @@ def lab_command(
         Path | None,
         typer.Option("--sweep", help="Instead of a scenario: measure every point of this sweep that --out lacks."),
     ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="NAME", help="Its points so named; * and ? match; repeatable.")
-    ] = None,
+    only: Only = None,
     again: Annotated[bool, typer.Option("--again", help="Measure also the points that --out has already.")] = False,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
     timeout_s: Timeout = DEFAULT_TIMEOUT_S,
@@ -215,7 +210,7 @@ def _lab_sweep(
         warn_of_other_processors,
     )
     from gssim.scenario.sweep import chosen, load_sweep, points_of
-    from gssim.terminal import print_results
+    from gssim.terminal import print_as_json, print_results
 
     _check_writable(out / file.name)
     sweep = load_sweep(file)
@@ -228,7 +223,7 @@ def _lab_sweep(
             cells, lambda cell: run_lab(cell.loaded, cell.point.overrides, timeout_s=timeout_s), again=again
         )
     if as_json:
-        print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
+        print_as_json(results)
     else:
         print_results(median_results(cells, results), sweep.question)
 
@@ -282,15 +277,11 @@ def script_command(
 ) -> None:
     """Print what to submit to a launcher, so that `gsreal run` executes a scenario on its hosts. Starts nothing."""
     from gsreal.run.script import launch_script
-    from gssim.execution.files import write_text
     from gssim.scenario import load_scenario
 
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     text = launch_script(loaded.scenario, scenario, overrides or [], launcher, image=image)
-    if out is not None:
-        write_text(out, text)
-    else:
-        sys.stdout.write(text)
+    write_or_print(text, out)
 
 
 @app.command("validate")
@@ -306,9 +297,7 @@ def validate_command(
         int | None,
         typer.Option("--ranks", help="Devices to use: two cores, all GPUs, or on one GPU what the sweep names."),
     ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="NAME", help="Points so named; * and ? match; repeatable.")
-    ] = None,
+    only: Only = None,
     seconds: Annotated[
         float | None, typer.Option("--seconds", help="Start no run after about so long; the next call goes on.")
     ] = None,

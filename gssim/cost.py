@@ -39,9 +39,7 @@ from gssim.workload.optimizers import optimizer_operations
 from gssim.workload.quantized import quantized_weights, stored
 
 Amount = TypeVar("Amount", float, Floats)
-"""A number of elements or entries: of one message, or an array with those of many, whose times are returned
-together.
-"""
+"""A number of elements or entries: of one message, or an array with those of many, with as many times."""
 
 
 def layer_time_s(
@@ -255,9 +253,7 @@ def _work_on(
 
 
 def _linear_flop(flop: Polynomial, positions: int | None) -> int:
-    """Return the FLOP of the linear maps that every token passes: per token, or per part of a sequence on
-    `positions`.
-    """
+    """Return the FLOP of the linear maps that every token passes: per token, or per part on `positions`."""
     return sum(c for c, i, j in flop.terms if (i, j) == (1, 0 if positions else 1))
 
 

@@ -5,6 +5,7 @@ import errno
 import functools
 import inspect
 import io
+import json
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +26,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from gssim.errors import RunFailedError, UserError, one_line
+from gssim.execution.files import write_text
 from gssim.result import Result
 from gssim.units import human_bytes, human_seconds, lift, restored
 
@@ -33,6 +36,12 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 140
 """Width of the output to a file or pipe."""
 SHOWN_LINKS = 5
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", metavar="NAME", help="Points so named; * and ? match; repeatable.")
+]
+ScenarioFile = Annotated[Path, typer.Argument(help="A scenario's file, such as scenarios/demo.toml.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the Result as JSON, or a list of them.")]
 
 
 class PlainConsole(Console):
@@ -195,6 +204,19 @@ TOLD_RATIO = 0.05
 def _point_column() -> Column:
     """Return the column of points' names, which begin alike: cut off, all would be the same."""
     return Column("point", overflow="fold")
+
+
+def write_or_print(text: str, file: Path | None) -> None:
+    """Write text to a file, or print it if there is none."""
+    if file is not None:
+        write_text(file, text)
+    else:
+        sys.stdout.write(text)
+
+
+def print_as_json(results: Sequence[Result]) -> None:
+    """Print Results as a JSON list."""
+    print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
 
 
 def print_results(results: Sequence[Result], question: str) -> None:

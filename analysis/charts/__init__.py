@@ -8,31 +8,8 @@ from analysis.charts import convergence
 from analysis.charts.accuracy import predicted_vs_measured, spread
 from analysis.charts.comparison import comparison_charts, rivals
 from analysis.charts.convergence import study_charts
-from analysis.charts.drawing import DPI, STYLE, Chart, png, point_labels, save, save_all, svg
+from analysis.charts.drawing import png, point_labels, save, save_all, svg
 from analysis.charts.equal_loss import equal_loss_map
 from analysis.charts.rivals_study import rivals_charts
 from analysis.charts.step_phases import exposed_communication, phases, timeline
 from analysis.charts.sweeps import sweep_charts
-
-__all__ = [
-    "DPI",
-    "STYLE",
-    "Chart",
-    "comparison_charts",
-    "convergence",
-    "equal_loss_map",
-    "exposed_communication",
-    "phases",
-    "png",
-    "point_labels",
-    "predicted_vs_measured",
-    "rivals",
-    "rivals_charts",
-    "save",
-    "save_all",
-    "spread",
-    "study_charts",
-    "svg",
-    "sweep_charts",
-    "timeline",
-]

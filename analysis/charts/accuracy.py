@@ -19,6 +19,7 @@ from analysis.charts.drawing import (
     LOG_FROM_RATIO,
     STYLE,
     TIME_UNITS,
+    add_axes,
     in_order,
     label_width_in,
     mark,
@@ -28,6 +29,7 @@ from analysis.charts.drawing import (
     point_labels,
     unit_for,
     wrapped,
+    write_heading,
 )
 
 TITLE = "How close does the simulator come to what was measured?"
@@ -102,16 +104,15 @@ def predicted_vs_measured(comparison: pl.DataFrame) -> Figure:
         figure = new_figure(width_in, height_in)
         for i, quantity in enumerate((STEP_TIME, PEAK_MEMORY)):
             left, bottom = left_in + i * across_in, bottom_in + (1 - i) * down_in
-            box = (left / width_in, bottom / height_in, side_in / width_in, side_in / height_in)
-            _diagonal_panel(figure.add_axes(box), comparison, labels, quantity, side_in)
+            axes = add_axes(figure, (left, bottom, side_in, side_in))
+            _diagonal_panel(axes, comparison, labels, quantity, side_in)
         note = (
             "Above the line the prediction is too high, below it too low. In brackets: predicted / measured \u2212 1"
             + (f"; of {len(labels)} points the worst {WORST_LABELLED}" if large else "")
             + ", bold where it leaves the grey band."
         )
-        figure.text(left_in / width_in, 1 - 0.32 / height_in, TITLE, fontsize=14, fontweight="bold", va="center")
-        for i, line in enumerate(wrapped(note, width_in - left_in - 0.2)):
-            figure.text(left_in / width_in, 1 - (0.6 + 0.19 * i) / height_in, line, color="0.25", va="center")
+        notes = wrapped(note, width_in - left_in - 0.2)
+        write_heading(figure, TITLE, notes, notes_in=0.6, step_in=0.19, x_in=left_in)
         methods = in_order(comparison["method"].to_list())
         column_in = COLUMN_IN + max(label_width_in(plain(method)) for method in methods)
         figure.legend(
@@ -230,7 +231,6 @@ def _square(axes: Axes, points: Sequence[tuple[float, float]], tolerance: float)
     axes.set_xlim(limits)
     axes.set_ylim(limits)
     axes.grid(color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
     return limits, logarithmic
 
 

@@ -22,11 +22,13 @@ from analysis.charts.drawing import (
     MARKS,
     STYLE,
     Chart,
+    add_axes,
     label_width_in,
     new_figure,
     percent,
     plain,
     wrapped,
+    write_heading,
 )
 from analysis.charts.step_phases import EXPOSED_TITLE as EXPOSED
 from analysis.charts.step_phases import TITLE as PHASES
@@ -151,8 +153,7 @@ def rivals(table: pl.DataFrame) -> Figure | None:
         notes = wrapped(note, width_in - 0.3)
         height_in = TOP_IN + NOTE_IN * len(notes) + ROW_IN * len(lines) + BOTTOM_IN
         figure = new_figure(width_in, height_in)
-        box = (left_in / width_in, BOTTOM_IN / height_in, PANEL_IN / width_in, ROW_IN * len(lines) / height_in)
-        axes = figure.add_axes(box)
+        axes = add_axes(figure, (left_in, BOTTOM_IN, PANEL_IN, ROW_IN * len(lines)))
         _panel(axes, lines)
         _columns(axes, lines)
         _heading(figure, notes)
@@ -196,7 +197,6 @@ def _panel(axes: Axes, lines: Sequence[Line]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.grid(axis="x", color="0.88", linewidth=0.6)
-    axes.set_axisbelow(True)
     axes.set_xlabel("time of a step, as a multiple of the rival's")
     for x, text, side in ((0.99, "faster than the rival ", "right"), (1.01, " slower", "left")):
         place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "ha": side, "va": "bottom", "color": "0.3"}
@@ -249,10 +249,7 @@ def _density(row: Row, exchange: str) -> str:
 
 def _heading(figure: Figure, notes: Sequence[str]) -> None:
     width_in, height_in = figure.get_size_inches()
-    x = 0.15 / width_in
-    figure.text(x, 1 - 0.32 / height_in, RIVALS, fontsize=14, fontweight="bold", va="center")
-    for i, note in enumerate(notes):
-        figure.text(x, 1 - (0.62 + NOTE_IN * i) / height_in, plain(note), color="0.25", va="center")
+    write_heading(figure, RIVALS, notes, notes_in=0.62, step_in=NOTE_IN)
     looks: dict[str, dict[str, Any]] = {
         f"beside {method}": {"marker": MARKS[method][0], "color": MARKS[method][1]} for method in DENSE
     }
@@ -264,7 +261,7 @@ def _heading(figure: Figure, notes: Sequence[str]) -> None:
     figure.legend(
         handles=handles,
         loc="lower left",
-        bbox_to_anchor=(x, 0.3 / height_in),
+        bbox_to_anchor=(0.15 / width_in, 0.3 / height_in),
         ncols=4,
         frameon=False,
         borderaxespad=0,

@@ -16,7 +16,17 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from analysis.charts.drawing import STYLE, TIME_UNITS, Chart, new_figure, plain, unit_for, wrapped
+from analysis.charts.drawing import (
+    STYLE,
+    TIME_UNITS,
+    Chart,
+    add_axes,
+    new_figure,
+    plain,
+    unit_for,
+    wrapped,
+    write_findings,
+)
 from analysis.study.findings import Findings, interval, percentage
 from analysis.study.rows import Effect, Row, Spread
 from analysis.study.study import Study
@@ -363,23 +373,13 @@ def _figure(
     height_in = top_in + max(lines * (HIGH_IN + BOTTOM_IN), LINE_IN * len(entries) + 0.5)
     with mpl.rc_context(STYLE):
         figure = new_figure(width_in, height_in)
-        y = height_in - 0.25
-        figure.text(0.15 / width_in, y / height_in, titles[0], fontsize=14, fontweight="bold", va="center")
-        y -= 0.26
-        for line in finding:
-            figure.text(0.15 / width_in, y / height_in, plain(line), fontsize=10.5, va="center")
-            y -= 0.21
-        for line in notes:
-            figure.text(0.15 / width_in, y / height_in, plain(line), color="0.3", va="center")
-            y -= 0.19
+        write_findings(figure, titles[0], finding, notes)
         for (panel, quality), (across, down) in places.items():
             bottom_in = height_in - top_in - HIGH_IN - down * (HIGH_IN + BOTTOM_IN)
             left_in = LEFT_IN + across * (PANEL_IN + GAP_IN)
-            box = (left_in / width_in, bottom_in / height_in, PANEL_IN / width_in, HIGH_IN / height_in)
-            axes = figure.add_axes(box)
+            axes = add_axes(figure, (left_in, bottom_in, PANEL_IN, HIGH_IN))
             draw(axes, panel, chosen[quality])
             axes.grid(axis="y", color="0.9", linewidth=0.6)
-            axes.set_axisbelow(True)
             axes.set_title(plain(panels[panel]), loc="left", fontsize=10)
         figure.legend(
             handles=[handle for handle, _ in entries],

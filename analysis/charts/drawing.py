@@ -119,6 +119,7 @@ STYLE = {
         if key.startswith(("font.", "axes.", "hatch.", "text."))
     },
     "font.size": 9.5,
+    "axes.axisbelow": True,
     "axes.titlesize": 11,
     "axes.labelsize": 10,
     "axes.spines.top": False,
@@ -259,6 +260,45 @@ def new_figure(width_in: float, height_in: float) -> Figure:
     figure = Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
+
+
+def add_axes(figure: Figure, box: tuple[float, float, float, float]) -> Axes:
+    """Return axes in a box (left, bottom, width, height) given in inches."""
+    width_in, height_in = figure.get_size_inches()
+    left, bottom, wide, high = box
+    return figure.add_axes((left / width_in, bottom / height_in, wide / width_in, high / height_in))
+
+
+def write_heading(
+    figure: Figure,
+    title: str,
+    notes: Sequence[str],
+    notes_in: float,
+    *,
+    step_in: float = 0.2,
+    x_in: float = 0.15,
+    **look: Any,
+) -> None:
+    """Write a chart's question, and lines of notes from `notes_in` below the upper edge on."""
+    width_in, height_in = figure.get_size_inches()
+    x = x_in / width_in
+    figure.text(x, 1 - 0.32 / height_in, plain(title), fontsize=14, fontweight="bold", va="center")
+    for i, note in enumerate(notes):
+        y = 1 - (notes_in + step_in * i) / height_in
+        figure.text(x, y, plain(note), color="0.25", va="center", **look)
+
+
+def write_findings(figure: Figure, title: str, finding: Sequence[str], notes: Sequence[str]) -> float:
+    """Write a study's question, the lines of its finding and of notes; return the height below them, in inches."""
+    width_in, height_in = map(float, figure.get_size_inches())
+    y_in = height_in - 0.25
+    figure.text(0.15 / width_in, y_in / height_in, title, fontsize=14, fontweight="bold", va="center")
+    y_in -= 0.26
+    for lines, look, step_in in ((finding, {"fontsize": 10.5}, 0.21), (notes, {"color": "0.3"}, 0.19)):
+        for line in lines:
+            figure.text(0.15 / width_in, y_in / height_in, plain(line), va="center", **look)
+            y_in -= step_in
+    return y_in
 
 
 @dataclass(frozen=True)

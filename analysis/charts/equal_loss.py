@@ -10,7 +10,17 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch, Rectangle
 
-from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart, label_width_in, new_figure, plain, wrapped
+from analysis.charts.drawing import (
+    LABEL_POINTS,
+    STYLE,
+    Chart,
+    add_axes,
+    label_width_in,
+    new_figure,
+    plain,
+    wrapped,
+    write_findings,
+)
 from analysis.study.equal_loss import MapPoint
 from analysis.sweep_tables import bit_rate
 from gssim.units import human_seconds
@@ -58,15 +68,7 @@ def equal_loss_map(points: Sequence[MapPoint], ours: Sequence[str], said: Sequen
     height_in = top_in + len(models) * (high_in + ABOVE_IN) + BELOW_IN
     with mpl.rc_context(STYLE):
         figure = new_figure(width_in, height_in)
-        y_in = height_in - 0.25
-        figure.text(0.15 / width_in, y_in / height_in, QUESTION, fontsize=14, fontweight="bold", va="center")
-        y_in -= 0.26
-        for lines, points_high, colour, gap_in in ((finding, 10.5, "black", 0.21), (notes, 9.5, "0.3", 0.19)):
-            for line in lines:
-                figure.text(
-                    0.15 / width_in, y_in / height_in, plain(line), fontsize=points_high, color=colour, va="center"
-                )
-                y_in -= gap_in
+        y_in = write_findings(figure, QUESTION, finding, notes)
         figure.legend(
             handles=legend,
             loc="upper left",
@@ -81,8 +83,7 @@ def equal_loss_map(points: Sequence[MapPoint], ours: Sequence[str], said: Sequen
             for column, slow_ratio in enumerate(ratios):
                 bottom_in = height_in - top_in - (row + 1) * (high_in + ABOVE_IN)
                 left_in = LEFT_IN + column * (panel_in + GAP_IN)
-                box = (left_in / width_in, bottom_in / height_in, panel_in / width_in, high_in / height_in)
-                axes = figure.add_axes(box)
+                axes = add_axes(figure, (left_in, bottom_in, panel_in, high_in))
                 for point in points:
                     if (point.model, point.slow_ratio) == (model, slow_ratio):
                         place = bandwidths.index(point.bandwidth_bytes_per_s), latencies.index(point.latency_s)

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from analysis.charts.convergence import CAVEAT, GREY, HOLLOW, LOOKS
-from analysis.charts.drawing import STYLE, Chart, new_figure, plain, wrapped
+from analysis.charts.drawing import STYLE, Chart, add_axes, new_figure, plain, wrapped, write_findings
 from analysis.study.findings import percentage
 from analysis.study.rivals import BYTES, BYTES_RATIO, SAMPLES, Course, readings_of
 from analysis.study.rows import spread
@@ -70,17 +70,10 @@ def _figure(
     height_in = top_in + max(HIGH_IN + BOTTOM_IN, 0.225 * len(courses) + 0.5)
     with mpl.rc_context(STYLE):
         figure = new_figure(width_in, height_in)
-        y = height_in - 0.25
-        figure.text(0.15 / width_in, y / height_in, title, fontsize=14, fontweight="bold", va="center")
-        y -= 0.26
-        for lines, style, gap in ((top, {"fontsize": 10.5}, 0.21), (notes, {"color": "0.3"}, 0.19)):
-            for line in lines:
-                figure.text(0.15 / width_in, y / height_in, plain(line), va="center", **style)
-                y -= gap
+        write_findings(figure, title, top, notes)
         for number, (label, name, cost) in enumerate(panels):
             left_in, bottom_in = LEFT_IN + number * (PANEL_IN + GAP_IN), height_in - top_in - HIGH_IN
-            box = (left_in / width_in, bottom_in / height_in, PANEL_IN / width_in, HIGH_IN / height_in)
-            axes = figure.add_axes(box)
+            axes = add_axes(figure, (left_in, bottom_in, PANEL_IN, HIGH_IN))
             handles = _draw(axes, courses, cost)
             axes.set_xlabel(label)
             axes.set_ylabel("held-out loss (nats)" if not number else "")
@@ -117,7 +110,6 @@ def _draw(axes: Axes, courses: Sequence[Course], cost: Callable[[Course], float]
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
     return handles
 
 

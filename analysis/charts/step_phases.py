@@ -1,6 +1,6 @@
 """Charts of one step: its phases as stacked bars, exposed communication by group, and the timeline of every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -16,6 +16,7 @@ from analysis.charts.drawing import (
     LOG_FROM_RATIO,
     STYLE,
     TIME_UNITS,
+    add_axes,
     draw_bar,
     in_order,
     label_width_in,
@@ -27,6 +28,7 @@ from analysis.charts.drawing import (
     point_labels,
     unit_for,
     wrapped,
+    write_heading,
 )
 from analysis.compare.groups import variant_of
 from analysis.compare.timeline import Block, Step
@@ -70,8 +72,7 @@ def exposed_communication(comparison: pl.DataFrame) -> Figure | None:
         for i, (group, members) in enumerate(sorted(groups.items())):
             left = LEFT_IN + i % across * (LEFT_IN + SIDE_IN)
             bottom = height_in - top_in - (i // across + 1) * SIDE_IN - i // across * BELOW_IN
-            box = (left / width_in, bottom / height_in, SIDE_IN / width_in, SIDE_IN / height_in)
-            _panel(figure.add_axes(box), group, members)
+            _panel(add_axes(figure, (left, bottom, SIDE_IN, SIDE_IN)), group, members)
         _heading(figure, in_order([row["method"] for row in rows]), notes)
     return figure
 
@@ -94,7 +95,6 @@ def _panel(axes: Axes, group: str, rows: Sequence[Row]) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(4))
     axes.grid(color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
     axes.set_title(plain(group), loc="left", fontsize=10, fontweight="bold")
     axes.set_xlabel(f"measured ({unit})")
     axes.set_ylabel(f"predicted ({unit})")
@@ -113,15 +113,12 @@ def _labels(axes: Axes, rows: Sequence[Row], factor: float) -> None:
 
 def _heading(figure: Figure, methods: Sequence[str], notes: Sequence[str]) -> None:
     width_in, height_in = figure.get_size_inches()
-    x = 0.15 / width_in
-    figure.text(x, 1 - 0.32 / height_in, EXPOSED_TITLE, fontsize=14, fontweight="bold", va="center")
-    for i, line in enumerate(notes):
-        figure.text(x, 1 - (0.6 + NOTE_IN * i) / height_in, line, color="0.25", va="center", fontsize=LABEL_POINTS)
+    write_heading(figure, EXPOSED_TITLE, notes, notes_in=0.6, step_in=NOTE_IN, fontsize=LABEL_POINTS)
     figure.legend(
         handles=[Line2D([], [], linestyle="", label=plain(method), **mark(method)) for method in methods],
         title="method of the plan",
         loc="lower left",
-        bbox_to_anchor=(x, 0.12 / height_in),
+        bbox_to_anchor=(0.15 / width_in, 0.12 / height_in),
         ncols=max(1, min(len(methods), int(width_in / 0.95))),
         frameon=False,
         borderaxespad=0,
@@ -164,7 +161,7 @@ def phases(comparison: pl.DataFrame, *, note: str = "") -> Figure:
         bottom = height_in - top_in
         for group, panel_in in zip(groups, heights_in, strict=True):
             bottom -= panel_in
-            axes = figure.add_axes((left_in / width_in, bottom / height_in, bar_in / width_in, panel_in / height_in))
+            axes = add_axes(figure, (left_in, bottom, bar_in, panel_in))
             _phase_panel(axes, [rows[i] for i in group], [labels[i] for i in group])
             bottom -= between_in
         copied = any(row.get(f"{EXPOSED_COPIES}_measured_s") for row in rows)
@@ -200,23 +197,25 @@ def longest_phase(row: dict[str, Any]) -> str:
 
 
 def _phase_heading(figure: Figure, which: str, shown: Sequence[str], *, several: bool) -> None:
-    width_in, height_in = figure.get_size_inches()
-    x = 0.15 / width_in
-    figure.text(x, 1 - 0.32 / height_in, TITLE, fontsize=14, fontweight="bold", va="center")
     notes = [which] if which else []
     note = "Top bar of a pair (hatched): predicted; bottom bar (plain): measured. Means over ranks."
     if several:
         note += " Mind the different time axes."
-    for i, line in enumerate([*notes, note]):
-        figure.text(x, 1 - (0.62 + NOTE_IN * i) / height_in, plain(line), va="center", color="0.25")
-    swatches = [
-        Patch(facecolor=PHASE_COLOURS[p], edgecolor="0.2", linewidth=0.6, label=p.replace("_", " ")) for p in shown
-    ]
+    write_heading(figure, TITLE, [*notes, note], notes_in=0.62, step_in=NOTE_IN)
+    _phase_legend(figure, {phase: PHASE_COLOURS[phase] for phase in shown}, below_in=0.8 + NOTE_IN * len(notes))
+
+
+def _phase_legend(figure: Figure, colours: Mapping[str, str], *, below_in: float) -> None:
+    """Draw a legend of phases in one row, `below_in` below the upper edge."""
+    width_in, height_in = figure.get_size_inches()
     figure.legend(
-        handles=swatches,
+        handles=[
+            Patch(facecolor=colour, edgecolor="0.2", linewidth=0.6, label=phase.replace("_", " "))
+            for phase, colour in colours.items()
+        ],
         loc="upper left",
-        bbox_to_anchor=(x, 1 - (0.8 + NOTE_IN * len(notes)) / height_in),
-        ncols=len(shown),
+        bbox_to_anchor=(0.15 / width_in, 1 - below_in / height_in),
+        ncols=len(colours),
         frameon=False,
         borderaxespad=0,
         handlelength=1.4,
@@ -247,7 +246,6 @@ def _phase_panel(axes: Axes, rows: Sequence[dict[str, Any]], labels: Sequence[st
     axes.set_xlim(0, 1.005 * longest_s / factor or 1.0)
     axes.set_xlabel(f"time of one step ({unit})")
     axes.grid(axis="x", color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def _total_s(row: dict[str, Any], side: str) -> float:
@@ -274,13 +272,9 @@ def timeline(predicted: Step, measured: Step, *, names: tuple[str, str]) -> Figu
             heights_in += (lanes_in or LANE_IN) + GAP_IN
     panel_in = heights_in + RANK_GAP_IN * (len(ranks) - 1)
     with mpl.rc_context(STYLE):
-        width_in, height_in = (
-            TIMELINE_LEFT_IN + PANEL_IN + TIMELINE_RIGHT_IN,
-            TIMELINE_TOP_IN + panel_in + TIMELINE_BOTTOM_IN,
-        )
-        figure = new_figure(width_in, height_in)
-        box = (TIMELINE_LEFT_IN / width_in, TIMELINE_BOTTOM_IN / height_in, PANEL_IN / width_in, panel_in / height_in)
-        axes = figure.add_axes(box)
+        width_in = TIMELINE_LEFT_IN + PANEL_IN + TIMELINE_RIGHT_IN
+        figure = new_figure(width_in, TIMELINE_TOP_IN + panel_in + TIMELINE_BOTTOM_IN)
+        axes = add_axes(figure, (TIMELINE_LEFT_IN, TIMELINE_BOTTOM_IN, PANEL_IN, panel_in))
         _timeline_panel(axes, sides, ranks, panel_in)
         left_out = len({*predicted.ranks, *measured.ranks}) - len(ranks)
         copied = any(block.phase == EXPOSED_COPIES for lane in measured.lanes for block in lane.blocks)
@@ -306,7 +300,6 @@ def _timeline_panel(axes: Axes, sides: dict[str, Step], ranks: list[int], panel_
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"time since the step began ({unit})")
     axes.grid(axis="x", color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def _outside(axes: Axes) -> dict[str, Any]:
@@ -371,26 +364,10 @@ def _block(axes: Axes, block: Block, place: tuple[float, float], factor: float, 
 
 
 def _timeline_heading(figure: Figure, names: tuple[str, str], left_out: int, shown: Sequence[str]) -> None:
-    width_in, height_in = figure.get_size_inches()
-    x = 0.15 / width_in
     title = "One step, predicted above measured: who does what, when, and waits for what?"
-    figure.text(x, 1 - 0.32 / height_in, title, fontsize=14, fontweight="bold", va="center")
     note = f"Predicted (hatched): {names[0]}; measured: {names[1]}. Thin lines: streams beside the compute stream."
     if left_out:
         note += f" {left_out} more ranks are not drawn."
-    figure.text(x, 1 - 0.62 / height_in, plain(note), va="center", color="0.25")
-    swatches = [
-        Patch(facecolor=PHASE_COLOURS[p], edgecolor="0.2", linewidth=0.6, label=p.replace("_", " "))
-        for p in shown
-        if p != "idle"
-    ]
-    figure.legend(
-        handles=[*swatches, Patch(facecolor="white", edgecolor="0.2", linewidth=0.6, label="idle")],
-        loc="upper left",
-        bbox_to_anchor=(x, 1 - 0.8 / height_in),
-        ncols=len(shown),
-        frameon=False,
-        borderaxespad=0,
-        handlelength=1.4,
-        columnspacing=1.4,
-    )
+    write_heading(figure, title, [note], notes_in=0.62)
+    colours = {phase: PHASE_COLOURS[phase] for phase in shown if phase != "idle"} | {"idle": "white"}
+    _phase_legend(figure, colours, below_in=0.8)

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyBboxPatch, Patch, Polygon, Rectangle
 from matplotlib.patheffects import Stroke
 
-from analysis.charts.drawing import STYLE, new_figure, plain
+from analysis.charts.drawing import STYLE, new_figure, plain, write_heading
 from analysis.draw.layout import Box, Layout, Node, layout_of
 from gssim.cluster import Cluster
 from gssim.cluster.topology import LeafSpine, Servers, Wiring
@@ -208,14 +208,11 @@ def _frame(layout: Layout, entries: Sequence[Any], cluster: Cluster) -> tuple[fl
 
 
 def _heading(figure: Figure, cluster: Cluster, file: str) -> None:
-    width_in, height_in = figure.get_size_inches()
     counts = Counter(device.type for device in cluster.devices)
     hosts = len({device.host for device in cluster.devices})
     devices = ", ".join(f"{count:,} \u00d7 {kind}" for kind, count in counts.items())
     note = f"{devices} on {hosts:,} host{'s' if hosts > 1 else ''}" + (f"   ({file})" if file else "")
-    x = MARGIN_IN / width_in
-    figure.text(x, 1 - 0.32 / height_in, plain(cluster.name), fontsize=14, fontweight="bold", va="center")
-    figure.text(x, 1 - 0.6 / height_in, plain(note), va="center", color="0.25")
+    write_heading(figure, cluster.name, [note], notes_in=0.6, x_in=MARGIN_IN)
 
 
 def _legend(cluster: Cluster, looks: dict[str, Any], wires: Sequence[Wire], layout: Layout) -> list[Any]:

@@ -37,10 +37,6 @@ class Effect:
     high: float
     n: int
 
-    def differs_from(self, value: float) -> bool:
-        """Return whether the interval excludes `value`."""
-        return not self.low <= value <= self.high
-
 
 def spread(values: Sequence[float]) -> Spread:
     """Return mean and standard deviation.

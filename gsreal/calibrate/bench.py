@@ -59,9 +59,7 @@ class Settings:
     low_rank: bool = True
     """Measure PowerSGD's products."""
     lasting: bool = True
-    """Also measure what does not drift: the memory of layers, and the cost of pauses. A repeated measurement leaves it
-    out.
-    """
+    """Also measure what does not drift: the memory of layers, and the cost of pauses. Repeated measurements do not."""
 
 
 class Bench:

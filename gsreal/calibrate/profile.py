@@ -59,7 +59,7 @@ def profile_model(bench: Bench, model: Model, counter: MemoryCounter) -> tuple[d
     if bench.settings.lasting:
         excess = bench.alone(partial(_pause_excess, bench, module, optimizer, batches[min(batches)]))
         for b, batch in batches.items():
-            peaks[b] = bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
+            peaks[b] = bench.alone(partial(_layer_peaks, module, names, batch, counter)) or {}
     if bench.settings.lasting and counter.method == "allocator":
         own = partial(layer_scratch, model, batches, counter, dtype, rank=bench.rank, ranks=bench.ranks)
         for some in gather_json(bench.together(own)):
@@ -276,7 +276,7 @@ def _observed(
 
 
 def _layer_peaks(
-    bench: Bench, module: nn.Module, names: list[str], batch: tuple[Tensor, Tensor], counter: MemoryCounter
+    module: nn.Module, names: list[str], batch: tuple[Tensor, Tensor], counter: MemoryCounter
 ) -> dict[tuple[int, str], float]:
     """Return the peak bytes of each layer's phase, above those allocated when it began."""
     if counter.method == "dispatch":

@@ -20,9 +20,7 @@ from gssim.units import Ints
 HELD_OUT_DIGITS = 540
 """Held-out digits: three in ten of 1797, of each class in proportion."""
 HELD_OUT_RATIO = 0.1
-"""Held-out part of the standard library's bytes (the last ones by file name), and of a module to be classified (its
-end).
-"""
+"""Held-out part of the standard library's bytes (the last by file name), and of a module to be classified (its end)."""
 
 
 @cache

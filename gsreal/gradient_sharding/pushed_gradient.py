@@ -11,31 +11,10 @@ from torch import Tensor, nn
 ALLOWED = frozenset(
     {
         "__get__",  # shape, dtype, device, and whatever else is asked without computing
-        "__deepcopy__",
-        "__format__",
-        "__repr__",
-        "__set__",
-        "_has_compatible_shallow_copy_type",
-        "clone",
-        "contiguous",
-        "cpu",
-        "cuda",
-        "detach",
-        "detach_",
-        "dim",
-        "double",
-        "element_size",
-        "float",
-        "half",
-        "bfloat16",
-        "is_complex",
-        "is_floating_point",
-        "nelement",
-        "numel",
-        "requires_grad_",
-        "size",
-        "to",
-        "type",
+        *("__deepcopy__", "__format__", "__repr__", "__set__", "_has_compatible_shallow_copy_type"),
+        *("clone", "contiguous", "cpu", "cuda", "detach", "detach_", "requires_grad_", "to"),
+        *("double", "float", "half", "bfloat16", "type", "is_complex", "is_floating_point"),
+        *("dim", "element_size", "nelement", "numel", "size"),
     }
 )
 """Tensor functions that compute nothing: those that `Module.to` and `Module.zero_grad` call."""

@@ -28,9 +28,7 @@ LEAST_SHARE_RATIO = 0.01
 it computes.
 """
 MOST_OF_THE_CORES = 0.8
-"""Largest part of all cores together that devices get; the rest is for gloo's threads and the kernel's network
-processing.
-"""
+"""Largest part of all cores together that devices get; the rest is for gloo's threads and network processing."""
 
 
 @dataclass(frozen=True)

@@ -121,9 +121,7 @@ class Synchronization:
 
     @property
     def measured_steps(self) -> int:
-        """Number of steps at the end of a period that together exchange everything and reach the peak memory: one, or
-        all.
-        """
+        """Number of steps at the end of a period that exchange everything and reach the peak memory: one, or all."""
         return self.every if self.in_fragments else 1
 
     def _values(self) -> list[list[Tensor]]:
@@ -196,9 +194,7 @@ class Synchronization:
         self.take(number, received)
 
     def due(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the buckets whose exchange begins, and those whose exchange ends, after the step that was counted
-        last.
-        """
+        """Return the buckets whose exchange begins, and whose ends, after the step that was counted last."""
         step = (self.steps - 1) % self.every + 1
         schedule = () if self.alone else self.schedule
         begun, ended = (

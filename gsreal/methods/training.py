@@ -132,9 +132,7 @@ class Training:
     0: the rank's mean is used unchanged, because the owner weights it.
     """
     replica: Sequence[int] = ()
-    """Ranks of this rank's replica, if replicas train apart: a rank's weight is then its part of the replica's loss
-    terms.
-    """
+    """Ranks of this rank's replica, if replicas train apart: weights are then parts of the replica's loss terms."""
     last_gradient: list[Any] = field(default_factory=list)
     """DDP: the mark of the last gradient hook in this backward."""
     replicas: Any = None

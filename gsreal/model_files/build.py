@@ -87,9 +87,7 @@ def _transformers(where: str) -> Any:
 
 
 def _refused(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) of a config and its nested ones for keys that would load code or weights, or cannot be
-    trained.
-    """
+    """Yield (key, reason) of a config and its nested ones that would load code or weights, or cannot be trained."""
     for key, value in config.items():
         if key in ("auto_map", "trust_remote_code"):
             yield prefix + key, "names code outside of transformers, which is not run; use a factory of your own"

@@ -125,9 +125,7 @@ class Lengths:
     longest: int | None
 
     def in_parts(self) -> "Lengths":
-        """Return multiples that ranks can divide near these lengths; `longest` is None if the only length is no
-        multiple.
-        """
+        """Return multiples that ranks can divide near these lengths; `longest`: None if the only length is none."""
         more = max(TRACED_RANKS)
         rounded = [-(-length // more) * more for length in self.traced if length is not None]
         longest = (self.longest or 0) // more * more

@@ -213,9 +213,7 @@ class Record:
     saved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     until_saved: dict[int, dict[Recompute, Work]] = field(default_factory=dict)
-    """By layer and kind of checkpointing: the work of its forward that is recomputed, up to the last tensor that
-    autograd saves.
-    """
+    """By layer and kind of checkpointing: recomputed work of its forward, up to the last tensor that autograd saves."""
     before_saved: dict[int, int] = field(default_factory=dict)
     """Number of storages that a layer's backward creates before it needs the first tensor that autograd saved."""
     counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -355,9 +353,7 @@ class Recorder(TorchDispatchMode):
         kept: Sequence[Recompute] = (),
         called: str | None = None,
     ) -> None:
-        """Add one operation's work to the record of a phase of a layer; `kept`: kinds of checkpointing that keep its
-        output.
-        """
+        """Add one operation's work to the record of a phase of a layer; `kept`: checkpointing that keeps its output."""
         self.record.flop[place] += work.flop
         self.record.bytes_moved[place] += work.bytes_moved
         self.record.streamed[place] += work.streamed

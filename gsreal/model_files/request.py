@@ -39,13 +39,13 @@ class Request:
     model: str
     arguments: tuple[str, ...]
     name: str
-    vocabulary: int | None
-    maximum_sequence_length: int | None
+    vocabulary: int | None = None
+    maximum_sequence_length: int | None = None
     """None: as a config.json states, else 256."""
-    image: str | None
-    classes: int | None
-    auto_class: str | None
-    sequence_length: int | None
+    image: str | None = None
+    classes: int | None = None
+    auto_class: str | None = None
+    sequence_length: int | None = None
     task: str | None = None
     """None: as a config.json states, else next-token."""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)

@@ -249,14 +249,15 @@ def record_step(
         record.linear = {layer: cut[name][1] for layer, name in enumerate(modules) if name in cut}
         if routed is not None:
             _divide_experts(record, module, stand_in, *routed)
+        step = _Step(record, module, inputs, targets, stand_in)
         try:
             with _compiled(model, module, record, inputs, apart, where) if model.compiled else nullcontext():
                 with _explained(where):
-                    _record_saved(record, module, inputs, targets, stand_in)
+                    step.record_saved()
                 module.zero_grad(set_to_none=True)
-                _record_operations(record, module, inputs, targets, where, stand_in)
-                _record_unsaved(record, module, inputs, targets, stand_in, like)
-                _record_needed(record, module, inputs, targets, stand_in, like)
+                step.record_operations(where)
+                step.record_unsaved(like)
+                step.record_needed(like)
         except UnknownOperationError as error:
             raise UserError(f"{where}: {error}") from None
     if exchanged is not None:
@@ -377,25 +378,29 @@ def _cut_blocks(
     return units_of
 
 
-def fewest_units(model: Model, where: str, *, beside_experts: bool = False) -> int:
-    """Return the smallest number of units of the model's blocks; 0 if one cannot be sliced.
-
-    `beside_experts`: routed experts are not sliced but divided among ranks.
-    """
+@contextmanager
+def _blocks_without_values(model: Model, where: str, *, beside_experts: bool = False) -> Iterator[list[nn.Module]]:
+    """Yield a model's blocks, of fake tensors; `beside_experts`: routed experts are not sliced but divided."""
     with without_values(model):
         module = fake_module(model, where)
         blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
         for block in blocks if beside_experts else ():
             cut_beside_experts(block)
-        cuts = [cut_of(block) for block in blocks]
-        return min((cut.units(block) if cut else 0 for cut, block in zip(cuts, blocks, strict=True)), default=0)
+        yield blocks
+
+
+def fewest_units(model: Model, where: str, *, beside_experts: bool = False) -> int:
+    """Return the smallest number of units of the model's blocks; 0 if one cannot be sliced.
+
+    `beside_experts`: routed experts are not sliced but divided among ranks.
+    """
+    with _blocks_without_values(model, where, beside_experts=beside_experts) as blocks:
+        return min((cut.units(block) if (cut := cut_of(block)) else 0 for block in blocks), default=0)
 
 
 def uncut_reason(model: Model, where: str) -> str | None:
     """Return why the model has no sliced layers, with the name of the module; None if it has no blocks."""
-    with without_values(model):
-        module = fake_module(model, where)
-        blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
+    with _blocks_without_values(model, where) as blocks:
         reasons = [cut for block in blocks if isinstance(cut := cut_or_reason(block), str)]
         if reasons or not blocks:
             return next(iter(reasons), None)
@@ -418,11 +423,7 @@ def can_divide_sequences(model: Model, where: str, *, beside_experts: bool = Fal
 
     `beside_experts`: routed experts are divided among ranks, not sliced.
     """
-    with without_values(model):
-        module = fake_module(model, where)
-        blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
-        for block in blocks if beside_experts else ():
-            cut_beside_experts(block)
+    with _blocks_without_values(model, where, beside_experts=beside_experts) as blocks:
         cuts = [cut_of(block) for block in blocks]
         return bool(cuts) and all(cut is not None and cut.gathered for cut in cuts)
 
@@ -521,120 +522,115 @@ def known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in known}
 
 
-def _record_saved(
-    record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _ReductionRecorder
-) -> None:
-    """Record the unique storages that autograd saves, the work before the last of them, and each layer's output."""
-    known = known_storages(module, inputs, targets)
-    seen: set[int] = set()
-    keep = []
-    stand_in.recorder = recorder = Recorder(Record(record.modules, record.blocks), known)
+@dataclass(frozen=True)
+class _Step:
+    """A step that is run several times under fake tensors; each time other facts of it are recorded."""
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known and storage._cdata not in seen:
-            seen.add(storage._cdata)
-            keep.append(storage)  # so that no other storage gets its address
-            record.saved[recorder.layer] += storage.nbytes()
-        if recorder.layer not in record.output:  # the layer's module has not returned yet
-            record.until_saved[recorder.layer] = recorder.again()
-        return tensor
+    record: Record
+    module: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    stand_in: _ReductionRecorder
 
-    hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
-    with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
-        handles = []
-        for layer, name in enumerate(record.modules):
+    def recorder(self, record: Record) -> Recorder:
+        """Return a recorder into `record`, to which sums over ranks are passed from now on."""
+        known = known_storages(self.module, self.inputs, self.targets)
+        self.stand_in.recorder = recorder = Recorder(record, known)
+        return recorder
 
-            def note_output(_module: nn.Module, _args: Any, output: Any, layer: int = layer) -> None:
-                tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-                record.output[layer] = sum(t.numel() * t.element_size() for t in tensors[:1])
+    def record_saved(self) -> None:
+        """Record the unique storages that autograd saves, the work before the last of them, and each layer's output."""
+        record, module = self.record, self.module
+        known = known_storages(module, self.inputs, self.targets)
+        seen: set[int] = set()
+        keep = []
+        recorder = self.recorder(Record(record.modules, record.blocks))
 
-            handles.append(module.get_submodule(name).register_forward_hook(note_output))
-        with autocast(record.autocast):
-            logits = out(logits_of(module(inputs)))
-            loss = loss_of(logits, targets)
-        record.output[len(record.modules)] = loss.numel() * loss.element_size()
-    for handle in handles:
-        handle.remove()
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                keep.append(storage)  # so that no other storage gets its address
+                record.saved[recorder.layer] += storage.nbytes()
+            if recorder.layer not in record.output:  # the layer's module has not returned yet
+                record.until_saved[recorder.layer] = recorder.again()
+            return tensor
 
+        hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
+        with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
+            handles = []
+            for layer, name in enumerate(record.modules):
 
-def _record_unsaved(
-    record: Record,
-    module: nn.Module,
-    inputs: Tensor,
-    targets: Tensor,
-    stand_in: _ReductionRecorder,
-    like: Record | None,
-) -> None:
-    """Record when a forward's tensors would be freed if autograd saved nothing, or take that from `like`.
+                def note_output(_module: nn.Module, _args: Any, output: Any, layer: int = layer) -> None:
+                    tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+                    record.output[layer] = sum(t.numel() * t.element_size() for t in tensors[:1])
 
-    That is the case in the forward of a checkpointed block.
-    """
-    if like is not None:
-        if len(like.alive) == len(record.alive):  # else the operations depend on the shape: it cannot be fitted
-            for alive, other in zip(record.alive, like.alive, strict=True):
-                alive.unsaved = other.unsaved
-        return
-    seen = Record(record.modules, record.blocks)
-    hooks = saved_tensors_hooks(lambda _tensor: None, lambda _nothing: _nothing)
-    stand_in.recorder = recorder = Recorder(seen, known_storages(module, inputs, targets))
-    cast = autocast(record.autocast)
-    with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out, cast:
-        loss_of(out(logits_of(module(inputs))), targets)
-    created = [alive for alive in record.alive if alive.born[1] == "f"]
-    for alive, again in zip(created, seen.alive, strict=True):
-        if again.freed is not None and again.freed[:2] == again.born[:2]:
-            layer, _, position = again.freed
-            # positions differ by views, numbers of operations do not
-            place = (layer, "f")
-            alive.unsaved = record.counted[place][bisect_right(seen.counted[place], position) - 1]
+                handles.append(module.get_submodule(name).register_forward_hook(note_output))
+            with autocast(record.autocast):
+                loss = loss_of(out(logits_of(module(self.inputs))), self.targets)
+            record.output[len(record.modules)] = loss.numel() * loss.element_size()
+        for handle in handles:
+            handle.remove()
 
+    def record_operations(self, where: str) -> None:
+        """Record every operation and every storage of one forward and backward."""
+        record, recorder = self.record, self.recorder(self.record)
+        record_backward(recorder, self.module, self.inputs, self.targets)
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
+                record.frozen[name] = (layer, tuple(parameter.shape))
+            elif parameter.grad is None:
+                raise UserError(f"{where}: the parameter {name!r} gets no gradient (unused or frozen); not supported")
+        if not record.parameters:
+            raise UserError(f"{where}: the module has no parameters to train: all are frozen")
 
-def _record_needed(
-    record: Record,
-    module: nn.Module,
-    inputs: Tensor,
-    targets: Tensor,
-    stand_in: _ReductionRecorder,
-    like: Record | None,
-) -> None:
-    """Record how many storages each layer's backward creates before it needs a saved tensor, or take that from `like`.
+    def record_unsaved(self, like: Record | None) -> None:
+        """Record when a forward's tensors would be freed if autograd saved nothing, or take that from `like`.
 
-    A checkpointed block recomputes its forward only at that moment.
-    """
-    if like is not None or record.kernel_plans:  # a compiled block is one node, which needs all saved at once
-        record.before_saved = like.before_saved if like is not None else {}
-        return
-    created: dict[int, int] = {}
-    seen = Record(record.modules, record.blocks, autocast=record.autocast)
-    stand_in.recorder = recorder = Recorder(seen, known_storages(module, inputs, targets))
+        That is the case in the forward of a checkpointed block.
+        """
+        record = self.record
+        if like is not None:
+            if len(like.alive) == len(record.alive):  # else the operations depend on the shape: it cannot be fitted
+                for alive, other in zip(record.alive, like.alive, strict=True):
+                    alive.unsaved = other.unsaved
+            return
+        seen = Record(record.modules, record.blocks)
+        hooks = saved_tensors_hooks(lambda _tensor: None, lambda _nothing: _nothing)
+        recorder, cast = self.recorder(seen), autocast(record.autocast)
+        with recorder, hooks, layer_boundaries(self.module, record.modules, enter=recorder.enter) as out, cast:
+            loss_of(out(logits_of(self.module(self.inputs))), self.targets)
+        created = [alive for alive in record.alive if alive.born[1] == "f"]
+        for alive, again in zip(created, seen.alive, strict=True):
+            if again.freed is not None and again.freed[:2] == again.born[:2]:
+                layer, _, position = again.freed
+                # positions differ by views, numbers of operations do not
+                place = (layer, "f")
+                alive.unsaved = record.counted[place][bisect_right(seen.counted[place], position) - 1]
 
-    def unpack(tensor: Tensor) -> Tensor:
-        if recorder.phase == "b":
-            place = (recorder.layer, "b")
-            created.setdefault(recorder.layer, sum(alive.born[:2] == place for alive in recorder.record.alive))
-        return tensor
+    def record_needed(self, like: Record | None) -> None:
+        """Record how many storages a layer's backward creates before it needs a saved tensor, or take that from `like`.
 
-    module.zero_grad(set_to_none=True)
-    with saved_tensors_hooks(lambda tensor: tensor, unpack):
-        record_backward(recorder, module, inputs, targets)
-    record.before_saved = created
+        A checkpointed block recomputes its forward only at that moment.
+        """
+        record = self.record
+        if like is not None or record.kernel_plans:  # a compiled block is one node, which needs all saved at once
+            record.before_saved = like.before_saved if like is not None else {}
+            return
+        created: dict[int, int] = {}
+        recorder = self.recorder(Record(record.modules, record.blocks, autocast=record.autocast))
 
+        def unpack(tensor: Tensor) -> Tensor:
+            if recorder.phase == "b":
+                place = (recorder.layer, "b")
+                created.setdefault(recorder.layer, sum(alive.born[:2] == place for alive in recorder.record.alive))
+            return tensor
 
-def _record_operations(
-    record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str, stand_in: _ReductionRecorder
-) -> None:
-    """Record every operation and every storage of one forward and backward."""
-    stand_in.recorder = recorder = Recorder(record, known_storages(module, inputs, targets))
-    record_backward(recorder, module, inputs, targets)
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
-            record.frozen[name] = (layer, tuple(parameter.shape))
-        elif parameter.grad is None:
-            raise UserError(f"{where}: the parameter {name!r} gets no gradient (unused or frozen); not supported")
-    if not record.parameters:
-        raise UserError(f"{where}: the module has no parameters to train: all are frozen")
+        self.module.zero_grad(set_to_none=True)
+        with saved_tensors_hooks(lambda tensor: tensor, unpack):
+            record_backward(recorder, self.module, self.inputs, self.targets)
+        record.before_saved = created
 
 
 def record_backward(recorder: Recorder, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:

@@ -211,9 +211,7 @@ class Guard:
     interface: str | None = None
     """Network interface on which backends listen; None: the loopback."""
     locks: tuple[int, ...] = ()
-    """File descriptors of locks that ranks hold too: a lock is kept while a rank still writes after its launcher was
-    killed.
-    """
+    """File descriptors of locks that ranks hold too: kept while a rank writes after its launcher was killed."""
 
 
 def launch(

@@ -146,6 +146,4 @@ LAUNCHERS: dict[str, Callable[[int, int, str, str, str | None], str]] = {
     "kubernetes": _for_kubernetes,
     "skypilot": _for_skypilot,
 }
-"""Functions that write what to submit, by launcher. Arguments: number of hosts, ranks of each, command, GPU ('': none),
-image.
-"""
+"""Functions that write what to submit, by launcher. Arguments: hosts, ranks of each, command, GPU ('': none), image."""

@@ -28,9 +28,7 @@ of this many differs by less than a tenth.
 """
 BATCHES = 2
 BYTES_OF_ELEMENT = 200
-"""Bytes of memory for each element of a model, in fp32: residuals under some 35 thresholds, gradients, the training
-itself.
-"""
+"""Bytes of memory for each element of a model, in fp32: residuals under some 35 thresholds, gradients, training."""
 APART = 1_000_003
 """Distance between the seeds of two courses: far from the seeds of other runs, which are to be predicted."""
 

@@ -242,7 +242,6 @@ def _traced(ladder: Ladder, family: str, rung: Training) -> Model:
         maximum_sequence_length=256,
         image=ladder.image,
         classes=10 if ladder.image else None,
-        auto_class=None,
         sequence_length={**ladder.workload, **rung.workload}.get("sequence_length"),
         task="next-token" if ladder.image else ladder.task,
     )

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from gssim import terminal
 from gssim.cli.reports import nothing_fits, print_found, print_methods, print_support
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import checked_jobs, dask_workers, processes, processes_with
@@ -27,13 +28,10 @@ from gssim.scenario.support import supported
 from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
 from gssim.simulation import no_collection, program_of, simulate, traced
 from gssim.sweeps import TABLES, check_table_place, parts_folder, points_in, predict, tabulate
-from gssim.terminal import activity, idle_list, print_result, print_results, print_table, progress_bar, run_command_line
+from gssim.terminal import AsJson, Only, Overrides, ScenarioFile, activity, idle_list, progress_bar, run_command_line
 from gssim.units import PRECISION_BYTES, whole_number
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-ScenarioFile = Annotated[Path, typer.Argument(help="A scenario's file, such as scenarios/demo.toml.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
 
 
 @app.callback()
@@ -57,7 +55,7 @@ def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
 def run_command(
     scenario: ScenarioFile,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
+    as_json: AsJson = False,
     unfold: Annotated[bool, typer.Option("--unfold", help="Simulate every rank and link by itself.")] = False,
     timing: Annotated[bool, typer.Option("--timing", help="Print load and simulation times on stderr.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
@@ -86,7 +84,7 @@ def run_command(
     if as_json:
         sys.stdout.write(result.to_json())
     else:
-        print_result(result)
+        terminal.print_result(result)
     model, precision = loaded.scenario.workload.model, loaded.scenario.workload.precision
     if model.module.hugging_face is not None and PRECISION_BYTES[precision] != PRECISION_BYTES[model.traced_precision]:
         said = (
@@ -159,7 +157,7 @@ def sweep_command(
             "dask[distributed]; the files that points name are sent to them. Best with --nthreads 1.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of Results as JSON.")] = False,
+    as_json: AsJson = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -170,9 +168,7 @@ def sweep_command(
         ),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Predict also what is in --out already.")] = False,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="NAME", help="Points so named; * and ? match; repeatable.")
-    ] = None,
+    only: Only = None,
 ) -> None:
     """Predict every point of a sweep."""
     count = checked_jobs(jobs)
@@ -185,9 +181,9 @@ def sweep_command(
     with _report_interrupt(out), progress_bar("predicting") as on_progress:
         results = predict(points, sweep=sweep, out=out, jobs=count, again=again, on_progress=on_progress)
     if as_json:
-        print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
+        terminal.print_as_json(results)
     else:
-        print_results(results, asked.question)
+        terminal.print_results(results, asked.question)
 
 
 def _check_options(out: Path | None, jobs: int | None, dask: str | None, *, as_json: bool) -> None:
@@ -228,7 +224,7 @@ def _make_table(
             again=again,
             on_progress=on_progress,
         )
-    print_table(table, asked.question)
+    terminal.print_table(table, asked.question)
     reasons = [why for status, why in zip(table["status"], table["reason"], strict=True) if status == "failed"]
     if reasons:
         raise RunFailedError(f"sweep: {len(reasons)} of {table.height} points failed (see {out}): {reasons[0]}")
@@ -278,7 +274,7 @@ def search_command(
     ] = None,
     seconds: Annotated[float | None, typer.Option("--seconds", help="Begin no more plans after so long.")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Plans at a time; as many as cores by default.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of Results as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the best plans for a scenario's cluster and model under the devices' memory.
 
@@ -316,7 +312,7 @@ def _print_found(search: Search, question: str, run: Sequence[str], *, as_json: 
     if as_json:
         if not found.best:
             print("\n".join(["gssim: search: " + line for line in nothing_fits(found)]), file=sys.stderr)
-        print(json.dumps([json.loads(result.to_json()) for result in found.results()], indent=2, allow_nan=False))
+        terminal.print_as_json(found.results())
     else:
         print_found(found, question, run)
 

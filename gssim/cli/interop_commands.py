@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gssim import interop
-from gssim.cli.commands import Overrides, ScenarioFile, app
+from gssim.cli.commands import app
 from gssim.cluster import presets
 from gssim.errors import UserError, one_line
 from gssim.execution.files import write_text
@@ -18,7 +18,7 @@ from gssim.planner import with_suggested_changes
 from gssim.result import Result
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
-from gssim.terminal import PIPE_WIDTH, activity, plain_console
+from gssim.terminal import PIPE_WIDTH, Overrides, ScenarioFile, activity, plain_console, write_or_print
 from gssim.units import human_bytes
 from gssim.workload import shipped_models
 
@@ -80,10 +80,7 @@ def import_command(
             _say("import", "without effect", line)
     for line in found.defaults:
         _say("import", "default", line)
-    if out is not None:
-        write_text(out, found.text)
-    else:
-        sys.stdout.write(found.text)
+    write_or_print(found.text, out)
 
 
 @app.command("export")
@@ -104,10 +101,7 @@ def export_command(
         raise UserError(f"{scenario}: {error}") from None
     for note in found.notes:
         _say("export", "not in the file", note)
-    if out is not None:
-        write_text(out, found.text)
-    else:
-        sys.stdout.write(found.text)
+    write_or_print(found.text, out)
 
 
 @app.command("cluster")

@@ -51,9 +51,7 @@ def print_found(found: Found, question: str, run: Sequence[str]) -> None:
 
 
 def nothing_fits(found: Found) -> list[str]:
-    """Return lines for a search in which no plan fits: the plan that needs least memory, and changes that would
-    help.
-    """
+    """Return lines for a search in which no plan fits: the plan that needs least memory, and changes that help."""
     if found.nearest is None:
         return ["no plan so far that fits" if found.counts.left else "no plan of the space can run", *left_out(found)]
     candidate, result = found.nearest

@@ -7,24 +7,3 @@ from gssim.cluster.measured import Curve, LayerProfile
 from gssim.cluster.nccl_tuning import GENERATIONS, Array, Kind, NcclTuning
 from gssim.cluster.network_faults import Conditions, applied, ends_of
 from gssim.cluster.presets import presets
-
-__all__ = [
-    "GENERATIONS",
-    "Array",
-    "Cluster",
-    "Conditions",
-    "Curve",
-    "Device",
-    "DeviceType",
-    "Kind",
-    "LayerProfile",
-    "Link",
-    "NcclTuning",
-    "applied",
-    "contention_groups",
-    "ends_of",
-    "has_contention",
-    "hosts_in",
-    "memory_node",
-    "presets",
-]

@@ -152,19 +152,9 @@ class DeviceType:
         """Return plain data without what is absent or off."""
         off = ("lab", "communicator_bytes", "expandable_segments", "kernels")
         absent = (
-            "busy_power_w",
-            "idle_power_w",
-            "communicating_excess_ratio",
-            "posting",
-            "resident_threads",
-            "fp32_efficiency_ratio",
-            "float8_ratio",
-            "replica_hook_s",
-            "replica_forward_s",
-            "layer_operation_s",
-            "kernel_s",
-            "step_host_s",
-            "flat_unit",
+            *("busy_power_w", "idle_power_w", "communicating_excess_ratio", "posting", "resident_threads"),
+            *("fp32_efficiency_ratio", "float8_ratio", "replica_hook_s", "replica_forward_s", "layer_operation_s"),
+            *("kernel_s", "step_host_s", "flat_unit"),
         )
         data: dict[str, Any] = inner(self)
         return {
@@ -264,9 +254,7 @@ class BackendCost:
 
 
 def _generation(value: Any) -> Any:
-    """Return the constants for the name of a generation, or for a table with the key `generation`; else the value as
-    is.
-    """
+    """Return the constants for the name of a generation, or a table with the key `generation`; else the value as is."""
     named = value.get("generation") if isinstance(value, dict) else value
     if not isinstance(named, str):
         return value
@@ -311,9 +299,7 @@ class Cluster:
     """Memory of each host. `plan.offload` needs it on devices with memory of their own, with a link from every device
     to the node HOST/memory (a server's `host_memory`, or links to a switch of this name). Absent: not known."""
     backend_cost: BackendCost | None = None
-    """Fixed costs of messages and collectives, as a table or the name of a file with it; absent: only the
-    links' times.
-    """
+    """Fixed costs of messages and collectives, as a table or the name of a file with it; absent: the links' times."""
     nccl: Annotated[NcclTuning, BeforeValidator(_generation)] | None = None
     """NCCL's constants: the name of a GPU generation (volta, ampere, hopper, blackwell) or of a machine to which they
     were fitted (volta-dgx-1, volta-t4, ampere-dgx-a100), or a table whose key `generation` names the one that it

@@ -11,9 +11,7 @@ ProductKind = Literal["forward", "input_gradient", "weight_gradient"]
 
 
 def _place(sizes: Sequence[float], size: float) -> tuple[int, float]:
-    """Return the index of the interval of `sizes` that holds `size`, and the position in it from 0 to 1, in
-    logarithms.
-    """
+    """Return the index of the interval of `sizes` that holds `size`, and the place in it (0 to 1, in logarithms)."""
     within = min(max(size, sizes[0]), sizes[-1])
     index = next((i for i, (_, right) in enumerate(pairwise(sizes)) if within <= right), 0)
     if len(sizes) == 1:

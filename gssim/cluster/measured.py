@@ -163,9 +163,7 @@ class Profile:
     """Total extra compute time after the device has waited for a number of seconds (`sizes`), because caches have lost
     its data; constant after the last point."""
     neighbour_slowdown_ratio: Slowdown | None = None
-    """`neighbour_slowdown_ratio` for this model, since it depends on the layers' memory traffic; absent: the
-    device's.
-    """
+    """`neighbour_slowdown_ratio` for this model, as it depends on layers' memory traffic; absent: the device's."""
     communicating_excess_ratio: Curve | None = None
     """Extra compute time during communication, relative to compute alone, by the bytes/s that the device sends and
     receives meanwhile; constant after the last point. Absent: from the device's `communicating_slowdown_ratio`."""
@@ -269,9 +267,7 @@ class CompressionCost:
 
 @spec
 class UnitCost:
-    """Host time that a wrapper adds per gathered unit of parameters, and per parameter in it, besides the
-    communication.
-    """
+    """Host time that a wrapper adds per gathered unit of parameters, and per parameter in it, besides communication."""
 
     forward_unit_s: Seconds
     """Time per unit and forward."""

@@ -28,19 +28,13 @@ class NcclTuning:
     latency_s: Seconds = 0.0
     """Fitted. Added to every call, beyond NCCL's own base latency: launch, synchronisation, a framework's overhead."""
     simple_hop_ratio: PositiveFloat = 1.0
-    """Fitted. Actual relative to published latency of a hop with the Simple protocol: fences, and on a network the
-    proxy.
-    """
+    """Fitted. Actual over published latency of a hop with the Simple protocol: fences, and on a network the proxy."""
     pipeline_latency_s: Seconds = 0.0
     """Fitted. Exposed latency W of the chunk pipeline: 2 * sqrt(W * t) on top of t seconds of transfer."""
     bandwidth_ratio: PositiveFloat = 0.8
-    """Fitted. Achieved relative to wire rate of the links inside a node: NCCL assumes 20 of NVLink's 25 GB/s
-    (`topo.h`).
-    """
+    """Fitted. Achieved rate over wire rate inside a node: NCCL assumes 20 of NVLink's 25 GB/s (`topo.h`)."""
     network_bandwidth_ratio: PositiveFloat = 0.96
-    """Fitted (several nodes). Achieved relative to wire rate of the network: NCCL assumes 12 of 12.5 GB/s
-    (`topo.h`).
-    """
+    """Fitted (several nodes). Achieved rate over wire rate of the network: NCCL assumes 12 of 12.5 GB/s (`topo.h`)."""
     low_latency_ratio: PositiveFloat = 1.0
     """Achieved relative to published rate of LL and LL128; NCCL assumes 1, see `MEASURED_LOW_LATENCY_RATIO`."""
     ll_node_bytes_per_s: BytesPerSecond = 87.7e9
@@ -54,9 +48,7 @@ class NcclTuning:
     nvls_ratio: NonNegativeFloat = 0.0
     """Achieved rate of in-switch reduction (NVLS) relative to `bandwidth_ratio`; 0: the GPU has no NVLS."""
     copy_bytes_per_s: BytesPerSecond | None = None
-    """Rate of a ring's last step, the copy from buffer to output in GPU memory: half of the bandwidth. None: no
-    cost.
-    """
+    """Rate of a ring's last step, a copy from buffer to output in GPU memory: half of the bandwidth. None: no cost."""
     channels: PositiveInt = 16
     """Channels of a ring across nodes. The plateau begins once every channel's part of a rank's buffer reaches 64
     bytes.

@@ -17,31 +17,3 @@ from gssim.collectives.backend import (
 )
 from gssim.collectives.communication import COPIES, KINDS, TO_HOST, Communication, Exchange, Pairs, sums_of_others
 from gssim.collectives.stage import Hops, Members, Stage, summed
-
-__all__ = [
-    "BACKEND_ALGORITHMS",
-    "COPIES",
-    "KINDS",
-    "TO_HOST",
-    "Communication",
-    "Exchange",
-    "Hops",
-    "Members",
-    "Pairs",
-    "Stage",
-    "algorithm_of",
-    "algorithms_for",
-    "at_once",
-    "carried_by_rank",
-    "has_notices",
-    "measured_s",
-    "message_s",
-    "overhead_s",
-    "posting_s",
-    "processor_byte_s",
-    "reduction_s",
-    "staging_bytes",
-    "summed",
-    "sums_of_others",
-    "tree_depth",
-]

@@ -161,9 +161,7 @@ class Pairs(Sequence[tuple[float, ...]]):
 
 
 class Exchange(Hops):
-    """Hops between all pairs of members, stored by kind of sender; arrays over single pairs are created only on
-    demand.
-    """
+    """Hops between all pairs of members, stored by kind of sender; arrays over single pairs are made on demand."""
 
     def __init__(self, members: Members, rows: Floats, kinds: Ints, beside: tuple[Members, ...] = ()) -> None:
         for name, value in (("members", members), ("rows", rows), ("kinds", kinds), ("beside", beside)):
@@ -228,9 +226,7 @@ class Exchange(Hops):
         return float((sent + received).max())
 
     def weighted(self, columns: Floats) -> float:
-        """Return the sum over a group's hops of weight times value; `columns` has values by kind of sender and
-        target.
-        """
+        """Return the sum over a group's hops of weight times value; `columns`: values by kind of sender and target."""
         return float((self.rows * columns).sum())
 
     @cached_property
@@ -294,9 +290,7 @@ AT_ONCE = 2**22
 
 
 def _sums_without(rows: Callable[[Ints], Floats], own: Ints, length: int) -> Floats:
-    """Return, for each index in `own`, the sum of its row without that element; `rows` returns the rows of some
-    indices.
-    """
+    """Return, for each index in `own`, the sum of its row without that element; `rows` returns rows of indices."""
     sums = np.zeros(len(own))
     some = max(1, AT_ONCE // max(1, length))
     for begin in range(0, len(own), some):

@@ -19,9 +19,7 @@ class Hops:
     weight: Floats
     """Bytes carried per byte of the stage's size."""
     group: Ints | None = None
-    """For each hop, the index of its group, if several groups run the same collective at once, each at its own
-    speed.
-    """
+    """For each hop, the index of its group, if several groups run a collective at once, each at its own speed."""
 
     @property
     def count(self) -> int:
@@ -123,15 +121,11 @@ class Stage:
     hidden_ratio: float = 0.0
     """Fraction of the transfer that hides waits of later steps, because several messages are in flight."""
     coupled: bool = True
-    """Whether all hops move at the rate of the slowest, as in the rounds of a ring. If not, each is a flow of
-    its own.
-    """
+    """Whether all hops move at the rate of the slowest, as in the rounds of a ring. If not, each is its own flow."""
     stretch_ratio: float = 1.0
     """Time of the transfer relative to that of its bytes alone; more than 1 for filling and draining a pipeline."""
     queued_ratio: float = 0.0
-    """Relative increase of the transfer time if notices wait in queues of data; see [Note: queues] in
-    `network.routes`.
-    """
+    """Relative increase of the transfer time where notices wait behind data; see [Note: queues] in `network.routes`."""
     reduced_bytes: float = 0.0
     """Bytes that a rank adds to its own data, for the rank that adds the most."""
 
@@ -209,9 +203,7 @@ class Members:
 
     @cached_property
     def blocks(self) -> tuple[Ints, Ints]:
-        """First position and number of the members of each host, in order. If hosts are interleaved, each member is a
-        block.
-        """
+        """First position and number of the members of each host, in order. If interleaved, each member is a block."""
         starts = np.flatnonzero(np.r_[True, self.hosts[1:] != self.hosts[:-1]])
         if len(starts) > len(distinct(self.hosts)):
             starts = np.arange(self.count)

@@ -7,26 +7,7 @@ from gssim.execution.executor import (
     dask_workers,
     processes,
     processes_with,
-    usable_cores,
     worker_state,
 )
 from gssim.execution.fingerprint import NUMERICS, SHOWN, code_digest, installed_version, package_digest
 from gssim.execution.store import FileStore, RecordStore
-
-__all__ = [
-    "NUMERICS",
-    "SHOWN",
-    "Alone",
-    "FileStore",
-    "RecordStore",
-    "Workers",
-    "checked_jobs",
-    "code_digest",
-    "dask_workers",
-    "installed_version",
-    "package_digest",
-    "processes",
-    "processes_with",
-    "usable_cores",
-    "worker_state",
-]

@@ -33,9 +33,7 @@ class FileStore(Generic[Item]):
     key: Callable[[Item], object]
     """Gives the key of an item that was read; may raise UserError for an item without one."""
     is_exact: bool = False
-    """Whether a file is used only if it has exactly the text that would be written; for items that are cheap to
-    redo.
-    """
+    """Whether a file is used only if it has exactly the text that would be written; for items cheap to redo."""
 
     def kept(self, name: str, key: object) -> Item | None:
         """Return the item in the file `name` if its key is `key`; else None."""

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from gssim.cluster import Cluster
 from gssim.interop.reading import (
+    LAUNCHER,
+    LOGGING,
+    NUMERICS,
     Keys,
     Rule,
     Value,
@@ -21,10 +24,7 @@ from gssim.interop.reading import (
 from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, optimizer_in
 
 METHODS = ("plan.method",)
-LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
 LOSS_SCALE = "how the factor on the loss changes: steps that are skipped are not predicted"
-NUMERICS = "changes numbers, not step time or memory"
-LAUNCHER = "how processes are started, not what they do"
 
 DEEPSPEED: dict[str, Rule] = {
     **refused("parameters alone cannot be offloaded here", "zero_optimization.cpu_offload_params"),
@@ -33,9 +33,7 @@ DEEPSPEED: dict[str, Rule] = {
         "zero_optimization.offload_*.ratio",
         neutral=(1, 1.0),
     ),
-    **listed(
-        "how copies to the host are made", "zero_optimization.offload_*", "zero_optimization.cpu_offload_use_pin*"
-    ),
+    **listed("how copies to the host are made", "zero_optimization.offload_* zero_optimization.cpu_offload_use_pin*"),
     **refused(
         "quantized or compressed communication of ZeRO++ cannot be simulated", "zero_optimization.zero_quantized*"
     ),
@@ -48,75 +46,64 @@ DEEPSPEED: dict[str, Rule] = {
     **listed("all-reduced instead where false: approximated by reduce-scatters", "zero_optimization.reduce_scatter"),
     **listed(
         "approximated: shards and messages here are of whole layers (ZeRO-1: of 5e8 elements)",
-        "zero_optimization.*bucket_size",
-        "zero_optimization.stage3_param_persistence_threshold",
-        "zero_optimization.stage3_max_*",
-        "zero_optimization.stage3_prefetch*",
-        "zero_optimization.sub_group_size",
-        "zero_optimization.max_*",
-        "zero_optimization.param_persistence_threshold",
-        "zero_optimization.*model_persistence_threshold",
-        "zero_optimization.prefetch_bucket_size",
+        "zero_optimization.*bucket_size zero_optimization.stage3_param_persistence_threshold "
+        "zero_optimization.stage3_max_* zero_optimization.stage3_prefetch* zero_optimization.sub_group_size "
+        "zero_optimization.max_* zero_optimization.param_persistence_threshold "
+        "zero_optimization.*model_persistence_threshold zero_optimization.prefetch_bucket_size",
     ),
-    **listed("buffers of the same bytes", "zero_optimization.contiguous_gradients", "zero_optimization.round_robin*"),
-    **listed(LOGGING, "zero_optimization.*gather_*", "zero_optimization.*load_from*", "zero_optimization.elastic*"),
-    **listed("implementation", "zero_optimization.allgather_partitions", "zero_optimization.ignore_unused*"),
-    **listed("implementation", "zero_optimization.memory_efficient_linear", "zero_optimization.use_multi_rank*"),
-    **listed("implementation", "zero_optimization.use_all_reduce_for_fetch*", "zero_optimization.module_granularity*"),
-    **listed("implementation", "zero_optimization.mics_hierarchical*", "zero_optimization.override_module_apply"),
-    **listed("implementation", "zero_optimization.legacy_stage1", "zero_optimization.log_trace_cache_warnings"),
-    **refused("autocast inside fp16 cannot be simulated", "fp16.auto_cast", "torch_autocast.enabled"),
-    **refused(
-        "parameters without an fp32 master copy cannot be simulated",
-        "fp16.fp16_master_weights_and_grads*",
-        "bf16.bf16_master_weights_and_grads",
-        "bf16.bf16_optimizer_states",
-    ),
-    **listed(LOSS_SCALE, "fp16.*", "bf16.*", "bfloat16.*", "torch_autocast.*", "loss_scale"),
-    **listed(NUMERICS, "optimizer.params.*", "optimizer.legacy_fusion", "prescale_gradients"),
-    **listed(NUMERICS, "gradient_predivide_factor", "scheduler.*", "seed", "gradient_accumulation_dtype"),
-    **refused("Apex's amp cannot be simulated", "amp.enabled"),
-    **refused("sparse gradients or attention cannot be simulated", "sparse_gradients", "sparse_attention.*"),
-    **refused(
-        "another data type for communication cannot be simulated",
-        "data_types.grad_accum_dtype",
-        "seq_parallel_communication_data_type",
-    ),
-    **refused("what it would choose is not in the file", "autotuning.enabled", "elasticity.enabled"),
-    **refused("compression during training cannot be simulated", "compression_training.*enabled"),
-    **refused("compression during training cannot be simulated", "quantize_training.enabled"),
-    **refused(
-        "samples of changing length cannot be simulated", "curriculum_learning.enabled", "data_efficiency.enabled"
-    ),
-    **refused("layers that are dropped cannot be simulated", "progressive_layer_drop.enabled", "eigenvalue.enabled"),
-    **refused("generation beside training cannot be simulated", "hybrid_engine.enabled"),
-    **refused(WHOLE_MODEL_COMPILED, "compile.enabled", "compile.deepcompile"),
-    **refused(
-        "activations that are partitioned or offloaded cannot be simulated",
-        "activation_checkpointing.partition_activations",
-        "activation_checkpointing.cpu_checkpointing",
-    ),
-    **listed("takes effect where the user's code recomputes: set plan.recompute", "activation_checkpointing.*"),
-    **listed("of a feature that is off, or refused above", "compression_training.*", "curriculum_learning.*", "aio.*"),
-    **listed("of a feature that is off, or refused above", "data_efficiency.*", "autotuning.*", "elasticity.*"),
-    **listed("of a feature that is off, or refused above", "compile.*", "amp.*", "progressive_layer_drop.*"),
-    **listed("of a feature that is off, or refused above", "hybrid_engine.*", "eigenvalue.*", "quantize_training.*"),
-    **listed(LOGGING, "wall_clock_breakdown", "steps_per_print", "tensorboard.*", "wandb.*", "csv_monitor.*"),
-    **listed(
-        LOGGING, "comet.*", "comms_logger.*", "flops_profiler.*", "dump_state", "checkpoint.*", "memory_breakdown"
-    ),
+    **listed("buffers of the same bytes", "zero_optimization.contiguous_gradients zero_optimization.round_robin*"),
     **listed(
         LOGGING,
-        "comms_config.*",
-        "monitor_config.*",
-        "timers.*",
-        "nebula.*",
-        "dataloader_drop_last",
+        "zero_optimization.*gather_* zero_optimization.*load_from* zero_optimization.elastic* wall_clock_breakdown "
+        "steps_per_print tensorboard.* wandb.* csv_monitor.* comet.* comms_logger.* flops_profiler.* dump_state "
+        "checkpoint.* memory_breakdown comms_config.* monitor_config.* timers.* nebula.* dataloader_drop_last "
         "use_data_before_expert*",
     ),
-    **listed("implementation", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "pipeline.*"),
-    **listed("implementation", "disable_allgather", "graph_harvesting", "communication_options.*", "tensor_parallel.*"),
-    **listed(LAUNCHER, "cuda_visible_devices", "comm_backend_name", "*_comment*", "*comment"),
+    **listed(
+        "implementation",
+        "zero_optimization.allgather_partitions zero_optimization.ignore_unused* "
+        "zero_optimization.memory_efficient_linear zero_optimization.use_multi_rank* "
+        "zero_optimization.use_all_reduce_for_fetch* zero_optimization.module_granularity* "
+        "zero_optimization.mics_hierarchical* zero_optimization.override_module_apply zero_optimization.legacy_stage1 "
+        "zero_optimization.log_trace_cache_warnings zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+        "pipeline.* disable_allgather graph_harvesting communication_options.* tensor_parallel.*",
+    ),
+    **refused("autocast inside fp16 cannot be simulated", "fp16.auto_cast torch_autocast.enabled"),
+    **refused(
+        "parameters without an fp32 master copy cannot be simulated",
+        "fp16.fp16_master_weights_and_grads* bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states",
+    ),
+    **listed(LOSS_SCALE, "fp16.* bf16.* bfloat16.* torch_autocast.* loss_scale"),
+    **listed(
+        NUMERICS,
+        "optimizer.params.* optimizer.legacy_fusion prescale_gradients gradient_predivide_factor scheduler.* seed "
+        "gradient_accumulation_dtype",
+    ),
+    **refused("Apex's amp cannot be simulated", "amp.enabled"),
+    **refused("sparse gradients or attention cannot be simulated", "sparse_gradients sparse_attention.*"),
+    **refused(
+        "another data type for communication cannot be simulated",
+        "data_types.grad_accum_dtype seq_parallel_communication_data_type",
+    ),
+    **refused("what it would choose is not in the file", "autotuning.enabled elasticity.enabled"),
+    **refused(
+        "compression during training cannot be simulated", "compression_training.*enabled quantize_training.enabled"
+    ),
+    **refused("samples of changing length cannot be simulated", "curriculum_learning.enabled data_efficiency.enabled"),
+    **refused("layers that are dropped cannot be simulated", "progressive_layer_drop.enabled eigenvalue.enabled"),
+    **refused("generation beside training cannot be simulated", "hybrid_engine.enabled"),
+    **refused(WHOLE_MODEL_COMPILED, "compile.enabled compile.deepcompile"),
+    **refused(
+        "activations that are partitioned or offloaded cannot be simulated",
+        "activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing",
+    ),
+    **listed("takes effect where the user's code recomputes: set plan.recompute", "activation_checkpointing.*"),
+    **listed(
+        "of a feature that is off, or refused above",
+        "compression_training.* curriculum_learning.* aio.* data_efficiency.* autotuning.* elasticity.* compile.* "
+        "amp.* progressive_layer_drop.* hybrid_engine.* eigenvalue.* quantize_training.*",
+    ),
+    **listed(LAUNCHER, "cuda_visible_devices comm_backend_name *_comment* *comment"),
 }
 """How DeepSpeed's keys are treated that are not read; the first matching pattern counts."""
 
@@ -127,7 +114,7 @@ def _precision_of_deepspeed(keys: Keys, training: Training) -> None:
         key = f"{table}.enabled"
         if keys.raw(key) == "auto":
             keys.refuse(key, "what it becomes is not in the file", replaced_by=["workload.precision"])
-        elif (flag := keys.flag(key)) is not None and flag.value:
+        elif (flag := keys.enabled(key)) is not None:
             on.append(Value(precision, flag.origin))
     if len(on) > 1:
         keys.refuse(on[1].origin.partition(" = ")[0], f"contradicts {on[0].origin}", replaced_by=["workload.precision"])
@@ -159,7 +146,7 @@ def deepspeed(keys: Keys) -> Training:
     if training.tp is not None and training.tp.value == 0:
         training.tp = None
     training.dp = keys.integer("data_parallel_size")
-    _ulysses(keys, training, "sequence_parallel_size")
+    read_ulysses(keys, training, "sequence_parallel_size")
     _optimizer_of_deepspeed(keys, training)
     if keys.raw("gradient_clipping") == "auto":
         keys.note("gradient_clipping", '"auto": what it becomes is not in the file; clipping is not counted')
@@ -172,10 +159,8 @@ def deepspeed(keys: Keys) -> Training:
     return training
 
 
-def _ulysses(keys: Keys, training: Training, *names: str) -> None:
-    """Read DeepSpeed's sequence parallelism: all-to-alls in attention; state is sharded over its ranks too
-    (engine.py).
-    """
+def read_ulysses(keys: Keys, training: Training, *names: str) -> None:
+    """Read DeepSpeed's sequence parallelism: all-to-alls in attention; its ranks shard state too (engine.py)."""
     ranks = keys.integer(*names, sets="plan.cp")
     if ranks is not None and ranks.value > 1:
         training.cp, training.context_exchange = ranks, Value("all-to-all", ranks.origin)
@@ -216,7 +201,7 @@ def _offload_of_deepspeed(keys: Keys, training: Training) -> None:
     states = states or keys.flag("zero_optimization.cpu_offload")
     offloads, everything = (each is not None and each.value for each in (states, parameters))
     if everything and parameters is not None:
-        key = parameters.origin.partition(" = ")[0]
+        key = parameters.key
         if not offloads:
             keys.refuse(key, "parameters alone cannot be offloaded here", replaced_by=["plan.offload"])
         elif training.precision is not None and training.precision.value != "fp32":
@@ -229,7 +214,7 @@ def _offload_of_deepspeed(keys: Keys, training: Training) -> None:
     elif offloads and states is not None:
         training.offload = Value("optimizer", states.origin)
         if training.sharding is not None and training.sharding.value == "zero3":
-            keys.note(states.origin.partition(" = ")[0], "approximated: updated parameters are copied in 32 bits here")
+            keys.note(states.key, "approximated: updated parameters are copied in 32 bits here")
 
 
 def _optimizer_of_deepspeed(keys: Keys, training: Training) -> None:
@@ -241,10 +226,9 @@ def _optimizer_of_deepspeed(keys: Keys, training: Training) -> None:
             # DeepSpeed's Adam is AdamW unless adam_w_mode says otherwise, and fused unless torch_adam does
             adamw = decoupled is None or decoupled.value
             training.optimizer = Value("adamw" if adamw else "adam", training.optimizer.origin)
-        if str(kind).lower() in ("adam", "adamw", "fusedadam") and training.optimizer is not None:
-            by_torch = keys.flag("optimizer.params.torch_adam")
-            if by_torch is None or not by_torch.value:
-                training.optimizer_implementation = Value("fused", f"{training.optimizer.origin}: FusedAdam")
+        is_adam = str(kind).lower() in ("adam", "adamw", "fusedadam")
+        if is_adam and training.optimizer is not None and keys.enabled("optimizer.params.torch_adam") is None:
+            training.optimizer_implementation = Value("fused", f"{training.optimizer.origin}: FusedAdam")
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay"), ("momentum", "momentum")):
         path = f"optimizer.params.{key}"
         if keys.raw(path) == "auto":
@@ -255,12 +239,7 @@ def _optimizer_of_deepspeed(keys: Keys, training: Training) -> None:
 
 ACCELERATE: dict[str, Rule] = {
     **refused("Amazon SageMaker starts its own cluster", "compute_environment", neutral=("LOCAL_MACHINE",)),
-    **refused(
-        WHOLE_MODEL_COMPILED,
-        "dynamo_config.dynamo_backend",
-        "dynamo_backend",
-        neutral=("NO", "no"),
-    ),
+    **refused(WHOLE_MODEL_COMPILED, "dynamo_config.dynamo_backend dynamo_backend", neutral=("NO", "no")),
     **listed("offloading to a disk, which is off", "deepspeed_config.offload_*_nvme_path"),
     **refused("modules that are left out cannot be simulated", "fsdp_config.*ignored_modules"),
     **refused("units by size cannot be simulated", "fsdp_config.*min_num_params"),
@@ -271,21 +250,27 @@ ACCELERATE: dict[str, Rule] = {
     ),
     **listed("attention is that of the model file", "parallelism_config.*sp_attn_implementation"),
     **listed("of sequence or context parallelism, which is off or read by its degree", "parallelism_config.*"),
-    **listed("approximated: the next unit's parameters are gathered while this one computes", "fsdp_config.*prefetch*"),
     **listed(
-        "approximated: the next unit's parameters are gathered while this one computes", "fsdp_config.*limit_all*"
+        "approximated: the next unit's parameters are gathered while this one computes",
+        "fsdp_config.*prefetch* fsdp_config.*limit_all*",
     ),
-    **listed("how the model is built and saved", "fsdp_config.*state_dict*", "fsdp_config.*cpu_ram_efficient*"),
-    **listed("how the model is built and saved", "fsdp_config.*sync_module_states", "fsdp_config.*use_orig_params"),
+    **listed(
+        "how the model is built and saved",
+        "fsdp_config.*state_dict* fsdp_config.*cpu_ram_efficient* fsdp_config.*sync_module_states "
+        "fsdp_config.*use_orig_params deepspeed_config.zero3_* deepspeed_config.deepspeed_moe*",
+    ),
     **listed("units are the model's blocks", "fsdp_config.*layer_cls_to_wrap"),
-    **listed("how the model is built and saved", "deepspeed_config.zero3_*", "deepspeed_config.deepspeed_moe*"),
-    **listed(LAUNCHER, "deepspeed_config.deepspeed_multinode*", "deepspeed_config.deepspeed_hostfile"),
-    **listed(LAUNCHER, "deepspeed_config.deepspeed_in*", "deepspeed_config.deepspeed_ex*", "mpirun_config.*"),
-    **listed("of a feature that is off, or refused above", "fp8_config.*", "dynamo_config.*", "ipex_config.*"),
-    **listed("of a feature that is off, or refused above", "megatron_lm_config.*", "fsdp_config.fsdp_version"),
-    **listed(LAUNCHER, "debug", "machine_rank", "main_*", "rdzv_*", "same_network", "tpu_*", "gpu_ids", "num_machines"),
-    **listed(LAUNCHER, "downcast_bf16", "enable_cpu_affinity", "command*", "num_cpu_threads_per_process", "use_cpu"),
-    **listed(LAUNCHER, "deepspeed_hostfile", "deepspeed_multinode_launcher", "max_restarts", "monitor_interval"),
+    **listed(
+        LAUNCHER,
+        "deepspeed_config.deepspeed_multinode* deepspeed_config.deepspeed_hostfile deepspeed_config.deepspeed_in* "
+        "deepspeed_config.deepspeed_ex* mpirun_config.* debug machine_rank main_* rdzv_* same_network tpu_* gpu_ids "
+        "num_machines downcast_bf16 enable_cpu_affinity command* num_cpu_threads_per_process use_cpu "
+        "deepspeed_hostfile deepspeed_multinode_launcher max_restarts monitor_interval",
+    ),
+    **listed(
+        "of a feature that is off, or refused above",
+        "fp8_config.* dynamo_config.* ipex_config.* megatron_lm_config.* fsdp_config.fsdp_version",
+    ),
 }
 """How Accelerate's keys are treated that are not read."""
 
@@ -319,8 +304,8 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
     found.world = Value(1, keys.line("distributed_type")) if kind == "NO" else world
     _parallelism_of_accelerate(keys, found, kind)
     _precision_of_accelerate(keys, found, kind)
-    regional = keys.flag("dynamo_config.dynamo_use_regional_compilation")
-    if regional is not None and regional.value and str(keys.raw("dynamo_config.dynamo_backend")).lower() == "inductor":
+    regional = keys.enabled("dynamo_config.dynamo_use_regional_compilation")
+    if regional is not None and str(keys.raw("dynamo_config.dynamo_backend")).lower() == "inductor":
         found.compiled = regional
         keys.note("dynamo_config.dynamo_backend", "approximated: what is outside of blocks runs one by one here")
     keys.close(ACCELERATE)
@@ -345,7 +330,7 @@ def _parallelism_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
     for size in data:
         if size is not None and not used:
             reason = "of 1: all processes share the data" if size.value == 1 else f"{kind} does not use it"
-            keys.note(size.origin.partition(" = ")[0], reason)
+            keys.note(size.key, reason)
     if not used:
         return
     for name, size in zip(("dp_replicate", "dp_shard"), data, strict=True):
@@ -353,7 +338,7 @@ def _parallelism_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
     replicas, shards = data
     if replicas is not None and replicas.value > 1 and (shards is None or shards.value == 1):
         reason = "FSDP takes no replicas without dp_shard_size > 1; distributed_type MULTI_GPU replicates"
-        keys.refuse(replicas.origin.partition(" = ")[0], reason, replaced_by=("plan.dp_shard", "plan.method"))
+        keys.refuse(replicas.key, reason, replaced_by=("plan.dp_shard", "plan.method"))
 
 
 def _sequences_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
@@ -361,9 +346,9 @@ def _sequences_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
     key = "parallelism_config.parallelism_config_sp"
     sizes = [f"{key}_size", "parallelism_config.sp_size"]
     if kind == "DEEPSPEED":
-        _ulysses(keys, found, *sizes)
+        read_ulysses(keys, found, *sizes)
     elif (ranks := keys.integer(*sizes)) is not None and ranks.value > 1:
-        keys.refuse(ranks.origin.partition(" = ")[0], "sequences are divided so with distributed_type DEEPSPEED alone")
+        keys.refuse(ranks.key, "sequences are divided so with distributed_type DEEPSPEED alone")
     varies = keys.flag(f"{key}_seq_length_is_variable")
     if varies is not None and not varies.value:
         found.sequence = keys.integer(f"{key}_seq_length", sets="workload.sequence_length")
@@ -422,7 +407,7 @@ def _deepspeed_of_accelerate(keys: Keys) -> Training:
         found.zero1_implementation = "deepspeed"
         for name in ("sharding", "accumulation", "clip_norm", "offload"):
             value: Value | None = getattr(found, name)
-            if value is not None and (theirs := value.origin.partition(" = ")[0]) in renamed:
+            if value is not None and (theirs := value.key) in renamed:
                 setattr(found, name, Value(value.value, keys.line(renamed[theirs])))
         keys.refused += inner.refused
         keys.listed += inner.listed
@@ -476,8 +461,8 @@ def read_fsdp(keys: Keys, training: Training, cluster: Cluster, *, prefix: str) 
         if len(set(hosts.values())) > 1:
             keys.refuse(names[1], "the cluster's hosts have unequal numbers of devices", replaced_by=["plan.dp_shard"])
         training.dp_shard = Value(next(iter(hosts.values())), f"{origin}: the devices of a host")
-    offload = keys.flag(f"{prefix}offload_params", "fsdp_config.fsdp_offload_params", "fsdp_config.offload_params")
-    if offload is not None and offload.value:
+    offload_keys = (f"{prefix}offload_params", "fsdp_config.fsdp_offload_params", "fsdp_config.offload_params")
+    if (offload := keys.enabled(*offload_keys)) is not None:
         training.offload = Value("parameters", offload.origin)
     checkpointing = keys.flag(f"{prefix}activation_checkpointing")
     if checkpointing is not None:

@@ -2,76 +2,76 @@
 
 import re
 
-from gssim.interop.reading import Keys, Rule, Value, listed, refused
-from gssim.interop.torchtitan import LOGGING, MODEL, NUMERICS, PURE_16_BIT, RECOMPUTE, SCHEDULES
-from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, optimizer_in
+from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
+from gssim.interop.torchtitan import PURE_16_BIT, RECOMPUTE, SCHEDULES
+from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in
 
 LORA = "adapters of low rank and frozen weights cannot be simulated"
 AUTOMODEL: dict[str, Rule] = {
-    **refused(LORA, "peft.peft_fn", "peft.use_dora", "peft.lora_dtype"),
+    **refused(LORA, "peft.peft_fn peft.use_dora peft.lora_dtype"),
     **listed("of adapters, which are off or read", "peft.*"),
     **refused(
-        "which of its parts are not trained cannot be told",
-        "freeze_config.freeze_*",
-        or_set=("workload.frozen",),
+        "which of its parts are not trained cannot be told", "freeze_config.freeze_*", or_set=("workload.frozen",)
     ),
     **listed("of frozen weights, which are none or refused", "freeze_config.*"),
     **refused("autocast beside FSDP's own mixed precision cannot be simulated", "distributed.autocast_dtype"),
-    **refused(WHOLE_MODEL_COMPILED, "distributed.enable_compile"),
+    **refused(WHOLE_MODEL_COMPILED, "distributed.enable_compile compile.enabled fsdp.enable_compile"),
     **refused(
         "tensor parallelism that overlaps its messages cannot be simulated", "distributed.enable_async_tensor_parallel"
     ),
     **refused("parts of a model of images cannot be simulated", "distributed.multimodal.*"),
-    **refused(WHOLE_MODEL_COMPILED, "compile.enabled"),
     **listed("of compilation, which is off or refused", "compile.*"),
     **refused("maps in 8 bits are not read from the file", "fp8.enabled", or_set=("workload.map_precision",)),
     **refused("shards that are gathered in 8 bits cannot be simulated", "fp8.enable_fsdp_float8_all_gather"),
-    **refused("quantization cannot be simulated", "quantization.*", "qat.enabled", "qat._target_"),
-    **listed("of fp8, which is off or refused", "fp8.*", "qat.*"),
+    **refused("quantization cannot be simulated", "quantization.* qat.enabled qat._target_"),
+    **listed("of fp8, which is off or refused", "fp8.* qat.*"),
     **refused("samples that are packed into one sequence cannot be simulated", "packed_sequence.packed_sequence_size"),
     **listed("of packing, which is off or refused", "packed_sequence.*"),
-    **refused("distillation and several models cannot be simulated", "teacher_model.*", "kd_*", "recipe_args.*"),
-    **refused("diffusion cannot be simulated", "flow_matching.*", "diffusion*", "ema.*"),
-    **refused("of a recipe of diffusion, which cannot be simulated", "ddp.*", "autocast.*", "fsdp.reduce_dtype"),
-    **refused("distillation and several models cannot be simulated", "*distill*", "mse_loss*", "nce_*"),
-    **listed(NUMERICS, "neftune.*", "embedding_row_repair.*", "longalign"),
-    **listed(LOGGING, "_validation_*", "tool_call_eval.*", "prewarm.*", "_*_chat_template"),
-    **listed("how replicas agree on what is reduced", "distributed.static_graph", "distributed.broadcast_buffers"),
+    **refused("distillation and several models cannot be simulated", "teacher_model.* kd_* recipe_args.*"),
+    **refused("diffusion cannot be simulated", "flow_matching.* diffusion* ema.*"),
+    **refused("of a recipe of diffusion, which cannot be simulated", "ddp.* autocast.* fsdp.reduce_dtype"),
+    **refused("distillation and several models cannot be simulated", "*distill* mse_loss* nce_*"),
+    **listed(NUMERICS, "neftune.* embedding_row_repair.* longalign"),
+    **listed(LOGGING, "_validation_* tool_call_eval.* prewarm.* _*_chat_template"),
+    **listed("how replicas agree on what is reduced", "distributed.static_graph distributed.broadcast_buffers"),
     **refused("training from a benchmark of another model cannot be simulated", "mtp*"),
     **listed("which copies are pinned", "distributed.offload_policy.*"),
     **refused("two-level sharding of Megatron-FSDP cannot be simulated", "distributed.zero_dp_strategy", neutral=(3,)),
     **refused("what is kept cannot be told from the file", "distributed.activation_checkpointing_*"),
     **refused("CPU-resident or deferred weights cannot be simulated", "distributed.defer_rs_*"),
-    **listed("of experts, which are off or refused", "distributed.moe.*", "parallelizer*", "distributed.*moe*"),
-    **listed("approximated: stages are balanced by time", "distributed.pipeline.layers_per_stage"),
-    **listed("approximated: stages are balanced by time", "distributed.pipeline.round_virtual_stages*"),
-    **listed("how stages are made", "distributed.pipeline.*", "autopipeline.*"),
-    **listed("implementation of the shards", "distributed.mp_policy.*", "distributed.*_target_", "distributed.backend"),
+    **listed("of experts, which are off or refused", "distributed.moe.* parallelizer* distributed.*moe*"),
     **listed(
-        "implementation of the shards", "distributed.use_hf_tp_plan", "distributed.tp_plan", "distributed.*prefetch*"
+        "approximated: stages are balanced by time",
+        "distributed.pipeline.layers_per_stage distributed.pipeline.round_virtual_stages*",
+    ),
+    **listed("how stages are made", "distributed.pipeline.* autopipeline.*"),
+    **listed(
+        "implementation of the shards",
+        "distributed.mp_policy.* distributed.*_target_ distributed.backend distributed.use_hf_tp_plan "
+        "distributed.tp_plan distributed.*prefetch* distributed.enable_* distributed.*find_unused* "
+        "distributed.overlap_* distributed.*symm_mem* distributed.autocast* distributed.*grad*",
+    ),
+    **refused("offloading cannot be simulated", "fsdp.cpu_offload *offload_teacher*"),
+    **refused("this kind of training cannot be simulated", "dllm.* dflash.* teacher_* separate_meshes"),
+    **listed(
+        "implementation of the shards",
+        "fsdp.*prefetch* fsdp.use_hf_tp_plan distributed.patch_is* distributed.check_for_nan* distributed.average_in* "
+        "distributed.keep_*",
+    ),
+    **listed("numbers, or how they are logged", "seed moe_metrics.* nvtx performance.* recipe.*"),
+    **listed("attention and kernels are those of the model file", "model.*attn* model.backend* model.use_*"),
+    **listed(MODEL, "model.* tokenizer* processor* model_type"),
+    **listed(NUMERICS, "optimizer.* lr_scheduler.* rng.* loss_fn* loss.* clip_grad_norm.*"),
+    **listed(
+        LOGGING,
+        "checkpoint* dataset* validation_* dataloader* packed_* wandb* mlflow* comet* step_scheduler.* ci.* recipe "
+        "benchmark.* logging.* profil* nsys* data.* temperature train_n_passages eval_* output_dir num_epochs "
+        "max_steps log_*",
     ),
     **listed(
-        "implementation of the shards", "distributed.enable_*", "distributed.*find_unused*", "distributed.overlap_*"
+        LAUNCHER,
+        "dist_env.* slurm* launcher* skypilot* k8s* nproc_per_node nnodes device*",
     ),
-    **listed("implementation of the shards", "distributed.*symm_mem*", "distributed.autocast*", "distributed.*grad*"),
-    **refused("offloading cannot be simulated", "fsdp.cpu_offload", "*offload_teacher*"),
-    **refused("this kind of training cannot be simulated", "dllm.*", "dflash.*", "teacher_*", "separate_meshes"),
-    **refused(WHOLE_MODEL_COMPILED, "fsdp.enable_compile"),
-    **listed("implementation of the shards", "fsdp.*prefetch*", "fsdp.use_hf_tp_plan", "distributed.patch_is*"),
-    **listed("numbers, or how they are logged", "seed", "moe_metrics.*", "nvtx", "performance.*", "recipe.*"),
-    **listed(
-        "implementation of the shards", "distributed.check_for_nan*", "distributed.average_in*", "distributed.keep_*"
-    ),
-    **listed("attention and kernels are those of the model file", "model.*attn*", "model.backend*", "model.use_*"),
-    **listed(MODEL, "model.*", "tokenizer*", "processor*", "model_type"),
-    **listed(NUMERICS, "optimizer.*", "lr_scheduler.*", "rng.*", "loss_fn*", "loss.*", "clip_grad_norm.*"),
-    **listed(
-        LOGGING, "checkpoint*", "dataset*", "validation_*", "dataloader*", "packed_*", "wandb*", "mlflow*", "comet*"
-    ),
-    **listed(LOGGING, "step_scheduler.*", "ci.*", "recipe", "benchmark.*", "logging.*", "profil*", "nsys*", "data.*"),
-    **listed(LOGGING, "temperature", "train_n_passages", "eval_*", "output_dir", "num_epochs", "max_steps", "log_*"),
-    **listed("how processes are started, not what they do", "dist_env.*", "slurm*", "launcher*", "skypilot*", "k8s*"),
-    **listed("how processes are started, not what they do", "nproc_per_node", "nnodes", "device*"),
 }
 """How Automodel's keys are treated that are not read."""
 
@@ -109,8 +109,7 @@ def automodel(keys: Keys) -> Training:
     _automodel_recompute(keys, training, f"{at}.activation_checkpointing")
     optimizer_in(keys, training, "optimizer._target_")
     for flag in ("foreach", "fused"):
-        value = keys.flag(f"optimizer.{flag}")
-        if value is not None and value.value:
+        if (value := keys.enabled(f"optimizer.{flag}")) is not None:
             training.optimizer_implementation = Value(flag, value.origin)
     training.learning_rate = keys.number("optimizer.lr", sets="workload.learning_rate")
     training.weight_decay = keys.number("optimizer.weight_decay", sets="workload.weight_decay")
@@ -151,16 +150,14 @@ def _automodel_sharding(keys: Keys, training: Training, at: str) -> None:
 
 def _automodel_memory(keys: Keys, training: Training) -> None:
     """Read which state is kept in host memory, and the size of buckets."""
-    policy, on_host = "distributed.offload_policy._target_", keys.flag("distributed.cpu_offload")
+    policy, on_host = "distributed.offload_policy._target_", keys.enabled("distributed.cpu_offload")
     if "CPUOffloadPolicy" in str(keys.raw(policy)):
         training.offload = Value("parameters", keys.line(policy))
     elif keys.has(policy):
         keys.refuse(policy, "no such policy here", replaced_by=["plan.offload"])
-    elif on_host is not None and on_host.value:
+    elif on_host is not None:
         training.offload = Value("parameters", on_host.origin)
-    bucket = keys.number("distributed.bucket_cap_mb", sets="plan.bucket_bytes")
-    if bucket is not None and bucket.value:
-        training.bucket_bytes = Value(int(bucket.value * 2**20), bucket.origin)
+    bucket_in(keys, training, "distributed.bucket_cap_mb")
 
 
 def _automodel_precision(keys: Keys, training: Training) -> None:
@@ -205,13 +202,13 @@ def _automodel_adapters(keys: Keys, training: Training) -> None:
         keys.refuse("peft._target_", LORA, replaced_by=["workload.adapters"])
         return
     rank, alpha = keys.integer("peft.dim"), keys.number("peft.alpha")
-    dropout, every = keys.number("peft.dropout"), keys.flag("peft.match_all_linear")
+    dropout, every = keys.number("peft.dropout"), keys.enabled("peft.match_all_linear")
     targets, others = (keys.raw(f"peft.{name}_modules") or [] for name in ("target", "exclude"))
     targets = [targets] if isinstance(targets, str) else [str(each) for each in targets]
     if dropout is not None and dropout.value:
         keys.note("peft.dropout", "approximated: the masks of dropout in adapters are not counted")
     table: dict[str, object] = {"rank": rank.value if rank else 8, "alpha": alpha.value if alpha else 32}
-    if (every is not None and every.value) or (others and not targets):
+    if every is not None or (others and not targets):
         table["targets"] = "all-linear"
         parts = [others] if isinstance(others, str) else [str(each) for each in others]
         inside = [part for part in parts if not OUTSIDE_BLOCKS.search(part)]

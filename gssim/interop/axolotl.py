@@ -3,90 +3,87 @@
 from typing import Any
 
 from gssim.cluster import Cluster
-from gssim.interop.accelerate import (
-    ACCELERATE,
-    LAUNCHER,
-    LOGGING,
-    NUMERICS,
-    deepspeed_file,
-    read_fsdp,
-    under_autocast,
-)
-from gssim.interop.reading import Keys, Rule, Value, listed, refused
-from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, optimizer_in
+from gssim.interop.accelerate import ACCELERATE, deepspeed_file, read_fsdp, under_autocast
+from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
+from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in
 
 LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
 DEEP_EP = "approximated: rows of experts are exchanged by all-to-alls, not by the kernels of DeepEP"
 AXOLOTL: dict[str, Rule] = {
-    **refused(LORA, "lora_model_dir", "relora*", "peft_*", "peft.loftq_config.*", "lisa_*"),
+    **refused(
+        LORA,
+        "lora_model_dir relora* peft_* peft.loftq_config.* lisa_* lora_modules_to_save lora_layers_to_transform "
+        "peft.use_rslora",
+    ),
     **refused("which of its parts are not trained cannot be told", "freeze_mm_modules", or_set=("workload.frozen",)),
-    **refused(LORA, "lora_modules_to_save", "lora_layers_to_transform", "peft.use_rslora"),
-    **refused("quantized weights cannot be simulated", "gptq", "qat.*", "ptq.*"),
     **refused(
-        "quantized weights cannot be simulated", "quantization.*", "model_quantization_config*", "use_onebitllms"
+        "quantized weights cannot be simulated",
+        "gptq qat.* ptq.* quantization.* model_quantization_config* use_onebitllms quantize_moe_experts *nvfp4* "
+        "*_fp4_*",
     ),
-    **refused("quantized weights cannot be simulated", "quantize_moe_experts", "*nvfp4*", "*_fp4_*"),
-    **refused(
-        "reinforcement and preference training cannot be simulated", "rl", "reward_model", "process_reward_model"
-    ),
+    **refused("reinforcement and preference training cannot be simulated", "rl reward_model process_reward_model"),
     **refused("maps in 8 bits are not read from the file", "fp8", or_set=("workload.map_precision",)),
     **refused("shards that are gathered in 8 bits cannot be simulated", "fp8_*"),
     **refused(WHOLE_MODEL_COMPILED, "torch_compile"),
     **refused(
-        "fused kernels (Liger, cut cross-entropy, ...) are not modelled", "liger_*", "use_kernels", "lora_*_kernel"
-    ),
-    **refused(
-        "fused kernels (Liger, cut cross-entropy, ...) are not modelled", "unsloth_*", "tiled_mlp", "flash_attn_*"
+        "fused kernels (Liger, cut cross-entropy, ...) are not modelled",
+        "liger_* use_kernels lora_*_kernel unsloth_* tiled_mlp flash_attn_* fused_attn_kernel flash_optimum",
     ),
     **refused("activations that are offloaded cannot be simulated", "activation_offloading"),
-    **refused("fused kernels of experts are not modelled", "use_scattermoe", "use_sonicmoe"),
+    **refused(
+        "fused kernels of experts are not modelled",
+        "use_scattermoe use_sonicmoe llama4_linearized_experts use_*_kernels",
+    ),
     **listed(DEEP_EP, "expert_parallel_*"),
-    **refused("fused kernels of experts are not modelled", "llama4_linearized_experts", "use_*_kernels"),
-    **refused("fused kernels (Liger, cut cross-entropy, ...) are not modelled", "fused_attn_kernel", "flash_optimum"),
-    **refused("diffusion, pruning and reinforcement learning cannot be simulated", "diffusion.*", "llmcompressor.*"),
-    **refused("diffusion, pruning and reinforcement learning cannot be simulated", "nemo_gym_*", "hatchery.*"),
+    **refused(
+        "diffusion, pruning and reinforcement learning cannot be simulated",
+        "diffusion.* llmcompressor.* nemo_gym_* hatchery.*",
+    ),
     **listed(
         "approximated: keys and values pass in a ring of shifts, whichever function does it",
-        "ring_attn_func",
-        "heads_k_stride",
+        "ring_attn_func heads_k_stride",
     ),
-    **listed("attention is that of the model file", "gemma4_hybrid_attn_impl", "*multipack_attn"),
-    **listed("the model is --model", "model_config.*", "cls_model_config", "torch_dtype", "reinit_weights"),
-    **listed(NUMERICS, "loraplus_*", "use_eaft", "eaft_*", "jagged_*", "default_system_message", "optim_target_mod*"),
-    **listed(LOGGING, "total_num_tokens", "evaluation_strategy", "use_otel*", "otel_*", "use_wandb", "use_comet"),
-    **listed(LAUNCHER, "ddp", "ddp_broadcast_buffers", "full_finetune", "batch_flattening"),
-    **listed("attention is that of the model file", "*attention*", "attn_implementation", "sdp_*", "flex_attn_*"),
-    **listed("of a feature that is off, or refused above", "lora_*", "gptq*", "trl.*", "ebft.*", "vllm.*", "bnb_*"),
-    **listed("of a feature that is off, or refused above", "torch_compile_*", "adapter_*", "gdpo*", "kd_*", "dpo_*"),
+    **listed("attention is that of the model file", "gemma4_hybrid_attn_impl *multipack_attn"),
+    **listed(MODEL, "model_config.* cls_model_config torch_dtype reinit_weights"),
+    **listed(NUMERICS, "loraplus_* use_eaft eaft_* jagged_* default_system_message optim_target_mod*"),
+    **listed(LOGGING, "total_num_tokens evaluation_strategy use_otel* otel_* use_wandb use_comet"),
     **listed(
-        "samples are of sequence_len tokens here", "sample_packing*", "eval_sample_packing", "pad_to_sequence_len"
+        LAUNCHER,
+        "ddp ddp_broadcast_buffers full_finetune batch_flattening ddp_timeout ddp_find_unused_parameters local_rank",
     ),
-    **listed("samples are of sequence_len tokens here", "multipack_*", "group_by_length", "curriculum_sampling"),
+    **listed("attention is that of the model file", "*attention* attn_implementation sdp_* flex_attn_*"),
     **listed(
-        "samples are of sequence_len tokens here", "*packed_sequence*", "excess_length_strategy", "min_sample_len"
+        "of a feature that is off, or refused above",
+        "lora_* gptq* trl.* ebft.* vllm.* bnb_* torch_compile_* adapter_* gdpo* kd_* dpo_*",
     ),
     **listed(
-        "the model is --model", "base_model*", "model_type", "*tokenizer*", "processor_type", "is_*_derived_model"
+        "samples are of sequence_len tokens here",
+        "sample_packing* eval_sample_packing pad_to_sequence_len multipack_* group_by_length curriculum_sampling "
+        "*packed_sequence* excess_length_strategy min_sample_len",
     ),
-    **listed("the model is --model", "trust_remote_code", "revision_of_model", "overrides_of_model*", "type_of_model"),
     **listed(
-        "the model is --model", "special_tokens*", "tokens*", "added_tokens*", "resize_token*", "shrink_embeddings"
+        MODEL,
+        "base_model* model_type *tokenizer* processor_type is_*_derived_model trust_remote_code revision_of_model "
+        "overrides_of_model* type_of_model special_tokens* tokens* added_tokens* resize_token* shrink_embeddings "
+        "chat_template* eot_tokens* num_labels *embeddings_skip_upcast",
     ),
-    **listed("the model is --model", "chat_template*", "eot_tokens*", "num_labels", "*embeddings_skip_upcast"),
-    **listed(NUMERICS, "lr_*", "warmup_*", "cosine_*", "adam_*", "learning_rate_*", "tf32", "train_on_inputs"),
-    **listed(NUMERICS, "noisy_embedding_alpha", "neftune*", "label_smoothing*", "loss_watchdog*", "embedding_lr*"),
-    **listed(NUMERICS, "eta_min", "*early_stopping*", "roles_to_train*", "train_on_eos", "optim_args*", "seed*"),
     **listed(
-        LOGGING, "dataset*", "val_set_size", "test_datasets*", "pretraining_dataset*", "shuffle_*", "skip_prepare*"
+        NUMERICS,
+        "lr_* warmup_* cosine_* adam_* learning_rate_* tf32 train_on_inputs noisy_embedding_alpha neftune* "
+        "label_smoothing* loss_watchdog* embedding_lr* eta_min *early_stopping* roles_to_train* train_on_eos "
+        "optim_args* seed*",
     ),
-    **listed(LOGGING, "output_dir", "num_epochs", "max_steps", "logging_*", "save_*", "saves_*", "eval_*", "evals_*"),
-    **listed(LOGGING, "wandb_*", "mlflow_*", "comet_*", "use_tensorboard", "swanlab_*", "use_swanlab", "trackio_*"),
-    **listed(LOGGING, "hub_*", "hf_*", "push_*", "*resume_from*", "streaming*", "do_*_eval", "metric_*", "greater_*"),
-    **listed(LOGGING, "dataloader_*", "remove_unused_columns", "profiler_*", "gc_steps", "include_*", "load_best*"),
-    **listed(LAUNCHER, "ddp_timeout", "ddp_find_unused_parameters", "local_rank", "device*", "strict", "debug"),
-    **listed(LAUNCHER, "use_ray", "ray_*", "resources_per_worker*", "low_cpu_mem_usage", "torchdistx_path", "secrets"),
     **listed(
-        LAUNCHER, "experimental_*", "gpu_memory_limit", "max_memory", "project_name", "gradient_checkpointing_kwargs*"
+        LOGGING,
+        "dataset* val_set_size test_datasets* pretraining_dataset* shuffle_* skip_prepare* output_dir num_epochs "
+        "max_steps logging_* save_* saves_* eval_* evals_* wandb_* mlflow_* comet_* use_tensorboard swanlab_* "
+        "use_swanlab trackio_* hub_* hf_* push_* *resume_from* streaming* do_*_eval metric_* greater_* dataloader_* "
+        "remove_unused_columns profiler_* gc_steps include_* load_best*",
+    ),
+    **listed(
+        LAUNCHER,
+        "device* strict debug use_ray ray_* resources_per_worker* low_cpu_mem_usage torchdistx_path secrets "
+        "experimental_* gpu_memory_limit max_memory project_name gradient_checkpointing_kwargs*",
     ),
 }
 """How axolotl's keys are treated that are not read."""
@@ -95,7 +92,7 @@ FSDP = {
     **listed("how the model is built and saved", "fsdp_final_state_dict_type"),
 }
 """How FSDP's keys are treated if FSDP is on."""
-NO_FSDP = listed("of FSDP, which is off", "fsdp_config.*", "fsdp_final_state_dict_type")
+NO_FSDP = listed("of FSDP, which is off", "fsdp_config.* fsdp_final_state_dict_type")
 
 
 CONTEXT, EXPERTS = "context_parallel_size", "expert_parallel_size"
@@ -145,9 +142,7 @@ def _axolotl_parts(keys: Keys, training: Training) -> None:
     if trained:
         patterns = [trained] if isinstance(trained, str) else list(trained)
         training.trained = Value([str(each) for each in patterns], keys.line("unfrozen_parameters"))
-    bucket = keys.number("ddp_bucket_cap_mb", sets="plan.bucket_bytes")
-    if bucket is not None and bucket.value:
-        training.bucket_bytes = Value(int(bucket.value * 2**20), bucket.origin)
+    bucket_in(keys, training, "ddp_bucket_cap_mb")
 
 
 def _axolotl_experts(keys: Keys, training: Training) -> None:
@@ -185,11 +180,11 @@ def _axolotl_batch(keys: Keys, training: Training) -> None:
 def _axolotl_adapters(keys: Keys, training: Training) -> None:
     """Read low-rank adapters: their rank, scale and maps."""
     kind = keys.raw("adapter")
-    in_4_bits, in_8_bits = keys.flag("load_in_4bit"), keys.flag("load_in_8bit")
-    few = next((each for each in (in_4_bits, in_8_bits) if each is not None and each.value), None)
+    in_4_bits, in_8_bits = keys.enabled("load_in_4bit"), keys.enabled("load_in_8bit")
+    few = in_4_bits or in_8_bits
     if not kind:
         if few is not None:
-            keys.refuse(few.origin.partition(" = ")[0], "quantized weights without adapters cannot be simulated")
+            keys.refuse(few.key, "quantized weights without adapters cannot be simulated")
         return
     if kind not in ("lora", "qlora"):
         keys.refuse("adapter", LORA)
@@ -199,8 +194,8 @@ def _axolotl_adapters(keys: Keys, training: Training) -> None:
         form = "int8" if few is in_8_bits else "nf4-double" if double else "nf4"
         training.frozen_precision = Value(form, few.origin)
     rank, alpha = keys.integer("lora_r"), keys.number("lora_alpha")
-    linear, targets = keys.flag("lora_target_linear"), keys.raw("lora_target_modules")
-    if rank is None or not (targets or (linear is not None and linear.value)):
+    linear, targets = keys.enabled("lora_target_linear"), keys.raw("lora_target_modules")
+    if rank is None or not (targets or linear):
         keys.refuse("adapter", "needs lora_r, and lora_target_modules or lora_target_linear")
         return
     dropout = keys.number("lora_dropout")
@@ -209,7 +204,7 @@ def _axolotl_adapters(keys: Keys, training: Training) -> None:
     table: dict[str, object] = {"rank": rank.value}
     if alpha is not None:
         table["alpha"] = alpha.value
-    if linear is not None and linear.value:
+    if linear is not None:
         table["targets"] = "all-linear"
     else:
         table["targets"] = [targets] if isinstance(targets, str) else [str(each) for each in targets]
@@ -240,8 +235,8 @@ def _axolotl_loss(keys: Keys, training: Training) -> None:
             keys.note("plugins", f"{plugin}: {reason}")
         else:
             keys.refuse("plugins", f"what {plugin} changes is not known")
-    fused = keys.flag("liger_fused_linear_cross_entropy")
-    if fused is not None and fused.value and training.fused_loss is None:
+    fused = keys.enabled("liger_fused_linear_cross_entropy")
+    if fused is not None and training.fused_loss is None:
         training.fused_loss = fused
         keys.note("liger_fused_linear_cross_entropy", "approximated: logits are multiplied again in the backward")
 
@@ -258,8 +253,8 @@ def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> bool:
     elif shards:
         _axolotl_fsdp(keys, training, cluster, on)
         # the Trainer leaves gradients whole until the last micro-batch (accelerate's no_sync)
-        each = keys.flag("accelerator_config.gradient_accumulation_kwargs.sync_each_batch")
-        if each is not None and each.value:
+        each = keys.enabled("accelerator_config.gradient_accumulation_kwargs.sync_each_batch")
+        if each is not None:
             training.gradient_sync = Value("micro-batch", each.origin)
         elif training.accumulation is not None and training.accumulation.value > 1:
             training.gradient_sync = Value("step", f"{training.accumulation.origin}: the Trainer's no_sync")
@@ -302,7 +297,7 @@ def _axolotl_deepspeed(keys: Keys, training: Training, file: str) -> None:
         exchange = (
             "approximated: a ring; newer releases exchange heads under DeepSpeed: plan.context_exchange=all-to-all"
         )
-        keys.note(training.cp.origin.partition(" = ")[0], exchange)
+        keys.note(training.cp.key, exchange)
 
 
 def _axolotl_precision(keys: Keys, training: Training) -> None:

@@ -124,9 +124,7 @@ def first_devices(host: Host, count: int | None) -> Host:
 
 
 def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:
-    """Return the host in a topology that NCCL has dumped; `gpu` names its GPUs if their capability does not identify
-    them.
-    """
+    """Return the host in a topology that NCCL has dumped; `gpu` names its GPUs if their capability does not."""
     root = parsed_xml(text, file=file)
     if root.tag != "system":
         raise UserError(f"{file}: <{one_line(root.tag, 40)}>: is no topology of NCCL; allowed: <system>")
@@ -257,9 +255,7 @@ def card_link(name: str, gbit: float) -> Rate:
 
 
 def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:
-    """Return the host in the output of `nvidia-smi topo -m`. It has no rates; those of the GPU's usual server
-    are used.
-    """
+    """Return the host in the output of `nvidia-smi topo -m`. Rates are those of the GPU's usual server."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [line.split("\t") if "\t" in line else line.split() for line in plain.splitlines()]
     header = next((line for line in lines if any(cell.strip() == "GPU0" for cell in line)), None)

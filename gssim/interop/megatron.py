@@ -3,102 +3,85 @@
 Names are those of Megatron-LM core 0.16, written with hyphens and without the leading ones.
 """
 
-from gssim.interop.accelerate import deepspeed, deepspeed_file
-from gssim.interop.reading import Keys, Rule, Undecided, Value, listed, refused
+from gssim.interop.accelerate import deepspeed, deepspeed_file, read_ulysses
+from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Undecided, Value, listed, refused
 from gssim.interop.training import PRECISIONS, Training, optimizer_in
 
-LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
-NUMERICS = "changes numbers, not step time or memory"
 KERNELS = "approximated: kernels are those that the model was traced with"
-MODEL = "the model is --model"
 EXPERTS = "mixtures of experts of this kind cannot be simulated"
 CAPACITY = "experts of a capacity, which drop tokens or pad them, cannot be simulated"
 INFERENCE = "generation cannot be simulated"
 UNSHARDED = "of a kind of sharding that is off, or refused above"
 
 MEGATRON: dict[str, Rule] = {
-    **listed("how processes are started, not what they do", "launcher:*"),
-    **refused(EXPERTS, "moe-use-upcycling", "moe-layer-freq", "expert-tensor-parallel-size", neutral=(1,)),
-    **refused(CAPACITY, "moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity", "moe-token-drop-policy"),
+    **listed(LAUNCHER, "launcher:*"),
+    **refused(EXPERTS, "moe-use-upcycling moe-layer-freq expert-tensor-parallel-size", neutral=(1,)),
+    **refused(CAPACITY, "moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy"),
     **refused(
         "experts that are recomputed alone cannot be simulated", "moe-layer-recompute", or_set=("plan.recompute",)
     ),
     **refused(
         "experts that overlap their messages cannot be simulated",
-        "overlap-moe-expert-parallel-comm",
-        "moe-shared-expert-overlap",
+        "overlap-moe-expert-parallel-comm moe-shared-expert-overlap",
     ),
-    **listed("the model's experts are those of --model", "moe-shared-expert-*", "moe-ffn-hidden-size", "moe-router-*"),
-    **listed("of mixtures of experts, whose tokens go by all-to-alls", "moe-*", "expert-*", "*-expert-*", "router-*"),
+    **listed("the model's experts are those of --model", "moe-shared-expert-* moe-ffn-hidden-size moe-router-*"),
+    **listed("of mixtures of experts, whose tokens go by all-to-alls", "moe-* expert-* *-expert-* router-*"),
     **refused("fp4 cannot be simulated", "fp4*"),
     **refused(
         "maps in 8 bits are not read from the file",
-        "fp8",
-        "fp8-format",
-        "fp8-hybrid",
-        "fp8-e4m3",
+        "fp8 fp8-format fp8-hybrid fp8-e4m3",
         or_set=("workload.map_precision",),
     ),
-    **listed("of fp8, which is off or refused", "fp8-*", "*-bf16-layers", "first-last-layers-bf16", "keep-fp8*"),
+    **listed("of fp8, which is off or refused", "fp8-* *-bf16-layers first-last-layers-bf16 keep-fp8*"),
     **refused(
         "state-space, hybrid and latent-attention models cannot be simulated",
-        "multi-latent-attention",
-        "hybrid-*-pattern",
-        "hybrid-*-ratio",
-        "mamba-*",
-        "experimental-attention-variant",
-        "mtp-num-layers",
-        "is-hybrid-model",
-        "heterogeneous-layers-config*",
+        "multi-latent-attention hybrid-*-pattern hybrid-*-ratio mamba-* experimental-attention-variant mtp-num-layers "
+        "is-hybrid-model heterogeneous-layers-config*",
     ),
-    **listed("of latent attention or state-space models, which are off or refused", "q-lora-rank", "kv-lora-rank"),
     **listed(
-        "of latent attention or state-space models, which are off or refused", "qk-head-dim", "qk-pos*", "v-head*"
-    ),
-    **listed("of latent attention or state-space models, which are off or refused", "mtp-*", "linear-*", "mscale*"),
-    **refused(INFERENCE, "perform-rl-step", "rl-*", "grpo-*", "num-tokens-to-generate", "use-legacy-static-engine"),
-    **refused(INFERENCE, "inference-dynamic-batching", "langrl-*", "incoming-requests-*", "prompts", "prompt-file"),
-    **listed("of generation", "inference-*", "max-tokens-to-oom", "temperature", "top*k", "top*p", "flash-decode"),
-    **listed("of generation", "return-log-probs", "output-path", "enable-chunked-prefill", "num-speculative-tokens"),
-    **refused("a training of several models or stages cannot be simulated", "encoder-num-layers", "decoder-num-layers"),
-    **refused(
-        "a training of several models or stages cannot be simulated", "vision-model-type", "encoder-tp", "llm-tp"
+        "of latent attention or state-space models, which are off or refused",
+        "q-lora-rank kv-lora-rank qk-head-dim qk-pos* v-head* mtp-* linear-* mscale*",
     ),
     **refused(
-        "a training of several models or stages cannot be simulated", "decoder-seq-length", "language-model-type"
+        INFERENCE,
+        "perform-rl-step rl-* grpo-* num-tokens-to-generate use-legacy-static-engine inference-dynamic-batching "
+        "langrl-* incoming-requests-* prompts prompt-file inference task-list out-seq-length rollout-* num-rollout "
+        "advantage-estimator",
+    ),
+    **listed(
+        "of generation",
+        "inference-* max-tokens-to-oom temperature top*k top*p flash-decode return-log-probs output-path "
+        "enable-chunked-prefill num-speculative-tokens",
+    ),
+    **refused(
+        "a training of several models or stages cannot be simulated",
+        "encoder-num-layers decoder-num-layers vision-model-type encoder-tp llm-tp decoder-seq-length "
+        "language-model-type",
     ),
     **refused(
         "a training of several models or stages cannot be simulated", "encoder-*-model-parallel-size", neutral=(1,)
     ),
-    **refused(INFERENCE, "inference", "task-list", "out-seq-length", "rollout-*", "num-rollout", "advantage-estimator"),
-    **listed("of context parallelism, which is off or read by its kind", "cp-comm-type", "hierarchical-context*"),
-    **listed("of pipelines, which send while they compute here", "wgrad-deferral-limit", "variable-seq-lengths"),
-    **refused("knowledge distillation cannot be simulated", "export-kd*", "logits-*", "teacher-*", "modelopt*"),
-    **refused("offloading of activations cannot be simulated", "cpu-offloading*", "offload-*"),
-    **refused("offloading cannot be simulated", "fine-grained-activation-offloading", "use-cpu-initialization-offload"),
-    **refused(
-        "a part of the optimizer on the host cannot be simulated",
-        "optimizer-offload-fraction",
-        neutral=(1,),
-    ),
-    **listed("approximated: copies to the host and back do not overlap with its update", "overlap-cpu-*", "*pin-cpu-*"),
+    **listed("of context parallelism, which is off or read by its kind", "cp-comm-type hierarchical-context*"),
+    **listed("of pipelines, which send while they compute here", "wgrad-deferral-limit variable-seq-lengths"),
+    **refused("knowledge distillation cannot be simulated", "export-kd* logits-* teacher-* modelopt* kd mos"),
+    **refused("offloading of activations cannot be simulated", "cpu-offloading* offload-*"),
+    **refused("offloading cannot be simulated", "fine-grained-activation-offloading use-cpu-initialization-offload"),
+    **refused("a part of the optimizer on the host cannot be simulated", "optimizer-offload-fraction", neutral=(1,)),
+    **listed("approximated: copies to the host and back do not overlap with its update", "overlap-cpu-* *pin-cpu-*"),
     **listed("which Adam the host runs", "use-torch-optimizer-for-cpu-offload"),
     **refused(
         "16-bit state of the optimizer cannot be simulated",
-        "main-grads-dtype",
-        "main-params-dtype",
-        "exp-avg-dtype",
-        "exp-avg-sq-dtype",
+        "main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype",
         neutral=("fp32",),
     ),
     **listed("approximated: emptying the allocator's cache takes time", "empty-unused-memory-level"),
-    **listed("state is in fp32", "use-precision-aware-optimizer", "store-param-remainders"),
-    **refused("CUDA graphs are not modelled", "enable-cuda-graph", "cuda-graph-impl", "external-cuda-graph"),
-    **listed("of CUDA graphs, which are off or refused", "cuda-graph-*", "te-rng-tracker", "inference-rng-tracker"),
+    **listed("state is in fp32", "use-precision-aware-optimizer store-param-remainders"),
+    **refused("CUDA graphs are not modelled", "enable-cuda-graph cuda-graph-impl external-cuda-graph"),
+    **listed("of CUDA graphs, which are off or refused", "cuda-graph-* te-rng-tracker inference-rng-tracker"),
     **listed(
         "approximated: exchanges of tensor-parallel ranks overlap in as many parts as there are ranks", "tp-comm-*"
     ),
-    **listed("of an overlap that is off or refused", "delay-wgrad-compute", "overlap-moe*"),
+    **listed("of an overlap that is off or refused", "delay-wgrad-compute overlap-moe*"),
     **refused("pipelines that overlap with updates cannot be simulated", "overlap-param-gather-with-optimizer-step"),
     **refused(
         "a layout of stages by letters cannot be simulated", "pipeline-model-parallel-layout", or_set=("plan.stages",)
@@ -115,186 +98,103 @@ MEGATRON: dict[str, Rule] = {
     **refused("sharding at two levels of Megatron-FSDP cannot be simulated", "enable-full-sharding-in-hsdp"),
     **listed("approximated: steps are those behind the ramp, of the global batch", "rampup-batch-size"),
     **refused("steps of changing batch cannot be simulated", "decrease-batch-size-if-needed"),
-    **refused("frozen layers cannot be simulated", "freeze-*", "lora-*"),
+    **refused("frozen layers cannot be simulated", "freeze-* lora-*"),
     **refused(
         "parallel sizes of a checkpoint replace those of the file: --ignore it, and --set plan.tp, plan.pp and plan.ep",
         "use-mp-args-from-checkpoint*",
     ),
-    **listed(MODEL, "use-checkpoint-args", "use-tokenizer-model-from-checkpoint*"),
-    **refused("a retired spelling: see Megatron's own message", "model-parallel-size", "batch-size"),
-    **refused("activations that are divided or offloaded cannot be simulated", "distribute-checkpointed-activations"),
-    **refused("activations that are divided or offloaded cannot be simulated", "partition-activations"),
-    **refused("activations that are divided or offloaded cannot be simulated", "checkpoint-in-cpu"),
-    **listed("how recomputed blocks keep their inputs", "contig*ous-checkpointing", "deepspeed-activation-check*"),
-    **listed("how recomputed blocks keep their inputs", "synchronize-each-layer", "profile-backward"),
+    **listed(
+        MODEL,
+        "use-checkpoint-args use-tokenizer-model-from-checkpoint* max-position-embeddings position-embedding-type",
+    ),
+    **refused("a retired spelling: see Megatron's own message", "model-parallel-size batch-size"),
+    **refused(
+        "activations that are divided or offloaded cannot be simulated",
+        "distribute-checkpointed-activations partition-activations checkpoint-in-cpu",
+    ),
+    **listed(
+        "how recomputed blocks keep their inputs",
+        "contig*ous-checkpointing deepspeed-activation-check* synchronize-each-layer profile-backward",
+    ),
     **refused("DeepSpeed's pipelines of zero bubbles cannot be simulated", "enable-zbh1*"),
     **refused("sequences in chunks on the host cannot be simulated", "ds-sequence-parallel-fpdt*"),
     **refused("parameters of another place cannot be simulated", "remote-device"),
     **refused("layers in tiles cannot be simulated", "memory-centric-tiled-linear"),
     **refused("tokens that layers drop cannot be simulated", "random-ltd"),
     **refused("samples of changing length cannot be simulated", "data-efficiency-curriculum-learning"),
-    **refused("knowledge distillation cannot be simulated", "kd", "mos"),
-    **listed("of knowledge distillation, which is off or refused", "kd-*", "*-teacher"),
+    **listed("of knowledge distillation, which is off or refused", "kd-* *-teacher"),
     **listed(
         "of DeepSpeed, whose configuration says it",
-        "zero-*",
-        "ds-*adam",
-        "cpu-torch-adam",
-        "force-ds-sequence-parallel",
-    ),
-    **listed("of DeepSpeed, whose configuration says it", "no-pipeline-parallel", "deepspeed-mpi"),
-    **listed("of DeepSpeed's experts, which are off or refused", "topk", "mlp-type", "*moe*", "expert-interval"),
-    **listed("of DeepSpeed's experts, which are off or refused", "use-tutel", "enable-expert-tensor-parallelism"),
-    **refused("arguments in a further file", "yaml-cfg", "config-file"),
-    **listed("approximated: all gradients are reduced in the buckets of this method", "ddp-*", "no-align-*"),
-    **refused(
-        "shards of parameters or gradients in 16 bits cannot be simulated",
-        "megatron-fsdp-main-params-dtype",
-        "megatron-fsdp-main-grads-dtype",
-        neutral=("fp32", "auto"),
+        "zero-* ds-*adam cpu-torch-adam force-ds-sequence-parallel no-pipeline-parallel deepspeed-mpi",
     ),
     **listed(
-        UNSHARDED, "megatron-fsdp-*", "torch-fsdp2-*", "fsdp-*", "data-parallel-sharding-strategy", "init-model-with*"
+        "of DeepSpeed's experts, which are off or refused",
+        "topk mlp-type *moe* expert-interval use-tutel enable-expert-tensor-parallelism",
     ),
-    **listed("approximated: the shards are those of the method", "overlap-param-gather", "align-*", "use-nccl-ub"),
-    **listed("approximated: the shards are those of the method", "suggested-communication-unit-size", "nccl-*"),
-    **listed("approximated: pipelines send while they compute", "no-overlap-p2p*", "overlap-p2p*", "microbatch-group*"),
-    **listed("approximated: pipelines send while they compute", "deallocate-pipeline-outputs", "defer-embedding*"),
+    **refused("arguments in a further file", "yaml-cfg config-file"),
+    **listed("approximated: all gradients are reduced in the buckets of this method", "ddp-* no-align-*"),
+    **refused(
+        "shards of parameters or gradients in 16 bits cannot be simulated",
+        "megatron-fsdp-main-params-dtype megatron-fsdp-main-grads-dtype",
+        neutral=("fp32", "auto"),
+    ),
+    **listed(UNSHARDED, "megatron-fsdp-* torch-fsdp2-* fsdp-* data-parallel-sharding-strategy init-model-with*"),
+    **listed(
+        "approximated: the shards are those of the method",
+        "overlap-param-gather align-* use-nccl-ub suggested-communication-unit-size nccl-*",
+    ),
+    **listed(
+        "approximated: pipelines send while they compute",
+        "no-overlap-p2p* overlap-p2p* microbatch-group* deallocate-pipeline-outputs defer-embedding*",
+    ),
     **listed(
         "approximated: sums of a micro-batch's gradients are kernels of their own", "*gradient-accumulation-fusion"
     ),
     **listed(
-        KERNELS, "*-fusion", "*-fusion-impl", "transformer-impl", "attention-backend", "use-flash-attn", "no-persist-*"
-    ),
-    **listed(
         KERNELS,
-        "use-*fused*",
-        "cross-entropy-*",
-        "use-transformer-engine-op-fuser",
-        "*flashinfer*",
-        "batch-invariant-mode",
-    ),
-    **listed(KERNELS, "no-query-key-layer-scaling", "use-flash-attn-*"),
-    **listed(KERNELS, "deterministic-mode", "attention-softmax-in-fp32", "apply-query-key-layer-scaling", "use-te*"),
-    **listed(KERNELS, "fp16-lm-cross-entropy", "fp32-residual-connection", "output-logit-dtype", "fallback-to-eager*"),
-    **listed(
-        MODEL, "max-position-embeddings", "position-embedding-type", "rotary-*", "use-rotary*", "use-rope*", "*rope*"
-    ),
-    **listed(MODEL, "yarn-*", "no-position-embedding", "swiglu", "quick-geglu", "squared-relu", "openai-gelu", "glu-*"),
-    **listed(
-        MODEL, "normalization", "norm-epsilon", "layernorm-epsilon", "apply-layernorm-1p", "qk-layernorm", "qk-l2*"
-    ),
-    **listed(MODEL, "disable-bias-linear", "add-qkv-bias", "add-bias-linear", "untie-embeddings*", "kv-channels"),
-    **listed(MODEL, "group-query-attention", "attention-output-gate", "make-vocab*", "vocab-*", "padded-vocab*"),
-    **listed(
-        MODEL, "hidden-dropout", "attention-dropout", "*dropout*", "init-method*", "window-*", "softmax-type", "spec"
+        "*-fusion *-fusion-impl transformer-impl attention-backend use-flash-attn no-persist-* use-*fused* "
+        "cross-entropy-* use-transformer-engine-op-fuser *flashinfer* batch-invariant-mode no-query-key-layer-scaling "
+        "use-flash-attn-* deterministic-mode attention-softmax-in-fp32 apply-query-key-layer-scaling use-te* "
+        "fp16-lm-cross-entropy fp32-residual-connection output-logit-dtype fallback-to-eager*",
     ),
     **listed(
         MODEL,
-        "tokenizer-*",
-        "*tokenizer*",
-        "tiktoken-*",
-        "merge-file",
-        "bert-*",
-        "num-classes",
-        "trust-remote-code",
-        "use-cpu-initialization",
-        "img-*",
-        "patch-*",
-    ),
-    **listed(MODEL, "extra-vocab-size", "use-llama2-rotary*", "attention-head-type", "disable-bias-*-fc"),
-    **listed(MODEL, "activation-func-clamp-value", "apply-residual-connection-post-layernorm"),
-    **listed(MODEL, "embed-layernorm", "pad-vocab-size-to", "glu-activation", "embedding-weights-in-fp32"),
-    **listed(MODEL, "mask-factor", "disable-mem-efficient-ln", "sync-tp-duplicated-parameters"),
-    **listed(MODEL, "use-mcore-models", "use-legacy-models", "model-provider", "export-*", "onnx-safe", "model-name"),
-    **listed(
-        NUMERICS, "min-lr", "lr-*", "override-opt*", "adam-*", "muon-*", "lion-*", "decoupled-*", "use-checkpoint-opt*"
+        "rotary-* use-rotary* use-rope* *rope* yarn-* no-position-embedding swiglu quick-geglu squared-relu "
+        "openai-gelu glu-* normalization norm-epsilon layernorm-epsilon apply-layernorm-1p qk-layernorm qk-l2* "
+        "disable-bias-linear add-qkv-bias add-bias-linear untie-embeddings* kv-channels group-query-attention "
+        "attention-output-gate make-vocab* vocab-* padded-vocab* hidden-dropout attention-dropout *dropout* "
+        "init-method* window-* softmax-type spec tokenizer-* *tokenizer* tiktoken-* merge-file bert-* num-classes "
+        "trust-remote-code use-cpu-initialization img-* patch-* extra-vocab-size use-llama2-rotary* "
+        "attention-head-type disable-bias-*-fc activation-func-clamp-value apply-residual-connection-post-layernorm "
+        "embed-layernorm pad-vocab-size-to glu-activation embedding-weights-in-fp32 mask-factor "
+        "disable-mem-efficient-ln sync-tp-duplicated-parameters use-mcore-models use-legacy-models model-provider "
+        "export-* onnx-safe model-name",
     ),
     **listed(
-        NUMERICS, "start-weight-decay", "end-weight-decay", "weight-decay-incr*", "apply-wd*", "no-weight-decay-cond*"
-    ),
-    **listed(NUMERICS, "*loss-scale*", "hysteresis", "calculate-per-token-loss", "mask-*", "eod-mask*", "reset-*"),
-    **listed(
-        NUMERICS, "accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16", "no-gradient-reduce-div*", "warmup"
-    ),
-    **listed(
-        LOGGING, "data-*", "*-data-path", "split", "train-iters", "train-samples", "eval-*", "*num-workers", "mock-data"
+        NUMERICS,
+        "min-lr lr-* override-opt* adam-* muon-* lion-* decoupled-* use-checkpoint-opt* start-weight-decay "
+        "end-weight-decay weight-decay-incr* apply-wd* no-weight-decay-cond* *loss-scale* hysteresis "
+        "calculate-per-token-loss mask-* eod-mask* reset-* accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 "
+        "no-gradient-reduce-div* warmup",
     ),
     **listed(
         LOGGING,
-        "*mmap*",
-        "*-cache-path",
-        "fim-*",
-        "*attention-mask-in-dataloader",
-        "dataloader-*",
-        "sft*",
-        "skip-train",
+        "data-* *-data-path split train-iters train-samples eval-* *num-workers mock-data *mmap* *-cache-path fim-* "
+        "*attention-mask-in-dataloader dataloader-* sft* skip-train save* load* no-save* no-load* *ckpt* *checkpoint* "
+        "async-* exit-* finetune log-* timing-* tensorboard-* wandb-* one-logger* no-one-logger* enable-one-logger "
+        "profile* use-pytorch-profiler record-* no-record-* logging-* app-tag-* full-validation run-workload* "
+        "straggler-* disable-straggler* inprocess-* *ft-* rerun-* check-* no-check-* verify-integrity result-rejected* "
+        "error-injection* adlr-* sample-rate dataset train-data valid-data test-data epochs keep-last "
+        "train-data-exact* kill-switch-* *-weighted-split-paths* abort-on-unmet-fused-kernel-constraints train-tokens "
+        "codecarbon-dir universal-checkpoint repeated-dataloader aml-* reset-iteration no-data-sharding "
+        "use-dataset-only return-data-index eval-only norm-target-loss loss-on-targets-only reweight-loss* "
+        "skip-train-iteration-range iterations-to-skip phase-transition* retro-* per-split* test-mode manual-gc*",
     ),
     **listed(
-        LOGGING, "save*", "load*", "no-save*", "no-load*", "*ckpt*", "*checkpoint*", "async-*", "exit-*", "finetune"
-    ),
-    **listed(
-        LOGGING, "log-*", "timing-*", "tensorboard-*", "wandb-*", "one-logger*", "no-one-logger*", "enable-one-logger"
-    ),
-    **listed(
-        LOGGING,
-        "profile*",
-        "use-pytorch-profiler",
-        "record-*",
-        "no-record-*",
-        "logging-*",
-        "app-tag-*",
-        "full-validation",
-    ),
-    **listed(
-        LOGGING, "run-workload*", "straggler-*", "disable-straggler*", "inprocess-*", "*ft-*", "rerun-*", "check-*"
-    ),
-    **listed(
-        LOGGING, "no-check-*", "verify-integrity", "result-rejected*", "error-injection*", "adlr-*", "sample-rate"
-    ),
-    **listed(LOGGING, "dataset", "train-data", "valid-data", "test-data", "epochs", "keep-last", "train-data-exact*"),
-    **listed(LOGGING, "kill-switch-*", "*-weighted-split-paths*", "abort-on-unmet-fused-kernel-constraints"),
-    **listed(LOGGING, "train-tokens", "codecarbon-dir", "universal-checkpoint", "repeated-dataloader", "aml-*"),
-    **listed(LOGGING, "reset-iteration", "no-data-sharding", "use-dataset-only", "return-data-index", "eval-only"),
-    **listed(LOGGING, "norm-target-loss", "loss-on-targets-only", "reweight-loss*", "skip-train-iteration-range"),
-    **listed(LOGGING, "iterations-to-skip", "phase-transition*", "retro-*", "per-split*", "test-mode", "manual-gc*"),
-    **listed(
-        "how processes are started, not what they do", "distributed-*", "master*", "node*", "rdzv*", "standalone", "tee"
-    ),
-    **listed(
-        "how processes are started, not what they do", "local-rank", "use-tp-pp-dp-mapping", "*gloo*", "high-priority*"
-    ),
-    **listed(
-        "how processes are started, not what they do",
-        "use-ring*",
-        "lazy-mpu-init",
-        "max-restarts",
-    ),
-    **listed(
-        "how processes are started, not what they do", "job-name", "container-*", "log-dir", "redirects", "account", "p"
-    ),
-    **listed(
-        "how processes are started, not what they do",
-        "partition",
-        "time",
-        "output",
-        "error",
-        "gpus*",
-        "ntasks*",
-        "cpus*",
-    ),
-    **listed(
-        "how processes are started, not what they do",
-        "nodes",
-        "exclusive",
-        "mem",
-        "export",
-        "mpi",
-        "no-python",
-        "m",
-        "devices",
-        "num-nodes",
-        "refit-*",
+        LAUNCHER,
+        "distributed-* master* node* rdzv* standalone tee local-rank use-tp-pp-dp-mapping *gloo* high-priority* "
+        "use-ring* lazy-mpu-init max-restarts job-name container-* log-dir redirects account p partition time output "
+        "error gpus* ntasks* cpus* nodes exclusive mem export mpi no-python m devices num-nodes refit-*",
     ),
 }
 """How Megatron's arguments are treated that are not read; the first matching pattern counts."""
@@ -335,7 +235,7 @@ def megatron(keys: Keys) -> Training:
         keys.note(dispatcher, "approximated: tokens go by all-to-alls")
     elif training.ep is not None and training.ep.value > 1:
         reason = f"approximated: tokens go by all-to-alls, where {dispatcher} is allgather, its default"
-        keys.note(training.ep.origin.partition(" = ")[0], reason)
+        keys.note(training.ep.key, reason)
     _precision(keys, training)
     _sharding(keys, training)
     _pipeline(keys, training)
@@ -348,8 +248,7 @@ def megatron(keys: Keys) -> Training:
     _optimizer(keys, training)
     training.clip_norm = keys.number("clip-grad") or Value(1.0, "clip-grad = 1.0 (its default)")
     training.seed = keys.integer("seed", least=0)
-    offloads = keys.flag("optimizer-cpu-offload")
-    if offloads is not None and offloads.value:
+    if (offloads := keys.enabled("optimizer-cpu-offload")) is not None:
         training.offload = Value("optimizer", offloads.origin)
     _deepspeed(keys, training)
     training.embedding_parallel = training.loss_parallel = Value(
@@ -384,8 +283,8 @@ def _optimizer(keys: Keys, training: Training) -> None:
     kind = str(keys.raw("optimizer") or "adam").lower()
     if kind == "adam":
         origin = keys.line("optimizer") if keys.has("optimizer") else "optimizer is not given: adam"
-        coupled = keys.flag("no-adam-decoupled-weight-decay")
-        training.optimizer = Value("adam" if coupled is not None and coupled.value else "adamw", origin)
+        coupled = keys.enabled("no-adam-decoupled-weight-decay")
+        training.optimizer = Value("adamw" if coupled is None else "adam", origin)
         training.optimizer_implementation = Value("fused", f"{origin}, fused")
     elif kind in ("muon", "dist_muon"):
         origin = keys.line("optimizer")
@@ -425,8 +324,7 @@ def _batch_schedule(keys: Keys, training: Training) -> None:
 
 
 def _precision(keys: Keys, training: Training) -> None:
-    bf16, fp16 = keys.flag("bf16"), keys.flag("fp16")
-    on = [(name, flag) for name, flag in (("bf16", bf16), ("fp16", fp16)) if flag is not None and flag.value]
+    on = [(name, flag) for name in ("bf16", "fp16") if (flag := keys.enabled(name)) is not None]
     if len(on) == 2:
         keys.refuse("fp16", "contradicts bf16", replaced_by=["workload.precision"])
     if not on:
@@ -444,19 +342,19 @@ def _precision(keys: Keys, training: Training) -> None:
 
 def _sharding(keys: Keys, training: Training) -> None:
     overlap = keys.flag("overlap-grad-reduce")
-    distributed, fsdp2 = keys.flag("use-distributed-optimizer"), keys.flag("use-torch-fsdp2")
-    megatron_fsdp = keys.flag("use-megatron-fsdp", "use-custom-fsdp")
+    distributed, fsdp2 = keys.enabled("use-distributed-optimizer"), keys.enabled("use-torch-fsdp2")
+    megatron_fsdp = keys.enabled("use-megatron-fsdp", "use-custom-fsdp")
     training.zero1_implementation = "megatron"
-    if fsdp2 is not None and fsdp2.value:
+    if fsdp2 is not None:
         kept = keys.flag("torch-fsdp2-no-reshard-after-forward")
         training.sharding = Value("zero2" if kept is not None and kept.value else "zero3", (kept or fsdp2).origin)
-    elif megatron_fsdp is not None and megatron_fsdp.value:
+    elif megatron_fsdp is not None:
         strategy = keys.choice(STRATEGIES, "data-parallel-sharding-strategy", sets="plan.method")
         training.sharding = strategy or Value("zero3", f"{megatron_fsdp.origin}: optim_grads_params")
         message = "megatron-fsdp-grad-comm-dtype"
         if str(keys.values.get(message, "auto")) != "auto":
             training.reduce_precision = keys.choice(PRECISIONS, message, sets="workload.reduce_precision")
-    elif distributed is not None and distributed.value:
+    elif distributed is not None:
         training.sharding = Value("zero1", distributed.origin)
     elif str(keys.raw("optimizer")).lower() == "dist_muon":
         training.sharding = Value("zero1", keys.line("optimizer"))
@@ -499,7 +397,7 @@ PARTITION = "pp-partition-method"
 
 def _ends_of_stages(keys: Keys) -> tuple[int, int, str] | None:
     """Return whether embedding and loss count as a block each in the division of blocks into stages, and the key."""
-    flags = [keys.flag(name) for name in ENDS]
+    first, last = (int(keys.enabled(name) is not None) for name in ENDS)
     method = keys.raw(PARTITION)
     if method is not None:
         kinds = set(str(method).strip("'\"").lower().removeprefix("type:").split("|"))
@@ -507,7 +405,6 @@ def _ends_of_stages(keys: Keys) -> tuple[int, int, str] | None:
             keys.refuse(PARTITION, "stages of this kind are not known here", replaced_by=["plan.stages"])
             return None
         return (1, 1, PARTITION) if "embedding" in kinds else None
-    first, last = (int(flag is not None and flag.value) for flag in flags)
     return (first, last, ENDS[0] if first else ENDS[1]) if first or last else None
 
 
@@ -528,12 +425,10 @@ DEEPSPEED_FILE = "deepspeed-config"
 
 def _deepspeed(keys: Keys, training: Training) -> None:
     """Read what Megatron-DeepSpeed adds: the engine's file, which sets how state is sharded, and Ulysses' ranks."""
-    ranks = keys.integer("ds-sequence-parallel-size", sets="plan.cp")
-    if ranks is not None and ranks.value > 1:
-        training.cp, training.context_exchange = ranks, Value("all-to-all", ranks.origin)
-    on, on_host, stage = keys.flag("deepspeed"), keys.flag("cpu-optimizer"), keys.integer("zero-stage", least=0)
+    read_ulysses(keys, training, "ds-sequence-parallel-size")
+    on, on_host, stage = keys.enabled("deepspeed"), keys.enabled("cpu-optimizer"), keys.integer("zero-stage", least=0)
     experts = training.architecture.get("experts")
-    if on is None or not on.value:
+    if on is None:
         keys.raw(DEEPSPEED_FILE)
         implementation = keys.choice({"local": False, "torch": True}, "DDP-impl", sets="plan.method")
         if implementation is not None and training.sharding is not None and training.sharding.value == "none":
@@ -560,12 +455,12 @@ def _deepspeed(keys: Keys, training: Training) -> None:
     ):
         setattr(training, name, getattr(inner, name))
     training.gradient_precision, training.reduce_precision = None, inner.reduce_precision
-    if on_host is not None and on_host.value:
+    if on_host is not None:
         training.offload = training.offload or Value("optimizer", on_host.origin)
     for name in ("global_batch", "micro_batch", "precision"):
         ours, theirs = getattr(training, name), getattr(inner, name)
         if ours is not None and theirs is not None and ours.value != theirs.value:
-            place = theirs.origin.partition(" = ")[0] if name != "precision" else DEEPSPEED_FILE
+            place = theirs.key if name != "precision" else DEEPSPEED_FILE
             keys.refuse(place, f"{theirs.value} in DeepSpeed's configuration contradicts {ours.origin}")
 
 
@@ -596,8 +491,8 @@ def _engine(keys: Keys, stage: Value | None) -> Training | None:
 
 def _checkpoints(keys: Keys, training: Training) -> bool:
     """Read the older spelling of full-block recomputation, and return whether it is on."""
-    whole, chunk = keys.flag("checkpoint-activations"), keys.integer("checkpoint-num-layers")
-    if whole is None or not whole.value:
+    whole, chunk = keys.enabled("checkpoint-activations"), keys.integer("checkpoint-num-layers")
+    if whole is None:
         return False
     if chunk is not None and chunk.value > 1:
         reason = "units of several layers cannot be simulated"
@@ -613,7 +508,7 @@ def _recompute(keys: Keys, training: Training) -> None:
     if _checkpoints(keys, training):
         return
     granularity = keys.raw("recompute-granularity")
-    old = keys.flag("recompute-activations")
+    old = keys.enabled("recompute-activations")
     method, layers = keys.raw("recompute-method"), keys.integer("recompute-num-layers")
     keys.raw("recompute-modules")
     keys.raw("distribute-saved-activations")
@@ -626,7 +521,7 @@ def _recompute(keys: Keys, training: Training) -> None:
         elif layers is not None and layers.value > 1:
             keys.refuse("recompute-num-layers", "units of several layers cannot be simulated", replaced_by=plan)
         training.recompute = Value("full", keys.line("recompute-granularity"))
-    elif granularity == "selective" or (old is not None and old.value):
+    elif granularity == "selective" or old is not None:
         keys.refuse(
             "recompute-granularity" if granularity else "recompute-activations",
             "recomputes the core of attention (or the modules that are named), which is not this plan's 'selective': "

@@ -30,15 +30,15 @@ SHOWN_VALUE = 60
 """Number of characters of a value that messages show."""
 
 
-def read_bounded(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
+def read_bounded(path: Path) -> str:
     """Return the text of a file; raise UserError where it is missing, too large or no UTF-8 text."""
     try:
         with path.open("rb") as stream:
-            content = stream.read(most_bytes + 1)
+            content = stream.read(MOST_BYTES + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if len(content) > most_bytes:
-        raise UserError(f"{path}: is larger than {most_bytes} bytes, the most that is read of such a file")
+    if len(content) > MOST_BYTES:
+        raise UserError(f"{path}: is larger than {MOST_BYTES} bytes, the most that is read of such a file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -179,6 +179,11 @@ class Value:
     origin: str
     """The key and its value in the file, for a comment."""
 
+    @property
+    def key(self) -> str:
+        """The key from which the value was read."""
+        return self.origin.partition(" = ")[0]
+
 
 @dataclass(frozen=True)
 class Undecided:
@@ -294,6 +299,11 @@ class Keys:
             self.refuse(name, "what it becomes is not in the file" if word == "auto" else "must be true or false")
         return None
 
+    def enabled(self, *names: str) -> Value | None:
+        """Return the flag of `flag` where it is true; None where it is false or not given."""
+        found = self.flag(*names)
+        return found if found is not None and found.value else None
+
     def choice(self, choices: Mapping[str, Any], *names: str, sets: str = "", why: str = "") -> Value | None:
         """Return the meaning, by `choices`, of the value of the first of these keys, compared in lower case.
 
@@ -315,9 +325,7 @@ class Keys:
         return {line.partition(" = ")[0] for line, _ in self.refused}
 
     def close(self, table: Mapping[str, "Rule"]) -> None:
-        """Treat the keys that were not read: by the first pattern of `table` that matches, else refuse them as
-        unknown.
-        """
+        """Treat the keys that were not read: by the first pattern of `table` that matches, else refuse them."""
         for key in self.values:
             if key in self.read:
                 continue
@@ -336,6 +344,12 @@ class Keys:
                 reason = f"{rule.reason}, and it {value.reason}" if isinstance(value, Undecided) else rule.reason
                 self.refuse(key, reason, replaced_by=rule.replaced_by)
 
+
+# Reasons that the tables of several programs give.
+LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
+NUMERICS = "changes numbers, not step time or memory"
+LAUNCHER = "how processes are started, not what they do"
+MODEL = "the model is --model"
 
 OFF = (None, False, 0, "", "none", "None", "null", "no", "false", "off", "disabled", "disable")
 """Values that turn a feature off."""
@@ -371,16 +385,16 @@ class Rule:
         )
 
 
-def listed(reason: str, *patterns: str) -> dict[str, Rule]:
-    """Return rules for keys without an effect."""
-    return {pattern: Rule(reason, no_effect=True) for pattern in patterns}
+def listed(reason: str, patterns: str) -> dict[str, Rule]:
+    """Return rules for keys without an effect; `patterns` are separated by spaces."""
+    return {pattern: Rule(reason, no_effect=True) for pattern in patterns.split()}
 
 
 def refused(
-    reason: str, *patterns: str, neutral: tuple[Any, ...] = (), or_set: tuple[str, ...] = ()
+    reason: str, patterns: str, *, neutral: tuple[Any, ...] = (), or_set: tuple[str, ...] = ()
 ) -> dict[str, Rule]:
     """Return rules for keys that are refused unless they are off, or have one of the `neutral` values."""
-    return {pattern: Rule(reason, neutral=neutral, replaced_by=or_set) for pattern in patterns}
+    return {pattern: Rule(reason, neutral=neutral, replaced_by=or_set) for pattern in patterns.split()}
 
 
 def _number(value: Any) -> float | int | None:

@@ -293,9 +293,7 @@ class Words:
         return text
 
     def _stands_for_nothing(self, value: Variable | None) -> bool | None:
-        """Return whether an open value is empty: True for a variable or argument that is not set, None if that
-        is open.
-        """
+        """Return whether an open value is empty: True for a variable or argument not set, None if that is open."""
         if not isinstance(value, str) or not is_open(value) or MARKS.sub("", value):
             return False
         found: list[bool | None] = []

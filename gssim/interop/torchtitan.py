@@ -2,12 +2,9 @@
 
 import math
 
-from gssim.interop.reading import Keys, Rule, Value, listed, refused
+from gssim.interop.reading import LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
 from gssim.interop.training import PRECISIONS, Training, optimizer_in
 
-LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
-NUMERICS = "changes numbers, not step time or memory"
-MODEL = "the model is --model"
 RECOMPUTE = ("plan.recompute",)
 PURE_16_BIT = (
     "approximated: parameters and optimizer state there are in 16 bits alone; here the optimizer updates fp32 copies"
@@ -21,33 +18,35 @@ GATHERED_ROUTERS = (
 
 TORCHTITAN: dict[str, Rule] = {
     **listed("of compilation, see above", "compile.*"),
-    **listed("of tensor parallelism beside compilation, which is refused", "parallelism.enable_async_tensor_parallel"),
+    **listed(
+        "of tensor parallelism beside compilation, which is refused",
+        "parallelism.enable_async_tensor_parallel experimental.enable_async_tensor_parallel",
+    ),
     **refused(
         "maps in 8 bits are not read from the file",
-        "model.converters",
-        "model_converters*",
-        "*.enable_float8_linear",
-        "training.*fp8_linear",
+        "model.converters model_converters* *.enable_float8_linear training.*fp8_linear",
         or_set=("workload.map_precision",),
     ),
     **refused("shards that are gathered in 8 bits cannot be simulated", "*.enable_fsdp_float8_all_gather"),
-    **listed("of maps in 8 bits, which are off or refused", "quantize.*", "float8.*", "mx.*"),
+    **listed("of maps in 8 bits, which are off or refused", "quantize.* float8.* mx.*"),
     **refused("updates during the backward cannot be simulated", "optimizer.early_step_in_backward"),
     **refused("fault-tolerant replicas cannot be simulated", "fault_tolerance.enable"),
     **listed("of fault tolerance, which is off or refused", "fault_tolerance.*"),
-    **refused("schedules from a file cannot be simulated", "parallelism.pipeline_parallel_schedule_csv"),
+    **refused(
+        "schedules from a file cannot be simulated",
+        "parallelism.pipeline_parallel_schedule_csv experimental.pipeline_parallel_schedule_csv",
+    ),
     **refused(
         "experts that tensor ranks cut cannot be simulated", "parallelism.expert_tensor_parallel_degree", neutral=(1,)
     ),
     **listed("of experts, which are off or refused", "parallelism.*expert*"),
     **listed(
         "of context parallelism, which is off, or approximated: keys and values pass in a ring of shifts",
-        "parallelism.context_parallel_*",
+        "parallelism.context_parallel_* experimental.context_parallel_rotate_method",
     ),
     **refused(
         "stages by names of modules: say plan.stages",
-        "parallelism.module_fqns*",
-        "*.pipeline_parallel_split_points",
+        "parallelism.module_fqns* *.pipeline_parallel_split_points",
         or_set=("plan.stages",),
     ),
     **refused(
@@ -58,29 +57,26 @@ TORCHTITAN: dict[str, Rule] = {
     **refused(
         "stages that a tracer cuts are not known", "experimental.pipeline_parallel_split_mode", neutral=("manual",)
     ),
-    **refused("schedules from a file cannot be simulated", "experimental.pipeline_parallel_schedule_csv"),
     **listed("approximated: stages are balanced by time", "parallelism.pipeline_parallel_*_less_layers"),
-    **listed("of tensor parallelism beside compilation, which is refused", "experimental.enable_async_tensor_parallel"),
     **refused("a backward that is compiled whole cannot be simulated", "*.enable_compiled_autograd"),
-    **listed(
-        "of context parallelism, which is off, or approximated: keys and values pass in a ring of shifts",
-        "experimental.context_parallel_rotate_method",
-    ),
     **refused("diffusion models cannot be simulated", "training.img_size"),
-    **listed("implementation", "parallelism.spmd_backend", "parallelism.enable_fsdp_symm_mem"),
+    **listed("implementation", "parallelism.spmd_backend parallelism.enable_fsdp_symm_mem"),
     **listed("approximated: CUDA graphs are not modelled", "training.disable_cuda_graphs"),
-    **refused("parts of the model that are not trained cannot be simulated", "lora*", "peft*"),
+    **refused("parts of the model that are not trained cannot be simulated", "lora* peft*"),
+    **listed(MODEL, "model.* model_spec* hf_transformers.* encoder.* tokenizer* hf_assets_path loss.*"),
     **listed(
-        MODEL, "model.*", "model_spec*", "hf_transformers.*", "encoder.*", "tokenizer*", "hf_assets_path", "loss.*"
+        NUMERICS,
+        "lr_scheduler.* optimizer.* training.class*_free* debug.* loss training.warmup_steps "
+        "training.data_parallel_type",
     ),
-    **listed(NUMERICS, "lr_scheduler.*", "optimizer.*", "training.class*_free*", "debug.*", "loss"),
-    **listed(NUMERICS, "training.warmup_steps", "training.data_parallel_type"),
-    **listed(LOGGING, "job.*", "profiling.*", "profiler.*", "metrics.*", "checkpoint.*", "validation.*", "validator.*"),
-    **listed(LOGGING, "training.dataset*", "training.steps", "training.gc_*", "training.dataloader.*", "dataloader.*"),
-    **listed(LOGGING, "dump_folder", "memory_estimation.*", "inference.*", "eval.*", "comm.*", "experimental.custom_*"),
-    **listed(LOGGING, "training.checkpoint_*", "training.enable_checkpoint"),
-    **listed(LOGGING, "training.seed", "training.deterministic", "override.*", "activation_checkpoint.preserve_rng*"),
-    **listed(LOGGING, "activation_checkpoint.determinism_check", "activation_checkpoint.debug", "data.*"),
+    **listed(
+        LOGGING,
+        "job.* profiling.* profiler.* metrics.* checkpoint.* validation.* validator.* training.dataset* training.steps "
+        "training.gc_* training.dataloader.* dataloader.* dump_folder memory_estimation.* inference.* eval.* comm.* "
+        "experimental.custom_* training.checkpoint_* training.enable_checkpoint training.seed training.deterministic "
+        "override.* activation_checkpoint.preserve_rng* activation_checkpoint.determinism_check "
+        "activation_checkpoint.debug data.*",
+    ),
     **listed("of recomputation, see above", "activation_checkpoint.*"),
 }
 """How torchtitan's keys are treated that are not read."""
@@ -95,19 +91,13 @@ DEGREES: dict[str, tuple[str, ...]] = {
     "cp": ("context_parallel_degree", "experimental.context_parallel_degree"),
     "ep": ("expert_parallel_degree",),
     "dp_replicate": ("data_parallel_replicate_degree", "training.data_parallel_replicate_degree"),
-    "dp_shard": (
-        "data_parallel_shard_degree",
-        "training.data_parallel_shard_degree",
-        "training.data_parallel_degree",
-    ),
+    "dp_shard": ("data_parallel_shard_degree", "training.data_parallel_shard_degree", "training.data_parallel_degree"),
 }
 """Keys in the table `parallelism`, and where the degrees were before 0.1 (2024 to March 2025)."""
 
 
 def torchtitan(keys: Keys) -> Training:
-    """Return the training in a torchtitan configuration of any generation; keys that it leaves out have its
-    defaults.
-    """
+    """Return the training in a torchtitan configuration of any generation; absent keys have its defaults."""
     training = Training()
     degrees = {}
     for name, (key, *older) in DEGREES.items():
@@ -177,7 +167,7 @@ def _pipeline(keys: Keys, training: Training) -> None:
         parts = parts or Value(training.pp.value * virtual, f"{training.pp.origin}: as many micro-batches as stages")
         micro = training.micro_batch
         if micro is not None and micro.value % parts.value:
-            keys.refuse(parts.origin.partition(" = ")[0], f"does not divide {micro.origin}")
+            keys.refuse(parts.key, f"does not divide {micro.origin}")
         elif micro is not None:
             piece = Value(micro.value // parts.value, f"{micro.origin} in {parts.value} parts: {parts.origin}")
     training.pipeline_micro_batch = piece or Value(1, "pipeline_parallel_microbatch_size = 1 (its default)")
@@ -204,8 +194,7 @@ def _batch(keys: Keys, training: Training) -> None:
     origin = whole.origin if whole is not None else "parallelism.disable_loss_parallel = false (its default)"
     training.loss_parallel = divided or Value(whole is None or not whole.value, origin)
     training.embedding_parallel = Value(True, "torchtitan divides the token embedding among tensor-parallel ranks")
-    offload = keys.flag("training.enable_cpu_offload")
-    if offload is not None and offload.value:
+    if (offload := keys.enabled("training.enable_cpu_offload")) is not None:
         training.offload = Value("parameters", offload.origin)
     if any(keys.has(f"training.{key}") for key in ("num_tokens_per_microbatch_per_dp_rank", "max_context_length")):
         longest = keys.integer("training.max_context_length", sets="workload.sequence_length")
@@ -217,7 +206,7 @@ def _batch(keys: Keys, training: Training) -> None:
                 continue
             samples, rest = divmod(value.value, training.sequence.value)
             if rest or not samples:
-                keys.refuse(value.origin.partition(" = ")[0], f"is no multiple of {training.sequence.origin}")
+                keys.refuse(value.key, f"is no multiple of {training.sequence.origin}")
             setattr(training, name, Value(samples, f"{value.origin} of {training.sequence.origin}"))
         return
     training.sequence = keys.integer("training.seq_len", sets="workload.sequence_length")

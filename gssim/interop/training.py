@@ -7,17 +7,17 @@ give has a default, which is marked as such.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.interop.reading import Keys, Value
-from gssim.plan import METHODS, Plan
+from gssim.plan import METHODS
 from gssim.scenario.vocabulary_slices import shares_embedding, undivided_embedding_reason, undivided_loss_reason
 from gssim.units import PRECISION_BYTES
-from gssim.workload import HuggingFace, ImageInput, Model, Workload, unrolled
+from gssim.workload import HuggingFace, ImageInput, Model, unrolled
 
 OPTIMIZERS: dict[str, tuple[str, str, str | None]] = {
     "adam": ("adam", "default", None),
@@ -80,31 +80,6 @@ DEFAULTS_OF_TYPES: dict[str, dict[str, int]] = {
     },
 }
 """Default sizes of configs in transformers, for model files that hold only the differences from them."""
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A setting of other programs that plans here do not have yet."""
-
-    what: str
-    scenario_key: str
-    """The scenario key for the setting; once it exists, importers set it."""
-    harmless: tuple[Any, ...]
-    """Values with which the setting is off."""
-    approximated: bool = False
-    """Whether the prediction without it is close; it is then listed instead of refused."""
-
-
-PENDING: dict[str, Pending] = {
-    "sequence_parallel": Pending("sequence parallelism beside tensor parallelism", "plan.sequence_parallel", (False,)),
-    "clip_norm": Pending(
-        "clipping by the gradients' norm (a pass over the gradients and a small all-reduce)",
-        "workload.clip_norm",
-        (0, 0.0, False),
-        approximated=True,
-    ),
-}
-"""All settings that are missing, keyed by the field of `Training`."""
 
 
 @dataclass
@@ -179,9 +154,7 @@ class Training:
     gradient_sync: Value | None = None
     bucket_bytes: Value | None = None
     bucket_parameters: Value | None = None
-    """Least number of parameters in a gradient bucket of Megatron-LM; 0: its default; None: the file is another
-    program's.
-    """
+    """Least number of parameters in a gradient bucket of Megatron-LM; 0: its default; None: another program's file."""
     overlap: Value | None = None
     gathered_inputs: Value | None = None
     """Whether inputs are gathered again in the backward, with sequence parallelism; None: they are kept for it."""
@@ -196,9 +169,7 @@ class Training:
     """Sizes of the model, by the names of `ARCHITECTURE`."""
 
     def has_context_ranks(self, keys: Keys) -> bool:
-        """Return whether the file or `--set` divides sequences among ranks; state is then sharded over these
-        ranks too.
-        """
+        """Return whether the file or `--set` divides sequences among ranks; these then shard state too."""
         return "plan.cp" in keys.overridden or (self.cp is not None and self.cp.value != 1)
 
 
@@ -213,6 +184,11 @@ class Entry:
     value: Any
     comment: str
     is_default: bool = False
+
+    @classmethod
+    def of(cls, key: str, value: Value) -> "Entry":
+        """Return the entry of a value as it was read."""
+        return cls(key, value.value, value.origin)
 
 
 def scenario_of(
@@ -230,14 +206,13 @@ def scenario_of(
         elif name not in known and name.startswith("experts") and not model.expert_layers:
             _refuse(keys, value, f"the model '{model.name}' has no routed experts; give the right one by --model")
         elif name not in known:
-            keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
+            keys.note(value.key, f"the model is --model ('{model.name}')")
     if {"workload.optimizer", "workload.optimizer_implementation"} & set(overrides):
         training.optimizer_state_precision = None
     _check_compiled(training, keys, model)
     _recompute_inside(training, keys, model)
-    _check_clipping(training)
-    for name, pending in PENDING.items():
-        _check_pending(name, pending, training, keys)
+    if training.clip_norm is not None and not training.clip_norm.value:
+        training.clip_norm = None  # it clips nothing
     if keys.refused:
         return []
     plan = _plan(training, keys, model, cluster, overrides)
@@ -247,13 +222,13 @@ def scenario_of(
         return []
     entries = [*workload, *plan]
     if training.seed is not None:
-        entries.append(Entry("run.seed", training.seed.value, training.seed.origin))
+        entries.append(Entry.of("run.seed", training.seed))
     return entries
 
 
 def _refuse(keys: Keys, value: Value, reason: str, *replaced_by: str) -> None:
     """Refuse the key from which a value was read; a value from an option is named by that option."""
-    key = value.origin if value.origin.startswith("--set ") else value.origin.partition(" = ")[0]
+    key = value.origin if value.origin.startswith("--set ") else value.key
     keys.refuse(key, reason, replaced_by=replaced_by)
 
 
@@ -303,13 +278,6 @@ def _check_compiled(training: Training, keys: Keys, model: Model) -> None:
     _refuse(keys, compiled, reason)
 
 
-def _check_clipping(training: Training) -> None:
-    """Drop a clip norm that clips nothing."""
-    clip = training.clip_norm
-    if clip is not None and clip.value in PENDING["clip_norm"].harmless:
-        training.clip_norm = None
-
-
 def _scale_loss(training: Training, plan: list[Entry], overrides: dict[str, Any]) -> None:
     """Set the loss scale of a training in fp16, unless the scenario is to have another precision or cannot scale."""
     precision = training.autocast or training.precision
@@ -351,20 +319,6 @@ def sizes_in(config: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def _check_pending(name: str, pending: Pending, training: Training, keys: Keys) -> None:
-    """Refuse or list a setting that plans do not have, unless it is off or the scenario has its key by now."""
-    value: Value | None = getattr(training, name)
-    table, _, key = pending.scenario_key.partition(".")
-    has_key = key in {each.name for each in fields({"plan": Plan, "workload": Workload}[table])}
-    if value is None or value.value in pending.harmless or has_key:
-        return
-    key = value.origin.partition(" = ")[0]
-    if pending.approximated:
-        keys.note(key, f"approximated: {pending.what} is not counted")
-    else:
-        keys.refuse(key, f"{pending.what} cannot be simulated yet")
-
-
 def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overrides: dict[str, Any]) -> list[Entry]:
     sizes = _axes(training, keys, cluster, overrides)
     if sizes is None:
@@ -374,14 +328,12 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     if not METHODS[method].can_replicate:
         training.reduce_precision = None  # nothing is reduced
     if tp.value > 1 and method != "single":
-        entries.append(Entry("plan.tp", tp.value, tp.origin))
+        entries.append(Entry.of("plan.tp", tp))
     if pp.value > 1:
-        entries.append(Entry("plan.pp", pp.value, pp.origin))
+        entries.append(Entry.of("plan.pp", pp))
         entries += _pipeline(training, keys, model, pp.value)
         if training.receive_buffers is not None:
-            entries.append(
-                Entry("plan.receive_buffers", training.receive_buffers.value, training.receive_buffers.origin)
-            )
+            entries.append(Entry.of("plan.receive_buffers", training.receive_buffers))
     asked = overrides.get("plan.method", method)
     if asked == "zero1" and training.sharding is not None:
         entries += _zero1_implementation(training, keys, training.sharding, tp.value)
@@ -405,7 +357,7 @@ def _zero1_implementation(training: Training, keys: Keys, sharding: Value, tp: i
     """Return the entry for the implementation of ZeRO-1, unless it is torch's."""
     implementation, sequences = training.zero1_implementation, training.sequence_parallel
     if implementation == "deepspeed" and sequences is not None and sequences.value and tp > 1:
-        name = sharding.origin.partition(" = ")[0]
+        name = sharding.key
         keys.note(name, "approximated beside sequence parallelism: broadcasts of parameters, not gathers")
         return []
     return [] if implementation == "torch" else [Entry("plan.zero1_implementation", implementation, sharding.origin)]
@@ -435,9 +387,7 @@ def _megatron_bucket(training: Training, method: str, dp: int, overrides: dict[s
 
 
 def _shorten(training: Training, entries: list[Entry], batch: list[Entry], pp: int) -> None:
-    """Rename a schedule of fewer micro-batches than stages: all its forwards come before the first backward, as in
-    gpipe.
-    """
+    """Rename a schedule of fewer micro-batches than stages: all forwards come first, as in gpipe."""
     many = next((entry.value for entry in batch if entry.key == "plan.micro_batches"), pp)
     for position, entry in enumerate(entries):
         if entry.key == "plan.schedule" and entry.value == "1f1b" and many < pp and training.short_schedules:
@@ -456,7 +406,7 @@ def _offload(training: Training, keys: Keys, cluster: Cluster) -> list[Entry]:
         _refuse(keys, offload, reason, "plan.offload", "cluster.host")
         if "cluster.host" not in keys.overridden:  # ignored, replaced, or nothing is written
             return []
-    return [Entry("plan.offload", offload.value, offload.origin)]
+    return [Entry.of("plan.offload", offload)]
 
 
 def _vocabulary(training: Training, keys: Keys, model: Model, tp: int) -> list[Entry]:
@@ -480,27 +430,25 @@ def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, a
     entries = []
     recompute, sync = training.recompute, training.gradient_sync
     if recompute is not None:
-        entries.append(Entry("plan.recompute", recompute.value, recompute.origin))
+        entries.append(Entry.of("plan.recompute", recompute))
     else:
         entries.append(Entry("plan.recompute", "none", "as the file does not say: the user's code decides", True))
     rules = METHODS[method]
     differs = sync is not None and sync.value != rules.gradient_sync
     if sync is not None and differs and pp == 1 and accumulates and rules.gradients == "reduce-scatter":
-        entries.append(Entry("plan.gradient_sync", sync.value, sync.origin))
+        entries.append(Entry.of("plan.gradient_sync", sync))
     buckets = training.bucket_bytes
     if buckets is not None:
         if method == "ddp" and pp == 1:
-            entries.append(Entry("plan.bucket_bytes", buckets.value, buckets.origin))
+            entries.append(Entry.of("plan.bucket_bytes", buckets))
         else:
-            keys.note(buckets.origin.partition(" = ")[0], f"method '{method}' has no buckets of this size here")
+            keys.note(buckets.key, f"method '{method}' has no buckets of this size here")
     if training.overlap is not None and training.overlap.value is False:
         entries.append(Entry("plan.overlap", False, training.overlap.origin))
     if training.sequence_parallel is not None and training.sequence_parallel.value and tp > 1:
         entries.append(Entry("plan.sequence_parallel", True, training.sequence_parallel.origin))
         if training.gathered_inputs is not None:
-            entries.append(
-                Entry("plan.gathered_inputs", training.gathered_inputs.value, training.gathered_inputs.origin)
-            )
+            entries.append(Entry.of("plan.gathered_inputs", training.gathered_inputs))
         if training.tp_overlap is not None and training.tp_overlap.value:
             entries.append(Entry("plan.tp_overlap", True, training.tp_overlap.origin))
     return entries
@@ -571,7 +519,7 @@ def _axes(
     if entries is None:
         return None
     if cp.value > 1:
-        entries.append(Entry("plan.cp", cp.value, cp.origin))
+        entries.append(Entry.of("plan.cp", cp))
         exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
         if exchange.value == "ring":
             entries.append(Entry("plan.context_exchange", "ring", exchange.origin))
@@ -582,7 +530,7 @@ def _experts(training: Training, keys: Keys, tp: Value) -> Iterator[Entry]:
     """Yield the entries of divided experts; refuse experts that tensor ranks cut too."""
     if training.ep is None or training.ep.value == 1:
         return
-    yield Entry("plan.ep", training.ep.value, training.ep.origin)
+    yield Entry.of("plan.ep", training.ep)
     if tp.value == 1:
         return
     etp = training.etp or Value(tp.value, f"{tp.origin}: experts are cut among as many")
@@ -590,13 +538,11 @@ def _experts(training: Training, keys: Keys, tp: Value) -> Iterator[Entry]:
         unsaid = " (expert-tensor-parallel-size, by default as many)" if training.etp is None else ""
         why = f"experts that tensor ranks cut too cannot be simulated; allowed: 1{unsaid}"
         _refuse(keys, etp, why, "plan.etp")
-    yield Entry("plan.etp", etp.value, etp.origin)
+    yield Entry.of("plan.etp", etp)
 
 
 def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) -> list[Entry] | None:
-    """Return the entries of the method and of the data axes whose sizes it sets; state is sharded over `cp`
-    ranks too.
-    """
+    """Return entries of the method and of the data axes that it sets; state is sharded over `cp` ranks too."""
     sharding = training.sharding or Value("none", "not in the file: no sharding")
     split = _data_axes(training, keys, dp, sharding)
     if split is None:
@@ -643,7 +589,7 @@ def _data_axes(training: Training, keys: Keys, dp: int, sharding: Value) -> tupl
 
 def _pipeline(training: Training, keys: Keys, model: Model, ranks: int) -> list[Entry]:
     schedule, per_rank = training.schedule, training.stages_per_rank
-    entries = [Entry("plan.schedule", schedule.value, schedule.origin)] if schedule is not None else []
+    entries = [Entry.of("plan.schedule", schedule)] if schedule is not None else []
     layers = unrolled(model)
     blocks = [index for index, instance in enumerate(layers) if instance.layer.block]
     if training.blocks_per_stage is not None:
@@ -730,9 +676,21 @@ def _pieces(training: Training, keys: Keys, micro: Value, many: Value, pp: int) 
     return Value(micro.value // piece.value, f"{micro.origin} in parts of {piece.origin}")
 
 
+WORKLOAD_KEYS = (
+    *("precision", "gradient_precision", "reduce_precision", "autocast", "adapters", "frozen_precision", "fused_loss"),
+    *("loss_scale", "optimizer", "optimizer_implementation", "optimizer_state_precision", "learning_rate"),
+    *("weight_decay", "momentum", "clip_norm"),
+)
+"""Fields of `Training` that are keys of the workload as they are, in the order of the file."""
+WORKLOAD_DEFAULTS = {
+    "precision": ("fp32", "the program's own, as the file does not say"),
+    "optimizer": ("adamw", "as the file does not say"),
+}
+
+
 def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
-    entries = []
     _resolve_targets(training, keys, model)
+    entries = []
     if not isinstance(model.input, ImageInput):
         longest = model.input.maximum_sequence_length
         sequence = training.sequence
@@ -742,37 +700,20 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
         elif sequence.value > longest:
             _refuse(keys, sequence, f"the model '{model.name}' takes at most {longest}", "workload.sequence_length")
         else:
-            entries.append(Entry("workload.sequence_length", sequence.value, sequence.origin))
-    for name, default, reason in (
-        ("precision", "fp32", "the program's own, as the file does not say"),
-        ("gradient_precision", None, ""),
-        ("reduce_precision", None, ""),
-        ("autocast", None, ""),
-        ("adapters", None, ""),
-        ("frozen_precision", None, ""),
-        ("fused_loss", None, ""),
-        ("loss_scale", None, ""),
-        ("optimizer", "adamw", "as the file does not say"),
-        ("optimizer_implementation", None, ""),
-        ("optimizer_state_precision", None, ""),
-        ("learning_rate", None, ""),
-        ("weight_decay", None, ""),
-        ("momentum", None, ""),
-        ("clip_norm", None, ""),
-    ):
+            entries.append(Entry.of("workload.sequence_length", sequence))
+    if training.learning_rate is not None and not training.learning_rate.value:
+        keys.note(training.learning_rate.key, "a rate of 0 is replaced by the scenario's default")
+        training.learning_rate = None
+    if training.optimizer is None or training.optimizer.value not in ("sgd-momentum", "muon"):
+        training.momentum = None
+    for name in WORKLOAD_KEYS:
         value: Value | None = getattr(training, name)
-        with_momentum = training.optimizer is not None and training.optimizer.value in ("sgd-momentum", "muon")
-        if name == "momentum" and not with_momentum:
-            continue
-        if name == "learning_rate" and value is not None and not value.value:
-            keys.note(value.origin.partition(" = ")[0], "a rate of 0 is replaced by the scenario's default")
-            continue
         if value is not None:
-            entries.append(Entry(f"workload.{name}", value.value, value.origin))
-        elif default is not None:
-            entries.append(Entry(f"workload.{name}", default, reason, True))
+            entries.append(Entry.of(f"workload.{name}", value))
+        elif name in WORKLOAD_DEFAULTS:
+            entries.append(Entry(f"workload.{name}", *WORKLOAD_DEFAULTS[name], is_default=True))
     if training.adapters is not None and training.tp is not None and training.tp.value > 1:
-        key = training.tp.origin.partition(" = ")[0]
+        key = training.tp.key
         keys.note(key, "approximated beside adapters: ranks hold slices of these, as of the maps beside them")
     return [*entries, *_frozen(training, keys, model)]
 
@@ -824,7 +765,7 @@ def _frozen(training: Training, keys: Keys, model: Model) -> list[Entry]:
     elif frozen:
         return [Entry("workload.frozen", frozen, given.origin)]
     else:
-        keys.note(given.origin.partition(" = ")[0], f"freezes no parameter of '{model.name}'")
+        keys.note(given.key, f"freezes no parameter of '{model.name}'")
     return []
 
 
@@ -850,3 +791,10 @@ def optimizer_in(keys: Keys, training: Training, *names: str) -> None:
             training.optimizer_state_precision = Value(state, found.origin)
         if "paged" in found.origin:
             keys.listed.append((found.origin, "approximated: its paged state stays in the device's memory"))
+
+
+def bucket_in(keys: Keys, training: Training, name: str) -> None:
+    """Read the size of DDP's buckets, which a key gives in MiB; 0: the default."""
+    bucket = keys.number(name, sets="plan.bucket_bytes")
+    if bucket is not None and bucket.value:
+        training.bucket_bytes = Value(int(bucket.value * 2**20), bucket.origin)

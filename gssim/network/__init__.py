@@ -3,5 +3,3 @@
 from gssim.network.fluid import Network, Pace, Prepared, limited_rates, max_min_rates
 from gssim.network.folding import codes
 from gssim.network.routes import Router, notices_queue
-
-__all__ = ["Network", "Pace", "Prepared", "Router", "codes", "limited_rates", "max_min_rates", "notices_queue"]

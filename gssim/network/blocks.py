@@ -99,9 +99,7 @@ class Columns:
     latency_s: Floats
     """By kind and port: the latency within the port's block, summed over the kind's senders."""
     members: Any
-    """Sparse matrix of ports by members, with ones for the members behind a port (or, for some ports, for all
-    others).
-    """
+    """Sparse matrix of ports by members, with ones for members behind a port (or, for some ports, for all others)."""
     is_all_but: Bools
     """For each port, whether its row in `members` marks all members but those behind it."""
     most_latency_s: float

@@ -523,9 +523,7 @@ class Network:
         self._plan(transfers)
 
     def _plan(self, transfers: Sequence[_Transfer]) -> None:
-        """Schedule the next end of a transfer, or of a session whose link others can use; rates do not change before
-        that.
-        """
+        """Schedule the next end of a transfer, or of a session whose link others can use; rates stay until then."""
         for transfer in transfers:
             transfer.version += 1
         versions = [transfer.version for transfer in transfers]
@@ -549,9 +547,7 @@ class Network:
         )
 
     def _changes_s(self, transfers: Sequence[_Transfer], lasts_s: Sequence[Floats]) -> float:
-        """Return the time until a session ends on a link that limits others that continue; infinite if there is
-        none.
-        """
+        """Return the time until a session ends on a link that limits others which go on; infinite if there is none."""
         if len(transfers) == 1 and len(lasts_s[0]) == 1:
             return math.inf  # there are no other sessions
         slack_s = 1e-12 + 2 * math.ulp(self.env.now)

@@ -91,9 +91,7 @@ class Folded:
     """
 
     def with_rates(self, bandwidth_bytes_per_s: Floats) -> "Folded":
-        """Return the same classes with other rates; links that are equally fast here must also be so with the new
-        rates.
-        """
+        """Return the same classes with other rates; links that are equally fast here must stay so."""
         return replace(self, capacity=bandwidth_bytes_per_s[self.first])
 
     def of(self, stage: Stage) -> Traffic:

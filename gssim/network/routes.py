@@ -175,15 +175,11 @@ class Router:
         return Bundle(place[some] // links, place[some] % links, loads[some], on.latency_s)
 
     def rate_bytes_per_s(self, hops: Hops, weight: Floats) -> float:
-        """Return the rate of a hop of weight 1 if all hops progress together, alone on their links; weight 0 leaves one
-        out.
-        """
+        """Return the rate of a hop of weight 1 if all progress together, alone on links; weight 0 leaves one out."""
         return float(self._rates(self.of(hops), weight, 1)[0])
 
     def rates_of_equal(self, source: Ints, target: Ints, weights: Sequence[Floats]) -> list[Floats]:
-        """Return `rate_bytes_per_s` of several sets of hops (rows), each alone, for each of several weights of a set's
-        hops.
-        """
+        """Return `rate_bytes_per_s` of several sets of hops (rows), each alone, for each weight of a set's hops."""
         on = self.incidence(source.ravel(), target.ravel())
         return [self._rates(on, np.tile(weight, len(source)), len(source)) for weight in weights]
 
@@ -291,9 +287,7 @@ def _start(key: Ints) -> _Level:
 
 
 def _merged(key: Ints, before: _Level, parent: Ints, link: Ints, link_latency_s: Floats) -> _Level:
-    """Return the level reached by some steps. Steps to the same place are merged; only those of least latency
-    are kept.
-    """
+    """Return the level reached by some steps. Steps to the same place are merged; those of least latency are kept."""
     reached, child = np.unique(key, return_inverse=True)
     step_s = before.latency_s[parent] + link_latency_s[link]
     best_s = np.full(len(reached), np.inf)
@@ -337,9 +331,7 @@ def _meet(forward: _Level, backward: _Level, nodes: int, pairs: int) -> _Meeting
 
 
 def _trace(levels: list[_Level], at: Ints, paths_on: Floats, total: Floats, nodes: int) -> tuple[Ints, Ints, Floats]:
-    """Return (pair, link, share) of every step on a best path, from the meeting place back to the start of the
-    search.
-    """
+    """Return (pair, link, share) of every step on a best path, from the meeting place back to the start."""
     onward = np.zeros(len(levels[-1].key))
     onward[at] = paths_on
     flows, links, shares = [], [], []

@@ -7,21 +7,3 @@ from gssim.planner.explore import Outcome, judged
 from gssim.planner.objectives import FRONT_RATIO
 from gssim.planner.reasons import bound_by, full_ratio, memory_lack, reason
 from gssim.planner.search import Found, Search
-
-__all__ = [
-    "FRONT_RATIO",
-    "MAX_LAYER_PASSES",
-    "PLAN",
-    "Batches",
-    "Found",
-    "Outcome",
-    "Search",
-    "bound_by",
-    "candidates",
-    "full_ratio",
-    "judged",
-    "memory_lack",
-    "reason",
-    "suggested_changes",
-    "with_suggested_changes",
-]

@@ -1,6 +1,4 @@
-"""Advice for a plan that does not fit: changes that save memory, each with the resulting margin, found without
-simulation.
-"""
+"""Advice for a plan that does not fit: changes that save memory, each with its margin, found without simulation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

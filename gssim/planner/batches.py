@@ -26,9 +26,7 @@ class Batches:
         self.total = bounds.parts.workload.global_batch_size
 
     def refusal(self, table: Mapping[str, Any]) -> str | None:
-        """Return why a method cannot run on a mesh with this number of micro-batches; None if, by its bounds,
-        it can.
-        """
+        """Return why a method cannot run on a mesh with so many micro-batches; None if, by its bounds, it can."""
         try:
             if table["method"] == "gs_wgrad":  # splits no batch
                 check(replace(self.bounds.parts.scenario, plan=PLAN.validate_python(table)), file="search")

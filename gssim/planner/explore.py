@@ -1,6 +1,4 @@
-"""Branch and bound: simulates plans in the order of their lower bounds, until no remaining plan can improve the
-results.
-"""
+"""Branch and bound: simulates plans in the order of their lower bounds, until none can improve the results."""
 
 import math
 import time

@@ -153,9 +153,7 @@ class Found:
         return [self._placed(each, rank) for rank, each in ranked]
 
     def comparisons(self, best: Outcome) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield comparisons with the best plan by name: the other plan, its objective, and why it is worse, if
-        known.
-        """
+        """Yield comparisons with the best plan by name: the other plan, its objective, why it is worse, if known."""
         told = {each.name for each in self.counterparts}
         for name, rival in self.rivals:
             if name in told:

@@ -8,7 +8,6 @@ from gssim.program.sharded import Tensors, units
 from gssim.program.task import (
     Chunk,
     Issue,
-    MicroBatch,
     Outline,
     Program,
     Task,
@@ -20,30 +19,3 @@ from gssim.program.task import (
 )
 from gssim.program.tensor_slices import unmeasured_host_time
 from gssim.program.text import program_table, program_text, read_tasks
-
-__all__ = [
-    "Chunk",
-    "Issue",
-    "Lowering",
-    "MicroBatch",
-    "Outline",
-    "Program",
-    "StepTraffic",
-    "Steps",
-    "Task",
-    "TaskId",
-    "Template",
-    "Tensors",
-    "after_inner_steps",
-    "each_once",
-    "lower",
-    "lowering_key",
-    "parts_of",
-    "program_table",
-    "program_text",
-    "read_tasks",
-    "units",
-    "unmeasured_host_time",
-    "unnumbered",
-    "workspaces",
-]

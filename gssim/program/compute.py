@@ -41,9 +41,7 @@ PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward"}
 
 
 def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
-    """Return the positions at which each layer's backward is split: those at which a bucket becomes complete
-    inside it.
-    """
+    """Return the positions at which each layer's backward is split: where a bucket becomes complete inside it."""
     frees_units = low.policies.gradients == "push" and low.policies.parameters != "replicated"
     return _completions(low) if frees_units or _sends_in_buckets(low, micro_batch) else {}
 
@@ -238,9 +236,7 @@ def _settings(lives: Lives) -> tuple[tuple[str, object], ...]:
 def _cached_timeline(
     low: Lowering, size: tuple[int, int, float], lives: Lives, make: Callable[[], Timeline]
 ) -> Timeline:
-    """Return the timeline of the layers that all ranks with this part of the model run, cached over plans for the
-    model.
-    """
+    """Return the timeline of the layers that all ranks with this part of the model run, cached over plans."""
     positions = low.scenario.sequence_positions
     plan, policies = low.scenario.plan, low.policies
     vocabulary = plan.embedding_parallel, plan.loss_parallel, low.value_bytes
@@ -284,9 +280,7 @@ def hook_time_s(low: Lowering, rank: int) -> float:
 
 
 class _Timing(NamedTuple):
-    """Time of a layer's phase on the device, and the host's time to issue it if parts of the phase may wait for
-    that.
-    """
+    """Time of a layer's phase on the device, and the host's time to issue it if parts may wait for that."""
 
     device_s: float
     host_s: float = 0.0
@@ -332,9 +326,7 @@ def beside_host(low: Lowering, rank: int, *, device_s: float, host_s: float) -> 
 
 
 def _operation_shares(events: Sequence[Event], ends: Sequence[int]) -> list[float]:
-    """Return the fraction of a phase's operations in each part; a position that only marks the phase's end adds
-    none.
-    """
+    """Return the fraction of a phase's operations in each part; one that only marks the phase's end adds none."""
     before = ends[-2] if len(ends) > 1 else -1
     last = max([before + 1, *(event.position for event in events if event.position < LAST)])
     bounds = (-1, *ends[:-1], last)
@@ -388,9 +380,7 @@ class BackwardParts:
         return task.id
 
     def insert_after(self, index: int, new: Sequence[Task]) -> None:
-        """Insert tasks after a part of the backward, its collectives over ranks, and the tasks inserted there
-        before.
-        """
+        """Insert tasks after a part of the backward, its collectives over ranks, and tasks inserted there before."""
         self._behind[index] += new
 
     def merged(self) -> list[Task]:

@@ -76,9 +76,7 @@ def _gathered_units(low: Lowering) -> list[FlatUnit]:
 
 
 def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
-    """Pass of GS with sharded parameters: after each unit's backward, free its parameters, collect and push
-    gradients.
-    """
+    """Pass of GS with sharded parameters: after each unit's backward, free parameters, collect and push gradients."""
     after_task: dict[TaskId, list[Task]] = defaultdict(list)
     end: list[Task] = []
     draining: list[Task] = []

@@ -92,9 +92,7 @@ class ComputeKind(NamedTuple):
     expert_position: int
     """First expert-parallel position that does the same as the rank's; see `expert_position`."""
     ring_position: int
-    """Position of the rank in its attention ring, since the blocks of attention differ by position; 0 without a
-    ring.
-    """
+    """Position of the rank in its attention ring, as blocks of attention differ by position; 0 without a ring."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +152,7 @@ class Lowering:
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
-        """Unrolled layers of the model or of the held stages, numbered from 0; of sliced blocks, only the held
-        slice.
-        """
+        """Unrolled layers of the model or of the held stages, numbered from 0; of sliced blocks, the held slice."""
         if self.stages:
             return tuple(replace(instance, index=i) for i, instance in enumerate(self._stage_layers))
         if self.scenario.policies.ep > 1:
@@ -183,9 +179,7 @@ class Lowering:
 
     @cached_property
     def expert_groups(self) -> tuple[Sequence[int], ...]:
-        """Groups of ranks that divide the experts; where tensor ranks hold different experts, all such groups of the
-        stage.
-        """
+        """Groups of ranks that divide the experts; where tensor ranks hold different experts, all of the stage's."""
         ranks: Sequence[int] = self.group
         if self.policies.etp is not None:
             tensor_ranks = self.policies.tp
@@ -341,9 +335,7 @@ class Lowering:
 
     @property
     def replicates(self) -> bool:
-        """Whether several replicas hold the sharded parameters, so that reduced gradients are also all-reduced
-        (HSDP).
-        """
+        """Whether several replicas hold the sharded parameters, and reduced gradients are all-reduced too (HSDP)."""
         policies = self.policies
         return policies.gradients == "reduce-scatter" and policies.dp_replicate > 1 and not policies.sync_every_steps
 
@@ -381,9 +373,7 @@ class Lowering:
 
     @cached_property
     def thresholds_publish(self) -> bool:
-        """Whether owners publish only parameter changes above a threshold; see [Note: thresholded publish] in
-        `publish`.
-        """
+        """Whether owners publish only changes above a threshold; see [Note: thresholded publish] in `publish`."""
         return self.scenario.plan.publish.threshold is not None
 
     @cached_property
@@ -503,9 +493,7 @@ class Lowering:
 
     @once_a_run
     def groups_along(self, axis: str) -> tuple[Sequence[int], ...]:
-        """Return the groups of this lowering's ranks along a data axis; shards (`dp_shard`) extend over the axis `cp`
-        too.
-        """
+        """Return the groups of this lowering's ranks along a data axis; shards (`dp_shard`) span `cp` too."""
         mesh, axes = self.policies.mesh, (axis, "cp") if axis == "dp_shard" else (axis,)
         alone = math.prod(getattr(mesh, name) for name in axes) == len(self.group)
         groups = [self.group] if alone else [mesh.group(rank, *axes) for rank in self.group]
@@ -550,9 +538,7 @@ class Lowering:
 
     @property
     def reduces_after_schedule(self) -> bool:
-        """Whether stages reduce-scatter their gradients after the pipeline's schedule; see [Note: stages] in
-        `sharded`.
-        """
+        """Whether stages reduce-scatter gradients after the pipeline's schedule; see [Note: stages] in `sharded`."""
         return bool(self.stages) and self.policies.gradients == "reduce-scatter"
 
     def samples(self, rank: int, micro_batch: MicroBatch) -> int:
@@ -608,9 +594,7 @@ class Lowering:
 
     @cached_property
     def reduce_precision(self) -> Precision:
-        """Precision in which gradients are reduced over replicas or shards; pushed gradients keep the training
-        precision.
-        """
+        """Precision in which gradients are reduced over replicas or shards; pushed ones keep the training precision."""
         workload = self.scenario.workload
         return workload.precision if self.policies.gradients == "push" else reduce_precision(workload)
 
@@ -874,9 +858,7 @@ class Lowering:
         return np.argsort(by_rank, kind="stable")[role], [self.group[i] for i in first[by_rank].tolist()]
 
     def _ownership_columns(self, bucket: Bucket) -> list[Ints]:
-        """Return columns that distinguish ranks by what they own of a bucket, and by how the place's part is
-        divided.
-        """
+        """Return columns that distinguish ranks by what they own of a bucket, and how the place's part is divided."""
         owned_by_place = self.division(bucket).owned
         owned = np.array(owned_by_place).T.ravel()  # node by node
         if self.places == 1:

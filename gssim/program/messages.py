@@ -1,6 +1,4 @@
-"""Sizes of the messages of a push: bytes and entries per sender and owner, densities, and residuals kept on each
-rank.
-"""
+"""Sizes of the messages of a push: bytes and entries per sender and owner, densities, and residuals kept on ranks."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,9 +123,7 @@ class PushSizes:
         return sums_of_others(values, np.bincount(self.runs))[:, kind, run]
 
     def from_others(self, values: Floats) -> Floats:
-        """Return `values` summed over the messages that an owner receives from all others, by bucket and kind
-        of node.
-        """
+        """Return `values` summed over all messages to an owner, by bucket and kind of node."""
         kind, run, _, _ = self._kinds
         senders = np.bincount(self.classes, minlength=values.shape[1])[:, None]
         others = senders - (kind == np.arange(len(senders))[:, None])
@@ -195,9 +191,7 @@ def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
 
 @once_a_run
 def _sender_classes(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tuple[float, float]], Sequence[int]]:
-    """Return the distinct (samples, fraction) pairs of senders (see `_sender_samples`), and each node's index into
-    them.
-    """
+    """Return the distinct (samples, fraction) pairs of senders (see `_sender_samples`), and nodes' indices in them."""
     by_node = [_sender_samples(low, micro_batch, sender) for sender in range(low.nodes)]
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(by_node))}
     return tuple(kinds), [kinds[kind] for kind in by_node]

@@ -50,9 +50,7 @@ def _part_of_host(low: Lowering, device_type: str, ranks: int) -> DeviceType:
 
 
 def gradient_device(low: Lowering, rank: int) -> DeviceType:
-    """Return the device that holds a rank's gradients when they are clipped; offloaded shards are on the host
-    by then.
-    """
+    """Return the device that holds a rank's gradients when they are clipped; offloaded ones are on the host by then."""
     return updating_device(low, rank) if low.policies.gradients == "reduce-scatter" else low.device(rank)
 
 
@@ -103,7 +101,7 @@ def around_update(low: Lowering, rank: int, update: Task, owned_of: Callable[[in
     return [*(before if low.policies.gradients != "reduce-scatter" else []), update, *behind]
 
 
-def host_bytes(low: Lowering, rank: int, kept: dict[str, float], owned: Sequence[int]) -> dict[str, float]:
+def host_bytes(low: Lowering, kept: dict[str, float], owned: Sequence[int]) -> dict[str, float]:
     """Return what a rank keeps in host memory, by category, and subtract it from what its device keeps (`kept`).
 
     Only gradients of what the rank updates are kept, in the optimizer's precision: those of shards in the memory to

@@ -94,9 +94,7 @@ def workspaces(size_bytes: float) -> tuple[float, ...]:
 
 
 def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
-    """Return the bytes of the tensors that store parameters: the modules' own tensors, GS's flat replicas, or
-    shards.
-    """
+    """Return the bytes of the tensors that store parameters: the modules' tensors, GS's flat replicas, or shards."""
     pushes = low.policies.gradients == "push"
     if holds_shards(low):
         if pushes:  # what is not trained has no owner
@@ -122,9 +120,7 @@ def _flat_elements(low: Lowering) -> list[int]:
 
 
 def _buffers(low: Lowering) -> Sequence[Bucket]:
-    """Return the buckets that exist all through the run; experts have one only where gradients exist in a
-    buffer alone.
-    """
+    """Return the buckets that exist all through the run; experts' only if gradients are in a buffer alone."""
     return (*low.buckets, *(low.expert_buckets if low.has_one_gradient_buffer else ()))
 
 
@@ -245,7 +241,9 @@ def _groups_updated_together(low: Lowering, owned: Sequence[int]) -> Sequence[Se
     sharded = low.policies.gradients == "reduce-scatter"
     if not (low.scenario.cuts_natively or (sharded and low.policies.ep > 1)) or len(owned) != len(low.parameters):
         return [owned]  # also for a flat part
-    of_experts = {id(each) for unit in units(low) if unit.experts for each in unit.parameters} if sharded else set()
+    of_experts = (
+        {id(each) for unit in units(low) if unit.experts for each in unit.tensors.parameters} if sharded else set()
+    )
     cut = low.scenario.workload.model.sliced_layers if low.scenario.cuts_natively else ()
     native = {(layer.name, parameter.name) for layer in cut for parameter in native_parameters(layer)}
     groups: dict[tuple[bool, bool], list[int]] = {}
@@ -436,7 +434,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     held |= outer_memory(low, rank)
     held |= {name: sum(sizes) for name, sizes in compressor_tensors(low).items()}
     held |= threshold_memory(low, rank)
-    on_host = host_bytes(low, rank, held, owned)
+    on_host = host_bytes(low, held, owned)
     if low.offload == "parameters" and (scales_bytes := sum(unit.tensors.scales_bytes for unit in units(low))):
         held["parameters"] = float(scales_bytes)
         on_host["parameters"] -= scales_bytes

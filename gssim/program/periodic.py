@@ -54,7 +54,7 @@ from gssim.plan.plan import INT8_BLOCK_ELEMENTS, INT8_SCALE_BYTES, chunks_of, in
 from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.replicated import broadcast_buffers
 from gssim.program.sharded import owned_rows
-from gssim.program.task import Collectives, Program, Task, TaskId, collective_task, with_ids
+from gssim.program.task import Action, Collectives, Program, Task, TaskId, collective_task, with_ids
 from gssim.units import Floats
 
 MEAN_PASSES, OUTER_PASSES = 4, 7
@@ -119,27 +119,21 @@ def _bucket_tasks(low: Lowering, rank: int, number: int, tensors: tuple[int, ...
         back_s += UPDATE_PASSES * pass_s + 4 * device.operation_overhead_s
     back_s += _cast_s(low, rank, tensors)
     own = TaskId("outer", bucket=number)
+    copied_in_s = (OUTER_PASSES if outer else MEAN_PASSES) * pass_s + 2 * device.operation_overhead_s
     return [
-        Task(
-            own.serving("copy-in"),
-            "optimizer",
-            duration_s=(OUTER_PASSES if outer else MEAN_PASSES) * pass_s + 2 * device.operation_overhead_s,
-            need=footprint([Event(0, size, "communication")]),
-        ),
+        _copy(own, "copy-in", copied_in_s, Event(0, size, "communication")),
         _exchange(low, rank, own, "all-reduce", size),
-        Task(
-            own.serving("copy-out"),
-            "optimizer",
-            duration_s=back_s,
-            need=footprint([Event(1, -size, "communication")]),
-        ),
+        _copy(own, "copy-out", back_s, Event(1, -size, "communication")),
     ]
 
 
+def _copy(own: TaskId, action: Action, duration_s: float, *events: Event) -> Task:
+    """Return the task that copies a bucket in before its exchange, or out after it."""
+    return Task(own.serving(action), "optimizer", duration_s=duration_s, need=footprint(events))
+
+
 def _mixing_passes(low: Lowering) -> int:
-    """Return 1 if the rank's own parameters are mixed with the outer ones, and so are read; 0 if they are
-    overwritten.
-    """
+    """Return 1 if the rank's own parameters are mixed with the outer ones, which reads them; 0 if overwritten."""
     return 1 if low.policies.in_fragments and low.scenario.plan.streaming.local_ratio else 0
 
 
@@ -155,38 +149,30 @@ def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) 
     byte_s, call_s = 1 / device.memory_bandwidth_bytes_per_s, device.operation_overhead_s
     own = TaskId("outer", bucket=number)
     return [
-        Task(
-            own.serving("copy-in"),
-            "optimizer",
-            duration_s=(OUTER_PASSES * size + 9 * padded + message) * byte_s + 10 * call_s,
-            need=footprint(
-                [
-                    Event(0, size, "communication"),
-                    Event(1, padded, "temporaries"),
-                    Event(2, message, "communication"),
-                    Event(2, 2 * scales, "temporaries"),
-                    Event(3, -2 * scales - padded, "temporaries"),
-                    Event(3, -size, "communication"),
-                    Event(4, ranks * message, "communication"),
-                ]
-            ),
+        _copy(
+            own,
+            "copy-in",
+            (OUTER_PASSES * size + 9 * padded + message) * byte_s + 10 * call_s,
+            Event(0, size, "communication"),
+            Event(1, padded, "temporaries"),
+            Event(2, message, "communication"),
+            Event(2, 2 * scales, "temporaries"),
+            Event(3, -2 * scales - padded, "temporaries"),
+            Event(3, -size, "communication"),
+            Event(4, ranks * message, "communication"),
         ),
         _exchange(low, rank, own, "all-gather", ranks * message),
-        Task(
-            own.serving("copy-out"),
-            "optimizer",
-            duration_s=((1 + 6 * ranks) * padded + ranks * message) * byte_s
+        _copy(
+            own,
+            "copy-out",
+            ((1 + 6 * ranks) * padded + ranks * message) * byte_s
             + (2 + UPDATE_PASSES + _mixing_passes(low)) * size * byte_s
             + (5 + 3 * ranks + len(tensors)) * call_s
             + _cast_s(low, rank, tensors),
-            need=footprint(
-                [
-                    Event(0, -message, "communication"),
-                    Event(1, 2 * padded, "temporaries"),
-                    Event(2, -2 * padded, "temporaries"),
-                    Event(3, -ranks * message, "communication"),
-                ]
-            ),
+            Event(0, -message, "communication"),
+            Event(1, 2 * padded, "temporaries"),
+            Event(2, -2 * padded, "temporaries"),
+            Event(3, -ranks * message, "communication"),
         ),
     ]
 
@@ -207,50 +193,42 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
     # codes, and the signs that they are made into, are held beside the values
     read = float(entries * (FOUND_BYTES + (1 + 3 * value if options.precision == "int2" else value)))
     read_s = read_passes * entries * value * byte_s + read_calls * call_s
+    unpack_s = cost.unpack_time_s(device, encoding="coo", elements=padded, entries=entries, value=value)
     own = TaskId("outer", bucket=number)
     return [
-        Task(
-            own.serving("copy-in"),
-            "optimizer",
-            duration_s=(OUTER_PASSES + UNSENT_PASSES) * size * byte_s
+        _copy(
+            own,
+            "copy-in",
+            (OUTER_PASSES + UNSENT_PASSES) * size * byte_s
             + 5 * call_s
             + cost.largest_time_s(device, elements=padded, entries=entries, value=value)
             + write_passes * entries * value * byte_s
             + write_calls * call_s
             + read_s
-            + cost.unpack_time_s(device, encoding="coo", elements=padded, entries=entries, value=value),
-            need=footprint(
-                [
-                    Event(0, size, "communication"),
-                    Event(1, -size, "communication"),
-                    Event(2, padded_bytes, "temporaries"),  # magnitudes
-                    Event(3, found, "temporaries"),
-                    Event(4, -padded_bytes, "temporaries"),
-                    Event(5, message, "communication"),
-                    Event(6, coding + read, "temporaries"),
-                    Event(7, -coding - read - found, "temporaries"),
-                    Event(8, ranks * message, "communication"),
-                ]
-            ),
+            + unpack_s,
+            Event(0, size, "communication"),
+            Event(1, -size, "communication"),
+            Event(2, padded_bytes, "temporaries"),  # magnitudes
+            Event(3, found, "temporaries"),
+            Event(4, -padded_bytes, "temporaries"),
+            Event(5, message, "communication"),
+            Event(6, coding + read, "temporaries"),
+            Event(7, -coding - read - found, "temporaries"),
+            Event(8, ranks * message, "communication"),
         ),
         _exchange(low, rank, own, "all-gather", ranks * message),
-        Task(
-            own.serving("copy-out"),
-            "optimizer",
-            duration_s=(padded_bytes + 5 * size) * byte_s
-            + ranks
-            * (read_s + cost.unpack_time_s(device, encoding="coo", elements=padded, entries=entries, value=value))
+        _copy(
+            own,
+            "copy-out",
+            (padded_bytes + 5 * size) * byte_s
+            + ranks * (read_s + unpack_s)
             + (2 + len(tensors)) * call_s
             + _cast_s(low, rank, tensors),
-            need=footprint(
-                [
-                    Event(0, -message, "communication"),
-                    Event(1, padded_bytes, "temporaries"),
-                    Event(2, read, "temporaries"),
-                    Event(3, -read - padded_bytes, "temporaries"),
-                    Event(4, -ranks * message, "communication"),
-                ]
-            ),
+            Event(0, -message, "communication"),
+            Event(1, padded_bytes, "temporaries"),
+            Event(2, read, "temporaries"),
+            Event(3, -read - padded_bytes, "temporaries"),
+            Event(4, -ranks * message, "communication"),
         ),
     ]
 

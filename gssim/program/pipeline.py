@@ -1,6 +1,4 @@
-"""Pipeline parallelism: forwards and backwards of a rank's stages in schedule order, and the messages between
-stages.
-"""
+"""Pipeline parallelism: forwards and backwards of a rank's stages in schedule order, and messages between stages."""
 
 import math
 from collections.abc import Callable, Hashable, Sequence

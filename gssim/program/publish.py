@@ -211,9 +211,7 @@ def mean_publish_density(low: Lowering) -> float:
 
 
 def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> list[Task]:
-    """Return a rank's whole step: its other tasks, the update, and the publication of updated parameters to
-    replicas.
-    """
+    """Return a rank's whole step: its other tasks, the update, and the publication of parameters to replicas."""
     if low.policies.parameters != "replicated":
         return [*tasks, update]
     sends: Sequence[Task]
@@ -292,9 +290,7 @@ def _posts_messages(low: Lowering) -> bool:
 
 
 def _on_communication_stream(low: Lowering, tasks: list[Task]) -> list[Task]:
-    """Return the tasks, moved to the communication stream if publishing overlaps; tasks that only post messages
-    stay.
-    """
+    """Return the tasks, moved to the communication stream if publishing overlaps; those that post messages stay."""
     if not _overlaps(low):
         return tasks
     return [

@@ -1,6 +1,4 @@
-"""Push of Gradient Sharding: gradients are thresholded, packed and sent to the owners of their shards, which add
-them.
-"""
+"""Push of Gradient Sharding: gradients are thresholded, packed and sent to their shards' owners, which add them."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -153,9 +151,7 @@ def _reduce_scatter_in_node(low: Lowering, number: int, place: int) -> list[Task
 def _push_bucket(
     low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[TaskId, ...]
 ) -> tuple[list[Task], list[Task]]:
-    """Return the tasks that send a bucket, and those that add received messages; `after`: tasks that the push waits
-    for.
-    """
+    """Return the tasks that send a bucket, and those that add received messages; `after`: tasks before the push."""
     thresholded = is_thresholded(low)
     matrix = push_matrix(low, bucket, micro_batch, low.place(rank))
     own = low.node(rank)
@@ -248,9 +244,7 @@ def _selecting_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type
 
 @once_a_step
 def _adding_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type: str) -> Floats:
-    """Return the seconds that a rank takes to add all others' messages and their weights, by bucket and kind of
-    node.
-    """
+    """Return the seconds a rank takes to add all others' messages and their weights, by bucket and kind of node."""
     sizes, device = push_sizes(low, micro_batch, place), low.scenario.cluster.device_types[device_type]
     messages = sizes.messages
     times_s = messages.priced(partial(cost.unpack_time_s, device, value=low.value_bytes))
@@ -333,9 +327,7 @@ def _accumulation_memory(low: Lowering, bucket: Bucket, rank: int, micro_batch: 
 def _threshold_bucket(
     low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[TaskId, ...]
 ) -> Task:
-    """Return the task that copies the rank's own part of the gradient, and thresholds and packs the other owners'
-    parts.
-    """
+    """Return the task that copies the rank's own part of the gradient, and thresholds and packs the others'."""
     duration_s = cost.copy_time_s(low.device(rank), low.pushed_elements(bucket, rank) * low.master_bytes)
     if is_thresholded(low):
         duration_s += _threshold_s(low, rank, bucket, micro_batch)
@@ -345,9 +337,7 @@ def _threshold_bucket(
 
 
 def _threshold_s(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> float:
-    """Return the seconds to add residuals, to estimate thresholds, and to select and pack entries for every other
-    owner.
-    """
+    """Return the seconds to add residuals, to estimate thresholds, and to select and pack the others' entries."""
     device, push = low.device(rank), low.push
     residuals = residual_elements(low, bucket, rank)
     total_s = (

@@ -162,9 +162,7 @@ def merged_in_float_bytes(
 
 
 def _born(low: Lowering, instance: LayerInstance, reduction: Reduction, samples: int) -> list[float]:
-    """Return the bytes of each tensor that an attention allocates: output and logarithms, or gradients of its
-    inputs.
-    """
+    """Return the bytes of each tensor that an attention allocates: output and logarithms, or its inputs' gradients."""
     length = low.scenario.workload.sequence_length or 1
     buffers = [buffer for buffer in instance.layer.buffers if buffer.born == reduction.moment]
     return [low.traced_scale * buffer.size_bytes.at(b=samples, s=length) for buffer in buffers]

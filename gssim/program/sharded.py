@@ -134,9 +134,7 @@ class Tensors:
 
     @cached_property
     def shard_tensors(self) -> tuple[float, ...]:
-        """Bytes of each tensor that a rank keeps for the parameters: its shards, and the scales of quantized
-        weights.
-        """
+        """Bytes of each tensor that a rank keeps for the parameters: its shards, and scales of quantized weights."""
         shards = (elements * self.master_bytes for elements in self.shard_elements)
         scales = (each.scales_bytes for each in self.quantized)
         return tuple(map(float, (*shards, *self.quantized_shards, *scales)))
@@ -180,41 +178,16 @@ class Unit:
         """Number of ranks that share the unit."""
         return self.tensors.ranks
 
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """All parameters of the unit."""
-        return self.tensors.parameters
-
-    @property
-    def shard_elements(self) -> tuple[int, ...]:
-        """Elements of each parameter on one rank, padding included."""
-        return self.tensors.shard_elements
-
     def gathered(self, position: int, *, sign: int) -> Event:
         """Return the event that allocates (`sign` 1) or frees (-1) the parameters copied out of a gather."""
-        return Event(position, sign * self.padded_bytes, "gathered_parameters", self.tensors.padded_tensors)
-
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes of the gathered parameters, padding included."""
-        return self.tensors.padded_bytes
-
-    @property
-    def uneven_bytes(self) -> int:
-        """Bytes, padding included, of those gradients that need padding."""
-        return self.tensors.uneven_bytes
+        return Event(position, sign * self.tensors.padded_bytes, "gathered_parameters", self.tensors.padded_tensors)
 
     @property
     def flat_bytes(self) -> int:
         """Bytes of the flat buffer into which the unit is gathered; 0 for a single rank, which copies its parameters
         without one.
         """
-        return self.padded_bytes if self.ranks > 1 else 0
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of the parameters in one shard."""
-        return self.tensors.shard_bytes
+        return self.tensors.padded_bytes if self.ranks > 1 else 0
 
     @property
     def shard_gradient_bytes(self) -> int:
@@ -224,7 +197,7 @@ class Unit:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one rank's part of the all-gather."""
-        return self.padded_bytes // self.ranks
+        return self.tensors.padded_bytes // self.ranks
 
     @property
     def scattered_bytes(self) -> int:
@@ -247,15 +220,6 @@ class Unit:
         return self.tensors.reduce_bytes != self.tensors.master_bytes
 
     @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the unsharded gradients."""
-        return self.tensors.gradient_bytes
-
-    def own_elements(self, position: int) -> tuple[int, ...]:
-        """Return the elements of each trained parameter on the group's rank at `position`, without padding."""
-        return self.tensors.own_elements(position)
-
-    @property
     def is_root(self) -> bool:
         """Whether it consists of the layers outside blocks."""
         return not self.layers[0].layer.block
@@ -275,7 +239,7 @@ def units(low: Lowering) -> tuple[Unit, ...]:
         """Return the unit without its divided experts, if anything is left, and the unit of these experts."""
         own = tuple(each for instance in unit.layers for each in instance.layer.parameters if divided(each))
         at_rest = tuple(each for instance in unit.layers for each in instance.layer.frozen_parameters if divided(each))
-        result = [unit] if unit.parameters or unit.tensors.quantized else []
+        result = [unit] if unit.tensors.parameters or unit.tensors.quantized else []
         if own or at_rest:
             replicas = ranks // low.policies.mesh.expert_stride
             across = shards_inside_experts([each.shape for each in (*own, *at_rest)], replicas=replicas)
@@ -307,7 +271,7 @@ def owned_rows(low: Lowering, position: int) -> list[int]:
     """Return the elements of each parameter in the shard at a position, in the model's order (also the optimizer's)."""
     own: dict[int, int] = {}
     for unit in units(low):
-        elements = unit.own_elements(position // low.policies.mesh.expert_stride if unit.experts else position)
+        elements = unit.tensors.own_elements(position // low.policies.mesh.expert_stride if unit.experts else position)
         own |= zip(map(id, unit.tensors.trained), elements, strict=True)
     return [own[id(parameter)] for _, parameter in low.parameters]
 
@@ -453,9 +417,7 @@ def _callback(low: Lowering, held: Sequence[Unit], micro_batch: MicroBatch) -> T
 
 
 def _added_bytes(low: Lowering, unit: Unit, micro_batch: MicroBatch) -> float:
-    """Return the bytes of a unit's reduced gradients that are freed once added to earlier ones or copied to the
-    host.
-    """
+    """Return the bytes of a unit's reduced gradients freed once added to earlier ones or copied to the host."""
     if low.offload:
         return unit.shard_gradient_bytes
     return unit.shard_gradient_bytes if micro_batch.sent_before and not micro_batch.first else 0
@@ -477,7 +439,7 @@ def _accumulate(low: Lowering, rank: int, unit: Unit, micro_batch: MicroBatch) -
         changes += [*summed, (-size, "gradients")]
     events = [Event(place, size, category) for place, (size, category) in enumerate(changes)]
     moved = (value, reduced) if micro_batch.first else (value, reduced, reduced)
-    elements, count = unit.gradient_bytes // value, len(tensors.trained)
+    elements, count = unit.tensors.gradient_bytes // value, len(tensors.trained)
     duration_s = cost.moving_time_s(device, value_bytes=moved, elements=elements, tensors=count)
     return [Task(_reduce_id(unit).serving("accumulate"), "backward", duration_s=duration_s, need=_need(*events))]
 
@@ -508,7 +470,7 @@ def _reduce_scatter(
     reduce, overlaps = _reduce_id(unit), low.overlaps
     stays = low.replicates and not unit.casts_gradients
     sums_cast = low.casts_units and (accumulated or micro_batch.accumulates)  # then they are those that were kept cast
-    tensors, gradients = unit.tensors.gradient_tensors, float(unit.gradient_bytes)
+    tensors, gradients = unit.tensors.gradient_tensors, float(unit.tensors.gradient_bytes)
     if sums_cast:
         tensors = tuple(size // unit.tensors.value_bytes * unit.tensors.reduce_bytes for size in tensors)
         gradients = sum(tensors)
@@ -517,7 +479,7 @@ def _reduce_scatter(
     last_bytes = tensors[-1] if unit.tensors.dimension else 0.0
     # copies that a CPU makes first, all of them; a CUDA kernel pads on the fly (torch 2.13,
     # aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk)
-    padded_bytes = unit.uneven_bytes if low.device(rank).kind == "cpu" else 0
+    padded_bytes = unit.tensors.uneven_bytes if low.device(rank).kind == "cpu" else 0
     added = Event(7, 0 if stays else -_added_bytes(low, unit, micro_batch), "gradients")
     copy = Task(
         reduce.serving("copy-in"),
@@ -652,20 +614,18 @@ def unshard_stage(low: Lowering, rank: int, phase: str, gathered: Gathered) -> t
     Interleaved schedules gather all units of the next stages in this way (torch's _add_unshard_reshard). The flat
     buffers of all these units are held until they are copied out.
     """
-    missing = [u for u in units(low) if not (gathered.root if u.is_root else gathered.before_forward)]
+    missing = [unit for unit in units(low) if not gathered.includes(unit)]
     issued = {unit.name: (gather_id(unit.name, phase).serving("issue"),) for unit in missing}
     gathers = [task for unit in missing for task in _gather(low, rank, unit, phase, issued[unit.name])]
     return gathers, [_copy_out(low, rank, unit, phase, unit.flat_bytes) for unit in missing]
 
 
 def reshard_stage(low: Lowering, gathered: Gathered, number: int) -> list[Task]:
-    """Return the tasks that free a stage's gathered units between two uses; `number`: how often that happened
-    before.
-    """
-    held = [u for u in units(low) if (gathered.root if u.is_root else gathered.before_forward)]
+    """Return the tasks that free a stage's gathered units between two uses; `number`: how often before."""
     return [
         Task(TaskId("free", layer=unit.name, part=number), "forward", need=_need(unit.gathered(0, sign=-1)))
-        for unit in held
+        for unit in units(low)
+        if gathered.includes(unit)
     ]
 
 
@@ -748,10 +708,10 @@ def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[TaskI
     if unit.ranks == 1:
         if low.offload != "parameters":
             return []
-        begin = Task(fetched.serving("issue"), phase, need=_need(Event(0, unit.shard_bytes, "communication")))
+        begin = Task(fetched.serving("issue"), phase, need=_need(Event(0, unit.tensors.shard_bytes, "communication")))
         stream = TO_DEVICE_STREAM if low.copies_beside else "compute"
-        return [begin, copy(low, fetched, float(unit.shard_bytes), stream=stream, after=(begin.id,))]
-    exchange = _exchange(low, unit, "all-gather", unit.padded_bytes)
+        return [begin, copy(low, fetched, float(unit.tensors.shard_bytes), stream=stream, after=(begin.id,))]
+    exchange = _exchange(low, unit, "all-gather", unit.tensors.padded_bytes)
     copy_bytes = unit.chunk_bytes if unit.casts else 0
     flat = [Event(0, copy_bytes, "communication", stream=GATHER)]
     if low.offload == "parameters":
@@ -761,12 +721,14 @@ def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[TaskI
     fetch: list[Task] = []
     if low.offload == "parameters":
         stream = TO_DEVICE_STREAM if low.copies_beside else "compute"
-        fetch = [copy(low, fetched, float(unit.shard_bytes), stream=stream, after=after if low.overlaps else ())]
+        fetch = [
+            copy(low, fetched, float(unit.tensors.shard_bytes), stream=stream, after=after if low.overlaps else ())
+        ]
         after = (*after, fetched) if low.copies_beside else after
     casts: list[Task] = []
     if unit.casts:
         cast_s = cost.master_copy_time_s(
-            low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
+            low.device(rank), low.scenario.workload, elements=sum(unit.tensors.shard_elements), tensors=1, casts=1
         )
         stream, follows = ("communication", after) if low.overlaps else ("compute", ())
         casts = [Task(own.serving("cast"), phase, stream, duration_s=cast_s, after=follows)]
@@ -793,7 +755,7 @@ def _wrapping(low: Lowering, rank: int, *, phase: str, tensors: int, copied_byte
 def _fetched_tensors(unit: Unit) -> list[Event]:
     """Return the allocations of a unit's shards on the device, and of their casts, parameter by parameter."""
     events = []
-    for elements in unit.shard_elements:
+    for elements in unit.tensors.shard_elements:
         whole, cast_bytes = elements * unit.tensors.master_bytes, elements * unit.tensors.value_bytes
         changes = (whole, cast_bytes, -whole) if unit.casts else (whole,)
         events += [(size, "communication") for size in changes]
@@ -802,21 +764,23 @@ def _fetched_tensors(unit: Unit) -> list[Event]:
 
 
 def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int) -> Task:
-    """Return the copy of a unit's parameters out of its flat buffer; afterwards `freed_bytes` of flat buffers are
-    freed.
-    """
+    """Return the copy of a unit's parameters out of its flat buffer; then `freed_bytes` of flat buffers are freed."""
     gather = gather_id(unit.name, phase)
     # a single rank copies parameters of another precision one by one; its peak includes the cast of the last one
-    cast_bytes = unit.shard_elements[-1] * unit.tensors.value_bytes if unit.ranks == 1 and unit.casts else 0
+    cast_bytes = unit.tensors.shard_elements[-1] * unit.tensors.value_bytes if unit.ranks == 1 and unit.casts else 0
     after = (gather,) if low.overlaps and unit.ranks > 1 else ()
-    again_bytes = unit.padded_bytes if unit.tensors.dimension else 0
+    again_bytes = unit.tensors.padded_bytes if unit.tensors.dimension else 0
     if unit.ranks == 1 and low.offload == "parameters":
-        after, freed_bytes = (_fetch_id(unit, phase),), freed_bytes + unit.shard_bytes
+        after, freed_bytes = (_fetch_id(unit, phase),), freed_bytes + unit.tensors.shard_bytes
     return Task(
         gather.serving("copy-out"),
         phase,
         **_wrapping(
-            low, rank, phase="f", tensors=len(unit.tensors.padded_tensors), copied_bytes=unit.padded_bytes + again_bytes
+            low,
+            rank,
+            phase="f",
+            tensors=len(unit.tensors.padded_tensors),
+            copied_bytes=unit.tensors.padded_bytes + again_bytes,
         ),
         after=after,
         need=_need(

@@ -17,56 +17,33 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+PassOperation = Literal["forward", "recompute", "backward"]
+UpdateOperation = Literal["gradient-norm", "clip", "unscale", "optimizer"]
+ReplicaOperation = Literal["all-gather", "reduce-scatter", "all-reduce", "copy-to-host", "copy-to-device"]
+CompressorOperation = Literal["compress", "factor", "decompress"]
+PeriodOperation = Literal["outer", "inner-steps"]
+BroadcastOperation = Literal["broadcast-buffers", "broadcast-parameters", "all-gather-parameters", "parameters"]
+PushOperation = Literal["collect", "threshold", "counts", "push", "add", "free", "publish", "publish-in-node"]
+PipelineOperation = Literal["activation", "gradient", "messages", "share-compute-times"]
+SequenceOperation = Literal[
+    "gather-sequence", "scatter-sequence", "exchange-heads", "rotate", "attend", "sum-gradients"
+]
+ExpertOperation = Literal["count-rows", "dispatch", "combine"]
+StepOperation = Literal["load-batch", "step-begin", "forward-begin", "forward-end", "backward-end", "publish-begin"]
+
 Operation = Literal[
-    "forward",
-    "recompute",
-    "backward",
-    "gradient-norm",
-    "clip",
-    "unscale",
-    "optimizer",
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "copy-to-host",
-    "copy-to-device",
-    "compress",
-    "factor",
-    "decompress",
-    "outer",
-    "inner-steps",
-    "broadcast-buffers",
-    "broadcast-parameters",
-    "all-gather-parameters",
-    "parameters",
-    "collect",
-    "threshold",
-    "counts",
-    "push",
-    "add",
-    "free",
-    "publish",
-    "publish-in-node",
-    "activation",
-    "gradient",
-    "messages",
-    "share-compute-times",
-    "gather-sequence",
-    "scatter-sequence",
-    "count-rows",
-    "dispatch",
-    "combine",
-    "exchange-heads",
-    "rotate",
-    "attend",
-    "sum-gradients",
-    "load-batch",
-    "step-begin",
-    "forward-begin",
-    "forward-end",
-    "backward-end",
+    PassOperation,
+    UpdateOperation,
+    ReplicaOperation,
+    CompressorOperation,
+    PeriodOperation,
+    BroadcastOperation,
+    PushOperation,
+    PipelineOperation,
+    SequenceOperation,
+    ExpertOperation,
+    StepOperation,
     "backward-callback",
-    "publish-begin",
     "other",
 ]
 """Operation that a task carries out, or that it serves (see `Action`).
@@ -81,29 +58,10 @@ state. `parameters`: all updated tensors that ZeRO-1 broadcasts, together. `oute
 that ends an outer step. `inner-steps`: the `part` inner steps before it, in which a rank does not communicate.
 `load-batch`: the training loop's work in a step besides forward, backward and update. `other`: a task of a program
 written by hand, with `layer` as its label."""
-Action = Literal[
-    "",
-    "issue",
-    "cast",
-    "issue-cast",
-    "accumulate",
-    "copy-in",
-    "copy-out",
-    "take",
-    "begin",
-    "post",
-    "threshold",
-    "counts",
-    "put",
-    "wait",
-    "hand-over",
-    "await",
-    "send",
-    "receive",
-    "release",
-    "return",
-    "overlap",
-]
+BufferAction = Literal["issue", "cast", "issue-cast", "accumulate", "copy-in", "copy-out", "take"]
+PushAction = Literal["begin", "post", "threshold", "counts", "put", "wait", "hand-over", "await"]
+MessageAction = Literal["send", "receive", "release", "return", "overlap"]
+Action = Literal["", BufferAction, PushAction, MessageAction]
 """What a task does for the operation that it serves; empty if the task is the operation itself."""
 Pass = Literal["", "forward", "recompute", "backward"]
 
@@ -186,9 +144,7 @@ class TaskId(NamedTuple):
     """First place (in a node) of the ranks that share the collective, if ranks of other places have collectives of
     their own."""
     samples: int | None = None
-    """Samples per rank in the collective's group, if ranks with other numbers of samples have collectives of
-    their own.
-    """
+    """Samples per rank in the collective's group, if ranks with other numbers have collectives of their own."""
     micro_batch: int | None = None
     """Index of the micro-batch; None if the step has only one."""
     stage: int | None = None
@@ -368,9 +324,7 @@ def collective_task(
     after: tuple[TaskId, ...] = (),
     need: Footprint = NOTHING,
 ) -> Task:
-    """Return the task that takes part in a collective; `communication`: the collective's identity, if not the
-    task's.
-    """
+    """Return the task that takes part in a collective; `communication`: its identity, if not the task's."""
     return Task(
         own,
         "exposed_communication",
@@ -383,9 +337,7 @@ def collective_task(
 
 
 def with_ids(tasks: Sequence[Task], new_id: Callable[[TaskId], TaskId]) -> list[Task]:
-    """Return the tasks with every identity mapped by `new_id`: their own, their collectives' and their
-    dependencies'.
-    """
+    """Return the tasks with every identity mapped by `new_id`: their own, their collectives' and dependencies'."""
     new_ids = {task.id: new_id(task.id) for task in tasks}
     result = []
     for task in tasks:
@@ -417,9 +369,7 @@ class Issue:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """Tasks without micro-batch and stage: those of the compute stream, and collectives beside it that they
-    wait for.
-    """
+    """Tasks without micro-batch and stage: those of the compute stream, and collectives that they wait for."""
 
     tasks: tuple[Task, ...]
 
@@ -608,9 +558,7 @@ class _Repeated(NamedTuple):
 
 
 def _overlap(plain: Iterable[TaskId], chunks: Iterable[_Repeated]) -> bool:
-    """Return whether a collective is also named by a single task, or by chunks whose templates name other
-    collectives.
-    """
+    """Return whether a collective is also named by one task, or by chunks whose templates name other collectives."""
     known: dict[TaskId, set[tuple[int | None, int | None]]] = defaultdict(set)
     for repeated in chunks:
         for name in repeated.collectives:

@@ -53,9 +53,7 @@ def reductions_in(layer: Layer, phase: str, recompute: Recompute) -> list[Reduct
 
 
 def sum_positions(layer: Layer, phase: str, recompute: Recompute) -> tuple[int, ...]:
-    """Return the positions of a layer's collectives, after which its phase is split; arguments as for
-    `reductions_in`.
-    """
+    """Return the positions of a layer's collectives, where its phase is split; arguments as for `reductions_in`."""
     return tuple(reduction.moment.position for reduction in reductions_in(layer, phase, recompute))
 
 
@@ -170,9 +168,7 @@ class _Product(NamedTuple):
     """Matrix products that overlap with an exchange."""
 
     beside_s: float
-    """Seconds of the products that can run beside the exchange, as they need no result of it and it needs none
-    of them.
-    """
+    """Seconds of the products that can run beside the exchange, as neither needs a result of the other."""
     follows: bool
     """Whether the products read what the exchange brings; otherwise they come before it."""
 

@@ -201,9 +201,7 @@ class RankClass:
 
 @spec
 class Fit:
-    """The rank that exceeds its device's memory by the most; if all devices suffice, the first rank of the fullest
-    host.
-    """
+    """The rank that exceeds its device's memory by the most; if all devices suffice, the first of the fullest host."""
 
     rank: int
     category: str
@@ -323,9 +321,7 @@ class Periods:
     outer_steps: tuple[PositiveInt, ...] = ()
     """Steps of a period, from 1, that end a fragment's exchange, in the order of fragments."""
     outer_bytes: Amount
-    """Total size of a period's collectives between replicas: the tensors that replicas have in common after an outer
-    step.
-    """
+    """Total size of a period's collectives between replicas: tensors that replicas share after an outer step."""
     outer_bytes_sent: Amount | None = None
     """Bytes that a rank sends to other replicas in a period, for the rank that sends the most (simulated; in the lab
     counted, if replicas are not sharded)."""

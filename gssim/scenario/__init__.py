@@ -23,38 +23,3 @@ from gssim.scenario.search_space import Objective, SearchSpace
 from gssim.scenario.stages import held_layers, of_no_sample, schedule_of, tied_parameters
 from gssim.scenario.tensor_slices import held_experts, held_slice
 from gssim.scenario.vocabulary_slices import divided_entries, shares_embedding, units_of_ranks
-
-__all__ = [
-    "Loaded",
-    "Objective",
-    "Scenario",
-    "SearchSpace",
-    "achieved_flop_per_s",
-    "after_step",
-    "begin",
-    "check",
-    "divided_entries",
-    "divided_expert_layers",
-    "has_master_copy",
-    "held_experts",
-    "held_layers",
-    "held_slice",
-    "layer_profile",
-    "load_cluster",
-    "load_model",
-    "load_scenario",
-    "master_bytes",
-    "of_no_sample",
-    "parts_routed_apart",
-    "read_toml",
-    "reduce_precision",
-    "routes_parts",
-    "rows_by_rank",
-    "rows_of_ranks",
-    "schedule_of",
-    "shares_embedding",
-    "single_device",
-    "tied_parameters",
-    "units_of_ranks",
-    "value_bytes",
-]

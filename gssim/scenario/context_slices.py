@@ -80,9 +80,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An all-to-all of a layer traced with context parallelism: the tensors sent and received, and a copy of the
-    latter.
-    """
+    """An all-to-all of a layer traced with context parallelism: tensors sent and received, and a copy of these."""
 
     reduction: Reduction
     sent: Buffer
@@ -293,9 +291,7 @@ def _combined(own: Layer, alone: Layer, exchanging: Layer, part_of: Part, moves:
 
 
 def _with_costs(own: Layer, alone: Layer, exchanging: Layer, of_rank: Callable[[Polynomial], Polynomial]) -> Layer:
-    """Return a layer with the bytes and operations of the exchanges added; `of_rank`: reduces a size to the rank's
-    part.
-    """
+    """Return a layer with bytes and operations of exchanges added; `of_rank`: reduces a size to the rank's part."""
 
     def changes_of(names: Sequence[str], *holders: Any) -> dict[str, Any]:
         """Return fields of the first holder plus the difference between those of the second and the third."""

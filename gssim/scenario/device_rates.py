@@ -7,7 +7,7 @@ from gssim.cluster import Cluster, Curve, DeviceType, LayerProfile
 from gssim.cluster.measured import OptimizerCost, Profile
 from gssim.errors import UserError
 from gssim.units import PRECISION_BYTES, Precision, Rate
-from gssim.workload import Layer, LayerInstance, Model, TokenInput, Workload, implementation_on
+from gssim.workload import Layer, LayerInstance, Workload, implementation_on
 
 
 def sample_costs(device: DeviceType, workload: Workload, *, name: str) -> tuple[float, float]:
@@ -109,9 +109,7 @@ def _is_of(profile: Profile, workload: Workload) -> bool:
 
 
 def product_precision(device: DeviceType, workload: Workload) -> Rate:
-    """Return the precision of matrix products: that of autocast, or TF32 if asked for and available, or the
-    workload's.
-    """
+    """Return the precision of matrix products: that of autocast, or TF32 if asked for and there, or the workload's."""
     if workload.autocast is not None:
         return workload.autocast
     return "tf32" if workload.tf32 and _tf32_flop_per_s(device) is not None else workload.precision
@@ -178,11 +176,6 @@ def master_bytes(workload: Workload) -> int:
 def reduce_precision(workload: Workload) -> Precision:
     """Return the precision in which gradients are reduced over replicas or shards."""
     return workload.reduce_precision or workload.precision
-
-
-def takes_tokens(model: Model) -> bool:
-    """Return whether the model reads tokens; otherwise it reads images."""
-    return isinstance(model.input, TokenInput)
 
 
 def measured_optimizer(device: DeviceType, optimizer: str, implementation: str) -> OptimizerCost | None:

@@ -181,9 +181,7 @@ def rows_of_ranks(workload: Workload, policies: Policies) -> tuple[tuple[int, ..
 
 
 def rows_by_rank(workload: Workload, policies: Policies, instance: LayerInstance) -> tuple[int, ...]:
-    """Return how many rows one sample (or a rank's part of it) sends to each of the ranks that divide a layer's
-    experts.
-    """
+    """Return how many rows one sample (or a rank's part of it) sends to each rank that divides a layer's experts."""
     rows = layer_rows(workload, instance.layer, instance.module, parts=parts_routed_apart(workload.model, policies))
     experts = len(rows)
     units = experts // policies.ep

@@ -25,51 +25,21 @@ VERSION = 1
 """Version of the canonical data."""
 
 POLICIES = (
-    "partition",
-    "parameters",
-    "gradients",
-    "gradient_sync",
-    "optimizer_state",
-    "dp_replicate",
-    "dp_shard",
-    "tp",
-    "pp",
-    "exchange",
-    "publish_overlaps",
+    *("partition", "parameters", "gradients", "gradient_sync", "optimizer_state"),
+    *("dp_replicate", "dp_shard", "tp", "pp", "exchange", "publish_overlaps"),
 )
 """Resolved policies that are part of the identity. All others follow from the method."""
 AS_RESOLVED = {*POLICIES, "cp", "compress", "sync_every_steps", "ranks", "push", "stages", "shares"}
 """Keys of a plan that count by what they resolve to, however that was written."""
 UNASKED_OF_MODEL = {
-    "source",
-    "name",
-    "sliced_layers",
-    "sequence_layers",
-    "context_layers",
-    "expert_layers",
-    "expert_sequence_layers",
-    "expert_tensor_ranks",
-    "adapted",
-    "autocast",
-    "whole_layers",
-    "uncut_reason",
-    "layers",
+    *("source", "name", "layers", "whole_layers", "sliced_layers", "sequence_layers", "context_layers"),
+    *("expert_layers", "expert_sequence_layers", "expert_tensor_ranks", "adapted", "autocast", "uncut_reason"),
 }
 """Fields of a model that follow from its module, or only name it. Some fields of its layers count: `LAYER_FIELDS`."""
 LAYER_FIELDS = {
-    "name",
-    "modules",
-    "block",
-    "parameters",
-    "forward_flop",
-    "backward_flop",
-    "forward_bytes",
-    "backward_bytes",
-    "saved_bytes",
-    "output_bytes",
-    "forward_operations",
-    "backward_operations",
-    "buffers",
+    *("name", "modules", "block", "parameters", "buffers", "saved_bytes", "output_bytes"),
+    *("forward_flop", "forward_bytes", "forward_operations"),
+    *("backward_flop", "backward_bytes", "backward_operations"),
 }
 """Traced fields of a layer that tell models apart; the others follow from the same module."""
 

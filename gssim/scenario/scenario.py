@@ -53,9 +53,7 @@ class Source:
     path: Path
     overrides: tuple[str, ...]
     tables: Mapping[str, Any] | None = None
-    """Keys and values in the form of a file, if there is no file; `path` then only says where named files are
-    searched.
-    """
+    """Keys and values in the form of a file, if there is no file; `path` then says where named files are."""
     load: Callable[["Source"], "Scenario"] = field(kw_only=True, repr=False, compare=False)
     """Function that loads a scenario from such a source."""
 
@@ -327,9 +325,7 @@ class Scenario:
 
     @cached_property
     def scenario_id(self) -> str:
-        """Identity of the scenario, from workload, resolved plan and cluster structure, without rates, files or
-        names.
-        """
+        """Identity of the scenario, of workload, resolved plan and cluster, without rates, files or names."""
         return self.identity(Shared())
 
     def identity(self, shared: Shared) -> str:

@@ -14,9 +14,7 @@ SEARCHED_METHODS: tuple[MethodName, ...] = tuple(name for name, method in METHOD
 
 @spec
 class SearchSpace:
-    """The plans to search: every valid combination of the options below. Other settings stay as in the
-    scenario's plan.
-    """
+    """The plans to search: every valid combination of the options below. All else stays as in the scenario."""
 
     objective: Objective = "step-time"
     """Quantity to minimise: the time, the price or the energy of a step."""

@@ -131,9 +131,7 @@ def _context_slice(
     gathers_again: bool,
     ring: bool,
 ) -> Model:
-    """Return a slice of a model on `positions` positions of each sequence, and on `of_part` of these between cut
-    blocks.
-    """
+    """Return a slice of a model on `positions` positions of each sequence, `of_part` of these between cut blocks."""
     whole = model.value
     assert isinstance(whole, Model)
     cut = model_slice(

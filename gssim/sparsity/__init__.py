@@ -14,18 +14,3 @@ from gssim.sparsity.density import (
     union_density,
     united,
 )
-
-__all__ = [
-    "Ranges",
-    "Ratios",
-    "moment_of",
-    "movements",
-    "publish_density",
-    "publish_ratios",
-    "push_density",
-    "push_ratios",
-    "staleness_steps",
-    "traces_of",
-    "union_density",
-    "united",
-]

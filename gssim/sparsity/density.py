@@ -101,9 +101,7 @@ class Moment:
         return low * math.exp(weight * rise + bend)
 
     def _slope(self, values: Sequence[float], at: int, beside: int) -> float:
-        """Return the slope of the curve at the point shared by the interval that begins `at` and its neighbour
-        `beside`.
-        """
+        """Return the slope of the curve at the point shared by the interval from `at` and its neighbour `beside`."""
         width, slope = self._chord(values, at)
         if beside not in range(len(values) - 1) or not (values[beside] > 0 and values[beside + 1] > 0):
             return slope
@@ -330,9 +328,7 @@ class Ranges:
     def __init__(self, tensor: Ints, first: Floats, last: Floats) -> None:
         self.tensor, self.first, self.last = tensor, first, last
         self._parts: dict[tuple[int, ...], tuple[Ints, Ints, Floats]] = {}
-        """By each tensor's number of blocks: arrays of range, block (numbered over all tensors), and overlap in
-        blocks.
-        """
+        """By number of blocks: arrays of range, block (numbered over all tensors), and overlap in blocks."""
 
     def densities(self, ratios: Sequence[Ratios]) -> Floats:
         """Return the density of each range, given those of every tensor; equal to `Ratios.over` to the last digit."""
@@ -448,9 +444,7 @@ class _View:
         return Ratios(high, values(self.tensors[above - 1]), weight)
 
     def _with_feedback(self, block: BlockTrace, level: float, moment: Moment) -> float:
-        """Return the fraction of a block's elements that reach a level, including their residuals under that
-        threshold.
-        """
+        """Return the fraction of a block's elements that reach a level, with their residuals under that threshold."""
         pairs = zip(moment.all_of(block.sketches), moment.all_of(block.feedback), strict=True)
         ratios = [self._with_feedback_at(sketch, row, level) for sketch, row in pairs]
         if moment.before < 0 and block.first is not None:  # no residuals at the first step

@@ -26,31 +26,3 @@ from gssim.sweeps.table import (
     write_table,
 )
 from gssim.sweeps.tabulation import parts_folder, tabulate
-
-__all__ = [
-    "POINT_COLUMNS",
-    "RESULT_COLUMNS",
-    "TABLES",
-    "Fingerprints",
-    "PredictionKey",
-    "Unpacked",
-    "answers",
-    "by_likeness",
-    "check_table_place",
-    "columns_of",
-    "csv_of",
-    "files_of",
-    "kind_of",
-    "outcome",
-    "packed",
-    "parts_folder",
-    "points_in",
-    "predict",
-    "predicted",
-    "prediction_name",
-    "predictions_in",
-    "table_of",
-    "tabulate",
-    "without_outcome",
-    "write_table",
-]

@@ -37,9 +37,7 @@ class Fingerprints:
         return digest_of([self._code, point.name, point.variant, point.values, overrides, self.of_file(point.file)])
 
     def of_file(self, file: Path) -> str:
-        """Return the digest of a file, which for TOML includes all files that it names; a missing file counts
-        as empty.
-        """
+        """Return the digest of a file, for TOML with all files that it names; a missing file counts as empty."""
         if file not in self._digests:
             self._digests[file] = ""  # for a file that names itself
             named = [(name, self.of_file(place)) for name, place in sorted(named_in(file))]

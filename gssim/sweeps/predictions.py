@@ -1,6 +1,4 @@
-"""Predicts the points of a sweep in parallel: hands out chunks of similar points, and writes each Result when
-it ends.
-"""
+"""Predicts the points of a sweep in parallel: hands out chunks of similar points, writes each Result at its end."""
 
 import gc
 import signal
@@ -157,9 +155,7 @@ _THREAD_CACHE = _ThreadCache()
 
 
 def answer(chunk: Chunk[Made]) -> Answers[Made]:
-    """Return the answers for the first points of a chunk, computed in this process until the time for a chunk
-    is over.
-    """
+    """Return the answers for the first points of a chunk, computed here until the time for a chunk is over."""
     if chunk.code and chunk.code != code_digest():
         raise RunFailedError(
             "dask: a worker has another version of gssim (or numpy, scipy, simpy) than this machine: install the same"

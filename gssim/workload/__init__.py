@@ -34,38 +34,3 @@ from gssim.workload.optimizers import (
 )
 from gssim.workload.shipped import shipped_models
 from gssim.workload.workload import PATHS, Glue, ImageFolder, TextFolder, Workload
-
-__all__ = [
-    "FIELDS_OF_TERMS",
-    "PATHS",
-    "Adapters",
-    "Buffer",
-    "Glue",
-    "HuggingFace",
-    "ImageFolder",
-    "ImageInput",
-    "Layer",
-    "LayerInstance",
-    "Model",
-    "Module",
-    "Moment",
-    "Parameter",
-    "PartialBackward",
-    "PartialRecomputation",
-    "Polynomial",
-    "Reduction",
-    "TextFolder",
-    "TokenInput",
-    "Workload",
-    "gradient_order",
-    "implementation_on",
-    "layer_input_gradient",
-    "layer_output",
-    "optimizer_moved_bytes",
-    "optimizer_state_bytes",
-    "passed_bytes",
-    "shipped_models",
-    "sliced_layer",
-    "state_element_bytes",
-    "unrolled",
-]

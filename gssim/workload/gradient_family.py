@@ -89,9 +89,7 @@ class Rung:
     deviation: dict[str, tuple[NonNegativeFloat, ...]]
     """By role, for each of `sampled_steps`: mean square of one sample's deviation from the common part."""
     thresholds: dict[str, tuple[PositiveFloat, ...]]
-    """For each part of the training (`start`, `run`): thresholds that the mean fractions `DENSITIES` of
-    elements reach.
-    """
+    """For each part of training (`start`, `run`): thresholds that the mean fractions `DENSITIES` of elements reach."""
     shapes: dict[str, RoleShape] = field(default_factory=dict)
     """Shapes by role; only in the first rung of each kind of optimizer."""
 

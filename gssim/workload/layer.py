@@ -41,9 +41,7 @@ FIELDS_OF_TERMS = {
 
 @dataclass(frozen=True, slots=True)
 class Polynomial:
-    """A quantity as a function of batch size b and sequence length s, as terms (coefficient, power of b, power
-    of s).
-    """
+    """A function of batch size b and sequence length s, as terms (coefficient, power of b, power of s)."""
 
     terms: Terms
     unit_terms: Terms = ()
@@ -496,9 +494,7 @@ class PartialBackward:
 
 @spec
 class Layer:
-    """One layer, or `repeats` identical layers in a row; FLOP, bytes and buffers are those of one, for a whole
-    batch.
-    """
+    """One layer, or `repeats` identical layers in a row; FLOP, bytes and buffers are of one, for a whole batch."""
 
     name: str
     """Name in profiles, and in traces of steps."""
@@ -527,9 +523,7 @@ class Layer:
     frozen_parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
     """Parameters that are not trained. They have no gradient; their moments are written as `end`."""
     recompute_flop: Quantity | None = None
-    """FLOP of the forward that checkpointing recomputes, up to the last tensor that autograd saves; absent: all
-    of it.
-    """
+    """FLOP of a forward that checkpointing recomputes, up to the last tensor that autograd saves; absent: all of it."""
     recompute_bytes: Quantity | None = None
     """Bytes read and written by the recomputation."""
     recompute_operations: Count | None = None
@@ -540,9 +534,7 @@ class Layer:
     """Number of the backward's positions before the recomputation begins: until then the gradient of the output is
     enough, and autograd needs no tensor that it saved. Absent: 0."""
     recompute_releases: tuple[Count, ...] | None = None
-    """Positions, in a forward that saves nothing, at which the buffers for the layer's own backward are freed, in
-    order.
-    """
+    """Positions, in a forward that saves nothing, where buffers for the layer's own backward are freed, in order."""
     selective_flop: Quantity | None = None
     """FLOP that are recomputed if the outputs of compute-heavy operations are kept; absent: not traced."""
     selective_bytes: Quantity | None = None
@@ -578,9 +570,7 @@ class Layer:
     experts_per_token: PositiveInt | None = None
     """For divided experts: how many experts process each token; see [Note: routed rows]."""
     experts: PositiveInt | None = None
-    """For divided experts in a block that is also cut in units: their number. In other blocks, `units` is that
-    number.
-    """
+    """For divided experts in a block that is also cut in units: their number. In others, `units` is that number."""
     expert_capacity_ratio: PositiveFloat | None = None
     """Rows of each expert relative to an even share of a sequence's rows, rounded up. Further rows are dropped, and
     unused places are padded (Megatron-LM's `moe-pad-expert-input-to-capacity`). Absent: no token is dropped."""
@@ -589,9 +579,7 @@ class Layer:
     linear: bool | None = None
     """Whether only the linear maps of a sliced block are cut, as DTensor can cut them; absent: not traced."""
     untrained_buffers: tuple[text_of(Buffer), ...] | None = None  # type: ignore[valid-type]
-    """The layer's buffers if neither it nor a layer before it is trained: autograd saves nothing; absent: not
-    traced.
-    """
+    """The layer's buffers if neither it nor a layer before it is trained: autograd saves none; absent: not traced."""
     frozen: PartialBackward | None = None
     """Costs if a layer before it is trained, but not this layer; absent in the first layer, and if not traced."""
     deepest: PartialBackward | None = None
@@ -645,9 +633,7 @@ class Layer:
         return sum(parameter.elements for parameter in self.parameters)
 
     def buffer_size(self, value_bytes: int) -> int:
-        """Return the bytes of the module's buffers if parameters have `value_bytes` per value; integers keep their
-        size.
-        """
+        """Return the bytes of the module's buffers if parameters take `value_bytes` each; integers keep their size."""
         cast = self.module_buffer_bytes - self.integer_buffer_bytes
         return self.integer_buffer_bytes + cast * value_bytes // PRECISION_BYTES["fp32"]
 

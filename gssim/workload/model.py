@@ -225,9 +225,7 @@ class Model:
     used.
     """
     compiled: bool = False
-    """Whether each block is compiled by itself with torch.compile (inductor); `layers` are then those of compiled
-    blocks.
-    """
+    """Whether each block is compiled by itself with torch.compile (inductor); `layers` are then of such blocks."""
     compiled_recompute: Recompute = "none"
     """What compiled blocks recompute inside their graphs, as in torchtitan; torch fuses it with the backward.
     `plan.recompute` recomputes whole graphs instead, and explains each of these words."""
@@ -245,15 +243,11 @@ class Model:
     uncut_reason: str | None = None
     """Why the blocks cannot be cut among ranks, with the module's name; absent: they can be, or it is not known."""
     sequence_layers: tuple[Layer, ...] = ()
-    """`sliced_layers` with sequences also divided among these ranks, see [Note: sequence parts]; empty: not
-    possible.
-    """
+    """`sliced_layers` with sequences divided among these ranks too, see [Note: sequence parts]; empty: not possible."""
     expert_layers: tuple[Layer, ...] = ()
     """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: not possible."""
     expert_tensor_ranks: PositiveInt = 1
-    """Number of tensor ranks for which `expert_layers` are cut: their sizes, rows and sums are those of one
-    such rank.
-    """
+    """Number of tensor ranks for which `expert_layers` are cut: their sizes, rows and sums are of one such rank."""
     expert_sequence_layers: tuple[Layer, ...] = ()
     """The layers with sequences divided as in `sequence_layers`, and routed experts divided among these ranks and
     others, see [Note: experts of parts]; empty: not possible."""
@@ -266,9 +260,7 @@ class Model:
     traced_autocast: Literal["bf16", "fp16"] | None = None
     """Precision of torch.autocast under which `layers` were traced; absent: traced without autocast."""
     whole_layers: tuple[Layer, ...] = ()
-    """For a model with adapters or frozen layers: its layers without them, as measured profiles have them; else
-    empty.
-    """
+    """For a model with adapters or frozen layers: its layers without them, as profiles have them; else empty."""
 
     def __post_init__(self) -> None:
         """Refuse a model that is too large, and layers that share a name."""

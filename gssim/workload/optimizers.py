@@ -43,9 +43,7 @@ slope agrees: 71, 33 and 14 bytes an element for foreach AdamW, momentum and SGD
 FUSED_VALUES_MOVED = {"sgd": 3, "sgd-momentum": 5, "adam": 7, "adamw": 7}
 """Values per element, each once: parameter and state read and written, the gradient read."""
 TENSORS_PER_LAUNCH = 36
-"""Tensors per kernel launch for kernels on four lists of tensors; ATen/native/cuda/MultiTensorApply.cuh,
-depth_to_max_tensors.
-"""
+"""Tensors per kernel launch for kernels on four lists; ATen/native/cuda/MultiTensorApply.cuh, depth_to_max_tensors."""
 
 
 def implementation_on(device_kind: str, wanted: str) -> Implementation:

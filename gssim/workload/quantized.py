@@ -52,9 +52,7 @@ def quantized_weights(layer: Layer, precision: FrozenPrecision | None) -> tuple[
 
 
 def frozen_bytes(layer: Layer, precision: FrozenPrecision | None, *, value_bytes: int) -> list[int]:
-    """Return the bytes of each tensor of a layer's frozen parameters; a quantized weight also has a tensor of
-    scales.
-    """
+    """Return the bytes of each tensor of a layer's frozen parameters; a quantized weight has one of scales too."""
     quantized = set(map(id, quantized_weights(layer, precision)))
     sizes: list[int] = []
     for parameter in layer.frozen_parameters:

@@ -17,9 +17,7 @@ Mean = Annotated[float, Field(allow_inf_nan=False)]
 
 @spec
 class ImageFolder:
-    """Images with one folder per class, as ImageNet is distributed: FOLDER/CLASS/NAME.JPEG, or
-    FOLDER/SPLIT/CLASS/...
-    """
+    """Images in a folder per class, as ImageNet is distributed: FOLDER/CLASS/NAME.JPEG, or FOLDER/SPLIT/CLASS/..."""
 
     kind: Literal["image-folder"]
     """The form of this table."""
@@ -183,9 +181,7 @@ class Workload:
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay as the optimizer defines it: decoupled in adamw."""
     clip_norm: PositiveFloat | None = None
-    """Largest norm of all gradients together; larger ones are scaled down to it before the update. Absent: no
-    clipping.
-    """
+    """Largest norm of all gradients; larger ones are scaled down to it before the update. Absent: no clipping."""
     adapters: Adapters | None = None
     """Low-rank adapters (LoRA), the only trained parameters; absent: all parameters are trained."""
     frozen: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
@@ -209,9 +205,7 @@ class Workload:
     each part of a sample has that load, so the training differs from that on one device, which applies it to the whole
     sample."""
     data: Data = "auto"
-    """Training data; `auto`: bytes of the Python standard library's source for tokens, scikit-learn's digits for
-    images.
-    """
+    """Training data; `auto`: for tokens bytes of Python's standard library, scikit-learn's digits for images."""
 
     def __post_init__(self) -> None:
         """Refuse shapes and data that do not fit the model."""

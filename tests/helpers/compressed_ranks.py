@@ -3,14 +3,12 @@
 Arguments: a JSON file of cases {name: {"scenario": FILE, "overrides": [...]}} and the file to write.
 """
 
-import json
 import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_training import cases_in, largest_difference, meet, scenario_of_case, write_found
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -22,7 +20,7 @@ from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build
 from gssim.plan.plan import PowerSGD, TopK, low_rank_of
-from gssim.scenario import Scenario, load_scenario, single_device
+from gssim.scenario import Scenario, single_device
 
 STEPS = 6
 CPU = torch.device("cpu")
@@ -33,30 +31,22 @@ Buckets = dict[int, tuple[list[str], list[Tensor]]]
 
 
 def main(cases_file: str, out: str) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    meet()
     found = {}
-    for name, case in json.loads(Path(cases_file).read_text(encoding="utf-8")).items():
-        scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+    for name, case in cases_in(cases_file).items():
+        scenario = scenario_of_case(case)
         trained, buckets = _trained(scenario)
         plain = _trained_alone(scenario)
         hooked = _by_torch(scenario, buckets) if case.get("by_torch") else None
         if dist.get_rank() == 0:
             expected = written_out(scenario, buckets)
             found[name] = {
-                "difference": _difference(trained, expected),
-                "uncompressed": _difference(trained, plain),
-                "to_torch": None if hooked is None else _difference(trained, hooked),
+                "difference": largest_difference(trained, expected),
+                "uncompressed": largest_difference(trained, plain),
+                "to_torch": None if hooked is None else largest_difference(trained, hooked),
                 "buckets": len(buckets),
             }
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-
-
-def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return max(float((parameter - one[name]).abs().max()) for name, parameter in other.items())
+    write_found(found, out)
 
 
 def _trained(scenario: Scenario) -> tuple[dict[str, Tensor], Buckets]:

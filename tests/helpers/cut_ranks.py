@@ -3,11 +3,9 @@
 Argument: the file to write.
 """
 
-import json
 import sys
-from pathlib import Path
 
-import torch.distributed as dist
+from rank_training import write_found
 
 from gsreal.calibrate import kernels
 from gsreal.calibrate import wrappers as cut_blocks
@@ -21,9 +19,7 @@ def main(out: str) -> None:
     kernels.SIZES, kernels.LENGTHS, kernels.TOKENS = ({"cpu": each} for each in ((16, 128), (16, 64), 64))
     bench = Bench(settings)
     found = {"cut_block": cut_blocks.cut_block_cost(bench), "kernels": bench.alone(lambda: kernels.kernel_rates(bench))}
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
+    write_found(found, out)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from small_models import Request, kept
 
+from gsreal.data.sources import check_data
+from gssim.errors import UserError
 from gssim.scenario import load_model
 from gssim.units import validated
 from gssim.workload import Model, Workload
@@ -160,3 +163,11 @@ def traced(path: Path, model: str, *arguments: str, **settings: Any) -> Path:
     shutil.copy(kept(request), path)
     assert load_model(path).elements
     return path
+
+
+def refused(workload):
+    """Return why the data of a workload are refused, in one line."""
+    with pytest.raises(UserError, match=r"^made: workload\.data") as caught:
+        check_data(workload, where="made")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

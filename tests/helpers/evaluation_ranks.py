@@ -3,34 +3,25 @@
 Arguments: a JSON file of cases {name: {"overrides": [...], "scenario": FILE}} and the file to write.
 """
 
-import json
 import sys
-import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_training import cases_in, meet, scenario_of_case, write_found
 
 from gsreal.measure import CollectiveRecorder, Timeline
 from gsreal.run.feed import Feed, HeldOut
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build
-from gssim.scenario import load_scenario
 
 
 def main(cases_file: str, out: str) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    cases = json.loads(Path(cases_file).read_text(encoding="utf-8"))
-    found = {name: run_case(case) for name, case in cases.items()}
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
+    meet()
+    write_found({name: run_case(case) for name, case in cases_in(cases_file).items()}, out)
 
 
 def run_case(case):
-    scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+    scenario = scenario_of_case(case)
     device, rank = torch.device("cpu"), dist.get_rank()
     training = build(scenario, Timeline(rank, device), device)
     feed, held_out = Feed(scenario, rank, device), HeldOut(scenario, rank, device)

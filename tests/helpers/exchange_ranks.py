@@ -3,16 +3,15 @@
 Argument: the file to write.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_training import from_all_ranks, meet, write_found
 
 from gsreal.gradient_sharding import point_to_point as exchanges
 from gsreal.measure import CollectiveRecorder, MemoryCounter, collectives_of
@@ -25,14 +24,10 @@ REPEATS = 5
 
 
 def main(out: str) -> None:
-    torch.set_num_threads(1)
     counter = MemoryCounter(torch.device("cpu"))
-    dist.init_process_group("gloo")
+    meet()
     differences = dict(compared())
-    found = {"differences": differences, "taken": taken(counter), "seen": seen()}
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
+    write_found({"differences": differences, "taken": taken(counter), "seen": seen()}, out)
 
 
 def compared() -> Iterator[tuple[str, float]]:
@@ -107,15 +102,13 @@ def taken_once(counter: MemoryCounter, call: Callable[[], None]) -> int:
 
 def seen() -> list[list[Any]]:
     """Return what an observer of the process group sees."""
-    group, ranks = dist.group.WORLD, dist.get_world_size()
+    group = dist.group.WORLD
     assert group is not None
-    part, whole = torch.ones(4), torch.ones(4 * ranks)
+    part, whole = torch.ones(4), torch.ones(4 * dist.get_world_size())
     with CollectiveRecorder() as recorder:
         exchanges.reduce_scatter_tensor(part, whole, group=group)
         exchanges.all_gather_into_tensor(whole, part, group=group)
-    every: list[Any] = [None] * ranks
-    dist.all_gather_object(every, recorder.seen)
-    return [list(entry.key) for entry in collectives_of(every)]
+    return [list(entry.key) for entry in collectives_of(from_all_ranks(recorder.seen))]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_training import CPU, scenarios_in, trained, write_found
+from rank_training import CPU, largest_difference, scenarios_in, trained, write_found
 from torch import Tensor
 
 from gsreal.measure import Timeline
@@ -27,11 +27,9 @@ def main(cases_file: str, out: str) -> None:
     for name, scenario in scenarios_in(cases_file):
         together = trained(scenario, dist.get_rank(), steps=STEPS)
         if dist.get_rank() == 0:
-            expected = written_out(scenario)
             alone = trained(single_device(scenario), 0, steps=STEPS)
-            rounding = [float((p - together[name]).abs().max()) for name, p in alone.items()]
-            differences = [float((p - together[name]).abs().max()) for name, p in expected.items()]
-            found[name] = {"difference": max(differences), "rounding": max(rounding)}
+            difference = largest_difference(together, written_out(scenario))
+            found[name] = {"difference": difference, "rounding": largest_difference(together, alone)}
     write_found(found, out)
 
 

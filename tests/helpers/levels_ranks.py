@@ -3,16 +3,14 @@
 Arguments: a JSON file of cases as in `ranks`, and the file to write: what these showed, and what every rank saw.
 """
 
-import json
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_training import cases_in, from_all_ranks, meet, write_found
 from ranks import run_case
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -264,12 +262,9 @@ def refusals() -> dict[str, str]:
 
 
 def main(cases_file: str, out: str) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
     counter = MemoryCounter(torch.device("cpu"))
-    dist.init_process_group("gloo")
-    cases = json.loads(Path(cases_file).read_text(encoding="utf-8"))
-    shown = {name: run_case(case, counter) for name, case in cases.items()}
+    meet()
+    shown = {name: run_case(case, counter) for name, case in cases_in(cases_file).items()}
     own = {
         "trainings": trainings(),
         "node_mean": thresholded_mean_of_a_node(),
@@ -277,11 +272,7 @@ def main(cases_file: str, out: str) -> None:
         "order": order_beside(),
         "refusals": refusals(),
     }
-    gather_json: list[Any] = [None] * RANKS
-    dist.all_gather_object(gather_json, own)
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps({"cases": shown, "by_hand": gather_json}), encoding="utf-8")
-    dist.barrier()
+    write_found({"cases": shown, "by_hand": from_all_ranks(own)}, out)
 
 
 if __name__ == "__main__":

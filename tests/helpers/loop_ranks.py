@@ -3,7 +3,6 @@
 Arguments: a scenario, the cluster that it is to have, and the file to write.
 """
 
-import json
 import os
 import sys
 from collections import defaultdict
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from rank_training import write_found
 
 from gsreal.machine import group_threads, settle
 from gsreal.run.rank import run_on_rank
@@ -25,9 +25,7 @@ def main(scenario: str, cluster: str, out: str) -> None:
     found = {"unsettled": a_group_more()}
     settle(load_scenario(Path(scenario), [cluster], gradients_needed=False).scenario.cluster, dist.get_rank())
     found["settled"] = a_group_more()
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
+    write_found(found, out)
 
 
 def a_group_more() -> dict[str, list[Any]]:

@@ -1,13 +1,11 @@
 """What memory_and_traffic says of a rank beside what is counted on it. Argument: the file to write."""
 
 import gc
-import json
 import sys
-import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_training import from_all_ranks, meet, write_found
 from torch import nn
 
 from gsreal.gradient_sharding import memory_and_traffic, shard_gradients
@@ -79,16 +77,10 @@ def counted(dtype, factory, push, counter):
 
 
 def main(out):
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
     counter = MemoryCounter(torch.device("cpu"))
-    dist.init_process_group("gloo")
+    meet()
     found = {name: counted(*case, counter) for name, case in CASES.items()}
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps({"ranks": every, "counter": counter.method}), encoding="utf-8")
-    dist.barrier()
+    write_found({"ranks": from_all_ranks(found), "counter": counter.method}, out)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 Arguments: the file to write, and the bytes of a tensor.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_training import meet, write_found
 
 from gsreal.gradient_sharding.point_to_point import all_gather_v, reduce_scatter_v
 from gsreal.run.rank import run_on_rank
@@ -23,12 +22,8 @@ PAUSE_S = 0.4
 
 
 def main(out: str, size: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {kind: took_s(call) for kind, call in calls(int(size) // 4).items()}
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
+    meet()
+    write_found({kind: took_s(call) for kind, call in calls(int(size) // 4).items()}, out)
 
 
 def calls(elements: int) -> dict[str, Callable[[], object]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_training import CPU, scenarios_in, trained, write_found
+from rank_training import CPU, from_all_ranks, largest_difference, scenarios_in, trained, write_found
 from torch import Tensor
 
 from gsreal.measure import Timeline
@@ -32,11 +32,8 @@ def main(cases_file: str, out: str) -> None:
         together = trained(scenario, rank, steps=STEPS)
         expected = (streamed if scenario.policies.in_fragments else written_out)(scenario)
         replica = rank // scenario.policies.replica_size
-        own = max(float((p - together[key]).abs().max()) for key, p in expected[replica].items())
-        other = expected[(replica + 1) % len(expected)]
-        apart = max(float((p - together[key]).abs().max()) for key, p in other.items())
-        every: list[tuple[float, float]] = [(0.0, 0.0)] * scenario.ranks
-        dist.all_gather_object(every, (own, apart))
+        own = largest_difference(together, expected[replica])
+        every = from_all_ranks((own, largest_difference(together, expected[(replica + 1) % len(expected)])))
         found[name] = {"differences": [each for each, _ in every], "apart": [each for _, each in every]}
     write_found(found, out)
 

@@ -132,11 +132,11 @@ def _collectives(scenario: Scenario, result: Result) -> Iterator[str]:
     yield from (_compressed_bytes if scenario.policies.compressor else _gradient_bytes)(scenario, result)
 
 
-def carried(result: Result, kind: str) -> dict[tuple[int, ...], int]:
-    """Return the bytes of all collectives of a kind, by their group."""
+def carried(result: Result, *kinds: str) -> dict[tuple[int, ...], int]:
+    """Return the bytes of all collectives of some kinds, by their group."""
     found: dict[tuple[int, ...], int] = defaultdict(int)
     for entry in result.collectives:
-        if entry.kind == kind:
+        if entry.kind in kinds:
             found[entry.group] += entry.bytes * entry.count
     return found
 
@@ -394,9 +394,7 @@ def _flop(layer: Layer, phases: tuple[str, ...], samples: int, length: int) -> f
 
 
 def model_flop(scenario: Scenario, samples: int) -> float:
-    """Return the FLOP of a step on `samples` samples; where weight gradients are divided by layers, of its forward
-    alone.
-    """
+    """Return the FLOP of a step on `samples` samples; of its forward alone if layers divide weight gradients."""
     length = scenario.workload.sequence_length or 1
     phases = ("forward",) if scenario.policies.partition == "weight-gradient" else ("forward", "backward")
     return sum(layer.repeats * _flop(layer, phases, samples, length) for layer in scenario.workload.model.layers)

@@ -4,15 +4,14 @@ A parameter's gradient is whatever it is multiplied by in the loss, so that all 
 (accumulate, threshold, weigh, divide) is written down densely here, without shards, messages or scratch.
 """
 
-import json
 import math
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_training import cases_in, from_all_ranks, meet, write_found
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding import shard_gradients
@@ -191,15 +190,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(cases_file: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    cases = json.loads(Path(cases_file).read_text(encoding="utf-8"))
-    found = {name: run_case(case) for name, case in cases.items()}
-    gather_json: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gather_json, found)
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(gather_json), encoding="utf-8")
-    dist.barrier()
+    meet()
+    write_found(from_all_ranks({name: run_case(case) for name, case in cases_in(cases_file).items()}), out)
 
 
 if __name__ == "__main__":

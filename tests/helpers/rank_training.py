@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,44 @@ from gssim.scenario import Scenario, load_scenario
 CPU = torch.device("cpu")
 
 
-def scenarios_in(cases_file: str) -> Iterator[tuple[str, Scenario]]:
-    """Meet the other ranks; yield the name and the scenario of each case."""
+def meet() -> None:
+    """Meet the other ranks, each of which computes on one thread."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for name, case in json.loads(Path(cases_file).read_text(encoding="utf-8")).items():
-        yield name, load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
 
 
-def write_found(found: dict[str, Any], out: str) -> None:
+def cases_in(cases_file: str) -> dict[str, dict[str, Any]]:
+    """Return the cases in a file, by name."""
+    cases: dict[str, dict[str, Any]] = json.loads(Path(cases_file).read_text(encoding="utf-8"))
+    return cases
+
+
+def scenario_of_case(case: dict[str, Any]) -> Scenario:
+    """Return the scenario of a case."""
+    return load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+
+
+def scenarios_in(cases_file: str) -> Iterator[tuple[str, Scenario]]:
+    """Meet the other ranks; yield the name and the scenario of each case."""
+    meet()
+    for name, case in cases_in(cases_file).items():
+        yield name, scenario_of_case(case)
+
+
+def from_all_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks, in their order."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return the largest difference of an element between parameters of the same names."""
+    return max(float((one[name] - value).abs().max()) for name, value in other.items())
+
+
+def write_found(found: Any, out: str) -> None:
     """Write what the first rank found, and wait for all ranks."""
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")

@@ -8,17 +8,16 @@ what is sent varies.
 """
 
 import gc
-import json
 import statistics
 import sys
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_training import cases_in, from_all_ranks, largest_difference, meet, write_found
 from torch.distributed.tensor import DTensor
 
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, collectives_of
@@ -42,18 +41,13 @@ SETTLED_READINGS, MOST_READINGS, READING_S = 10, 200, 0.003
 
 
 def main(cases_file: str, out: str) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
     counter = MemoryCounter(torch.device("cpu"))
-    dist.init_process_group("gloo")
-    cases = json.loads(Path(cases_file).read_text(encoding="utf-8"))
+    meet()
     found = {}
-    for name, case in cases.items():
+    for name, case in cases_in(cases_file).items():
         with torch.backends.mkldnn.flags(enabled=case.get("onednn", True)):
             found[name] = run_case(case, counter)
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
+    write_found(found, out)
 
 
 def settled_bytes(counter: MemoryCounter) -> int:
@@ -101,8 +95,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         return counter.peak_of(lambda: synchronized_step(training, *feed.at(step), rank), [])[0]
 
     peaks = [peak_of(step) for step in range(STEPS)][2:]  # the first steps make what later ones find
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, losses)
+    parts = from_all_ranks(losses)
     if training.periods is not None:  # ranks' parameters are equal after a synchronization
         peak_of = peak_of_period
         peak_of(STEPS)
@@ -123,16 +116,13 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         if case.get("plant"):
             dist.all_reduce(torch.ones(7))
     training.finish()
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, recorder.seen)
-    all_peaks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_peaks, (min(peaks), statistics.median_low(peaks)))
+    seen = from_all_ranks(recorder.seen)
+    all_peaks = from_all_ranks((min(peaks), statistics.median_low(peaks)))
     # float sums differ between ranks by the order of addition alone
-    same = [None] * dist.get_world_size()
     replicated, shards = parameters, 1
     if training.periods is not None and training.periods.in_fragments:  # ranks' own parameters are mixed with these
         replicated, shards = dict(enumerate(training.periods.outer_parameters)), scenario.policies.replica_size
-    dist.all_gather_object(same, {name: float(p.double().sum()) for name, p in replicated.items()})
+    sums = from_all_ranks({name: float(p.double().sum()) for name, p in replicated.items()})
     difference, size, ratio = against_single_device(scenario, parameters) if rank == 0 else (0.0, 0.0, 0.0)
     return {
         "losses": [sum(each) for each in zip(*parts, strict=True)],
@@ -141,7 +131,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         "difference": difference,
         "largest_parameter": size,
         "difference_ratio": ratio,
-        "replicas_equal": all(each == same[place % shards] for place, each in enumerate(same)),
+        "replicas_equal": all(each == sums[place % shards] for place, each in enumerate(sums)),
         "collectives": [list(entry.key) for entry in collectives_of(seen)],
         "payloads": [entry.payload_bytes for entry in collectives_of(seen)],
         "peaks": [least for least, _ in all_peaks],
@@ -162,7 +152,7 @@ def against_single_device(scenario: Any, parameters: dict[str, torch.Tensor]) ->
     before, reference, _ = references[single.scenario_id]
     assert set(reference) == set(parameters)
     parameters = {name: p.to(reference[name].dtype) for name, p in parameters.items()}  # FSDP2 holds the master copy
-    difference = max(float((parameters[name] - p).abs().max()) for name, p in reference.items())
+    difference = largest_difference(parameters, reference)
     away = sum(float((parameters[name] - p).double().square().sum()) for name, p in reference.items())
     trained = sum(float((p - before[name]).double().square().sum()) for name, p in reference.items())
     return difference, max(float(p.abs().max()) for p in reference.values()), (away / trained) ** 0.5

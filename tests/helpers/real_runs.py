@@ -212,5 +212,10 @@ def assert_losses_of_one_device(found: dict[str, dict[str, Any]]) -> None:
 def assert_predicted_collectives(cases: Cases, found: dict[str, dict[str, Any]]) -> None:
     """Raise AssertionError where the process group saw other collectives than those predicted for a case."""
     for name, case in cases.items():
-        entries = json.loads(json.dumps([list(entry.key) for entry in predicted(case).collectives]))
-        assert sorted(entries, key=str) == sorted(found[name]["collectives"], key=str), name
+        assert_collectives(case, found[name])
+
+
+def assert_collectives(case: dict[str, Any], seen: dict[str, Any]) -> None:
+    """Raise AssertionError where the process group saw other collectives in a case than those predicted."""
+    entries = json.loads(json.dumps([list(entry.key) for entry in predicted(case).collectives]))
+    assert sorted(entries, key=str) == sorted(seen["collectives"], key=str), case["overrides"]

@@ -11,7 +11,7 @@ from strategies import device_type, loaded_of, scenario_of, star
 from gssim.errors import UserError
 from gssim.execution.cache import Shared
 from gssim.planner import PLAN, Search, full_ratio, judged
-from gssim.planner.bounds import LoweredBounds
+from gssim.planner.bounds import Bounds, LoweredBounds
 from gssim.result import Result
 from gssim.scenario import SearchSpace, check
 from gssim.scenario.search_space import SEARCHED_METHODS
@@ -55,6 +55,16 @@ class InThisProcess:
             except UserError as error:
                 self.answers[plan] = error
         return self.answers[plan]
+
+
+def assert_bounds_below_prediction(scenario, gradients=None):
+    """Raise AssertionError where a bound of a scenario's plan exceeds what is predicted; return the bound."""
+    result, bounds = simulate(loaded_of(scenario, gradients)).result, Bounds(scenario)
+    bound = bounds.closer(scenario.plan, bounds.of(scenario.plan))
+    held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
+    assert 0 < bound.time_s <= result.step_time_s
+    assert bound.full_ratio <= max(held) / scenario.cluster.type_of(0).memory_bytes
+    return bound
 
 
 def random_question(seed):

@@ -4,14 +4,13 @@ Arguments: a JSON file of what to do, and the file for what it showed.
 """
 
 import hashlib
-import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_training import cases_in, from_all_ranks, meet, scenario_of_case, write_found
 
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.measure import CollectiveRecorder, Timeline, collectives_of
@@ -22,31 +21,21 @@ from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
 from gsreal.run.report import RunRecorder
 from gsreal.run.worker import _timed_steps, build
-from gssim.scenario import Scenario, load_scenario
+from gssim.scenario import Scenario
 
 CPU = torch.device("cpu")
 
 
 def main(cases_file: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    cases = json.loads(Path(cases_file).read_text(encoding="utf-8"))
-    found = {name: {"paces": paces, "migration": migration}[case["what"]](case) for name, case in cases.items()}
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
+    meet()
+    what = {"paces": paces, "migration": migration}
+    write_found({name: what[case["what"]](case) for name, case in cases_in(cases_file).items()}, out)
 
 
 def made(case: dict[str, Any]) -> tuple[Scenario, Training, Feed]:
-    scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+    scenario = scenario_of_case(case)
     training = build(scenario, Timeline(dist.get_rank(), CPU), CPU)
     return scenario, training, Feed(scenario, dist.get_rank(), CPU)
-
-
-def gather_json(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def paces(case: dict[str, Any]) -> dict[str, Any]:
@@ -61,12 +50,12 @@ def paces(case: dict[str, Any]) -> dict[str, Any]:
         training.step(inputs, targets, weights, dist.get_rank())
     emulated = [span.label for span in spans if "emulated" in span.label]
     return {
-        "losses": [sum(each) for each in zip(*gather_json(losses), strict=True)],
+        "losses": [sum(each) for each in zip(*from_all_ranks(losses), strict=True)],
         "ends_s": ends_s,
-        "collectives": [list(entry.key) for entry in collectives_of(gather_json(recorder.seen))],
+        "collectives": [list(entry.key) for entry in collectives_of(from_all_ranks(recorder.seen))],
         "load": os.getloadavg()[0],
-        "divisions": gather_json([[each.first_step, each.samples, each.shard_shares] for each in divisions]),
-        "emulated": [len(each) for each in gather_json(emulated)],
+        "divisions": from_all_ranks([[each.first_step, each.samples, each.shard_shares] for each in divisions]),
+        "emulated": [len(each) for each in from_all_ranks(emulated)],
     }
 
 
@@ -81,18 +70,18 @@ def migration(case: dict[str, Any]) -> dict[str, Any]:
         training.step(inputs, targets, weights, dist.get_rank())
         if step % 2 and step // 2 < len(case["shares"]):
             before = held(sharding)
-            sent.append(sum(gather_json(sharding.reshard(case["shares"][step // 2]))))
+            sent.append(sum(from_all_ranks(sharding.reshard(case["shares"][step // 2]))))
             same &= all(torch.equal(before[name], now) for name, now in held(sharding).items())
     whole = held(sharding)
     elements = [sum(bucket.shard.numel() for bucket in sharding.buckets)]
     return {
         "sent": sent,
         "same": same,
-        "elements": [each[0] for each in gather_json(elements)],
+        "elements": [each[0] for each in from_all_ranks(elements)],
         "parameters": {name: float(p.double().abs().sum()) for name, p in full_parameters(training.module).items()},
         "state": {name: float(value.double().abs().sum()) for name, value in whole.items()},
         "exact": digest(full_parameters(training.module)),
-        "replicas_equal": len(set(gather_json(digest(full_parameters(training.module))))) == 1,
+        "replicas_equal": len(set(from_all_ranks(digest(full_parameters(training.module))))) == 1,
     }
 
 
@@ -104,7 +93,7 @@ def held(sharding: GradientSharding) -> dict[str, torch.Tensor]:
         for name, value in sharding.optimizer.state[bucket.shard].items():
             if torch.is_tensor(value) and value.dim():
                 own[f"{bucket.index} {name}"] = value.clone()
-    every = gather_json(own)
+    every = from_all_ranks(own)
     return {name: torch.cat([each[name] for each in every]) for name in own}
 
 

@@ -11,77 +11,32 @@ from gsreal.model_files.trace import write_model
 from gssim.execution.files import write_text
 
 LENGTH = 24
-FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "gpt-tied": ("gsreal.models.gpt", ("width=48", "heads=4", "layers=3", "tied=true", "maximum_length=24")),
+FAMILIES = {
+    "gpt-tied": ("gsreal.models.gpt", "width=48 heads=4 layers=3 tied=true maximum_length=24"),
     "gpt2": (
         "hf:gpt2",
-        (
-            "n_embd=48",
-            "n_head=4",
-            "n_layer=3",
-            "n_positions=24",
-            "vocab_size=256",
-            "resid_pdrop=0.0",
-            "embd_pdrop=0.0",
-            "attn_pdrop=0.0",
-        ),
+        "n_embd=48 n_head=4 n_layer=3 n_positions=24 vocab_size=256 resid_pdrop=0.0 embd_pdrop=0.0 attn_pdrop=0.0",
     ),
     "llama": (
         "hf:llama",
-        (
-            "vocab_size=256",
-            "hidden_size=48",
-            "intermediate_size=96",
-            "num_hidden_layers=3",
-            "num_attention_heads=4",
-            "num_key_value_heads=2",
-            "max_position_embeddings=24",
-        ),
+        "vocab_size=256 hidden_size=48 intermediate_size=96 num_hidden_layers=3 num_attention_heads=4 "
+        "num_key_value_heads=2 max_position_embeddings=24",
     ),
     "mixtral": (
         "hf:mixtral",
-        (
-            "vocab_size=256",
-            "hidden_size=48",
-            "intermediate_size=96",
-            "num_hidden_layers=3",
-            "num_attention_heads=4",
-            "num_key_value_heads=2",
-            "max_position_embeddings=24",
-            "num_local_experts=4",
-            "num_experts_per_tok=2",
-        ),
+        "vocab_size=256 hidden_size=48 intermediate_size=96 num_hidden_layers=3 num_attention_heads=4 "
+        "num_key_value_heads=2 max_position_embeddings=24 num_local_experts=4 num_experts_per_tok=2",
     ),
     "bert": (
         "hf:bert",
-        (
-            "vocab_size=257",
-            "hidden_size=48",
-            "intermediate_size=96",
-            "num_hidden_layers=3",
-            "num_attention_heads=4",
-            "max_position_embeddings=24",
-            "hidden_dropout_prob=0.0",
-            "attention_probs_dropout_prob=0.0",
-        ),
+        "vocab_size=257 hidden_size=48 intermediate_size=96 num_hidden_layers=3 num_attention_heads=4 "
+        "max_position_embeddings=24 hidden_dropout_prob=0.0 attention_probs_dropout_prob=0.0",
     ),
-    "resnet": (
-        "hf:resnet",
-        ("hidden_sizes=[16,32]", "depths=[1,2]", "embedding_size=16", "layer_type=basic", "num_channels=1"),
-    ),
+    "resnet": ("hf:resnet", "hidden_sizes=[16,32] depths=[1,2] embedding_size=16 layer_type=basic num_channels=1"),
     "vit": (
         "hf:vit",
-        (
-            "hidden_size=32",
-            "intermediate_size=64",
-            "num_hidden_layers=3",
-            "num_attention_heads=4",
-            "image_size=8",
-            "patch_size=2",
-            "num_channels=1",
-            "hidden_dropout_prob=0.0",
-            "attention_probs_dropout_prob=0.0",
-        ),
+        "hidden_size=32 intermediate_size=64 num_hidden_layers=3 num_attention_heads=4 image_size=8 "
+        "patch_size=2 num_channels=1 hidden_dropout_prob=0.0 attention_probs_dropout_prob=0.0",
     ),
 }
 """What to trace, and its arguments."""
@@ -133,13 +88,12 @@ def model_file(folder: Path, family: str) -> Path:
     image = family in ("resnet", "vit")
     request = Request(
         model=model,
-        arguments=arguments,
+        arguments=tuple(arguments.split()),
         name=f"small-{family}",
         vocabulary=None if image else VOCABULARY + (family == "bert"),
         maximum_sequence_length=LENGTH,
         image="1x8x8" if image else None,
         classes=10 if image else None,
-        auto_class=None,
         sequence_length=None if image else LENGTH,
         task="masked-token" if family == "bert" else "next-token",
     )

@@ -6,7 +6,7 @@ Arguments: a JSON file of cases {name: {"scenario": FILE, "overrides": [...]}} a
 import sys
 
 import torch.distributed as dist
-from rank_training import scenarios_in, trained, write_found
+from rank_training import from_all_ranks, largest_difference, scenarios_in, trained, write_found
 
 from gsreal.methods.apply import full_parameters
 from gsreal.run.rank import run_on_rank
@@ -29,10 +29,7 @@ def main(cases_file: str, out: str) -> None:
             trainer.train(step)
         module = trainer.modules[rank] if isinstance(trainer, Apart) else trainer.module
         together = full_parameters(module)
-        difference = max(float((value - real[key]).abs().max()) for key, value in together.items())
-        moved = max(float((value - start[key]).abs().max()) for key, value in together.items())
-        every: list[tuple[float, float]] = [(0.0, 0.0)] * scenario.ranks
-        dist.all_gather_object(every, (difference, moved))
+        every = from_all_ranks((largest_difference(real, together), largest_difference(start, together)))
         found[name] = {"differences": [each for each, _ in every], "moved": min(each for _, each in every)}
     write_found(found, out)
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from point_checks import assert_same_as_unfolded
 from strategies import loaded_of, scenario_of, star
 
 from gssim.errors import UserError
@@ -169,9 +170,7 @@ def test_each_part_of_a_sequence_owns_a_shard_of_its_own(shards):
 )
 def test_equal_ranks_are_simulated_once_with_the_same_result(plan):
     loaded = loaded_of(scenario(plan | {"cp": 2}, 4))
-    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
-    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
-    assert set(folded.collectives) == set(unfolded.collectives)
+    assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
 
 
 @pytest.mark.parametrize(("exchange", "kind"), [("all-to-all", "all-to-all"), ("ring", "all-to-all-v")])
@@ -275,9 +274,7 @@ def test_a_ring_overlaps_its_shifts_with_its_blocks():
 def test_equal_ranks_of_rings_are_simulated_once_with_the_same_result(split):
     plan = RING | {"method": "zero3", "cp": 2, "context_split": split, "recompute": "full"}
     loaded = loaded_of(scenario(plan, 4))
-    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
-    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
-    assert set(folded.collectives) == set(unfolded.collectives)
+    assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
 
 
 def test_images_have_no_sequences():

@@ -5,10 +5,11 @@ from math import ceil, prod
 from pathlib import Path
 
 import pytest
+from point_checks import assert_same_as_unfolded, carried
+from searching import assert_bounds_below_prediction
 from strategies import loaded_of, scenario_of, star
 
 from gssim.errors import UserError
-from gssim.planner.bounds import Bounds
 from gssim.scenario import load_model
 from gssim.simulation import simulate
 from gssim.workload import Model, unrolled
@@ -41,12 +42,8 @@ def padded_bytes(shape: tuple[int, ...], shards: int) -> int:
     return ceil(shape[0] / shards) * shards * size * VALUE_BYTES
 
 
-def carried(plan: dict, kind: str, ranks: int = 4, **workload) -> dict[tuple[int, ...], int]:
-    found: dict[tuple[int, ...], int] = {}
-    for entry in simulate(loaded_of(scenario(plan, ranks, **workload))).result.collectives:
-        if entry.kind == kind:
-            found[entry.group] = found.get(entry.group, 0) + entry.bytes * entry.count
-    return found
+def carried_by(plan: dict, kind: str, ranks: int = 4, **workload) -> dict[tuple[int, ...], int]:
+    return carried(simulate(loaded_of(scenario(plan, ranks, **workload))).result, kind)
 
 
 @pytest.mark.parametrize("method", ["zero2", "zero3"])
@@ -56,7 +53,7 @@ def carried(plan: dict, kind: str, ranks: int = 4, **workload) -> dict[tuple[int
 )
 def test_gradients_are_reduced_over_those_that_hold_them(method, model, ranks, ep):
     """Dense ones over all ranks; those of a rank's experts, a part of the whole, over the ranks that hold the same."""
-    found = carried({"method": method, "ep": ep}, "reduce-scatter", ranks, model=model)
+    found = carried_by({"method": method, "ep": ep}, "reduce-scatter", ranks, model=model)
     dense = sum(padded_bytes(shape, ranks) for shape in shapes(experts=False, model=model))
     own = [(shape[0] // ep, *shape[1:]) for shape in shapes(experts=True, model=model)]
     replicas = ranks // ep
@@ -70,7 +67,7 @@ def test_each_expert_is_cut_where_more_ranks_hold_it_than_a_rank_has():
     """Else one of them had all, and what is exchanged were padded to as many experts as there are ranks."""
     experts = shapes(experts=True)[0][0]
     ranks = 4 * experts
-    found = carried({"method": "zero3", "ep": experts}, "reduce-scatter", ranks, global_batch_size=ranks)
+    found = carried_by({"method": "zero3", "ep": experts}, "reduce-scatter", ranks, global_batch_size=ranks)
     own = sum(prod(shape[1:]) for shape in shapes(experts=True)) * VALUE_BYTES
     assert {size for group, size in found.items() if len(group) == 4} == {own}
 
@@ -89,7 +86,7 @@ def test_state_of_experts_is_divided_and_of_the_rest_sharded():
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 2), pytest.param(4, 4, marks=pytest.mark.slow), (8, 2)])
 def test_updated_parameters_come_from_those_that_hold_them(ranks, ep):
     """ZeRO-1: dense tensors are broadcast among all ranks, those of experts among the ranks that hold the same ones."""
-    found = carried({"method": "zero1", "ep": ep}, "broadcast", ranks)
+    found = carried_by({"method": "zero1", "ep": ep}, "broadcast", ranks)
     assert found.pop(tuple(range(ranks))) == sum(prod(shape) * VALUE_BYTES for shape in shapes(experts=False))
     of_experts = sum(prod(shape) * VALUE_BYTES for shape in shapes(experts=True)) // ep
     groups = [tuple(range(first, ranks, ep)) for first in range(ep)] if ranks > ep else []
@@ -105,7 +102,7 @@ def test_one_buffer_of_gradients_holds_dense_ones_and_a_second_those_of_experts(
     of_experts = sum(prod(shape) for shape in shapes(experts=True)) // ep
     dense = sum(prod(shape) for shape in shapes(experts=False))
     for kind in ("reduce-scatter", "all-gather"):
-        found = carried(plan, kind, ranks)
+        found = carried_by(plan, kind, ranks)
         assert found.pop(tuple(range(ranks))) == pytest.approx(dense * VALUE_BYTES, abs=8 * ranks)
         groups = {tuple(range(first, ranks, ep)) for first in range(ep)} if ranks > ep else set()
         assert set(found) == groups
@@ -123,10 +120,10 @@ def test_experts_are_divided_among_all_ranks_that_hold_the_same_part_in_a_row(cp
     """
     ranks = cp * dp
     plan = {"method": "zero2", "cp": cp, "ep": ep}
-    sent, whole = (carried(each, "all-to-all-v", ranks) for each in (plan, {"method": "zero2", "ep": ep}))
+    sent, whole = (carried_by(each, "all-to-all-v", ranks) for each in (plan, {"method": "zero2", "ep": ep}))
     rows = 4 * sum(each.layer.block for each in unrolled(MIXTURE)) * 32 * 24 * 2 * 96 * VALUE_BYTES
     assert sent == whole == {tuple(range(first, first + ep)): rows * ep // ranks for first in range(0, ranks, ep)}
-    scattered = carried(plan, "reduce-scatter", ranks)
+    scattered = carried_by(plan, "reduce-scatter", ranks)
     assert scattered.pop(tuple(range(ranks))) == sum(padded_bytes(shape, ranks) for shape in shapes(experts=False))
     assert set(scattered) == ({tuple(range(first, ranks, ep)) for first in range(ep)} if ep < ranks else set())
 
@@ -200,8 +197,7 @@ PLANS = [
 def test_ranks_with_as_many_rows_are_not_equal_beside_others_with_fewer(ranks, plan, load):
     """Rows that twelve experts do not divide evenly are one more on some of the ranks, which each meets elsewhere."""
     loaded = loaded_of(scenario(plan, ranks, global_batch_size=48, sequence_length=32, expert_load=load))
-    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
-    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
 
 
 @pytest.mark.parametrize(
@@ -214,14 +210,7 @@ def test_ranks_with_as_many_rows_are_not_equal_beside_others_with_fewer(ranks, p
 )
 def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
     loaded = loaded_of(scenario(plan | {"ep": ep}, ranks=4 * plan.get("pp", 1), expert_load={"skew": 0.7}))
-    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
-    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
-    assert set(folded.collectives) == set(unfolded.collectives)
-    peaks = [
-        {rank: entry.peak_allocated_bytes for entry in result.ranks for rank in entry.ranks}
-        for result in (folded, unfolded)
-    ]
-    assert peaks[0] == peaks[1]
+    assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
 
 
 @pytest.mark.parametrize("ep", [2, 4])
@@ -256,11 +245,7 @@ def test_a_stage_whose_experts_one_rank_has_alone_gathers_its_dense_parameters_b
 )
 def test_bounds_of_the_search_are_below_what_is_predicted(method, ep, pp, load):
     asked = scenario({"method": method, "ep": ep, "pp": pp, "micro_batches": pp}, expert_load=load)
-    result, bounds = simulate(loaded_of(asked)).result, Bounds(asked)
-    bound = bounds.closer(asked.plan, bounds.of(asked.plan))
-    held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
-    assert 0 < bound.time_s <= result.step_time_s
-    assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+    bound = assert_bounds_below_prediction(asked)
     assert bound.full_ratio > 0 or pp > 1  # of sharded stages nothing is known
 
 
@@ -271,11 +256,7 @@ def test_bounds_of_the_search_are_below_what_is_predicted(method, ep, pp, load):
 def test_bounds_are_below_what_is_predicted_on_parts_of_sequences(method, pp, exchange):
     plan = {"method": method, "ep": 2, "cp": 2, "pp": pp, "micro_batches": pp, "context_exchange": exchange}
     asked = scenario(plan, 4 * pp, expert_load={"skew": 1.0})
-    result, bounds = simulate(loaded_of(asked)).result, Bounds(asked)
-    bound = bounds.closer(asked.plan, bounds.of(asked.plan))
-    held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
-    assert 0 < bound.time_s <= result.step_time_s
-    assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+    assert_bounds_below_prediction(asked)
 
 
 def test_experts_that_nobody_divides_cost_as_without_the_key():

@@ -9,6 +9,7 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from point_checks import assert_same_as_unfolded
 from strategies import clusters, device_type, loaded_of, machine_of, scenario_of, star
 
 from gssim.errors import UserError
@@ -427,13 +428,8 @@ def test_sharded_stages_are_folded_and_change_nothing(plan, schedule):
         global_batch_size=24,
         sequence_length=8,
     )
-    folded, full = simulate(loaded_of(scenario)).result, simulate(loaded_of(scenario), unfolded=True).result
-    assert folded.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
-    assert folded.collectives == full.collectives
-    peaks = [
-        {rank: each.peak_allocated_bytes for each in result.ranks for rank in each.ranks} for result in (folded, full)
-    ]
-    assert peaks[0] == peaks[1]
+    loaded = loaded_of(scenario)
+    assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
     assert len(machine_of(scenario, steps=1)[0].classes) < 8
 
 
@@ -464,15 +460,8 @@ def test_replicas_that_are_alike_are_simulated_once_and_change_nothing(slow, sch
         global_batch_size=24,
         sequence_length=8,
     )
-    folded, full = simulate(loaded_of(scenario)).result, simulate(loaded_of(scenario), unfolded=True).result
-    assert folded.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
-    assert folded.collectives == full.collectives
-    outcomes = [{rank: each for each in result.ranks for rank in each.ranks} for result in (folded, full)]
-    for rank in range(6):
-        ours, theirs = outcomes[0][rank], outcomes[1][rank]
-        assert ours.peak_allocated_bytes == theirs.peak_allocated_bytes
-        assert ours.phases_s == pytest.approx(theirs.phases_s, rel=1e-9)
-        assert ours.bytes_sent == pytest.approx(theirs.bytes_sent, rel=1e-9)
+    loaded = loaded_of(scenario)
+    assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
     machine, _ = machine_of(scenario, steps=1)
     if slow is None:
         assert len(machine.classes) == (2 if batch == "even" else 4)

@@ -4,6 +4,8 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from point_checks import assert_same_as_unfolded
+from searching import assert_bounds_below_prediction
 from strategies import exponential_statistics, exponential_tensor, loaded_of, scenario_of, star
 
 from gssim.errors import UserError
@@ -133,14 +135,7 @@ PLANS = [
 def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
     ranks = 4 * plan.get("pp", 1)
     loaded = loaded_of(scenario(plan | {"ep": ep}, ranks, expert_load={"skew": 0.7}), statistics(4e-3, 5e-4))
-    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
-    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
-    assert set(folded.collectives) == set(unfolded.collectives)
-    peaks = [
-        {rank: entry.peak_allocated_bytes for entry in result.ranks for rank in entry.ranks}
-        for result in (folded, unfolded)
-    ]
-    assert peaks[0] == peaks[1]
+    assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
 
 
 @pytest.mark.parametrize("ep", [2, 4])
@@ -170,11 +165,7 @@ def test_what_a_step_sends_is_that_of_its_program(ep):
 )
 def test_bounds_of_the_search_are_below_what_is_predicted(plan, ep, load):
     asked = scenario(plan | {"ep": ep}, 4 * plan.get("pp", 1), expert_load=load)
-    result, bounds = simulate(loaded_of(asked, statistics(1e-3))).result, Bounds(asked)
-    bound = bounds.closer(asked.plan, bounds.of(asked.plan))
-    held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
-    assert 0 < bound.time_s <= result.step_time_s
-    assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+    bound = assert_bounds_below_prediction(asked, statistics(1e-3))
     assert bound.full_ratio > 0 or "pp" in plan  # of stages with divided experts nothing is known
 
 

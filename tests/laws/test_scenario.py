@@ -20,7 +20,7 @@ from gssim.cluster import Curve, LayerProfile
 from gssim.cluster.measured import Profile
 from gssim.errors import UserError
 from gssim.scenario import layer_profile, load_scenario, read_toml, single_device, value_bytes
-from gssim.scenario.device_rates import sample_costs, takes_tokens
+from gssim.scenario.device_rates import sample_costs
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 UNEQUAL = {"types": {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 2.5e8})}}
@@ -162,7 +162,6 @@ def test_one_device_is_the_reference_of_every_method():
     scenario = scenario_of(star(2), {"method": "gs", "push": {"threshold": 0.0}})
     reference = single_device(scenario)
     assert (reference.ranks, reference.batch_sizes, reference.plan.push.threshold) == (1, (8,), None)
-    assert takes_tokens(reference.workload.model)
     assert [value_bytes(replace(scenario.workload, precision=p)) for p in ("fp32", "fp64")] == [4, 8]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from point_checks import assert_same_as_unfolded
 from strategies import MODEL_TOML, device_type, loaded_of, machine_of, scenario_of, star
 
 from gssim.cluster import Curve, LayerProfile
@@ -409,14 +410,8 @@ def test_parts_of_unequal_size_may_cut_their_backward_where_they_like():
 def test_replicas_that_are_alike_are_simulated_once_with_the_same_result(method, batch):
     axis = "dp_replicate" if method == "ddp" else "dp_shard"
     scenario = sliced_scenario({"method": method, axis: 4, "tp": 2, "shares": {"batch": batch}}, 8)
-    folded, unfolded = (simulate(loaded_of(scenario), unfolded=whole).result for whole in (False, True))
-    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
-    assert set(folded.collectives) == set(unfolded.collectives)
-    peaks = [
-        {rank: entry.peak_allocated_bytes for entry in result.ranks for rank in entry.ranks}
-        for result in (folded, unfolded)
-    ]
-    assert peaks[0] == peaks[1]
+    loaded = loaded_of(scenario)
+    assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
     if method == "ddp" and len(set(batch)) == 1:
         assert len(machine_of(scenario)[0].classes) == 1, "slices are alike too"
 

@@ -6,10 +6,11 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from point_checks import assert_same_as_unfolded, carried
+from searching import assert_bounds_below_prediction
 from strategies import loaded_of, scenario_of, star
 
 from gssim.errors import UserError
-from gssim.planner.bounds import Bounds
 from gssim.scenario import load_model
 from gssim.simulation import simulate
 from gssim.workload import Model, unrolled
@@ -40,14 +41,6 @@ def scenario(plan: dict, ranks: int = 4, **workload):
 
 def result_of(plan: dict, ranks: int = 4, **workload):
     return simulate(loaded_of(scenario(plan, ranks, **workload))).result
-
-
-def carried(result, kind: str) -> dict[tuple[int, ...], int]:
-    found: dict[tuple[int, ...], int] = {}
-    for entry in result.collectives:
-        if entry.kind == kind:
-            found[entry.group] = found.get(entry.group, 0) + entry.bytes * entry.count
-    return found
 
 
 def elements_of(model, named: str) -> int:
@@ -131,14 +124,7 @@ def test_ranks_that_are_alike_are_predicted_once_and_as_if_each_were_apart(metho
     plan = {"method": method, "ep": 4, "pp": pp, "cp": cp, "micro_batches": pp}
     plan |= {"embedding_parallel": True, "loss_parallel": True}
     loaded = loaded_of(scenario(plan, 8 * pp, expert_load=load, clip_norm=1.0))
-    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
-    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
-    assert set(folded.collectives) == set(unfolded.collectives)
-    peaks = [
-        {rank: each.peak_allocated_bytes for each in result.ranks for rank in each.ranks}
-        for result in (folded, unfolded)
-    ]
-    assert peaks[0] == pytest.approx(peaks[1])
+    assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
 
 
 def test_a_rank_holds_its_experts_and_its_part_of_what_is_between_cut_blocks():
@@ -205,9 +191,5 @@ def test_tensor_ranks_that_do_not_divide_the_heads_are_refused():
 @pytest.mark.parametrize(("method", "load"), [("ddp", SKEWED), ("zero3", "balanced")], ids=str)
 def test_bounds_of_the_search_are_below_what_is_predicted(method, load):
     asked = scenario({"method": method, "ep": 4}, 8, expert_load=load)
-    result, bounds = simulate(loaded_of(asked)).result, Bounds(asked)
-    bound = bounds.closer(asked.plan, bounds.of(asked.plan))
-    held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
-    assert 0 < bound.time_s <= result.step_time_s
-    assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+    bound = assert_bounds_below_prediction(asked)
     assert bound.full_ratio > 0

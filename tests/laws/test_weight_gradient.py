@@ -15,6 +15,7 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from searching import assert_bounds_below_prediction
 from strategies import device_type, loaded_of, scenario_of, star, tiny_model, with_plan
 
 from gssim import cost
@@ -413,11 +414,7 @@ def test_owners_of_flat_units_hold_what_is_frozen_whole():
 @pytest.mark.parametrize("frozen", [["h.0", "h.1"], ["h.1", "h.2"]])
 def test_bounds_of_the_search_are_below_what_is_predicted_with_frozen_layers(method, frozen):
     asked = with_frozen(frozen, ranks=2, plan={"method": method})
-    result, bounds = simulate(loaded_of(asked)).result, Bounds(asked)
-    bound = bounds.closer(asked.plan, bounds.of(asked.plan))
-    held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
-    assert 0 < bound.time_s <= result.step_time_s
-    assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+    assert_bounds_below_prediction(asked)
 
 
 def test_stages_with_frozen_layers_send_the_gradients_of_their_inputs_all_the_same():

@@ -125,11 +125,11 @@ def test_zero2_shards_parameters_at_rest_and_pads_rows_to_the_ranks():
     root, *blocks = units(Lowering(scenario, None, 0, range(scenario.ranks)))
     assert [unit.name for unit in (root, *blocks)] == ["root", "h.0", "h.1"]
     # 16 rows over 3 ranks are 6, 6, 4; 4 rows are 2, 2, 0
-    assert root.shard_elements == (24, 24)
-    assert root.padded_bytes == 4 * 3 * 48
-    assert [root.own_elements(rank) for rank in range(3)] == [(24, 24), (24, 24), (16, 16)]
-    assert blocks[0].padded_bytes == 4 * 3 * (8 + 2)
-    assert [blocks[0].own_elements(rank) for rank in range(3)] == [(8, 2), (8, 2), (0, 0)]
+    assert root.tensors.shard_elements == (24, 24)
+    assert root.tensors.padded_bytes == 4 * 3 * 48
+    assert [root.tensors.own_elements(rank) for rank in range(3)] == [(24, 24), (24, 24), (16, 16)]
+    assert blocks[0].tensors.padded_bytes == 4 * 3 * (8 + 2)
+    assert [blocks[0].tensors.own_elements(rank) for rank in range(3)] == [(8, 2), (8, 2), (0, 0)]
     _, program = machine_of(scenario)
     shard = 4 * (48 + 2 * 10)
     by_rank = [program.persistent[role] for role in program.role_of]

@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from megatron_rows import MEGATRON_ROW, run_of_row
+from point_checks import carried
+from published_rows import MEGATRON_ROW, fields, run_of_row
 
 import gssim
 from analysis.literature.runs import Run
@@ -14,16 +15,10 @@ from gsreal.run.launch import check_predicted_only
 from gssim.program import Lowering
 from gssim.workload import Polynomial
 
-ROW = MEGATRON_ROW | {
-    "family": "moe",
-    "test_case": "gpt3_tp2_8experts",
-    "expert-model-parallel-size": "2",
-    "num-experts": "8",
-    "moe-router-topk": "2",
-    "moe-ffn-hidden-size": "512",
-    "sequence-parallel": "True",
-    "disable-bias-linear": "True",
-}
+ROW = MEGATRON_ROW | fields(
+    "family=moe | test_case=gpt3_tp2_8experts | expert-model-parallel-size=2 | num-experts=8 | "
+    "moe-router-topk=2 | moe-ffn-hidden-size=512 | sequence-parallel=True | disable-bias-linear=True"
+)
 
 
 def run_of(folder: Path, **change: str) -> Run:
@@ -33,13 +28,9 @@ def run_of(folder: Path, **change: str) -> Run:
     return run_of_row(folder, row)
 
 
-def carried(run: Run, *kinds: str) -> dict[tuple[int, ...], int]:
+def carried_by(run: Run, *kinds: str) -> dict[tuple[int, ...], int]:
     """Return the bytes of collectives of these kinds in a step, by their group."""
-    found: dict[tuple[int, ...], int] = {}
-    for entry in gssim.simulate(scenario_of(run)).collectives:
-        if entry.kind in kinds:
-            found[entry.group] = found.get(entry.group, 0) + entry.bytes * entry.count
-    return found
+    return carried(gssim.simulate(scenario_of(run)), *kinds)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +46,10 @@ def carried(run: Run, *kinds: str) -> dict[tuple[int, ...], int]:
 def test_ranks_that_divide_experts_and_those_that_hold_the_same(tmp_path, change, experts_together, same_experts):
     """As Megatron-LM numbers ranks: those that divide an expert vary fastest, then experts, then replicas."""
     run = run_of(tmp_path, **change, test_case="a2a")
-    exchanged = carried(run, "all-to-all-v", "all-to-all")
+    exchanged = carried_by(run, "all-to-all-v", "all-to-all")
     assert min(exchanged) == experts_together
     assert sorted(rank for group in exchanged for rank in group) == list(range(8))
-    reduced = {group for group in carried(run, "all-reduce") if len(group) == 2 and group[1] - group[0] > 1}
+    reduced = {group for group in carried_by(run, "all-reduce") if len(group) == 2 and group[1] - group[0] > 1}
     assert min(reduced, default=None) == same_experts
 
 
@@ -70,7 +61,7 @@ def test_bytes_of_a_dispatch_are_those_of_megatrons_dispatchers(tmp_path, dispat
     There are four exchanges of a block in a step: rows and results, and the gradients of both.
     """
     run = run_of(tmp_path, expert_tensor_parallel_size=etp, test_case=dispatcher)
-    exchanged = carried(run, "all-to-all-v", "all-to-all")
+    exchanged = carried_by(run, "all-to-all-v", "all-to-all")
     tokens = run.micro_batches * run.micro_batch * 128 // run.tp
     whole = tokens * 256 * 2 * (2 if dispatcher == "a2a" else run.ep)
     assert exchanged[min(exchanged)] == pytest.approx(4 * 4 * run.ep * whole, rel=1e-6)

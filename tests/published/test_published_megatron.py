@@ -4,22 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from megatron_rows import MEGATRON_ROW, run_of_row
+from published_rows import MEGATRON_ROW, fields, run_of_row
 
 from analysis.literature.runs import Run
 from analysis.literature.scenarios import predict, tables_of
 from gssim.workload import Polynomial
 
-ROW = MEGATRON_ROW | {
-    "family": "gpt",
-    "test_case": "gpt_small",
-    "iter_time_min_s": "0.099",
-    "global-batch-size": "64",
-    "pipeline-model-parallel-size": "1",
-    "context-parallel-size": "",
-    "transformer-impl": "transformer_engine",
-    "attention-backend": "",
-}
+ROW = MEGATRON_ROW | fields(
+    "family=gpt | test_case=gpt_small | iter_time_min_s=0.099 | global-batch-size=64 | "
+    "pipeline-model-parallel-size=1 | context-parallel-size= | transformer-impl=transformer_engine | "
+    "attention-backend="
+)
 OVERHEAD_S = 33e-6
 """Of an operation, on the H100 of the tests."""
 

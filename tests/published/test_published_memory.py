@@ -215,10 +215,8 @@ def traced(factory: str, *, width: int, heads: int) -> Model:
         vocabulary=64,
         maximum_sequence_length=64,
         task="next-token",
-        image=None,
         classes=0,
         auto_class="",
-        sequence_length=None,
         precision="bf16",
     )
     with whole_layers_alone():
@@ -283,10 +281,8 @@ def test_a_precision_that_nobody_has_is_not_traced_in():
         vocabulary=64,
         maximum_sequence_length=64,
         task="next-token",
-        image=None,
         classes=0,
         auto_class="",
-        sequence_length=None,
         precision="fp8",
     )
     with pytest.raises(UserError, match="--precision fp8: allowed: fp32, bf16, fp16, fp64"):

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from published_rows import fields
 
 import gssim as api
 from analysis.cli import main
@@ -260,26 +261,11 @@ def test_a_loss_in_place_holds_one_tensor_of_logits_in_float():
 
 # Tables --------------------------------------------------------------------------------------------------------------
 
-ROW = {
-    "id": "a",
-    "source": "here",
-    "gpu": "A100-SXM-80GB",
-    "n_gpus": "2",
-    "model": "GPT-tiny",
-    "layers": "4",
-    "hidden": "512",
-    "heads": "8",
-    "vocab": "1024",
-    "seq": "256",
-    "micro_batch": "2",
-    "global_batch": "32",
-    "dp": "2",
-    "tp": "1",
-    "pp": "1",
-    "precision": "fp16",
-    "recompute": "full",
-    "iter_time_s": "0.05",
-}
+ROW = fields(
+    "id=a | source=here | gpu=A100-SXM-80GB | n_gpus=2 | model=GPT-tiny | layers=4 | hidden=512 | heads=8 | "
+    "vocab=1024 | seq=256 | micro_batch=2 | global_batch=32 | dp=2 | tp=1 | pp=1 | precision=fp16 | "
+    "recompute=full | iter_time_s=0.05"
+)
 
 
 def table(path: Path, *changes: dict[str, str]) -> Path:
@@ -371,32 +357,14 @@ EMITTED = {
     "pipeline, extrapolated": {"id": "p", "n_gpus": "8", "tp": "2", "pp": "2", "micro_batch": "1"},
     "pipeline, whole": {"id": "q", "n_gpus": "4", "pp": "2", "micro_batch": "8"},
     "interleaved": {"id": "i", "n_gpus": "4", "pp": "2", "vpp": "2", "micro_batch": "1"},
-    "float gradients": {
-        "id": "t",
-        "source": "torchtitan_h100",
-        "gpu": "H100-SXM-80GB",
-        "n_gpus": "4",
-        "model": "Llama-tiny",
-        "ffn": "1024",
-        "pp": "2",
-        "micro_batch": "1",
-        "precision": "bf16",
-        "mem_gib": "1.5",
-        "mem_kind": "max_reserved",
-        "sharding": "FSDP",
-    },
-    "context parallel": {
-        "id": "cp",
-        "source": "torchtitan_h100",
-        "gpu": "H100-SXM-80GB",
-        "n_gpus": "4",
-        "model": "Llama-tiny",
-        "ffn": "1024",
-        "cp": "2",
-        "micro_batch": "16",
-        "precision": "bf16",
-        "recompute": "selective",
-    },
+    "float gradients": fields(
+        "id=t | source=torchtitan_h100 | gpu=H100-SXM-80GB | n_gpus=4 | model=Llama-tiny | ffn=1024 | pp=2 | "
+        "micro_batch=1 | precision=bf16 | mem_gib=1.5 | mem_kind=max_reserved | sharding=FSDP"
+    ),
+    "context parallel": fields(
+        "id=cp | source=torchtitan_h100 | gpu=H100-SXM-80GB | n_gpus=4 | model=Llama-tiny | ffn=1024 | cp=2 | "
+        "micro_batch=16 | precision=bf16 | recompute=selective"
+    ),
     "TF32": {"id": "f", "precision": "tf32"},
 }
 

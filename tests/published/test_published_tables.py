@@ -8,7 +8,7 @@ import pytest
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megatron_rows import MEGATRON_ROW
+from published_rows import MEGATRON_ROW, fields
 
 from analysis.literature import scenarios as outcomes_module
 from analysis.literature.kernels import read_kernels
@@ -29,130 +29,45 @@ from gssim.errors import UserError
 from gssim.workload import Polynomial
 
 ROWS: dict[str, dict[str, str]] = {
-    "many": {
-        "id": "a",
-        "source": "here",
-        "system": "",
-        "gpu": "A100-SXM-80GB",
-        "n_gpus": "2",
-        "gpus_per_node": "8",
-        "model": "GPT-tiny",
-        "layers": "4",
-        "hidden": "512",
-        "heads": "8",
-        "kv_heads": "",
-        "ffn": "",
-        "vocab": "1024",
-        "seq": "128",
-        "micro_batch": "2",
-        "global_batch": "16",
-        "ga": "",
-        "dp": "2",
-        "tp": "1",
-        "pp": "1",
-        "vpp": "",
-        "cp": "",
-        "ep": "",
-        "sharding": "none (DDP)",
-        "precision": "fp16",
-        "recompute": "full",
-        "compile": "",
-        "extras": "",
-        "iter_time_s": "0.05",
-        "mem_gib": "3",
-        "mem_kind": "nvidia-smi",
-        "note": "",
-    },
-    "vtrain": {
-        "# GPUs": "8",
-        "global batch": "16",
-        "micro batch": "2",
-        "hidden size": "512",
-        "attention heads": "8",
-        "# layers": "4",
-        "sequence length": "128",
-        "tensor parallelism": "2",
-        "data parallelism": "2",
-        "pipeline parallelism": "2",
-        "iteration time (ms)": "20.5",
-    },
-    "sailor": {
-        "cluster": "c",
-        "model": "OPT-350",
-        "nodes": "2",
-        "pp": "2",
-        "dp": "1",
-        "layers_per_stage": "12/14",
-        "stages": "GH-96x4:tp4 ; GH-96x4:tp4",
-        "mbs": "1",
-        "gbs": "4",
-        "measured_iter_s": "0.6",
-        "measured_max_mem_bytes": "9e9",
-    },
+    "many": fields(
+        "id=a | source=here | system= | gpu=A100-SXM-80GB | n_gpus=2 | gpus_per_node=8 | model=GPT-tiny | "
+        "layers=4 | hidden=512 | heads=8 | kv_heads= | ffn= | vocab=1024 | seq=128 | micro_batch=2 | "
+        "global_batch=16 | ga= | dp=2 | tp=1 | pp=1 | vpp= | cp= | ep= | sharding=none (DDP) | "
+        "precision=fp16 | recompute=full | compile= | extras= | iter_time_s=0.05 | mem_gib=3 | "
+        "mem_kind=nvidia-smi | note="
+    ),
+    "vtrain": fields(
+        "# GPUs=8 | global batch=16 | micro batch=2 | hidden size=512 | attention heads=8 | # layers=4 | "
+        "sequence length=128 | tensor parallelism=2 | data parallelism=2 | pipeline parallelism=2 | "
+        "iteration time (ms)=20.5"
+    ),
+    "sailor": fields(
+        "cluster=c | model=OPT-350 | nodes=2 | pp=2 | dp=1 | layers_per_stage=12/14 | "
+        "stages=GH-96x4:tp4 ; GH-96x4:tp4 | mbs=1 | gbs=4 | measured_iter_s=0.6 | measured_max_mem_bytes=9e9"
+    ),
     "megatron": MEGATRON_ROW
-    | {
-        "family": "gpt",
-        "test_case": "gpt_small",
-        "pipeline-model-parallel-size": "2",
-        "context-parallel-size": "",
-        "sequence-parallel": "True",
-        "use-distributed-optimizer": "True",
-        "attention-backend": "unfused",
-    },
-    "amp": {
-        "experiment": "homogeneous",
-        "partition": "[0, 15, 30]",
-        "micro_batch": "2",
-        "tp": "1",
-        "dp": "8",
-        "pp": "2",
-        "measured_iter_s": "1.4",
-    },
-    "diloco": {
-        "run": "localsgd-h8",
-        "algorithm": "localsgd",
-        "H": "8",
-        "world_size": "4",
-        "gpu": "L40S, one per host",
-        "bandwidth": "1g",
-        "n_params": "30846720",
-        "micro_batch": "4",
-        "seq": "512",
-        "outer_step_ms_median": "1527",
-        "sync_ms_median": "1500",
-        "compute_ms_median": "25",
-    },
-    "simumax": {
-        "case": "llama3_8b_tp2_pp1_dp4_l2_mbc2_cef",
-        "gpu": "B200-SXM",
-        "n_gpus": "8",
-        "model": "llama3_8b",
-        "layers": "2",
-        "tp": "2",
-        "pp": "1",
-        "dp": "4",
-        "ep": "1",
-        "cp": "1",
-        "seq": "1024",
-        "micro_batch": "1",
-        "micro_batches": "2",
-        "iter_time_ms": "50",
-        "peak_allocated_gib_max": "12",
-    },
-    "foundry": {
-        "Model": "125m",
-        "SeqLen (T)": "256",
-        "# GPUs": "8",
-        "GPU": "h100_80gb",
-        "MicroBatchSize": "2",
-        "GlobalBatchSize": "32",
-        "Throughput (T/s)": "1000000",
-        "Precision": "amp_bf16",
-        "Sharding Strategy": "FULL_SHARD",
-        "Activation Checkpointing": "False",
-        "Activation CPUOffload": "False",
-        "NumParams": "",
-    },
+    | fields(
+        "family=gpt | test_case=gpt_small | pipeline-model-parallel-size=2 | context-parallel-size= | "
+        "sequence-parallel=True | use-distributed-optimizer=True | attention-backend=unfused"
+    ),
+    "amp": fields(
+        "experiment=homogeneous | partition=[0, 15, 30] | micro_batch=2 | tp=1 | dp=8 | pp=2 | measured_iter_s=1.4"
+    ),
+    "diloco": fields(
+        "run=localsgd-h8 | algorithm=localsgd | H=8 | world_size=4 | gpu=L40S, one per host | bandwidth=1g | "
+        "n_params=30846720 | micro_batch=4 | seq=512 | outer_step_ms_median=1527 | sync_ms_median=1500 | "
+        "compute_ms_median=25"
+    ),
+    "simumax": fields(
+        "case=llama3_8b_tp2_pp1_dp4_l2_mbc2_cef | gpu=B200-SXM | n_gpus=8 | model=llama3_8b | layers=2 | "
+        "tp=2 | pp=1 | dp=4 | ep=1 | cp=1 | seq=1024 | micro_batch=1 | micro_batches=2 | iter_time_ms=50 | "
+        "peak_allocated_gib_max=12"
+    ),
+    "foundry": fields(
+        "Model=125m | SeqLen (T)=256 | # GPUs=8 | GPU=h100_80gb | MicroBatchSize=2 | GlobalBatchSize=32 | "
+        "Throughput (T/s)=1000000 | Precision=amp_bf16 | Sharding Strategy=FULL_SHARD | "
+        "Activation Checkpointing=False | Activation CPUOffload=False | NumParams="
+    ),
 }
 ODD = [
     "",
@@ -367,16 +282,9 @@ def test_a_gpu_that_is_not_known_among_others_is_skipped(tmp_path):
 
 
 def test_fsdp_over_a_pipeline_keeps_what_a_sharded_optimizer_does(tmp_path):
-    change = {
-        "model": "llama3-tiny",
-        "source": "torchtitan",
-        "sharding": "FSDP",
-        "n_gpus": "8",
-        "dp": "2",
-        "pp": "4",
-        "layers": "8",
-        "micro_batch": "8",
-    }
+    change = fields(
+        "model=llama3-tiny | source=torchtitan | sharding=FSDP | n_gpus=8 | dp=2 | pp=4 | layers=8 | micro_batch=8"
+    )
     run = run_of(tmp_path, **change)
     assert (run.method, run.micro_batch, run.micro_batches) == ("zero1", 2, 4)
     assert run.software.float_gradients

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
-from data_files import HEADERS, WORDS, glue_folder, glue_rows, word_tokeniser, workload_for
+from data_files import HEADERS, WORDS, glue_folder, glue_rows, refused, word_tokeniser, workload_for
 from numpy.random import default_rng
 
 from gsreal.data import sources as data
@@ -114,13 +114,6 @@ def test_rows_of_qqp_that_are_cut_are_left_out_and_of_others_refused(tmp_path):
     with (folder / "train.tsv").open("a") as file:
         file.write("11\twhat is\n")
     assert "train.tsv: line 12 has 2 columns, 4 are needed" in refused(workload_of(folder, "RTE"))
-
-
-def refused(workload):
-    with pytest.raises(UserError, match=r"^made: workload\.data") as caught:
-        data.check_data(workload, where="made")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_faults_of_files_are_said_in_one_line(tmp_path):

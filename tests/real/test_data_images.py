@@ -11,12 +11,11 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytest.importorskip("PIL", reason="Pillow is not installed: pip install 'gssim[data]'")
 
 import torch
-from data_files import CLASSES, image_tree, workload_for
+from data_files import CLASSES, image_tree, refused, workload_for
 from PIL import Image
 
 from gsreal.data import sources as data
 from gsreal.data.images import centre, random_part
-from gssim.errors import UserError
 
 RGB = {"kind": "image", "shape": (3, 16, 12), "classes": 3}
 GRAY = {"kind": "image", "shape": (1, 16, 16), "classes": 3}
@@ -163,13 +162,6 @@ def test_memory_for_decoded_images_is_bounded_and_changes_nothing(tree, augment)
         assert torch.equal(batches[0], batches[1])
         assert torch.equal(batches[0], batches[2])
     assert [len(source._kept) for source in sources] == [0, 3, 18]
-
-
-def refused(workload):
-    with pytest.raises(UserError, match=r"^made: workload\.data") as caught:
-        data.check_data(workload, where="made")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_faults_of_folders_are_said_in_one_line(tree, tmp_path):

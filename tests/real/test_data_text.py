@@ -8,12 +8,11 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
-from data_files import WORDS, text_folder, word_tokeniser, workload_for
+from data_files import WORDS, refused, text_folder, word_tokeniser, workload_for
 
 from gsreal.data import sources as data
 from gsreal.data import text
 from gsreal.data.text import Windows, tokeniser
-from gssim.errors import UserError
 from gssim.workload import TextFolder
 
 GPT = {"kind": "tokens", "vocabulary": 256, "maximum_sequence_length": 128}
@@ -97,13 +96,6 @@ def test_every_start_is_as_likely_as_any_other():
     counts = np.bincount(starts)
     assert len(counts) == 10  # windows of 5 tokens in 14
     assert np.abs(counts - 1000).max() < 150  # five standard deviations
-
-
-def refused(workload):
-    with pytest.raises(UserError, match=r"^made: workload\.data") as caught:
-        data.check_data(workload, where="made")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_faults_are_said_in_one_line(tmp_path, corpus):

@@ -1,13 +1,12 @@
 """Exchanges by point-to-point messages or by the backend's collectives: what each moves, holds and takes."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_runs import predicted, quick, run_cases, run_module, scenario_file, selected
+from real_runs import assert_collectives, predicted, quick, run_cases, run_module, scenario_file, selected
 from real_runs import star as star_toml
 from strategies import communication_time_s, loaded_of, scenario_of, star
 
@@ -216,8 +215,7 @@ def test_training_equals_that_of_one_device_whatever_carries_it(shown: Shown, na
 @pytest.mark.parametrize("name", NAMES, ids=str)
 def test_the_predicted_collectives_are_seen(shown: Shown, name: tuple[int, str]) -> None:
     case, found = shown[name]
-    expected = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
-    assert json.loads(json.dumps(expected)) == sorted(found["collectives"], key=str)
+    assert_collectives(case, found)
 
 
 @pytest.mark.real

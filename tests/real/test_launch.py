@@ -139,10 +139,8 @@ def files(tmp_path_factory):
             vocabulary=256,
             maximum_sequence_length=32,
             task="next-token",
-            image=None,
             classes=10,
             auto_class="",
-            sequence_length=None,
         )
     )
     shutil.copy(file, folder / "model.toml")

@@ -1,10 +1,9 @@
 """Real: micro-batches, with gradients that leave in each or only in the last, on real ranks."""
 
-import json
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, run_once, scenario_file, slow_where, star, tolerance_of
+from real_runs import assert_collectives, predicted, run_once, scenario_file, slow_where, star, tolerance_of
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -87,8 +86,7 @@ def test_accumulated_training_equals_that_of_one_device_on_the_whole_batch(world
 @each_case
 def test_gradients_leave_when_the_plan_says(world: tuple[dict, dict], name: str) -> None:
     cases, found = world
-    entries = sorted([list(entry.key) for entry in predicted(cases[name]).collectives], key=str)
-    assert json.loads(json.dumps(entries)) == sorted(found[name]["collectives"], key=str)
+    assert_collectives(cases[name], found[name])
 
 
 @each_case

@@ -1,10 +1,9 @@
 """Real: low-rank adapters train as on one device, with the predicted collectives and peaks, on two to four ranks."""
 
-import json
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, predicted_peaks, run_cases, scenario_file, star, tolerance_of
+from real_runs import assert_predicted_collectives, predicted_peaks, run_cases, scenario_file, star, tolerance_of
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
@@ -45,9 +44,6 @@ def traced(model: str) -> Path:
         name=f"adapters-{model}",
         vocabulary=256,
         maximum_sequence_length=24,
-        image=None,
-        classes=None,
-        auto_class=None,
         sequence_length=24,
         adapters=("query-value", "all-linear", *(["down_proj"] if model == "llama" else [])),
     )
@@ -119,9 +115,7 @@ def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict
 
 
 def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    for name, each in world[0].items():
-        entries = sorted([list(entry.key) for entry in predicted(each).collectives], key=str)
-        assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+    assert_predicted_collectives(*world)
 
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:

@@ -5,12 +5,11 @@ parts in a thousand, as bf16 has 8 bits of mantissa and fp16 11. They run with t
 a workspace in 16 bits, which no profile under autocast records.
 """
 
-import json
 from itertools import product
 from pathlib import Path
 
 import pytest
-from real_runs import planted, predicted, predicted_peaks, run_cases, scenario_file, star
+from real_runs import assert_predicted_collectives, planted, predicted_peaks, run_cases, scenario_file, star
 from test_real_adapters import MODELS, STAGED
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
@@ -46,9 +45,6 @@ def traced(model: str) -> Path:
         name=f"autocast-{model}",
         vocabulary=256,
         maximum_sequence_length=24,
-        image=None,
-        classes=None,
-        auto_class=None,
         sequence_length=24,
         autocast=("bf16", "fp16"),
     )
@@ -160,9 +156,7 @@ def test_owners_get_the_gradients_that_replicas_average(world: tuple[dict, dict]
 
 
 def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    for name, each in world[0].items():
-        entries = sorted([list(entry.key) for entry in predicted(each).collectives], key=str)
-        assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+    assert_predicted_collectives(*world)
 
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:

@@ -1,9 +1,7 @@
 """Real: compiled blocks train as plain torch does, with the predicted collectives and exactly the predicted peaks."""
 
-import json
-
 import pytest
-from real_runs import predicted, predicted_peaks, run_cases, scenario_file, selected, star
+from real_runs import assert_collectives, predicted_peaks, run_cases, scenario_file, selected, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
@@ -49,10 +47,6 @@ def traced(kind: str) -> str:
         name=f"compiled-{kind.replace('+', '-')}",
         vocabulary=vocabulary,
         maximum_sequence_length=64,
-        image=None,
-        classes=None,
-        auto_class=None,
-        sequence_length=None,
         task=task,
         compiled=True,
         recompute=recompute or "none",
@@ -86,6 +80,5 @@ def test_compiled_blocks_train_as_plain_torch_does_with_the_predicted_collective
     assert seen["largest_parameter"] > 0.05
     assert seen["difference"] <= 1e-5 * seen["largest_parameter"]  # the reference is not compiled
     assert seen["replicas_equal"]
-    entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
-    assert json.loads(json.dumps(entries)) == sorted(seen["collectives"], key=str)
+    assert_collectives(case, seen)
     assert predicted_peaks(case) == pytest.approx(seen["peaks"], rel=0.002)

@@ -39,10 +39,8 @@ def llama() -> list[str]:
         vocabulary=256,
         maximum_sequence_length=64,
         task="next-token",
-        image=None,
         classes=0,
         auto_class="AutoModelForCausalLM",
-        sequence_length=None,
     )
     return [f"workload.model={Path(kept(request))}"]
 

@@ -49,9 +49,6 @@ def traced(kind: str) -> Path:
         name=f"decoder-{kind}",
         vocabulary=256,
         maximum_sequence_length=64,
-        image=None,
-        classes=None,
-        auto_class=None,
         sequence_length=24,
     )
     return kept(request)

@@ -106,9 +106,6 @@ def model_of(kind: str) -> Path:
         name=f"expert-adapters-{kind}",
         vocabulary=256,
         maximum_sequence_length=24,
-        image=None,
-        classes=None,
-        auto_class=None,
         sequence_length=24,
         adapters=("query-value", "all-linear"),
     )

@@ -1,11 +1,10 @@
 """Real: models with frozen layers train as on one device, with predicted collectives and peaks, checkpointed or not."""
 
-import json
 from itertools import product
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, predicted_peaks, run_cases, scenario_file, star, tolerance_of
+from real_runs import assert_predicted_collectives, predicted_peaks, run_cases, scenario_file, star, tolerance_of
 from test_real_adapters import STAGED
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
@@ -170,9 +169,7 @@ def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict
 
 
 def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    for name, each in world[0].items():
-        entries = sorted([list(entry.key) for entry in predicted(each).collectives], key=str)
-        assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+    assert_predicted_collectives(*world)
 
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:

@@ -1,13 +1,11 @@
 """Real: Muon for the matrices of blocks and AdamW for the rest train as on one device, as both worlds say."""
 
-import json
-
 import pytest
 from real_runs import (
     HELPERS,
     SCENARIOS,
     Cases,
-    predicted,
+    assert_collectives,
     predicted_peaks,
     run_once,
     scenario_file,
@@ -91,8 +89,7 @@ def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[Case
 def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(
     world: tuple[Cases, Cases], name: str
 ) -> None:
-    entries = [list(entry.key) for entry in predicted(world[0][name]).collectives]
-    assert json.loads(json.dumps(sorted(entries, key=str))) == sorted(world[1][name]["collectives"], key=str)
+    assert_collectives(world[0][name], world[1][name])
 
 
 @each_case

@@ -3,11 +3,10 @@
 A CPU is its own host: what is offloaded stays where it is, and all else runs as FSDP2 runs it.
 """
 
-import json
 from typing import Any
 
 import pytest
-from real_runs import predicted, predicted_peaks, quick, run_cases, scenario_file, selected, star
+from real_runs import assert_collectives, predicted_peaks, quick, run_cases, scenario_file, selected, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -39,8 +38,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def check(name: str, case: dict[str, Any], found: dict[str, Any]) -> None:
-    entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
-    assert json.loads(json.dumps(entries)) == sorted(found["collectives"], key=str)
+    assert_collectives(case, found)
     narrow = name.endswith("bf16")
     assert predicted_peaks(case) == pytest.approx(found["peaks"], rel=0.015 if narrow else 0.001)
     assert found["replicas_equal"]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from real_runs import (
     HELPERS,
+    assert_collectives,
     planted,
     predicted,
     predicted_peaks,
@@ -277,8 +278,7 @@ def test_parameters_of_all_stages_after_five_steps_equal_those_of_one_device(wor
 @each_case
 def test_the_predicted_messages_are_the_ones_that_the_process_group_saw(world, name):
     cases, found = world
-    entries = sorted([list(entry.key) for entry in predicted(cases[name]).collectives], key=str)
-    assert json.loads(json.dumps(entries)) == sorted(found[name]["collectives"], key=str)
+    assert_collectives(cases[name], found[name])
 
 
 # of convolutions over eight by eight pixels, 38 KB of the kernels' own memory are not predicted on one device either

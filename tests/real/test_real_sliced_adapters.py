@@ -55,9 +55,6 @@ def model_of(kind: str) -> Path:
         name=f"sliced-adapters-{kind}",
         vocabulary=256,
         maximum_sequence_length=64,
-        image=None,
-        classes=None,
-        auto_class=None,
         sequence_length=24,
         adapters=("query-value", "all-linear") if kind == "llama" else ("all-linear",),
     )

@@ -51,7 +51,6 @@ def tiny(kind: str) -> Path:
         vocabulary=256,
         maximum_sequence_length=64,
         task="next-token",
-        image=None,
         classes=0,
         auto_class="AutoModelForCausalLM",
         sequence_length=24,

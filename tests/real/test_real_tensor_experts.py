@@ -81,9 +81,6 @@ def small(name: str) -> Path:
         vocabulary=256,
         maximum_sequence_length=24,
         task="next-token",
-        image=None,
-        classes=None,
-        auto_class=None,
         sequence_length=24,
     )
     return kept(request)

@@ -1,10 +1,9 @@
 """Real: a vocabulary that tensor-parallel ranks divide (embedding, head and loss): collectives, peaks, and training."""
 
-import json
 from typing import Any
 
 import pytest
-from real_runs import HELPERS, predicted, predicted_peaks, quick, run_cases, scenario_file, selected, star
+from real_runs import HELPERS, assert_collectives, predicted_peaks, quick, run_cases, scenario_file, selected, star
 from test_real_tensor import tiny
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
@@ -74,8 +73,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def check(name: str, case: dict[str, Any], found: dict[str, Any]) -> None:
-    entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
-    assert json.loads(json.dumps(entries)) == sorted(found["collectives"], key=str)
+    assert_collectives(case, found)
     narrow = name.endswith("bf16")
     assert found["replicas_equal"]
     assert found["difference"] / found["largest_parameter"] <= (2**-6 if narrow else 1e-5)

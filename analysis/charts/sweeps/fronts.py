@@ -9,12 +9,20 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from analysis.charts.drawing import BYTE_UNITS, STYLE, TIME_UNITS, Chart, label_width_in, place_labels, unit_for
+from analysis.charts.drawing import (
+    BYTE_UNITS,
+    STYLE,
+    TIME_UNITS,
+    Chart,
+    add_axes,
+    label_width_in,
+    place_labels,
+    unit_for,
+)
 from analysis.charts.sweeps.panels import (
     CONTROL,
     Look,
     Size,
-    add_axes,
     density_words,
     looks_of,
     points_only,
@@ -154,7 +162,6 @@ def _panel(axes: Axes, rows: Sequence[Row], layout: Layout, looks: dict[Place, L
     axes.set_xlabel(f"step time ({time_unit})")
     axes.set_ylabel(f"{price.label} ({unit})")
     axes.grid(color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def _steps(points: Sequence[tuple[float, float]], axes: Axes) -> tuple[list[float], list[float]]:

@@ -9,8 +9,18 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from analysis.charts.drawing import BYTE_UNITS, LABEL_POINTS, STYLE, Chart, draw_bar, label_width_in, plain, unit_for
-from analysis.charts.sweeps.panels import Size, add_axes, listed, sheet, subset_note
+from analysis.charts.drawing import (
+    BYTE_UNITS,
+    LABEL_POINTS,
+    STYLE,
+    Chart,
+    add_axes,
+    draw_bar,
+    label_width_in,
+    plain,
+    unit_for,
+)
+from analysis.charts.sweeps.panels import Size, listed, sheet, subset_note
 from analysis.sweep_tables import (
     FITS,
     THRESHOLD,
@@ -179,7 +189,6 @@ def _panel(axes: Axes, bars: Sequence[tuple[str, Row]], shown: Sequence[str]) ->
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.set_xlabel(f"memory ({unit})")
     axes.grid(axis="x", color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def _near(bars: Sequence[tuple[str, Row]]) -> list[float]:

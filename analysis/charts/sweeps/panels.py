@@ -148,13 +148,6 @@ def subset_note(drawn: int, there: int, things: str = "settings") -> str:
     return f" {drawn:,} of {there:,} {things}, spread over the sweep." if drawn < there else ""
 
 
-def add_axes(figure: Figure, box: tuple[float, float, float, float]) -> Axes:
-    """Return axes in a box given in inches."""
-    width_in, height_in = figure.get_size_inches()
-    left, bottom, wide, high = box
-    return figure.add_axes((left / width_in, bottom / height_in, wide / width_in, high / height_in))
-
-
 def _write(figure: Figure, text: str, y_in: float, **look: Any) -> None:
     width_in, height_in = figure.get_size_inches()
     figure.text(EDGE_IN / width_in, y_in / height_in, plain(text), va="center", **look)

@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart
-from analysis.charts.sweeps.panels import Look, Size, add_axes, density_words, log_axis, looks_of, sheet, subset_note
+from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart, add_axes
+from analysis.charts.sweeps.panels import Look, Size, density_words, log_axis, looks_of, sheet, subset_note
 from analysis.sweep_tables import (
     THRESHOLD,
     Layout,
@@ -160,7 +160,6 @@ def _ranks_axis(axes: Axes, sizes: Sequence[int], *, labelled: bool) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if labelled else ""))
     axes.tick_params(axis="x", labelsize=LABEL_POINTS - 0.5)
     axes.grid(color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def _legend(

@@ -10,12 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from analysis.charts.drawing import LABEL_POINTS, STYLE, TIME_UNITS, Chart, unit_for
+from analysis.charts.drawing import LABEL_POINTS, STYLE, TIME_UNITS, Chart, add_axes, unit_for
 from analysis.charts.sweeps.panels import (
     CONTROL,
     Look,
     Size,
-    add_axes,
     density_words,
     looks_of,
     points_only,
@@ -123,7 +122,6 @@ def _times(axes: Axes, rows: list[Row], layout: Layout, looks: dict[Place, Look]
     axes.set_ylabel(f"step time ({unit})")
     _threshold_axis(axes, rows, ends, labelled=False)
     axes.grid(color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def _densities(
@@ -146,7 +144,6 @@ def _densities(
     _threshold_axis(axes, rows, ends, labelled=True)
     axes.set_xlabel("threshold on |gradient|")
     axes.grid(color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 ENDS_OF_BANDS = {

@@ -10,8 +10,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart, label_width_in, plain, wrapped
-from analysis.charts.sweeps.panels import Size, add_axes, sheet, subset_note, threshold_words
+from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart, add_axes, label_width_in, plain, wrapped
+from analysis.charts.sweeps.panels import Size, sheet, subset_note, threshold_words
 from analysis.study.findings import percentage
 from analysis.sweep_tables import (
     BANDWIDTH,

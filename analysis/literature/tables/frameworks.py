@@ -251,9 +251,7 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
 DEFERRED_OUTPUTS = 2
 """`wgrad-deferral-limit` of the tests with `defer-embedding-wgrad-compute` (Megatron-LM, model_config.yaml)."""
 STEADY_RATIO = 0.8
-"""Least ratio of the shortest step to the median one; steps of a test that has its machine for itself differ by a
-tenth.
-"""
+"""Least ratio of the shortest step to the median one; steps of a test alone on its machine differ by a tenth."""
 
 
 def _refuse(record: Mapping[str, str]) -> None:

@@ -17,23 +17,3 @@ from gssim.cluster.topology.kinds import (
     size_of,
 )
 from gssim.cluster.topology.wiring import Wiring, wiring_of_links
-
-__all__ = [
-    "CUBE_MESH_DEVICES",
-    "FullyConnected",
-    "LeafSpine",
-    "LinkType",
-    "Ring",
-    "ServerGroup",
-    "Servers",
-    "Sites",
-    "Switch",
-    "Topology",
-    "Torus",
-    "Wiring",
-    "build",
-    "check_size",
-    "size_of",
-    "structure_of",
-    "wiring_of_links",
-]

@@ -93,9 +93,7 @@ def wiring_of_links(names: Sequence[str], links: Iterable[Connection]) -> Wiring
 
 
 def wired(names: tuple[str, ...], parts: Sequence[Links]) -> Wiring:
-    """Return the wiring of links in both directions: for each part, all links in one direction, then all in the
-    other.
-    """
+    """Return the wiring of links in both directions: for each part, all links one way, then the other."""
 
     def joined(arrays: list[Any], dtype: type) -> Any:
         return np.concatenate([np.empty(0, dtype), *arrays])

@@ -194,7 +194,5 @@ def pipelined_ring(members: Members, communication: Communication) -> tuple[Stag
 
 
 def in_switch(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """All-reduce inside the switch (NVLink SHARP): devices send their tensors up, then each its part of the sum
-    to all.
-    """
+    """All-reduce inside the switch (NVLink SHARP): tensors go up, then each sends its part of the sum to all."""
     return (Stage(ring_hops(members, 1), (1 + 1 / members.count) * communication.size_bytes, steps=2),)

@@ -3,5 +3,3 @@
 from gssim.collectives.nccl.fit import fit
 from gssim.collectives.nccl.packing import ring_packing
 from gssim.collectives.nccl.times import Group, times, ways
-
-__all__ = ["Group", "fit", "ring_packing", "times", "ways"]

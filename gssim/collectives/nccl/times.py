@@ -179,7 +179,7 @@ def _way(tuning: NcclTuning, kind: Kind, group: Group, algorithm: Algorithm, pro
     hops_s = _hops_s(kind, group, algorithm, protocol) * (tuning.simple_hop_ratio if protocol == "simple" else 1.0)
     plateau = kind == "all-reduce" and algorithm == "ring" and protocol == "simple" and group.nodes > 1
     node_share, network_share = _shares(kind, group, algorithm)
-    node_ratio, network_ratio = _ratios(tuning, group, algorithm, protocol, node_share, network_share)
+    node_ratio, network_ratio = _ratios(tuning, group, algorithm, protocol, node_share)
     network = group.network_bytes_per_s or math.inf
     copied = algorithm == "ring" and kind in ("all-reduce", "all-gather") and tuning.copy_bytes_per_s
     return _Way(
@@ -248,12 +248,7 @@ def _shares(kind: Kind, group: Group, algorithm: Algorithm) -> tuple[float, floa
 
 
 def _ratios(
-    tuning: NcclTuning,
-    group: Group,
-    algorithm: Algorithm,
-    protocol: Protocol,
-    node_share: float,
-    network_share: float,
+    tuning: NcclTuning, group: Group, algorithm: Algorithm, protocol: Protocol, node_share: float
 ) -> tuple[float, float]:
     """Return the achieved rate relative to the wire rate, within the node and on the network.
 

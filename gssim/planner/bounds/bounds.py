@@ -74,9 +74,7 @@ class Bounds:
         return Bound(time_s, self._objective(time_s, busy_s), full_ratio)
 
     def closer(self, plan: Plan, bound: Bound) -> Bound:
-        """Return a plan's bounds with communication and the memory of pipeline stages; `bound`: its bounds without
-        these.
-        """
+        """Return a plan's bounds with communication and the memory of pipeline stages; `bound`: those without."""
         policies = self.parts.policies(plan)
         by_rank = self._samples(plan, policies)
         bound = replace(bound, full_ratio=max(bound.full_ratio, self.memory.stages_full_ratio(plan, policies, by_rank)))

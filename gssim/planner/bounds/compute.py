@@ -15,9 +15,7 @@ from gssim.workload import Layer
 
 
 def chance_of(device: DeviceType) -> float:
-    """Return the least random factor on a device's compute time; in the lab, for compute that meets none of its
-    sleeps.
-    """
+    """Return the least random factor on a device's compute time; in the lab, of compute without its sleeps."""
     if not is_jittery(device):
         return 1.0
     return SMALLEST_JITTER * (device.lab.cpu_share_ratio if device.lab else 1.0)
@@ -98,9 +96,7 @@ class ComputeBounds:
     def passes_s(
         self, rank: int, samples: int, recompute: Recompute, part: Part, *, issued: bool = True
     ) -> tuple[float, float]:
-        """Return the forward and the backward time of a micro-batch through a part of the model; see
-        `micro_batch_s`.
-        """
+        """Return forward and backward time of a micro-batch through a part of the model; see `micro_batch_s`."""
         device = self.parts.types[rank]
 
         def found() -> tuple[float, float]:

@@ -46,9 +46,7 @@ class MemoryBounds:
         return [found[kind] for kind in kinds]
 
     def _kinds(self, plan: Plan, policies: Policies) -> list[tuple[int, float]]:
-        """Return for each rank a rank with the same part of the model, and how many elements the rank itself
-        updates.
-        """
+        """Return for each rank a rank with the same part of the model, and how many elements it updates itself."""
         alike = self.parts.alike(policies)
         if policies.pp > 1 or policies.ep > 1:  # for these, owned elements are known only for the representative rank
             owned = {rank: self._owned(plan, policies, rank) for rank in set(alike)}
@@ -56,9 +54,7 @@ class MemoryBounds:
         return [(first, self._owned(plan, policies, rank)) for rank, first in enumerate(alike)]
 
     def _room(self, plan: Plan, policies: Policies, rank: int, owned: float, ratio: float) -> int:
-        """Return the largest number of samples that fits a fraction of a rank's memory; `owned`: elements it
-        updates.
-        """
+        """Return the most samples that fit a fraction of a rank's memory; `owned`: the elements it updates."""
         part = self.parts.part(plan, policies, rank)
         memory = (policies.parameters, policies.gradients, policies.gradient_sync, part.key, owned, plan.offload)
         key = ("room", self.parts.names[rank], memory, plan.micro_batches, plan.recompute, ratio)
@@ -112,7 +108,7 @@ class MemoryBounds:
         kinds: dict[tuple[str, int, int, float], int] = {}
         for rank, samples in enumerate(sizes):
             place = policies.mesh.place(rank).pp
-            owned = self._owned_of_stage(plan, policies, self.held_stage(plan, policies, place)[0], rank)
+            owned = self._owned_of(self.held_stage(plan, policies, place)[0], plan, policies, rank)
             kinds.setdefault((self.parts.names[rank], place, samples, owned), rank)
         found = 0.0
         for (_, place, samples, owned), rank in kinds.items():
@@ -175,20 +171,6 @@ class MemoryBounds:
             return found
 
         return self.parts.once(key, held)[place]
-
-    def _owned_of_stage(self, plan: Plan, policies: Policies, part: Part, rank: int) -> float:
-        """Return the number of elements of its stage that a rank updates."""
-        if policies.optimizer_state == "replicated":
-            return part.elements
-        place, ranks = rank // policies.tp % policies.replica_ranks, policies.replica_ranks
-        if policies.gradients == "reduce-scatter":
-            ranks = policies.shards
-            return self.parts.once(("chunks", part.key, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
-        if policies.gradients == "push":
-            return self._pushed_share(plan, policies, part, rank)
-        if plan.zero1_implementation != "torch":
-            return 0.0 if self.parts.workload.optimizer == "muon" else part.elements / ranks
-        return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
 
     def output_bytes(self, plan: Plan, policies: Policies, samples: int) -> list[float]:
         """Return the bytes that each pipeline stage but the last sends forward for `samples` samples."""
@@ -350,20 +332,24 @@ class MemoryBounds:
     def _owned(self, plan: Plan, policies: Policies, rank: int) -> float:
         """Return a lower bound of the number of elements that a rank updates."""
         part = self.parts.part(plan, policies, rank)
+        is_known = policies.pp == 1 and policies.partition != "weight-gradient" and policies.ep == 1
+        if policies.optimizer_state != "replicated" and not is_known:
+            return 0.0  # experts are owned by others than the rest
+        return self._owned_of(part, plan, policies, rank)
+
+    def _owned_of(self, part: Part, plan: Plan, policies: Policies, rank: int) -> float:
+        """Return the number of elements of its part, or of its stage, that a rank updates."""
         if policies.optimizer_state == "replicated":
             return part.elements
-        if policies.pp > 1 or policies.partition == "weight-gradient" or policies.ep > 1:
-            return 0.0  # experts are owned by others than the rest
-        place = rank // policies.tp % policies.replica_ranks
-        if policies.gradients == "all-reduce":
-            ranks = policies.replica_ranks
-            if plan.zero1_implementation != "torch":
-                return 0.0 if self.parts.workload.optimizer == "muon" else part.elements / ranks
-            return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
+        place, ranks = rank // policies.tp % policies.replica_ranks, policies.replica_ranks
         if policies.gradients == "reduce-scatter":
             ranks = policies.shards
             return self.parts.once(("chunks", part.key, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
-        return self._pushed_share(plan, policies, part, rank)
+        if policies.gradients == "push":
+            return self._pushed_share(plan, policies, part, rank)
+        if plan.zero1_implementation != "torch":
+            return 0.0 if self.parts.workload.optimizer == "muon" else part.elements / ranks
+        return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
 
     def _tensor_owners(self, part: Part, ranks: int) -> list[float]:
         """Return the elements of the tensors that each rank updates, where whole tensors are assigned (ZeRO-1)."""
@@ -415,9 +401,7 @@ def _fsdp_chunks(part: Part, ranks: int) -> list[float]:
 
 
 def _phases_in_order(layers: Sequence[LayerInstance]) -> list[tuple[int, str]]:
-    """Return the phases of layers in order: all forwards; then, in reverse order, recomputation and backward of
-    each.
-    """
+    """Return the phases of layers in order: all forwards; then, in reverse order, recomputation and backward."""
     forward = [(place, "f") for place in range(len(layers))]
     return forward + [(place, phase) for place in reversed(range(len(layers))) for phase in ("r", "b")]
 

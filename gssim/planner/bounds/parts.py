@@ -161,9 +161,7 @@ class ModelParts:
         return self.once(held, lambda: Part(held, layers, wholes, 1 / policies.tp, positions=positions))
 
     def _context(self, plan: Plan, policies: Policies) -> Hashable:
-        """Return everything that layers on parts of sequences depend on; None if sequences are not divided
-        among ranks.
-        """
+        """Return everything that layers on parts of sequences depend on; None if sequences are not divided."""
         if policies.cp == 1:
             return None
         slices = policies.sequence_parallel, plan.gathered_inputs, plan.embedding_parallel, plan.loss_parallel
@@ -192,9 +190,7 @@ class ModelParts:
             raise UserError(f"the model {why}")
 
     def _check_expert_parts(self, policies: Policies) -> None:
-        """Raise UserError if ranks cannot divide experts in this way, or experts are not known on parts of
-        sequences.
-        """
+        """Raise UserError if ranks cannot divide experts so, or experts are not known on parts of sequences."""
         if policies.gradients == "reduce-scatter" and policies.shards % policies.mesh.expert_stride:
             raise UserError(f"{policies.ep} ranks cannot divide the experts among the {policies.shards} of a replica")
         if policies.pp > 1 and routes_parts(self.model, policies):

@@ -114,9 +114,7 @@ class PipelineBounds:
     def _messages_s(
         self, plan: Plan, policies: Policies, ranks: Sequence[int], samples: int
     ) -> tuple[tuple[float, float], ...]:
-        """Return lower bounds of the time of a message from each stage but the last to the next one, and of one
-        back.
-        """
+        """Return lower bounds of the time of a message from each stage but the last to the next, and of one back."""
         collectives, chance = self.traffic.collectives(plan, policies), least_chance(self.parts.with_plan(plan))
         return tuple(
             (

@@ -2,5 +2,3 @@
 
 from gssim.scenario.checks.consistency import check
 from gssim.scenario.checks.training import check_adapters
-
-__all__ = ["check", "check_adapters"]

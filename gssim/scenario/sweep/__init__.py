@@ -3,18 +3,3 @@
 from gssim.scenario.sweep.conditions import condition
 from gssim.scenario.sweep.file import Sweep, is_rate, load_sweep, values_between
 from gssim.scenario.sweep.points import SEPARATOR, Facts, Point, axis_keys, chosen, loaded_point, points_of
-
-__all__ = [
-    "SEPARATOR",
-    "Facts",
-    "Point",
-    "Sweep",
-    "axis_keys",
-    "chosen",
-    "condition",
-    "is_rate",
-    "load_sweep",
-    "loaded_point",
-    "points_of",
-    "values_between",
-]

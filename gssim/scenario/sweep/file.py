@@ -215,9 +215,7 @@ class Sweep:
     question: str = ""
     """Question that all points together answer; by default the comment on the file's first line."""
     set: dict[str, Any] = field(default_factory=dict)
-    """Overrides of the scenario's keys, for all points. Files are searched beside the sweep, then beside the
-    scenario.
-    """
+    """Overrides of keys, for all points. Files are searched beside the sweep, then beside the scenario."""
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Overrides by name of the variant. A variant may also have its own `axes` and `linked`, for example thresholds
     that other methods do not have."""

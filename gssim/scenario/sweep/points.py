@@ -221,9 +221,7 @@ def _variants(sweep: Sweep, group: Group) -> list[_Variant]:
 
 
 def _replaced(common: list[list[Place]], own: list[list[Place]], where: str) -> list[list[Place]]:
-    """Return the common axes, with axes of the same keys replaced by the variant's own, followed by its other
-    own axes.
-    """
+    """Return the common axes, with axes of the same keys replaced by the variant's own, then its other axes."""
     by_keys = {tuple(places[0]): places for places in own}
     axes = [by_keys.pop(tuple(places[0]), places) for places in common]
     axes += by_keys.values()
