@@ -368,10 +368,6 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
             f"{where}: experts are divided among the ranks that shard a replica, of which there are {ranks}; "
             "allowed: a divisor of these"
         )
-    if policies.compress:
-        raise UserError(
-            f"{where}: gradients of experts cannot be compressed yet (plan.compress, or method 'half'); leave it out"
-        )
     if replicated and plan.gradient_sync == "micro-batch":
         raise UserError(f"{where}: cannot run yet with plan.gradient_sync = 'micro-batch'; allowed today: 'step'")
     if plan.shares.replan:

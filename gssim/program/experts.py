@@ -10,19 +10,20 @@ in each dispatch and each combine (Rajbhandari et al. 2022, DeepSpeed-MoE, arXiv
 load the ranks of the fullest experts receive, process and send back the most, and the others wait for them.
 
 DistributedDataParallel reduces the gradients of all other parameters over all data ranks. Those of experts are divided
-by the number of these too, and all-reduced one by one, where they are, over the ranks that hold the same experts.
+by the number of these too, and all-reduced one by one, where they are, over the ranks that hold the same experts: in
+`workload.reduce_precision`, or in that of `plan.compress`, between casts, as buckets are.
 Megatron-LM's distributed optimizer has them in a buffer of their own, which is reduce-scattered over these ranks.
 """
 
 from collections.abc import Mapping
 
-from gssim import cost
 from gssim.collectives import Communication, Pairs
 from gssim.memory import footprint
+from gssim.program.compressed import HALF_BYTES
 from gssim.program.lowering import Lowering, once_a_run
-from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
+from gssim.program.task import PASSES, Bucket, Operation, Task, TaskId, collective_task
 from gssim.scenario import rows_by_rank
-from gssim.units import PRECISION_BYTES
+from gssim.units import PRECISION_BYTES, Precision
 from gssim.workload import LayerInstance, Reduction
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -66,22 +67,17 @@ def _exchange(low: Lowering, module: str, kind: str, size: int, samples: int) ->
     )
 
 
-def expert_gradient_tasks(low: Lowering, rank: int) -> list[tuple[tuple[int, int], float, Task | None]]:
-    """Return place in the backward, time of the division, and all-reduce of each gradient of experts.
+def expert_reductions(low: Lowering, precision: Precision) -> list[tuple[Bucket, Communication | None]]:
+    """Return each bucket of gradients of experts with its reduction; None where no other rank holds the same experts.
 
-    There is none where no other rank holds the same experts.
+    These are no buckets of DistributedDataParallel's: a rank that holds its experts alone has nothing to cast.
     """
-    tasks: list[tuple[tuple[int, int], float, Task | None]] = []
     group, *beside = low.expert_replicas
-    stream = "communication" if low.scenario.plan.overlap else "compute"
-    flat = low.has_one_gradient_buffer
-    value_bytes = PRECISION_BYTES[low.reduce_precision] if flat else low.value_bytes
-    for bucket in low.expert_buckets:
-        size = float(bucket.elements * value_bytes)
-        divide_s = cost.copy_time_s(low.device(rank), bucket.elements * low.buffer_value_bytes if flat else size)
-        task = None
-        if len(group) > 1:
-            exchange = Communication("reduce-scatter" if flat else "all-reduce", group, size, beside=tuple(beside))
-            task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream)
-        tasks.append((bucket.complete, divide_s, task))
-    return tasks
+    if len(group) == 1:
+        return [(bucket, None) for bucket in low.expert_buckets]
+    kind, value_bytes = "reduce-scatter" if low.has_one_gradient_buffer else "all-reduce", PRECISION_BYTES[precision]
+    summed = precision if value_bytes == HALF_BYTES else ""
+    return [
+        (each, Communication(kind, group, each.elements * value_bytes, beside=tuple(beside), half_precision=summed))
+        for each in low.expert_buckets
+    ]

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from strategies import loaded_of, scenario_of, star
 
+from gssim import cost
+from gssim.cluster.cluster import BackendCost
 from gssim.errors import UserError
 from gssim.planner.bounds import Bounds
 from gssim.scenario import load_model
@@ -326,14 +328,65 @@ def test_what_cannot_run_is_refused(plan, message):
     ("plan", "workload", "message"),
     [
         ({"method": "zero1"}, {"precision": "fp16", "loss_scale": 1024.0}, r"workload\.loss_scale = 1024.0 cannot"),
-        ({"method": "ddp"}, {"precision": "bf16", "reduce_precision": "fp32"}, r"workload\.reduce_precision = 'fp32'"),
-        ({"method": "zero1"}, {"precision": "bf16", "gradient_precision": "fp32"}, r"workload\.gradient_precision"),
+        ({"method": "zero2"}, {"precision": "bf16", "gradient_precision": "fp32"}, r"workload\.gradient_precision"),
     ],
     ids=str,
 )
 def test_precisions_that_experts_gradients_would_not_have_are_refused(plan, workload, message):
     with pytest.raises(UserError, match=message):
         scenario({"ep": 2} | plan, **workload)
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero1"])
+@pytest.mark.parametrize(
+    ("asked", "value_bytes"),
+    [
+        ({"precision": "bf16"}, 2),
+        ({"precision": "bf16", "reduce_precision": "fp32"}, 4),
+        ({"precision": "bf16", "reduce_precision": "fp32", "gradient_precision": "fp32"}, 4),
+        ({"reduce_precision": "fp64"}, 8),
+    ],
+    ids=str,
+)
+def test_gradients_of_experts_are_summed_in_the_precision_of_reductions(method, asked, value_bytes):
+    """Among the ranks that hold the same experts, of which each group of two has half."""
+    plan = {"method": method, "ep": 2}
+    found = carried(plan, "all-reduce", **asked)
+    for experts, groups in ((True, ((0, 2), (1, 3))), (False, ((0, 1, 2, 3),))):
+        elements = sum(prod(shape) for shape in shapes(experts=experts)) / len(groups)
+        assert {each: found[each] for each in groups} == dict.fromkeys(groups, elements * value_bytes)
+
+
+def test_casts_of_experts_gradients_take_copies_and_time_only_where_they_are_summed():
+    """Copies of two bytes more an element, beside the gradients; experts that one rank alone holds are summed by none.
+
+    Casts read one format and write the other, and a copy is divided: 2 * (2 + 4) + 2 * 4 bytes an element.
+    """
+    experts = sum(prod(shape) for shape in shapes(experts=True))
+    casts_s = {}
+    for ep in (2, 4):
+        found = simulate(
+            loaded_of(
+                scenario({"method": "ddp", "ep": ep, "overlap": False}, 4, precision="bf16", reduce_precision="fp32")
+            )
+        )
+        casts_s[ep] = found.result.phases_s["compression"]
+    device = next(iter(star(4).device_types.values()))
+    of_experts_s = cost.copy_time_s(device, (experts / 2) * (12 + 8) / 2)
+    assert casts_s[2] - casts_s[4] == pytest.approx(of_experts_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("precision", "times"), [("bf16", 3.0), ("fp16", 1.0)])
+def test_sums_of_experts_in_16_bits_have_the_costs_that_were_measured_for_them(precision, times):
+    """Else those of fp32, for each byte: of all gradients, experts' or not."""
+    costs = {"all-reduce": 1e-4, "all-reduce bf16": 3e-4}  # beside which all other exchanges are short
+    priced = replace(star(4), backend_cost=BackendCost(source="test", processor_byte_s=costs))
+    waits_s = []
+    for each in (precision, "fp32"):
+        asked = scenario({"method": "ddp", "ep": 2, "overlap": False}, reduce_precision=each)
+        found = simulate(loaded_of(replace(asked, cluster=priced))).result
+        waits_s.append(found.phases_s["exposed_communication"])
+    assert waits_s[0] == pytest.approx(times / 2 * waits_s[1], rel=0.01)
 
 
 def test_models_of_one_length_are_refused_on_parts_of_sequences():

@@ -28,6 +28,7 @@ from points import (
     SCENARIOS,
     SHARDED_REPLICAS,
     STREAMED,
+    SUMMED_EXPERTS,
     random_point,
 )
 
@@ -54,6 +55,7 @@ FURTHER = (
     *range(EXPERTS_IN_PARTS, EXPERTS_IN_PARTS + 10),
     *range(EXPERTS_OF_TENSOR_RANKS, EXPERTS_OF_TENSOR_RANKS + 10),
     *range(PUSHED_EXPERTS, PUSHED_EXPERTS + 10),
+    *range(SUMMED_EXPERTS, SUMMED_EXPERTS + 10),
 )
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
@@ -68,9 +70,10 @@ MANY = [
         EXPERTS_IN_PARTS,
         EXPERTS_OF_TENSOR_RANKS,
         PUSHED_EXPERTS,
+        SUMMED_EXPERTS,
     )
 ]
-"""Of the large one: 9,000."""
+"""Of the large one: 9,500."""
 USUAL_DEVICES, MOST_DEVICES = 8, 32
 """Of its points, four in five have at most so many devices, one in five more."""
 LONGEST_REFUSAL = 300
