@@ -70,7 +70,7 @@ class PipelineBounds:
         Each is the stage's compute and the sums over tensor slices, for which the device waits; its host does not.
         """
         if policies.tp > 1:
-            part, _ = self.memory.held_stage(plan, policies, policies.mesh.place(rank).pp)
+            part, _ = self.memory.held_stage(plan, policies, rank)
         else:
             part = self.parts.part(plan, policies, rank)
         issued_s, own_s = (
@@ -90,10 +90,10 @@ class PipelineBounds:
         # sums that run beside products may cost nothing
         if policies.tp == 1 or partly or plan.tp_overlap or plan.async_input_gradients:
             return (), ()
-        group, place = policies.mesh.group(rank, "tp"), policies.mesh.place(rank).pp
+        group = policies.mesh.group(rank, "tp")
 
         def in_phase(phase: str) -> Sums:
-            sums = self.memory.sums(plan, policies, place, phase, samples)
+            sums = self.memory.sums(plan, policies, rank, phase, samples)
             return tuple((Communication(kind, group, size), count) for (kind, size), count in sums.items())
 
         return in_phase("f"), (*in_phase("b"), *(in_phase("r") if plan.recompute != "none" else ()))
