@@ -352,7 +352,7 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
         hint = _or_among_tensor_ranks(policies) if policies.gradients == "local" else ""
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce, "
-            f"reduce-scatter or push gradients (ddp, zero1, zero2, zero3, fsdp, hsdp, gs, gs_z3){hint}"
+            f"reduce-scatter or push gradients (ddp, zero1, zero2, zero3, fsdp, hsdp, gs, gs_z3, gs_hier){hint}"
         )
     if pushes:
         _refuse_pushed_experts(plan, policies, where)
@@ -376,10 +376,6 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
 
 def _refuse_pushed_experts(plan: Plan, policies: Policies, where: str) -> None:
     """Refuse what owners of divided experts cannot be combined with yet."""
-    if policies.push_axis != "dp_shard":
-        raise UserError(
-            f"{where}: cannot run yet with method '{plan.method}'; allowed, of those that push gradients: gs, gs_z3"
-        )
     if policies.tp > 1:
         raise UserError(
             f"{where}: cannot run yet with plan.tp = {policies.tp} and method '{plan.method}'; allowed today: 1"

@@ -96,6 +96,8 @@ PUSHED_EXPERTS = 20_000
 SUMMED_EXPERTS = 21_000
 """From this seed on most points are mixtures whose replicas all-reduce gradients, often in another precision than the
 training's, those of divided experts too."""
+EXPERTS_ON_TWO_LEVELS = 22_000
+"""From this seed on most points are mixtures whose gradients are pushed on two levels, those of experts on one."""
 PERIODIC = tuple(name for name, method in REGISTRY.items() if method.sync_every_steps)
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
@@ -111,6 +113,8 @@ GPUS = ("v100-sxm2-16", "t4", "a100-sxm-40", "a100-sxm-80", "h100-sxm", "h200-sx
 
 def _further_methods(seed: int) -> tuple[str, ...]:
     """Return the methods of Gradient Sharding, and those that later seeds draw most often."""
+    if seed >= EXPERTS_ON_TWO_LEVELS:
+        return ("gs_hier",) * 180
     if seed >= SUMMED_EXPERTS:
         return ("ddp", "zero1", "half") * 60
     if seed >= PUSHED_EXPERTS:
@@ -128,9 +132,14 @@ def _further_methods(seed: int) -> tuple[str, ...]:
 
 def _dividing(seed: int) -> tuple[str, ...]:
     """Return the methods of which late seeds draw mixtures."""
-    if seed >= SUMMED_EXPERTS:
-        return (*SEQUENCES, "half")
-    return (*SEQUENCES, "gs", "gs_z3") if seed >= PUSHED_EXPERTS else SEQUENCES
+    return (*SEQUENCES, *_dividing_late(seed))
+
+
+def _dividing_late(seed: int) -> tuple[str, ...]:
+    """Return the methods whose ranks divide experts in points of late seeds alone."""
+    if seed >= EXPERTS_ON_TWO_LEVELS:
+        return ("gs_hier",)
+    return ("half",) if seed >= SUMMED_EXPERTS else ("gs", "gs_z3") if seed >= PUSHED_EXPERTS else ()
 
 
 def random_point(seed: int, *, most_devices: int = 32) -> Table:
@@ -407,8 +416,7 @@ def _axes(random: Random, seed: int, plan: Table, devices: int, model: Trained) 
     elif random.random() < 0.15:
         plan[random.choice(["dp_replicate", "dp_shard"])] = random.choice([1, 2, left])
     divisors = [n for n in range(2, model.experts + 1) if left % n == 0 and model.experts % n == 0]
-    late = ("half",) if seed >= SUMMED_EXPERTS else ("gs", "gs_z3") if seed >= PUSHED_EXPERTS else ()
-    divides = method in (*DIVIDING_EXPERTS, *late)
+    divides = method in (*DIVIDING_EXPERTS, *_dividing_late(seed))
     if divisors and random.random() < (0.8 if divides else 0.1):
         plan["ep"] = random.choice(divisors)
     return left
@@ -419,7 +427,7 @@ def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: in
     plan, workload = point["plan"], point["workload"]
     if "ep" not in plan or random.random() < 0.1:
         return
-    pushes = seed >= PUSHED_EXPERTS and plan["method"] in ("gs", "gs_z3")
+    pushes = seed >= PUSHED_EXPERTS and plan["method"] in ("gs", "gs_z3", "gs_hier")
     for key in ("shares", *([] if pushes else ["gradient_sync"]), "offload", "parameters", "gathered_inputs"):
         dropped = plan.pop(key, {})
         if key == "shares" and pushes and dropped.get("shards") not in (None, "memory", "cost"):

@@ -22,6 +22,7 @@ from points import (
     COMBINED,
     EXPERTS_IN_PARTS,
     EXPERTS_OF_TENSOR_RANKS,
+    EXPERTS_ON_TWO_LEVELS,
     LATER,
     PARTED,
     PUSHED_EXPERTS,
@@ -56,6 +57,7 @@ FURTHER = (
     *range(EXPERTS_OF_TENSOR_RANKS, EXPERTS_OF_TENSOR_RANKS + 10),
     *range(PUSHED_EXPERTS, PUSHED_EXPERTS + 10),
     *range(SUMMED_EXPERTS, SUMMED_EXPERTS + 10),
+    *range(EXPERTS_ON_TWO_LEVELS, EXPERTS_ON_TWO_LEVELS + 10),
 )
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
@@ -71,9 +73,10 @@ MANY = [
         EXPERTS_OF_TENSOR_RANKS,
         PUSHED_EXPERTS,
         SUMMED_EXPERTS,
+        EXPERTS_ON_TWO_LEVELS,
     )
 ]
-"""Of the large one: 9,500."""
+"""Of the large one: 10,000."""
 USUAL_DEVICES, MOST_DEVICES = 8, 32
 """Of its points, four in five have at most so many devices, one in five more."""
 LONGEST_REFUSAL = 300

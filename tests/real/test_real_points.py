@@ -18,6 +18,7 @@ from points import (
     COMBINED,
     EXPERTS_IN_PARTS,
     EXPERTS_OF_TENSOR_RANKS,
+    EXPERTS_ON_TWO_LEVELS,
     LATER,
     PARTED,
     PUSHED_EXPERTS,
@@ -58,9 +59,10 @@ MANY = [
         EXPERTS_OF_TENSOR_RANKS,
         PUSHED_EXPERTS,
         SUMMED_EXPERTS,
+        EXPERTS_ON_TWO_LEVELS,
     )
 ]
-"""The same in the slow test: 840 points."""
+"""The same in the slow test: 900 points."""
 EXACT = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 2**-7, "bf16": 2**-7}
 """By how much of the largest one parameters may differ from one device's, by the least exact of the precisions used."""
 PEAK, PEAK_OF_CONVOLUTIONS = 0.02, 0.04
