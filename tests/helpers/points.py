@@ -441,7 +441,7 @@ def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: in
     left_out = [
         *("gradient_precision", "frozen", "adapters", "autocast"),
         *(["clip_norm"] if cut else []),
-        *(["loss_scale"] if cut or plan["method"] == "zero1" else []),
+        *(["loss_scale"] if cut or (seed < SUMMED_EXPERTS and plan["method"] == "zero1") else []),
         *(["reduce_precision"] if seed < SUMMED_EXPERTS and (cut or not sharded) else []),
     ]
     for key in left_out:

@@ -5,7 +5,7 @@ from math import ceil, prod
 from pathlib import Path
 
 import pytest
-from strategies import loaded_of, scenario_of, star
+from strategies import device_type, loaded_of, scenario_of, star
 
 from gssim import cost
 from gssim.cluster.cluster import BackendCost
@@ -327,7 +327,6 @@ def test_what_cannot_run_is_refused(plan, message):
 @pytest.mark.parametrize(
     ("plan", "workload", "message"),
     [
-        ({"method": "zero1"}, {"precision": "fp16", "loss_scale": 1024.0}, r"workload\.loss_scale = 1024.0 cannot"),
         ({"method": "zero2"}, {"precision": "bf16", "gradient_precision": "fp32"}, r"workload\.gradient_precision"),
     ],
     ids=str,
@@ -355,6 +354,22 @@ def test_gradients_of_experts_are_summed_in_the_precision_of_reductions(method, 
     for experts, groups in ((True, ((0, 2), (1, 3))), (False, ((0, 1, 2, 3),))):
         elements = sum(prod(shape) for shape in shapes(experts=experts)) / len(groups)
         assert {each: found[each] for each in groups} == dict.fromkeys(groups, elements * value_bytes)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "flags"), [("torch", {(0, 1): 1, (2, 3): 1}), ("megatron", {(0, 1, 2, 3): 2})]
+)
+def test_flags_of_infinite_gradients_are_summed_where_ranks_hold_different_experts(implementation, flags):
+    """Megatron-LM's optimizer of shards has them all: experts have one of their own, with a flag of its own."""
+    plan = {"method": "zero1", "ep": 2, "zero1_implementation": implementation}
+    gpus = star(4, types={"gpu": device_type(peak_flop_per_s={"fp16": 1e9})}, type_names=["gpu"] * 4)
+    asked = replace(scenario(plan, precision="fp16", loss_scale=1024.0), cluster=gpus)
+    found = {
+        entry.group: entry.count
+        for entry in simulate(loaded_of(asked)).result.collectives
+        if entry.kind == "all-reduce" and entry.bytes == 4
+    }
+    assert found == flags
 
 
 def test_casts_of_experts_gradients_take_copies_and_time_only_where_they_are_summed():

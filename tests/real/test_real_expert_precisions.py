@@ -25,6 +25,7 @@ USUAL = [
 ]
 MIXTRAL = f"workload.model={HELPERS}/models/mixtral.toml"
 BF16 = ["workload.precision=bf16", "workload.reduce_precision=fp32"]
+FP16 = ["workload.precision=fp16", "workload.loss_scale=1024"]
 WIDE, NARROW = "workload.reduce_precision=fp64", "workload.reduce_precision=bf16"
 ZERO1, BLOCKING, ROUTER = "plan.method=zero1", "plan.overlap=false", "workload.expert_routing=router"
 STAGED = ["plan.pp=2", "plan.micro_batches=2"]
@@ -41,14 +42,20 @@ CASES = {
     "bf16-compressed-blocking": ["workload.precision=bf16", "plan.compress=bf16", BLOCKING],
     "narrow-compressed-blocking": ["plan.method=half", BLOCKING],
     "wide-staged": [MIXTRAL, WIDE, *STAGED],
+    "fp16-sharded-state-blocking": [*FP16, ZERO1, BLOCKING, "plan.micro_batches=2"],
+    "fp16-sharded-state-reduced-clipped-blocking": [
+        *(*FP16, ZERO1, BLOCKING, "workload.reduce_precision=fp32", "workload.clip_norm=0.05"),
+    ],
+    "fp16-sharded-state-all": [*FP16, ZERO1, "plan.ep=4"],
+    "fp16-sharded-state-staged": [*FP16, ZERO1, *STAGED],
     "narrow-tensor-ranks-blocking": [NARROW, BLOCKING, *TENSOR],
     "wide-tensor-ranks-router": [WIDE, BLOCKING, ROUTER, *TENSOR],
     "narrow-contexts-blocking": [MIXTRAL, NARROW, ZERO1, BLOCKING, "plan.cp=2"],
     "wide-contexts-router": [MIXTRAL, WIDE, ZERO1, ROUTER, "plan.cp=2"],
 }
 """By name: what is changed of four ranks of which two divide experts."""
-FEW = ["wide-blocking", "bf16-sharded-state-blocking"]
-ROUNDING = {"wide": (0.0, 1e-5), "narrow": (1e-6, 2**-6), "bf16": (0.0, 2**-6)}
+FEW = ["wide-blocking", "bf16-sharded-state-blocking", "fp16-sharded-state-reduced-clipped-blocking"]
+ROUNDING = {"wide": (0.0, 1e-5), "narrow": (1e-6, 2**-6), "bf16": (0.0, 2**-6), "fp16": (0.0, 2**-6)}
 """Least and largest difference to one device, of the largest parameter, as in `test_real_reduce_precision`."""
 
 
@@ -72,5 +79,7 @@ def test_gradients_of_experts_in_another_precision_have_the_predicted_collective
         return
     assert_predicted_collectives({name: case}, {name: found})
     # how long copies live beside a backward depends on rates, which are not this machine's
-    copies = BLOCKING not in CASES[name] and "staged" not in name
-    assert predicted_peaks(case) == pytest.approx(found["peaks"], rel=0.06 if copies else 0.001)
+    copies = BLOCKING not in CASES[name] and not any(each in name for each in ("staged", "fp16"))
+    # of fp16, which is not traced apart: parts that compute in fp32 whatever the precision
+    most = 0.06 if copies else 0.003 if name.startswith("fp16") else 0.001
+    assert predicted_peaks(case) == pytest.approx(found["peaks"], rel=most)
