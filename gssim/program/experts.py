@@ -15,7 +15,7 @@ by the number of these too, and all-reduced one by one, where they are, over the
 Megatron-LM's distributed optimizer has them in a buffer of their own, which is reduce-scattered over these ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gssim.collectives import Communication, Pairs
 from gssim.memory import footprint
@@ -47,19 +47,30 @@ def expert_exchange(
 @once_a_run
 def _exchange(low: Lowering, module: str, kind: str, size: int, samples: int) -> Communication:
     """Return an all-to-all of every group of ranks that divide experts; `size`: bytes of a row, or of the counts."""
-    group, *beside = low.expert_groups
     if kind == "counts":
-        return Communication("all-to-all", group, float(size), beside=tuple(beside))
+        return count_exchange(low.expert_groups, size)
     instance = next(each for each in low.whole_expert_layers if each.module == module)
     rows = rows_by_rank(low.scenario.workload, low.policies, instance)
     sent = [samples * count * low.traced_scale * size for count in rows]
-    pairs = Pairs([tuple(sent)], (0,) * len(rows))  # all send as much to a rank
+    return row_exchange(low.expert_groups, kind, sent)
+
+
+def count_exchange(groups: Sequence[Sequence[int]], size_bytes: float) -> Communication:
+    """Return the all-to-all of the numbers of rows, in every group of ranks that divide experts."""
+    group, *beside = groups
+    return Communication("all-to-all", group, float(size_bytes), beside=tuple(beside))
+
+
+def row_exchange(groups: Sequence[Sequence[int]], kind: str, sent: Sequence[float]) -> Communication:
+    """Return a dispatch or combine in every group; `sent`: the bytes of the rows that each rank sends to each place."""
+    group, *beside = groups
+    pairs = Pairs([tuple(sent)], (0,) * len(sent))  # all send as much to a rank
     if kind == "combine" and len(set(sent)) > 1:
-        pairs = Pairs([(each,) * len(rows) for each in sent], tuple(range(len(rows))))
+        pairs = Pairs([(each,) * len(sent) for each in sent], tuple(range(len(sent))))
     return Communication(
         "all-to-all-v",
         group,
-        len(rows) * sum(sent),
+        len(sent) * sum(sent),
         pair_bytes=pairs,
         beside=tuple(beside),
         data_dependent=True,

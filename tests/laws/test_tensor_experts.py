@@ -202,6 +202,30 @@ def test_tensor_ranks_that_do_not_divide_the_heads_are_refused():
         scenario({"tp": 3, "ep": 3, "method": "tensor"}, 3)
 
 
+@pytest.mark.parametrize("load", [SKEWED, {"shares": [1.0] * 6 + [0.0] * 6}], ids=str)
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize(("tensor_ranks", "recompute"), [(1, "full"), (2, "none")])
+def test_bounds_of_pipelines_know_the_rows_that_are_exchanged(backend, tensor_ranks, recompute, load):
+    """Where links are slow, stages wait for rows most of the time, and for gradients at the end."""
+    plan = {
+        "method": "ddp",
+        "pp": 2,
+        "dp_replicate": 4 // tensor_ranks,
+        "tp": tensor_ranks,
+        "ep": 4,
+        "micro_batches": 4,
+    }
+    plan |= {"recompute": recompute} | ({} if tensor_ranks > 1 else {"etp": None, "sequence_parallel": False})
+    asked = replace(
+        scenario(plan, 8, expert_load=load, global_batch_size=16), cluster=star(8, backend=backend, bandwidth=1e5)
+    )
+    step_s, bounds = simulate(loaded_of(asked)).result.step_time_s, Bounds(asked)
+    first = bounds.of(asked.plan)
+    closer = bounds.closer(asked.plan, first)
+    assert 0.2 * step_s < closer.time_s <= step_s
+    assert first.time_s < 0.1 * closer.time_s
+
+
 @pytest.mark.parametrize(
     ("method", "stages", "load"),
     [("ddp", 1, SKEWED), ("zero3", 1, "balanced"), ("zero1", 2, SKEWED), ("ddp", 2, "balanced")],

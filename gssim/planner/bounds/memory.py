@@ -8,13 +8,22 @@ from functools import partial
 from itertools import accumulate
 from math import ceil, prod
 
+from gssim.collectives import Communication
 from gssim.memory import Lives, Timeline, activation_timeline, as_traced, input_bytes, recomputed_buffers
 from gssim.plan import Plan, Policies, splitting
 from gssim.plan.pipeline_schedule import schedule
 from gssim.planner.bounds.parts import ModelParts, Part
+from gssim.program.experts import OPERATIONS, count_exchange, row_exchange
 from gssim.program.stage_boundary import Stage, stage_timeline, stages_of
 from gssim.program.tensor_slices import reductions_in
-from gssim.scenario import held_experts, held_layers, held_slice, schedule_of
+from gssim.scenario import (
+    divided_expert_layers,
+    held_experts,
+    held_layers,
+    held_slice,
+    rows_by_rank,
+    schedule_of,
+)
 from gssim.scenario.scenario import sequence_positions
 from gssim.units import PRECISION_BYTES, Recompute
 from gssim.workload import LayerInstance, state_element_bytes, unrolled
@@ -222,6 +231,44 @@ class MemoryBounds:
             )
 
         return self.parts.once(("sums", part.key, phase, plan.recompute, samples), found)
+
+    def exchanges(
+        self, plan: Plan, policies: Policies, rank: int, phase: str, samples: int
+    ) -> Mapping[Communication, int]:
+        """Return the exchanges of rows of experts for which a rank waits in a phase; arguments as of `sums`."""
+        part, stage = self.held_stage(plan, policies, rank)
+        group = policies.mesh.expert_group(rank)
+
+        def found() -> Counter[Communication]:
+            counted: Counter[Communication] = Counter()
+            for instance in (
+                stage.layers if phase != "r" else [each for each in stage.layers if each.layer.is_recomputed]
+            ):
+                rows: Sequence[float] | None = None
+                for each in reductions_in(instance.layer, phase, plan.recompute):
+                    if each.kind not in OPERATIONS:
+                        continue
+                    size_bytes = each.size_bytes.at(b=1, s=1)
+                    if each.kind == "counts":
+                        counted[count_exchange([group], size_bytes)] += 1
+                        continue
+                    rows = rows or self._rows(policies, instance.module)
+                    sent = [samples * count * self._scale * size_bytes for count in rows]
+                    counted[row_exchange([group], each.kind, sent)] += 1
+            return counted
+
+        return self.parts.once(("exchanges", part.key, group, phase, plan.recompute, samples), found)
+
+    def _rows(self, policies: Policies, module: str) -> Sequence[float]:
+        """Return the rows that one sample of each rank sends to each rank's experts in a layer."""
+        model = self.parts.model
+
+        def whole() -> dict[str, LayerInstance]:
+            layers = unrolled(replace(model, layers=divided_expert_layers(model, policies)))
+            return {each.module: each for each in layers if each.layer.experts_per_token}
+
+        instance = self.parts.once(("whole experts", policies.mesh), whole)[module]
+        return rows_by_rank(self.parts.workload, policies, instance)
 
     def _received_bytes(self, plan: Plan, stage: Stage, samples: int, in_flight: int) -> float:
         """Return the bytes of a stage's receive buffers; see `plan.receive_buffers`."""
