@@ -87,9 +87,10 @@ def shard_gradients(
 
     `experts`: names of parameters that ranks in a row divide among them (expert parallelism), frozen ones included;
     `expert_group`: the ranks that hold the same ones as this rank. These alone own shards of them, in proportion to
-    their shares, and push gradients of them to one another; a rank that holds them alone owns them whole, and nothing
-    of them is sent. Their gradients are to be sums over the tokens of all ranks that divide them, whose `weights` must
-    be equal. Such optimizers have neither a `state_dict` nor `sharded` yet.
+    their shares, and push gradients of them to one another (on a mesh of two axes too, where nothing of them is reduced
+    inside the node); a rank that holds them alone owns them whole, and nothing of them is sent. Their gradients are to
+    be sums over the tokens of all ranks that divide them, whose `weights` must be equal. Such optimizers have neither a
+    `state_dict` nor `sharded` yet.
 
     `param_groups`: dicts with the model's parameters (or their names) under `params` and options of their own, as
     torch's optimizers take them; the factory then gets the same with shards in their place. `scaler`: the GradScaler
@@ -242,7 +243,8 @@ def _make_bucket(index: int, plan: BucketPlan, hierarchy: Hierarchy, partition: 
     division = partition.divide([parameter.numel() for parameter in plan.parameters])
     owners = hierarchy.expert_owners if plan.of_experts else hierarchy.owners
     assert owners is not None  # checked before
-    bucket = Bucket(index, plan.parameters, division, owners=owners, place=hierarchy.place)
+    place = 0 if plan.of_experts else hierarchy.place
+    bucket = Bucket(index, plan.parameters, division, owners=owners, place=place)
     bucket.is_published = owners.ranks > 1 or not plan.of_experts
     bucket.group_index = plan.group
     return bucket

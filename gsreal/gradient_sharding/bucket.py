@@ -78,6 +78,8 @@ class Bucket:
         """The replica of the whole bucket."""
         self.node_ranges = division.place_ranges
         """Half-open range of `whole` for every rank within the node."""
+        self.is_divided_in_node = len(self.node_ranges) > 1
+        """Whether ranks of a node have parts of the bucket: not of experts, whose owners are on one level."""
         self.slots = _moved(parameters, self.whole)
         """Range of `whole` for each parameter."""
         first, end = self.node_ranges[place]

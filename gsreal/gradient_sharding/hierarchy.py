@@ -37,7 +37,7 @@ class Hierarchy:
     owners: Owners = field(init=False)
     """The ranks that push to one another what all hold."""
     expert_owners: Owners | None = field(init=False)
-    """Those that push gradients of the experts that they hold to one another."""
+    """Those that push gradients of the experts that they hold to one another, on one level."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "protocol", ExchangeProtocol(dist.get_rank(), self.ranks))
@@ -45,10 +45,10 @@ class Hierarchy:
         object.__setattr__(self, "expert_owners", None if self.same_experts is None else Owners(self.same_experts))
         if self.expert_owners is not None:
             held = tuple(dist.get_process_group_ranks(self.expert_owners.group))
-            if self.intra_node is not None or held != self.ranks[self._expert_place :: self.expert_ranks]:
+            if held != self.ranks[self._expert_place :: self.expert_ranks]:
                 raise ValueError(
-                    "expert_group: ranks in a row of all that train the model, on one level, divide the experts; "
-                    f"ranks {held} are not those at one place of every row of {self.expert_ranks}"
+                    "expert_group: ranks in a row of all that train the model divide the experts; ranks "
+                    f"{held} are not those at one place of every row of {self.expert_ranks}"
                 )
 
     @property
@@ -200,7 +200,7 @@ class IntraNodeReducer:
         """
         gradient, group = bucket.gradient, self.group
         assert gradient is not None
-        if group is None:
+        if group is None or not bucket.is_divided_in_node:
             self._in_flight = bucket, gradient, None
             return
         label = f"reduce-scatter bucket {bucket.index}"
@@ -214,6 +214,11 @@ class IntraNodeReducer:
                 lambda: reduce_scatter_v(part, gradient, bucket.node_ranges, group=group, tag=tag)
             )
             self._in_flight = bucket, part, wait
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether a bucket is being reduced beside the compute, and is to be taken later."""
+        return self.overlaps and self._in_flight is not None and self._in_flight[2] is not None
 
     def take(self) -> Bucket | None:
         """Wait for the bucket in flight and return it, reduced; None if there is none."""

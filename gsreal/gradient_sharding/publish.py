@@ -220,7 +220,7 @@ class Publisher:
 
     def _gather_intra_node(self, bucket: Bucket) -> None:
         """All-gather the parts of the node's ranks inside the node, densely."""
-        if self.intra_node is not None:
+        if self.intra_node is not None and bucket.is_divided_in_node:
             tag = self.protocol.tag(MessageKind.PUBLISH_INTRA_NODE, bucket.index)
             label = f"publish bucket {bucket.index} in the node"
             with self.observe(label, "exposed_communication", group=self.intra_node):

@@ -224,7 +224,7 @@ class GradientSharding(torch.optim.Optimizer):
             self.buckets[self._next].end_backward(pushes=True)  # those that are frozen have no gradient
             self._push_reduced()
             self.reducer.begin(self.buckets[self._next])
-            if not self.reducer.overlaps:
+            if not self.reducer.runs_beside:
                 self._push_reduced()
             self._next += 1
 

@@ -135,13 +135,9 @@ def cast_all_reduce(
     It is what torch's bf16_compress_hook and fp16_compress_hook are made of: it casts a bucket, divides it by the
     number of replicas, all-reduces it, and casts it back. Here its spans are recorded too.
     """
-    workload = scenario.workload
-    cast_to = scenario.policies.compress
-    if cast_to is None and reduce_precision(workload) != workload.precision:
-        cast_to = reduce_precision(workload)
-    if cast_to is None:
+    dtype = cast_type(scenario)
+    if dtype is None:
         return False
-    dtype = DTYPES[cast_to]
 
     # DDP reads these annotations
     def compressed(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
@@ -154,6 +150,13 @@ def cast_all_reduce(
 
     wrapped.register_comm_hook(None, compressed)
     return True
+
+
+def cast_type(scenario: Scenario) -> torch.dtype | None:
+    """Return the type to which replicated gradients are cast before they are all-reduced; None: they are not cast."""
+    precision = scenario.policies.compress or reduce_precision(scenario.workload)
+    is_cast = scenario.policies.compress is not None or precision != scenario.workload.precision
+    return DTYPES[precision] if is_cast else None
 
 
 def _blocking_all_reduce(group: dist.ProcessGroup, timeline: Timeline) -> Hook:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gsreal.measure import Timeline
+from gsreal.methods.data_parallel import cast_type
 from gsreal.methods.experts import PARAMETERS, GroupExchange, experts_of, replace_experts, trained_experts
 from gsreal.methods.meshes import DIVIDED, REPLICAS, expert_mesh
 from gsreal.methods.tensor_slices import Slice, mark
@@ -88,51 +89,72 @@ def divided_experts(
         return ShardedExpertGradients(module, policies.mesh.expert_stride)
     if policies.gradients == "push":  # they have owners of their own: see `gsreal.methods.gradient_sharding`
         return None
-    replicas, overlap = mesh[REPLICAS].get_group(), scenario.plan.overlap
-    return ExpertGradients(module, replicas, timeline, ranks=policies.replica_ranks, overlap=overlap)
+    options: dict[str, Any] = {"ranks": policies.replica_ranks, "overlap": scenario.plan.overlap}
+    return ExpertGradients(module, mesh[REPLICAS].get_group(), timeline, cast_to=cast_type(scenario), **options)
 
 
 class ExpertGradients:
     """Reduction of the gradients of divided experts over the ranks that hold the same ones.
 
     As DistributedDataParallel: each is divided by the number of all `ranks` whose gradients that takes the mean of, and
-    all-reduced as soon as it is complete, in the last micro-batch; with `overlap`, the backward goes on meanwhile.
+    all-reduced as soon as it is complete, in the last micro-batch; with `overlap`, the backward goes on meanwhile. With
+    `cast_to`, a copy in that precision is divided and summed, and the sum is cast back, as torch's hooks that compress
+    buckets do.
     """
 
     def __init__(
-        self, module: nn.Module, group: dist.ProcessGroup, timeline: Timeline, *, ranks: int, overlap: bool
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        timeline: Timeline,
+        *,
+        ranks: int,
+        overlap: bool,
+        cast_to: torch.dtype | None,
     ) -> None:
-        self.group, self.timeline, self.overlap = group, timeline, overlap
+        self.group, self.timeline, self.ranks, self.overlap = group, timeline, ranks, overlap
         self.leaves = True
-        self._pending: list[dist.Work] = []
+        self._pending: list[torch.futures.Future[Any]] = []
         self.names = trained_experts(module)
         self._alone = dist.get_world_size(group) == 1
-
-        def reduce(parameter: Tensor) -> None:
-            if not self.leaves:
-                return
-            assert parameter.grad is not None
-            parameter.grad.div_(ranks)
-            if self._alone:
-                return
-            if overlap:
-                work = dist.all_reduce(parameter.grad, group=group, async_op=True)
-                assert work is not None
-                self._pending.append(work)
-                return
-            with timeline.span("all-reduce of experts", "exposed_communication", group):
-                dist.all_reduce(parameter.grad, group=group)
-
+        self._cast_to = None if self._alone else cast_to
         for name in self.names:
-            module.get_parameter(name).register_post_accumulate_grad_hook(reduce)
+            module.get_parameter(name).register_post_accumulate_grad_hook(self._reduce)
+
+    def _reduce(self, parameter: Tensor) -> None:
+        if not self.leaves:
+            return
+        assert parameter.grad is not None
+        if self._alone:
+            parameter.grad.div_(self.ranks)
+            return
+        pending = self._all_reduce(parameter.grad)
+        if self.overlap:
+            self._pending.append(pending)
+            return
+        with self.timeline.span("all-reduce of experts", "exposed_communication", self.group):
+            pending.wait()
+
+    def _all_reduce(self, gradient: Tensor) -> torch.futures.Future[Any]:
+        """Begin to reduce a gradient; return what to wait for."""
+        if self._cast_to is None:
+            return self._begin(gradient.div_(self.ranks))
+        with self.timeline.span("compress gradient of experts", "compression"):
+            pending = self._begin(gradient.to(self._cast_to).div_(self.ranks))
+        return pending.then(lambda summed: gradient.copy_(summed.value()[0]))
+
+    def _begin(self, tensor: Tensor) -> torch.futures.Future[Any]:
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        return work.get_future()
 
     def divide(self) -> None:
         """Leave gradients as they are: they are divided as they become complete."""
 
     def wait(self) -> None:
         """Wait until all gradients are reduced."""
-        for work in self._pending:
-            work.wait()
+        for pending in self._pending:
+            pending.wait()
         self._pending = []
 
 

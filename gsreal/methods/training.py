@@ -92,11 +92,12 @@ class LossScaler:
 
     def unscale(self, module: nn.Module, optimizer: torch.optim.Optimizer, timeline: Timeline) -> bool:
         """Divide gradients by the factor; return whether all are finite, on every rank."""
-        copies = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer wraps one
-        cast = False
-        if isinstance(copies, MasterCopy):
-            cast = True
-            copies.gradient_factor = 1 / self.scale
+        # experts that ranks divide have an optimizer of their own, and ZeroRedundancyOptimizer wraps one
+        apart = getattr(optimizer, "optimizers", [optimizer])
+        copies = [each for each in (getattr(one, "optim", one) for one in apart) if isinstance(each, MasterCopy)]
+        cast = bool(copies)
+        for each in copies:
+            each.gradient_factor = 1 / self.scale
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         own = [own_part(gradient) for gradient in gradients]
         found = torch.zeros((), device=own[0].device)

@@ -330,9 +330,9 @@ class Plan:
     those that divide sequences (`cp`) are the innermost. Tokens are sent to the ranks of their experts and back by
     all-to-alls; gradients of experts are reduced, and their parameters and optimizer states sharded where the method
     shards these, among the ranks that hold the same ones: expert by expert, or, where these ranks are more than the
-    experts that they hold, inside each expert. Under `gs` and `gs_z3` these ranks alone own them, in proportion to
-    their shares (`shares.shards`), and push gradients of them to one another; of experts that a rank holds alone
-    nothing is sent."""
+    experts that they hold, inside each expert. Under `gs`, `gs_z3` and `gs_hier` these ranks alone own them, in
+    proportion to their shares (`shares.shards`), and push gradients of them to one another (under `gs_hier` too without
+    a reduction inside a node); of experts that a rank holds alone nothing is sent."""
     etp: PositiveInt | None = None
     """Ranks of a tensor group that divide each expert, where `ep` divides experts too; absent: all. With fewer, the
     others hold experts of their own, and `ep` counts them too, as the innermost: Megatron-LM's

@@ -352,7 +352,7 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
         hint = _or_among_tensor_ranks(policies) if policies.gradients == "local" else ""
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce, "
-            f"reduce-scatter or push gradients (ddp, zero1, zero2, zero3, fsdp, hsdp, gs, gs_z3){hint}"
+            f"reduce-scatter or push gradients (ddp, zero1, zero2, zero3, fsdp, hsdp, gs, gs_z3, gs_hier){hint}"
         )
     if pushes:
         _refuse_pushed_experts(plan, policies, where)
@@ -368,10 +368,6 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
             f"{where}: experts are divided among the ranks that shard a replica, of which there are {ranks}; "
             "allowed: a divisor of these"
         )
-    if policies.compress:
-        raise UserError(
-            f"{where}: gradients of experts cannot be compressed yet (plan.compress, or method 'half'); leave it out"
-        )
     if replicated and plan.gradient_sync == "micro-batch":
         raise UserError(f"{where}: cannot run yet with plan.gradient_sync = 'micro-batch'; allowed today: 'step'")
     if plan.shares.replan:
@@ -380,10 +376,6 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
 
 def _refuse_pushed_experts(plan: Plan, policies: Policies, where: str) -> None:
     """Refuse what owners of divided experts cannot be combined with yet."""
-    if policies.push_axis != "dp_shard":
-        raise UserError(
-            f"{where}: cannot run yet with method '{plan.method}'; allowed, of those that push gradients: gs, gs_z3"
-        )
     if policies.tp > 1:
         raise UserError(
             f"{where}: cannot run yet with plan.tp = {policies.tp} and method '{plan.method}'; allowed today: 1"

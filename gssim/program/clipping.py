@@ -80,6 +80,9 @@ def unscale_gradients(
         tasks.append(collective_task(own, low.communication("all-reduce", "dp_shard", FLAG_BYTES)))
     elif low.flat_part and len(low.group) > 1:
         tasks.append(collective_task(own, Communication("all-reduce", low.group, FLAG_BYTES)))
+        if policies.ep > 1:  # experts have an optimizer, and so a flag, of their own
+            of_experts = own._replace(layer="infinite gradients of experts")
+            tasks.append(collective_task(of_experts, Communication("all-reduce", low.group, FLAG_BYTES)))
     elif policies.ep > 1 and not low.flat_part:
         tasks.append(_over_experts(low, own._replace(layer="infinite gradients of experts"), FLAG_BYTES))
     if policies.tp > 1:

@@ -10,19 +10,20 @@ in each dispatch and each combine (Rajbhandari et al. 2022, DeepSpeed-MoE, arXiv
 load the ranks of the fullest experts receive, process and send back the most, and the others wait for them.
 
 DistributedDataParallel reduces the gradients of all other parameters over all data ranks. Those of experts are divided
-by the number of these too, and all-reduced one by one, where they are, over the ranks that hold the same experts.
+by the number of these too, and all-reduced one by one, where they are, over the ranks that hold the same experts: in
+`workload.reduce_precision`, or in that of `plan.compress`, between casts, as buckets are.
 Megatron-LM's distributed optimizer has them in a buffer of their own, which is reduce-scattered over these ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from gssim import cost
 from gssim.collectives import Communication, Pairs
 from gssim.memory import footprint
+from gssim.program.compressed import HALF_BYTES
 from gssim.program.lowering import Lowering, once_a_run
-from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
+from gssim.program.task import PASSES, Bucket, Operation, Task, TaskId, collective_task
 from gssim.scenario import rows_by_rank
-from gssim.units import PRECISION_BYTES
+from gssim.units import PRECISION_BYTES, Precision
 from gssim.workload import LayerInstance, Reduction
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -46,19 +47,30 @@ def expert_exchange(
 @once_a_run
 def _exchange(low: Lowering, module: str, kind: str, size: int, samples: int) -> Communication:
     """Return an all-to-all of every group of ranks that divide experts; `size`: bytes of a row, or of the counts."""
-    group, *beside = low.expert_groups
     if kind == "counts":
-        return Communication("all-to-all", group, float(size), beside=tuple(beside))
+        return count_exchange(low.expert_groups, size)
     instance = next(each for each in low.whole_expert_layers if each.module == module)
     rows = rows_by_rank(low.scenario.workload, low.policies, instance)
     sent = [samples * count * low.traced_scale * size for count in rows]
-    pairs = Pairs([tuple(sent)], (0,) * len(rows))  # all send as much to a rank
+    return row_exchange(low.expert_groups, kind, sent)
+
+
+def count_exchange(groups: Sequence[Sequence[int]], size_bytes: float) -> Communication:
+    """Return the all-to-all of the numbers of rows, in every group of ranks that divide experts."""
+    group, *beside = groups
+    return Communication("all-to-all", group, float(size_bytes), beside=tuple(beside))
+
+
+def row_exchange(groups: Sequence[Sequence[int]], kind: str, sent: Sequence[float]) -> Communication:
+    """Return a dispatch or combine in every group; `sent`: the bytes of the rows that each rank sends to each place."""
+    group, *beside = groups
+    pairs = Pairs([tuple(sent)], (0,) * len(sent))  # all send as much to a rank
     if kind == "combine" and len(set(sent)) > 1:
-        pairs = Pairs([(each,) * len(rows) for each in sent], tuple(range(len(rows))))
+        pairs = Pairs([(each,) * len(sent) for each in sent], tuple(range(len(sent))))
     return Communication(
         "all-to-all-v",
         group,
-        len(rows) * sum(sent),
+        len(sent) * sum(sent),
         pair_bytes=pairs,
         beside=tuple(beside),
         data_dependent=True,
@@ -66,22 +78,17 @@ def _exchange(low: Lowering, module: str, kind: str, size: int, samples: int) ->
     )
 
 
-def expert_gradient_tasks(low: Lowering, rank: int) -> list[tuple[tuple[int, int], float, Task | None]]:
-    """Return place in the backward, time of the division, and all-reduce of each gradient of experts.
+def expert_reductions(low: Lowering, precision: Precision) -> list[tuple[Bucket, Communication | None]]:
+    """Return each bucket of gradients of experts with its reduction; None where no other rank holds the same experts.
 
-    There is none where no other rank holds the same experts.
+    These are no buckets of DistributedDataParallel's: a rank that holds its experts alone has nothing to cast.
     """
-    tasks: list[tuple[tuple[int, int], float, Task | None]] = []
     group, *beside = low.expert_replicas
-    stream = "communication" if low.scenario.plan.overlap else "compute"
-    flat = low.has_one_gradient_buffer
-    value_bytes = PRECISION_BYTES[low.reduce_precision] if flat else low.value_bytes
-    for bucket in low.expert_buckets:
-        size = float(bucket.elements * value_bytes)
-        divide_s = cost.copy_time_s(low.device(rank), bucket.elements * low.buffer_value_bytes if flat else size)
-        task = None
-        if len(group) > 1:
-            exchange = Communication("reduce-scatter" if flat else "all-reduce", group, size, beside=tuple(beside))
-            task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream)
-        tasks.append((bucket.complete, divide_s, task))
-    return tasks
+    if len(group) == 1:
+        return [(bucket, None) for bucket in low.expert_buckets]
+    kind, value_bytes = "reduce-scatter" if low.has_one_gradient_buffer else "all-reduce", PRECISION_BYTES[precision]
+    summed = precision if value_bytes == HALF_BYTES else ""
+    return [
+        (each, Communication(kind, group, each.elements * value_bytes, beside=tuple(beside), half_precision=summed))
+        for each in low.expert_buckets
+    ]

@@ -427,7 +427,9 @@ class Lowering:
 
     @property
     def reduces_in_nodes(self) -> bool:
-        """Whether gradients are reduce-scattered inside nodes before they are pushed across them."""
+        """Whether gradients are reduce-scattered inside nodes before they are pushed across them; those of divided
+        experts never are.
+        """
         return self.places > 1 and not self.of_experts
 
     @cached_property
@@ -438,7 +440,7 @@ class Lowering:
     @property
     def first_of_places(self) -> Sequence[int]:
         """The first ranks, which together take part in every collective."""
-        return self.group[: max(owners.places for owners in self.all_owners)]
+        return self.group[: math.lcm(*(owners.places for owners in self.all_owners))]
 
     def place(self, rank: int) -> int:
         """Return a rank's place in its node."""

@@ -78,11 +78,14 @@ def _in_turn(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[list[Tas
     behind = []
     for bucket in low.buckets:
         reduce, push, drain = send_bucket(low, rank, bucket, micro_batch)
-        if reduce and low.overlaps:  # a bucket reduced beside the compute is pushed once the next one is complete
-            behind.append([*draining, *pending[0], *reduce])
-            draining, pending = pending[1], (push, drain)
+        before: list[Task] = []
+        if pending[0]:  # a bucket reduced beside the compute is pushed once the next one is complete
+            before, draining, pending = [*draining, *pending[0]], pending[1], ([], [])
+        if reduce and low.overlaps:
+            behind.append([*before, *reduce])
+            pending = push, drain
         else:
-            behind.append([*reduce, *draining, *push])
+            behind.append([*before, *reduce, *draining, *push])
             draining = drain
     return [*behind, [*draining, *pending[0], *pending[1]]]
 

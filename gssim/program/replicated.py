@@ -17,7 +17,7 @@ from gssim.collectives import Communication
 from gssim.memory import Event, footprint
 from gssim.program.compressed import HALF_BYTES, compress_bucket
 from gssim.program.compute import BackwardParts
-from gssim.program.experts import expert_gradient_tasks
+from gssim.program.experts import expert_reductions
 from gssim.program.lowering import Lowering
 from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
 from gssim.units import PRECISION_BYTES, Precision
@@ -73,14 +73,32 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
         reductions.append(reduction[-1].id)
     if low.policies.compressor:
         return [*parts.merged(), *rounds[0], *rounds[1]]
-    for place, divide_s, of_experts in expert_gradient_tasks(low, rank):
-        index = parts.at(place)
-        divided = parts.lengthen(index, divide_s)
-        if of_experts is not None:
-            parts.insert_after(index, [replace(of_experts, after=(divided,))])
-            reductions.append(of_experts.id)
+    reductions += _reduce_experts(low, device, parts, precision, casts=casts)
     wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(reductions))
     return [*parts.merged(), wait]
+
+
+def _reduce_experts(
+    low: Lowering, device: DeviceType, parts: BackwardParts, precision: Precision, *, casts: bool
+) -> list[TaskId]:
+    """Insert the reductions of gradients of divided experts into a backward; return the task that ends each.
+
+    They are divided in place, or as copies in `precision`. These need no bucket beside the gradients.
+    """
+    stream = "communication" if low.scenario.plan.overlap else "compute"
+    ends = []
+    for bucket, exchange in expert_reductions(low, precision):
+        index = parts.at(bucket.complete)
+        casts_it = casts and exchange is not None
+        divided_bytes = 0.0 if casts_it else float(bucket.elements * low.buffer_value_bytes)
+        divided = parts.lengthen(index, cost.copy_time_s(device, divided_bytes))
+        if exchange is None:
+            continue
+        task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(divided,))
+        reduction = _with_casts(low, device, bucket, task, precision) if casts_it else [task]
+        parts.insert_after(index, reduction)
+        ends.append(reduction[-1].id)
+    return ends
 
 
 def broadcast_buffers(low: Lowering) -> list[Task]:

@@ -22,6 +22,11 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "cp 2": {"plan.cp": 2},
     "cp 2, tp 2": {"plan.cp": 2, "plan.tp": 2},
     "ep 2": {"plan.ep": 2},
+    "ep 2, bf16 summed in fp32": {
+        "plan.ep": 2,
+        "workload.precision": "bf16",
+        "workload.reduce_precision": "fp32",
+    },
     "cp 2, ep 2": {"plan.cp": 2, "plan.ep": 2},
     "tp 2, ep 2": {"plan.tp": 2, "plan.ep": 2, "plan.etp": 1, "plan.sequence_parallel": True},
     "cp 2, low-rank adapters": {"plan.cp": 2, "workload.adapters.rank": 8},

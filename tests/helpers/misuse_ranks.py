@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.utils.prune
 from library_ranks import report
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
@@ -178,7 +179,8 @@ def a_group_without_this_rank():
 def experts_that_each_rank_holds_alone():
     """Their gradient is the rank's own, as the sum over the tokens of both ranks; nothing of them is sent or saved."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    for form in FORMS:
+    levels = {"mesh": init_device_mesh("cpu", (1, 2))}  # of which one is a node: all else is reduced in it
+    for form in (*FORMS, levels, levels | {"overlap": True, "bucket_bytes": 64, "first_bucket_bytes": 64}):
         form = form | ({"units": form["units"](model := mlp())} if "units" in form else {"units": ()})
         model = model if form["units"] else mlp()
         with torch.no_grad():

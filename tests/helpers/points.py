@@ -93,6 +93,11 @@ EXPERTS_OF_TENSOR_RANKS = 19_000
 """From this seed on experts are divided among the ranks of tensor groups, each with the tokens of its own part."""
 PUSHED_EXPERTS = 20_000
 """From this seed on most points are mixtures whose gradients are pushed, those of divided experts among fewer ranks."""
+SUMMED_EXPERTS = 21_000
+"""From this seed on most points are mixtures whose replicas all-reduce gradients, often in another precision than the
+training's, those of divided experts too."""
+EXPERTS_ON_TWO_LEVELS = 22_000
+"""From this seed on most points are mixtures whose gradients are pushed on two levels, those of experts on one."""
 PERIODIC = tuple(name for name, method in REGISTRY.items() if method.sync_every_steps)
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
@@ -108,6 +113,10 @@ GPUS = ("v100-sxm2-16", "t4", "a100-sxm-40", "a100-sxm-80", "h100-sxm", "h200-sx
 
 def _further_methods(seed: int) -> tuple[str, ...]:
     """Return the methods of Gradient Sharding, and those that later seeds draw most often."""
+    if seed >= EXPERTS_ON_TWO_LEVELS:
+        return ("gs_hier",) * 180
+    if seed >= SUMMED_EXPERTS:
+        return ("ddp", "zero1", "half") * 60
     if seed >= PUSHED_EXPERTS:
         return ("gs", "gs", "gs_z3") * 60
     if seed >= EXPERTS_IN_PARTS:
@@ -123,7 +132,14 @@ def _further_methods(seed: int) -> tuple[str, ...]:
 
 def _dividing(seed: int) -> tuple[str, ...]:
     """Return the methods of which late seeds draw mixtures."""
-    return (*SEQUENCES, "gs", "gs_z3") if seed >= PUSHED_EXPERTS else SEQUENCES
+    return (*SEQUENCES, *_dividing_late(seed))
+
+
+def _dividing_late(seed: int) -> tuple[str, ...]:
+    """Return the methods whose ranks divide experts in points of late seeds alone."""
+    if seed >= EXPERTS_ON_TWO_LEVELS:
+        return ("gs_hier",)
+    return ("half",) if seed >= SUMMED_EXPERTS else ("gs", "gs_z3") if seed >= PUSHED_EXPERTS else ()
 
 
 def random_point(seed: int, *, most_devices: int = 32) -> Table:
@@ -150,6 +166,7 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     plan, parts = _plan(random, seed, method, devices, model)
     _shard_replicas(random, seed, plan, parts)
     workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=method in PUSHING)
+    _sum_experts(random, seed, workload, plan)
     if seed >= LATER:
         _later_keys(random, model, workload, plan)
         _predicted_keys(random, cluster, workload, plan)
@@ -196,6 +213,7 @@ def random_real_point(seed: int) -> Table:
         workload.setdefault("loss_scale", 1024.0)
         if REGISTRY[method].gradients != "reduce-scatter" and plan.get("dp_shard", 1) == 1:
             workload.pop("clip_norm", None)
+    _sum_experts(random, seed, workload, plan)
     if seed >= LATER:
         _later_keys(random, model, workload, plan)
         if workload.get("autocast") == "fp16":
@@ -398,7 +416,7 @@ def _axes(random: Random, seed: int, plan: Table, devices: int, model: Trained) 
     elif random.random() < 0.15:
         plan[random.choice(["dp_replicate", "dp_shard"])] = random.choice([1, 2, left])
     divisors = [n for n in range(2, model.experts + 1) if left % n == 0 and model.experts % n == 0]
-    divides = method in DIVIDING_EXPERTS or (seed >= PUSHED_EXPERTS and method in ("gs", "gs_z3"))
+    divides = method in (*DIVIDING_EXPERTS, *_dividing_late(seed))
     if divisors and random.random() < (0.8 if divides else 0.1):
         plan["ep"] = random.choice(divisors)
     return left
@@ -409,7 +427,7 @@ def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: in
     plan, workload = point["plan"], point["workload"]
     if "ep" not in plan or random.random() < 0.1:
         return
-    pushes = seed >= PUSHED_EXPERTS and plan["method"] in ("gs", "gs_z3")
+    pushes = seed >= PUSHED_EXPERTS and plan["method"] in ("gs", "gs_z3", "gs_hier")
     for key in ("shares", *([] if pushes else ["gradient_sync"]), "offload", "parameters", "gathered_inputs"):
         dropped = plan.pop(key, {})
         if key == "shares" and pushes and dropped.get("shards") not in (None, "memory", "cost"):
@@ -423,8 +441,8 @@ def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: in
     left_out = [
         *("gradient_precision", "frozen", "adapters", "autocast"),
         *(["clip_norm"] if cut else []),
-        *(["loss_scale"] if cut or plan["method"] == "zero1" else []),
-        *(["reduce_precision"] if cut or not sharded else []),
+        *(["loss_scale"] if cut or (seed < SUMMED_EXPERTS and plan["method"] == "zero1") else []),
+        *(["reduce_precision"] if seed < SUMMED_EXPERTS and (cut or not sharded) else []),
     ]
     for key in left_out:
         workload.pop(key, None)
@@ -646,6 +664,12 @@ def _combined_keys(random: Random, workload: Table, plan: Table) -> None:
     if "autocast" not in workload and random.random() < 0.9:  # thresholds are refused
         for key in ("push", "publish"):
             plan.pop(key, None)
+
+
+def _sum_experts(random: Random, seed: int, workload: Table, plan: Table) -> None:
+    """Let replicas sum gradients of divided experts in another precision, mostly."""
+    if seed >= SUMMED_EXPERTS and "ep" in plan and plan["method"] in ("ddp", "zero1") and random.random() < 0.7:
+        workload["reduce_precision"] = random.choice(["fp32", "bf16", "fp16", "fp64"])
 
 
 def _predicted_keys(random: Random, cluster: Table, workload: Table, plan: Table) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from point_checks import assert_same_as_unfolded, carried
 from searching import assert_bounds_below_prediction
-from strategies import loaded_of, scenario_of, star
+from strategies import device_type, loaded_of, scenario_of, star
 
+from gssim import cost
+from gssim.cluster.cluster import BackendCost
 from gssim.errors import UserError
 from gssim.scenario import load_model
 from gssim.simulation import simulate
@@ -306,15 +308,81 @@ def test_what_cannot_run_is_refused(plan, message):
 @pytest.mark.parametrize(
     ("plan", "workload", "message"),
     [
-        ({"method": "zero1"}, {"precision": "fp16", "loss_scale": 1024.0}, r"workload\.loss_scale = 1024.0 cannot"),
-        ({"method": "ddp"}, {"precision": "bf16", "reduce_precision": "fp32"}, r"workload\.reduce_precision = 'fp32'"),
-        ({"method": "zero1"}, {"precision": "bf16", "gradient_precision": "fp32"}, r"workload\.gradient_precision"),
+        ({"method": "zero2"}, {"precision": "bf16", "gradient_precision": "fp32"}, r"workload\.gradient_precision"),
     ],
     ids=str,
 )
 def test_precisions_that_experts_gradients_would_not_have_are_refused(plan, workload, message):
     with pytest.raises(UserError, match=message):
         scenario({"ep": 2} | plan, **workload)
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero1"])
+@pytest.mark.parametrize(
+    ("asked", "value_bytes"),
+    [
+        ({"precision": "bf16"}, 2),
+        ({"precision": "bf16", "reduce_precision": "fp32"}, 4),
+        ({"precision": "bf16", "reduce_precision": "fp32", "gradient_precision": "fp32"}, 4),
+        ({"reduce_precision": "fp64"}, 8),
+    ],
+    ids=str,
+)
+def test_gradients_of_experts_are_summed_in_the_precision_of_reductions(method, asked, value_bytes):
+    """Among the ranks that hold the same experts, of which each group of two has half."""
+    plan = {"method": method, "ep": 2}
+    found = carried_by(plan, "all-reduce", **asked)
+    for experts, groups in ((True, ((0, 2), (1, 3))), (False, ((0, 1, 2, 3),))):
+        elements = sum(prod(shape) for shape in shapes(experts=experts)) / len(groups)
+        assert {each: found[each] for each in groups} == dict.fromkeys(groups, elements * value_bytes)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "flags"), [("torch", {(0, 1): 1, (2, 3): 1}), ("megatron", {(0, 1, 2, 3): 2})]
+)
+def test_flags_of_infinite_gradients_are_summed_where_ranks_hold_different_experts(implementation, flags):
+    """Megatron-LM's optimizer of shards has them all: experts have one of their own, with a flag of its own."""
+    plan = {"method": "zero1", "ep": 2, "zero1_implementation": implementation}
+    gpus = star(4, types={"gpu": device_type(peak_flop_per_s={"fp16": 1e9})}, type_names=["gpu"] * 4)
+    asked = replace(scenario(plan, precision="fp16", loss_scale=1024.0), cluster=gpus)
+    found = {
+        entry.group: entry.count
+        for entry in simulate(loaded_of(asked)).result.collectives
+        if entry.kind == "all-reduce" and entry.bytes == 4
+    }
+    assert found == flags
+
+
+def test_casts_of_experts_gradients_take_copies_and_time_only_where_they_are_summed():
+    """Copies of two bytes more an element, beside the gradients; experts that one rank alone holds are summed by none.
+
+    Casts read one format and write the other, and a copy is divided: 2 * (2 + 4) + 2 * 4 bytes an element.
+    """
+    experts = sum(prod(shape) for shape in shapes(experts=True))
+    casts_s = {}
+    for ep in (2, 4):
+        found = simulate(
+            loaded_of(
+                scenario({"method": "ddp", "ep": ep, "overlap": False}, 4, precision="bf16", reduce_precision="fp32")
+            )
+        )
+        casts_s[ep] = found.result.phases_s["compression"]
+    device = next(iter(star(4).device_types.values()))
+    of_experts_s = cost.copy_time_s(device, (experts / 2) * (12 + 8) / 2)
+    assert casts_s[2] - casts_s[4] == pytest.approx(of_experts_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("precision", "times"), [("bf16", 3.0), ("fp16", 1.0)])
+def test_sums_of_experts_in_16_bits_have_the_costs_that_were_measured_for_them(precision, times):
+    """Else those of fp32, for each byte: of all gradients, experts' or not."""
+    costs = {"all-reduce": 1e-4, "all-reduce bf16": 3e-4}  # beside which all other exchanges are short
+    priced = replace(star(4), backend_cost=BackendCost(source="test", processor_byte_s=costs))
+    waits_s = []
+    for each in (precision, "fp32"):
+        asked = scenario({"method": "ddp", "ep": 2, "overlap": False}, reduce_precision=each)
+        found = simulate(loaded_of(replace(asked, cluster=priced))).result
+        waits_s.append(found.phases_s["exposed_communication"])
+    assert waits_s[0] == pytest.approx(times / 2 * waits_s[1], rel=0.01)
 
 
 def test_models_of_one_length_are_refused_on_parts_of_sequences():

@@ -1534,3 +1534,22 @@ def test_megatrons_experts_are_divided_among_tensor_ranks_too(tmp_path):
     assert "expert-tensor-parallel-size, by default as many" in refused(tmp_path, MEGATRON_EXPERTS, **given)
     other = f"{MEGATRON_EXPERTS} --expert-tensor-parallel-size 2"
     assert "experts that tensor ranks cut too" in refused(tmp_path, other, **given)
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_megatrons_experts_beside_whole_optimizers_have_gradients_that_are_summed_in_fp32(tmp_path, tensor_ranks):
+    """Its DistributedDataParallel alone: bf16 parameters, and by default gradients kept and all-reduced in fp32."""
+    text = MEGATRON_EXPERTS.replace("--use-distributed-optimizer ", "")
+    text = text.replace("--tensor-model-parallel-size 2", f"--tensor-model-parallel-size {tensor_ranks}")
+    text += " --expert-tensor-parallel-size 1" if tensor_ranks > 1 else ""
+    tables, found = imported(tmp_path, text, name="args.txt", model="mixtral-8x7b")
+    assert {"method": "ddp", "ep": 4}.items() <= tables["plan"].items()
+    assert tables["workload"]["gradient_precision"] == tables["workload"]["reduce_precision"] == "fp32"
+    (tmp_path / "job.toml").write_text(found.text)
+    loaded = load_scenario(tmp_path / "job.toml", ["plan.micro_batches=1", "workload.global_batch_size=8"])
+    of_experts = [
+        entry.bytes
+        for entry in simulate(loaded).result.collectives
+        if entry.kind == "all-reduce" and entry.group in {(rank, rank + 4) for rank in range(4)}
+    ]
+    assert set(of_experts) == {2 * maps * 4096 * 14336 * 4 for maps in (1, 2)}  # of two experts, in fp32

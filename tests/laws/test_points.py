@@ -22,12 +22,14 @@ from points import (
     COMBINED,
     EXPERTS_IN_PARTS,
     EXPERTS_OF_TENSOR_RANKS,
+    EXPERTS_ON_TWO_LEVELS,
     LATER,
     PARTED,
     PUSHED_EXPERTS,
     SCENARIOS,
     SHARDED_REPLICAS,
     STREAMED,
+    SUMMED_EXPERTS,
     random_point,
 )
 
@@ -54,6 +56,8 @@ FURTHER = (
     *range(EXPERTS_IN_PARTS, EXPERTS_IN_PARTS + 10),
     *range(EXPERTS_OF_TENSOR_RANKS, EXPERTS_OF_TENSOR_RANKS + 10),
     *range(PUSHED_EXPERTS, PUSHED_EXPERTS + 10),
+    *range(SUMMED_EXPERTS, SUMMED_EXPERTS + 10),
+    *range(EXPERTS_ON_TWO_LEVELS, EXPERTS_ON_TWO_LEVELS + 10),
 )
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
@@ -68,9 +72,11 @@ MANY = [
         EXPERTS_IN_PARTS,
         EXPERTS_OF_TENSOR_RANKS,
         PUSHED_EXPERTS,
+        SUMMED_EXPERTS,
+        EXPERTS_ON_TWO_LEVELS,
     )
 ]
-"""Of the large one: 9,000."""
+"""Of the large one: 10,000."""
 USUAL_DEVICES, MOST_DEVICES = 8, 32
 """Of its points, four in five have at most so many devices, one in five more."""
 LONGEST_REFUSAL = 300

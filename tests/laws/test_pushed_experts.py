@@ -1,5 +1,6 @@
 """Laws and closed forms: Gradient Sharding beside divided experts, whose owners are the ranks that hold the same."""
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -27,6 +28,7 @@ PARAMETERS = {
 }
 DENSE = sum(size for name, size in PARAMETERS.items() if ".experts." not in name)
 EXPERTS = sum(PARAMETERS.values()) - DENSE
+LEVELS = {"method": "gs_hier", "dp_replicate": 2, "dp_shard": 2}
 
 
 def scenario(plan: dict, ranks: int = 4, **workload):
@@ -71,6 +73,46 @@ def test_gradients_of_experts_are_pushed_among_those_that_hold_the_same(ranks, e
     own = EXPERTS // ep * VALUE_BYTES
     assert pushed == dict.fromkeys(groups, (replicas - 1) * own)
     assert published == dict.fromkeys(groups, own)
+
+
+@pytest.mark.parametrize(("nodes", "places", "ep"), [(2, 2, 2), (2, 2, 4), (2, 4, 2), (4, 2, 4), (3, 4, 6)])
+def test_on_two_levels_gradients_of_experts_are_pushed_on_one_among_those_that_hold_the_same(nodes, places, ep):
+    """Of N dense elements every node reduces all, and pushes its part to the n - 1 others, place by place."""
+    plan, ranks = {"method": "gs_hier", "dp_replicate": nodes, "dp_shard": places, "ep": ep}, nodes * places
+    batch = {"global_batch_size": 2 * ranks}
+    rows = payloads(scenario({"method": "ddp", "ep": ep}, ranks, **batch), "all-to-all-v")
+    asked = scenario(plan, ranks, **batch)
+    kinds = ("reduce-scatter-v", "all-to-all-v", "all-gather-v")
+    reduced, pushed, published = (payloads(asked, kind) for kind in kinds)
+    pushed = {group: size - rows.get(group, 0) for group, size in pushed.items() if size != rows.get(group)}
+    inside = {tuple(range(first, first + places)) for first in range(0, ranks, places)}
+    across = {tuple(range(place, ranks, places)) for place in range(places)}
+    assert reduced == dict.fromkeys(inside, DENSE * VALUE_BYTES)
+    replicas, own = ranks // ep, EXPERTS // ep * VALUE_BYTES
+    groups = {tuple(range(first, ranks, ep)) for first in range(ep)} if replicas > 1 else set()
+    for sent, of_dense, of_experts in (
+        (pushed, (nodes - 1) * DENSE * VALUE_BYTES, (replicas - 1) * own),
+        (published, DENSE * VALUE_BYTES + nodes * DENSE * VALUE_BYTES, own),
+    ):
+        assert set(sent) == groups | across | (inside if sent is published else set())
+        assert sum(sent.values()) == pytest.approx(of_dense + ep * of_experts * (replicas > 1), abs=1)
+        apart = groups - across
+        assert {group: sent[group] for group in apart} == dict.fromkeys(apart, of_experts)
+
+
+def test_a_bucket_that_is_reduced_beside_the_compute_is_pushed_before_experts_that_are_complete_later():
+    """All ranks push in the order of buckets; a bucket of experts needs no reduction, and is pushed at once."""
+    small = {"bucket_bytes": 50_000, "first_bucket_bytes": 1000}
+    asked = replace(scenario({**LEVELS, "ep": 2, **small}), cluster=star(4, backend="nccl"))
+    program = Steps(asked, unfolded=True).program(0)
+    labels = [task.label for task in program.tasks[0]]
+    pushes = [label for label in labels if label.startswith("push bucket")]
+    assert pushes == sorted(pushes, key=lambda label: int(label.split()[2]))
+    assert len(pushes) == len({*pushes}) > 4
+    (low,) = Steps(asked)._lowerings
+    for bucket in low.buckets:
+        reduced = [label for label in labels if label.startswith(f"reduce-scatter bucket {bucket.index}")]
+        assert bool(reduced) == (not bucket.of_experts)
 
 
 @pytest.mark.parametrize(("ep", "shares"), [(2, (0.25,) * 4), (4, (0.25,) * 4), (2, (0.4, 0.1, 0.2, 0.3))])
@@ -127,6 +169,9 @@ PLANS = [
     {"method": "gs_z3", "recompute": "full", "micro_batches": 2},
     {"method": "gs_z3", "shares": {"shards": (0.4, 0.1, 0.2, 0.3)}, **THRESHOLD},
     {"method": "gs_z3", "parameters": "gathered", "gradient_sync": "micro-batch", "micro_batches": 2},
+    LEVELS,
+    {**LEVELS, "shares": {"shards": (0.4, 0.1, 0.2, 0.3)}, **THRESHOLD, **PUBLISHED},
+    {**LEVELS, "dp_shard": 1, "cp": 2, "gradient_sync": "micro-batch", "micro_batches": 2},
 ]
 
 
@@ -160,8 +205,8 @@ def test_what_a_step_sends_is_that_of_its_program(ep):
 @pytest.mark.parametrize(("ep", "load"), [(2, {"skew": 1.0}), (4, "balanced")], ids=str)
 @pytest.mark.parametrize(
     "plan",
-    [{}, {**THRESHOLD, **PUBLISHED}, {"method": "gs_z3"}, {"cp": 2}, {"pp": 2, "micro_batches": 2}],
-    ids=["dense", "thresholded", "sharded", "parts of sequences", "staged"],
+    [{}, {**THRESHOLD, **PUBLISHED}, {"method": "gs_z3"}, {"cp": 2}, {"pp": 2, "micro_batches": 2}, LEVELS],
+    ids=["dense", "thresholded", "sharded", "parts of sequences", "staged", "on two levels"],
 )
 def test_bounds_of_the_search_are_below_what_is_predicted(plan, ep, load):
     asked = scenario(plan | {"ep": ep}, 4 * plan.get("pp", 1), expert_load=load)
@@ -213,7 +258,6 @@ def test_shares_that_nobody_has_of_some_experts_are_even_there():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"method": "gs_hier", "dp_shard": 2, "dp_replicate": 2}, "'gs_hier'; allowed, .*: gs, gs_z3"),
         ({"tp": 2}, r"cannot run yet with plan\.tp = 2 and method 'gs'"),
         ({"shares": {"shards": "memory"}}, r"plan\.shares\.shards = 'memory'"),
         ({"exchange": "backend", "shares": {"shards": (0.4, 0.1, 0.2, 0.3)}}, "shards that are not even"),

@@ -233,7 +233,7 @@ def test_slices_of_any_size_are_searched_by_every_rule_that_they_have():
 
 
 def test_mixtures_whose_blocks_cannot_be_cut_are_searched_with_every_mesh():
-    """What has no bound is left out with its reason: slices in stages, experts beyond a replica's ranks."""
+    """What cannot be divided is left out with its reason: whole blocks, experts beyond a replica's ranks."""
     model = load_model(Path("tests/helpers/models/mixtral.toml"))
     assert model.uncut_reason
     workload = {"model": model, "sequence_length": 24, "global_batch_size": 8}

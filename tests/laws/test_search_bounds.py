@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import median
 
 import pytest
 from searching import InThisProcess, check_bounds, searched
@@ -160,27 +161,64 @@ def test_experts_are_divided_among_tensor_ranks_within_the_bounds_of_plans_whate
         expert_load={"skew": 0.7},
     )
     space = SearchSpace(
-        methods=("ddp", "zero1", "zero3", "tensor"),
+        methods=("ddp", "zero1", "zero3", "tensor", "pipeline"),
         micro_batches=(1, 2),
         recompute=("none", "full"),
         tp=(2, 4),
         cp=(1, 2),
         ep=(1, 2, 4),
-        pp=(1,),
+        pp=(1, 2),
     )
     bounds, workers = Bounds(made, "step-time"), InThisProcess(loaded_of(made))
     every = list(candidates(made, space, Batches(bounds)))
     divided = [each for each in every if each.plan.ep > 1 and each.plan.tp > 1]
     assert {(each.plan.etp, each.plan.sequence_parallel) for each in divided} == {(1, True)}
-    assert {(each.plan.tp, each.plan.ep) for each in divided} == {(2, 2), (2, 4), (4, 4)}
+    wanted = {(2, 2, 1), (2, 4, 1), (4, 4, 1)}
+    wanted |= {(2, 2, 2), (2, 4, 2), (4, 4, 2)} if devices == 8 else {(2, 2, 2)}  # of one replica
+    assert {(each.plan.tp, each.plan.ep, each.plan.pp) for each in divided} == wanted
     assert {each.plan.method for each in divided} == {*space.methods}
-    for each in random.Random(3).sample(divided, min(plans, len(divided))):
-        result = workers.answer_of(each.plan)
-        if not isinstance(result, UserError):
-            check_bounds(workers, bounds, each, result)
+    for stages in (1, 2):
+        some = [each for each in divided if each.plan.pp == stages]
+        for each in random.Random(3).sample(some, min(plans, len(some))):
+            result = workers.answer_of(each.plan)
+            if not isinstance(result, UserError):
+                check_bounds(workers, bounds, each, result)
     whole = SearchSpace(tp=(2,), ep=(2,), pp=(1,), methods=("ddp",), sequence_parallel=(False,))
     refused = [each for each in candidates(made, whole, Batches(bounds)) if each.plan.ep > 1]
     assert {type(workers.answer_of(each.plan)) for each in refused} == {UserError}
+
+
+@pytest.mark.parametrize("objective", ["step-time", "energy"])
+@pytest.mark.parametrize("plans", [4, pytest.param(60, marks=pytest.mark.slow)])
+def test_no_pipeline_that_divides_experts_is_better_than_its_bounds_where_little_is_sent(plans, objective):
+    """Where links are fast, what ranks compute counts: those of the fullest experts have more to do than others."""
+    types = {"fast": device_type(busy_power_w=400.0, idle_power_w=80.0)}
+    cluster = star(8, types=types, type_names=["fast"] * 8, bandwidth=1e12)
+    cluster = replace(cluster, devices=tuple(replace(each, host="host") for each in cluster.devices))
+    mixture = load_model(ROOT / "scenarios/models/mixture-byte-1m.toml")
+    sizes = {"sequence_length": 48, "global_batch_size": 16}
+    made = scenario_of(cluster, {"method": "ddp"}, model=mixture, expert_load={"skew": 0.7}, **sizes)
+    space = SearchSpace(
+        methods=("ddp", "zero1", "zero2", "hsdp"),
+        micro_batches=(2, 4),
+        recompute=("none",),
+        tp=(1, 2),
+        cp=(1, 2),
+        ep=(2, 4),
+        pp=(2,),
+        schedules=("1f1b", "gpipe", "interleaved"),
+        objective=objective,
+    )
+    bounds, workers = Bounds(made, objective), InThisProcess(loaded_of(made))
+    divided = [each for each in candidates(made, space, Batches(bounds)) if each.plan.ep > 1]
+    part_of_step = []
+    for each in random.Random(1).sample(divided, min(plans, len(divided))):
+        result = workers.answer_of(each.plan)
+        if isinstance(result, UserError):
+            continue
+        check_bounds(workers, bounds, each, result)
+        part_of_step.append(bounds.closer(each.plan, bounds.of(each.plan)).time_s / result.step_time_s)
+    assert median(part_of_step) > 0.8
 
 
 @pytest.mark.parametrize("plans", [3, pytest.param(40, marks=pytest.mark.slow)])

@@ -11,6 +11,7 @@ from searching import assert_bounds_below_prediction
 from strategies import loaded_of, scenario_of, star
 
 from gssim.errors import UserError
+from gssim.planner.bounds import Bounds
 from gssim.scenario import load_model
 from gssim.simulation import simulate
 from gssim.workload import Model, unrolled
@@ -188,8 +189,36 @@ def test_tensor_ranks_that_do_not_divide_the_heads_are_refused():
         scenario({"tp": 3, "ep": 3, "method": "tensor"}, 3)
 
 
-@pytest.mark.parametrize(("method", "load"), [("ddp", SKEWED), ("zero3", "balanced")], ids=str)
-def test_bounds_of_the_search_are_below_what_is_predicted(method, load):
-    asked = scenario({"method": method, "ep": 4}, 8, expert_load=load)
-    bound = assert_bounds_below_prediction(asked)
-    assert bound.full_ratio > 0
+@pytest.mark.parametrize("load", [SKEWED, {"shares": [1.0] * 6 + [0.0] * 6}], ids=str)
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize(("tensor_ranks", "recompute"), [(1, "full"), (2, "none")])
+def test_bounds_of_pipelines_know_the_rows_that_are_exchanged(backend, tensor_ranks, recompute, load):
+    """Where links are slow, stages wait for rows most of the time, and for gradients at the end."""
+    plan = {
+        "method": "ddp",
+        "pp": 2,
+        "dp_replicate": 4 // tensor_ranks,
+        "tp": tensor_ranks,
+        "ep": 4,
+        "micro_batches": 4,
+    }
+    plan |= {"recompute": recompute} | ({} if tensor_ranks > 1 else {"etp": None, "sequence_parallel": False})
+    asked = replace(
+        scenario(plan, 8, expert_load=load, global_batch_size=16), cluster=star(8, backend=backend, bandwidth=1e5)
+    )
+    step_s, bounds = simulate(loaded_of(asked)).result.step_time_s, Bounds(asked)
+    first = bounds.of(asked.plan)
+    closer = bounds.closer(asked.plan, first)
+    assert 0.2 * step_s < closer.time_s <= step_s
+    assert first.time_s < 0.1 * closer.time_s
+
+
+@pytest.mark.parametrize(
+    ("method", "stages", "load"),
+    [("ddp", 1, SKEWED), ("zero3", 1, "balanced"), ("zero1", 2, SKEWED), ("ddp", 2, "balanced")],
+    ids=str,
+)
+def test_bounds_of_the_search_are_below_what_is_predicted(method, stages, load):
+    plan = {"pp": stages, "dp_replicate": 2, "micro_batches": 2} if stages > 1 else {}
+    asked = scenario({"method": method, "ep": 4, **plan}, 8, expert_load=load)
+    assert assert_bounds_below_prediction(asked).full_ratio > 0

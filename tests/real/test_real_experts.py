@@ -32,6 +32,7 @@ STAGED = ["plan.pp=2", "plan.micro_batches=2"]
 """A pipeline of two stages, whose replicas divide the experts of a stage."""
 REPLICAS_OF_TWO = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]
 REPLICAS_OF_FOUR = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=4", "workload.global_batch_size=16"]
+LEVELS = ["plan.method=gs_hier", *REPLICAS_OF_TWO[1:]]
 PUSHED, SHARDED, UNEVEN = ["plan.method=gs"], ["plan.method=gs_z3"], "plan.shares.shards=[0.4,0.1,0.2,0.3]"
 CASES = {
     "all-balanced-sgd": (0, SGD),
@@ -134,6 +135,30 @@ CASES = {
     "all-pushed-sharded-dense-first-sgd": (0, [*SGD, *SKEWED, *SHARDED, *DENSE]),
     "two-pushed-sharded-selective-sgd": (2, [*SGD, *SKEWED, *SHARDED, *SELECTIVE, *MIXTRAL]),
     "two-pushed-sharded-uneven-clipped-adamw": (2, [*ADAMW64, *SKEWED, *SHARDED, *CLIPPED, UNEVEN]),
+    "two-pushed-on-levels-skewed-sgd": (2, [*SGD, *SKEWED, *LEVELS]),
+    "two-pushed-on-levels-uneven-clipped-adamw": (
+        2,
+        [*ADAMW64, *SKEWED, *LEVELS, *CLIPPED, UNEVEN, "plan.micro_batches=2"],
+    ),
+    "two-pushed-on-levels-mixtral-each-micro-batch-sgd": (
+        2,
+        [*SGD, *SKEWED, *LEVELS, *MIXTRAL, "plan.micro_batches=2", "plan.gradient_sync=micro-batch"],
+    ),
+    "all-pushed-on-levels-dense-first-sgd": (0, [*SGD, *SKEWED, *LEVELS, *DENSE, "plan.recompute=full"]),
+    "four-pushed-on-levels-few-a-bucket-sgd": (
+        4,
+        [
+            *(*SGD, "plan.method=gs_hier", "plan.dp_replicate=2", "plan.dp_shard=4", "workload.global_batch_size=16"),
+            *("plan.bucket_bytes=50000", "plan.first_bucket_bytes=1000"),
+        ],
+    ),
+    "two-of-four-pushed-on-levels-sgd": (
+        4,
+        [
+            *(*SGD, *SKEWED, "plan.method=gs_hier", "plan.dp_replicate=2", "plan.dp_shard=4"),
+            *("workload.global_batch_size=16", "plan.ep=2"),
+        ],
+    ),
     "two-pushed-kept-uneven-sgd": (2, [*SGD, *SKEWED, *SHARDED, UNEVEN, "plan.parameters=gathered"]),
 }
 """By name: the ranks that divide the experts (0: all), and what is changed."""

@@ -18,12 +18,14 @@ from points import (
     COMBINED,
     EXPERTS_IN_PARTS,
     EXPERTS_OF_TENSOR_RANKS,
+    EXPERTS_ON_TWO_LEVELS,
     LATER,
     PARTED,
     PUSHED_EXPERTS,
     RECOMPUTING,
     SHARDED_REPLICAS,
     STREAMED,
+    SUMMED_EXPERTS,
     random_real_point,
 )
 from real_runs import planted, predicted, predicted_peaks, run_cases
@@ -56,9 +58,11 @@ MANY = [
         EXPERTS_IN_PARTS,
         EXPERTS_OF_TENSOR_RANKS,
         PUSHED_EXPERTS,
+        SUMMED_EXPERTS,
+        EXPERTS_ON_TWO_LEVELS,
     )
 ]
-"""The same in the slow test: 780 points."""
+"""The same in the slow test: 900 points."""
 EXACT = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 2**-7, "bf16": 2**-7}
 """By how much of the largest one parameters may differ from one device's, by the least exact of the precisions used."""
 PEAK, PEAK_OF_CONVOLUTIONS = 0.02, 0.04

@@ -18,6 +18,7 @@ SAME_EXPERTS = [[0, 2], [1, 3]]
 """Ranks that hold the same experts, where two divide them among four."""
 TIMED = ["run.steps=3", "run.warmup_steps=2", "plan.method=gs"]
 ALL, SOME = "plan.push.threshold=0", ["plan.push.threshold=0.3", "plan.push.kind=target-density"]
+LEVELS = ["plan.method=gs_hier", "plan.dp_replicate=2", "plan.dp_shard=2"]
 EACH = ["plan.micro_batches=2", "plan.gradient_sync=micro-batch"]
 CASES: dict[str, tuple[int, float, list[str]]] = {
     "all-kept-bitmap": (0, 1, [*ADAMW64, ALL, "plan.push.error_feedback=true", "plan.push.encoding=bitmap"]),
@@ -73,6 +74,28 @@ CASES: dict[str, tuple[int, float, list[str]]] = {
         0.3,
         [*SGD, *SKEWED, UNEVEN, "plan.method=gs_z3", *SOME, "plan.push.reestimate_steps=1"],
     ),
+    "some-levels-bitmap": (2, 0.3, [*SGD, *SKEWED, *LEVELS, UNEVEN, *SOME, "plan.push.reestimate_steps=1"]),
+    "all-levels-received-published-coo": (
+        2,
+        1,
+        [
+            *(*ADAMW64, *LEVELS, *EACH, ALL, "plan.push.aggregate=received-weight", "plan.push.encoding=coo"),
+            *("plan.publish.threshold=0", "plan.publish.encoding=coo"),
+        ],
+    ),
+    "some-of-one-node": (
+        2,
+        0.3,
+        [
+            *(*SGD, *SKEWED, *SOME, "plan.push.reestimate_steps=1"),
+            *("plan.method=gs_hier", "plan.dp_replicate=1", "plan.dp_shard=4"),
+        ],
+    ),
+    "levels-published-bitmap": (
+        4,
+        1,
+        [*SGD, *SKEWED, *LEVELS, "plan.publish.threshold=0", "plan.publish.encoding=bitmap"],
+    ),
     "some-alone-sharded": (0, 0.3, [*SGD, "plan.method=gs_z3", *SOME, "plan.push.reestimate_steps=1"]),
 }
 """By name: the ranks that divide the experts (0: all), what fraction reaches a threshold, and what is changed."""
@@ -104,7 +127,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 FEW = ["some-alone", "alone-published-beside-coo"]
-FEW_OF_FOUR = ["some-kept-bitmap-each", "all-published-beside-pushed-coo"]
+FEW_OF_FOUR = ["some-kept-bitmap-each", "all-published-beside-pushed-coo", "some-levels-bitmap"]
 PAIRS = [
     slow_where(ranks, name, slow=[], few=FEW if ranks == 2 else FEW_OF_FOUR)
     for ranks in (2, 4)
@@ -122,6 +145,8 @@ def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world
     expected = sum(entry.payload_bytes or 0 for entry in predicted(cases[name]).collectives)
     seen = sum(payload or 0 for payload in found[name]["payloads"])
     assert seen == pytest.approx(expected, rel=0.08 if name.startswith("some") else 0)
+    if "levels" in name:
+        return  # what all ranks hold is pushed across nodes among the same ranks
     # a byte that no sample has gives no gradient of its embedding, which sends less; but every expert has tokens
     of_experts = [
         payload
@@ -146,6 +171,6 @@ def test_replicas_stay_equal_and_are_those_of_one_device_where_all_is_sent(world
     seen = world[1][name]
     assert seen["replicas_equal"]
     if name.startswith("some"):
-        assert seen["difference"] > 1e-5 * seen["largest_parameter"]
+        assert seen["difference"] > 2e-6 * seen["largest_parameter"]
     else:
         assert seen["difference"] <= (1e-9 if name.startswith("all") else 1e-5) * seen["largest_parameter"]

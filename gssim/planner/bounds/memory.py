@@ -8,13 +8,22 @@ from functools import partial
 from itertools import accumulate
 from math import ceil, prod
 
+from gssim.collectives import Communication
 from gssim.memory import Lives, Timeline, activation_timeline, as_traced, input_bytes, recomputed_buffers
 from gssim.plan import Plan, Policies, splitting
 from gssim.plan.pipeline_schedule import schedule
 from gssim.planner.bounds.parts import ModelParts, Part
+from gssim.program.experts import OPERATIONS, count_exchange, row_exchange
 from gssim.program.stage_boundary import Stage, stage_timeline, stages_of
 from gssim.program.tensor_slices import reductions_in
-from gssim.scenario import held_layers, held_slice, schedule_of
+from gssim.scenario import (
+    divided_expert_layers,
+    held_experts,
+    held_layers,
+    held_slice,
+    rows_by_rank,
+    schedule_of,
+)
 from gssim.scenario.scenario import sequence_positions
 from gssim.units import PRECISION_BYTES, Recompute
 from gssim.workload import LayerInstance, state_element_bytes, unrolled
@@ -105,15 +114,15 @@ class MemoryBounds:
             in_flight = self._in_flight(plan, policies)
         except ValueError:  # the schedule is impossible; the plan is refused when it is loaded
             return 0.0
-        kinds: dict[tuple[str, int, int, float], int] = {}
+        kinds: dict[tuple[str, int, int, int, float], int] = {}
         for rank, samples in enumerate(sizes):
-            place = policies.mesh.place(rank).pp
-            owned = self._owned_of(self.held_stage(plan, policies, place)[0], plan, policies, rank)
-            kinds.setdefault((self.parts.names[rank], place, samples, owned), rank)
+            place, experts = policies.mesh.place(rank).pp, self.parts.expert_position(policies, rank)
+            owned = self._owned_of_stage(self.held_stage(plan, policies, rank)[0], plan, policies, rank)
+            kinds.setdefault((self.parts.names[rank], place, experts, samples, owned), rank)
         found = 0.0
-        for (_, place, samples, owned), rank in kinds.items():
+        for (_, place, _, samples, owned), rank in kinds.items():
             device = self.parts.types[rank]
-            part, stage = self.held_stage(plan, policies, place)
+            part, stage = self.held_stage(plan, policies, rank)
             kept, forward, backward = self._stage_activations(
                 stage, part, plan.recompute, samples // plan.micro_batches
             )
@@ -153,39 +162,49 @@ class MemoryBounds:
 
         return self.parts.once(("in flight", name, ranks, count), found)
 
-    def held_stage(self, plan: Plan, policies: Policies, place: int) -> tuple[Part, Stage]:
-        """Return the stage at a place of a pipeline, as the first rank of each tensor group holds it."""
-        cut = self.parts.stages(plan, policies)
+    def held_stage(self, plan: Plan, policies: Policies, rank: int) -> tuple[Part, Stage]:
+        """Return a rank's stage of a pipeline, as the first rank of each tensor group holds it."""
+        cut, experts = self.parts.stages(plan, policies), self.parts.expert_position(policies, rank)
         ends = tuple((stage[0].index, stage[-1].index, len(stage)) for stage in cut)
         positions = sequence_positions(policies, self.parts.workload)
-        key = ("held", ends, policies.tp, plan.embedding_parallel, plan.loss_parallel, plan.gathered_inputs, positions)
+        key = ("held", ends, self.parts.slices_key(plan, policies), positions, policies.ep, experts)
 
         def held() -> list[tuple[Part, Stage]]:
             layers, scenario = cut, self.parts.with_plan(plan)
-            if policies.tp > 1:
+            if policies.ep > 1:
+                layers = held_layers(held_experts(scenario, experts, 0), scenario.stage_ranges)
+            elif policies.tp > 1:
                 layers = held_layers(unrolled(held_slice(scenario, 0)), scenario.stage_ranges)
+            divided = policies.tp > 1 or policies.ep > 1
             found = []
             for number, stage in enumerate(stages_of(layers)):
-                whole = [self.parts.layers[each.index].layer if policies.tp > 1 else None for each in stage.layers]
+                whole = [self.parts.layers[each.index].layer if divided else None for each in stage.layers]
                 found.append((Part((key, number), stage.layers, tuple(whole)), stage))
             return found
 
-        return self.parts.once(key, held)[place]
+        return self.parts.once(key, held)[policies.mesh.place(rank).pp]
+
+    def _owned_of_stage(self, part: Part, plan: Plan, policies: Policies, rank: int) -> float:
+        """Return a lower bound of the number of elements of its stage that a rank updates."""
+        if policies.ep > 1 and policies.optimizer_state != "replicated":  # experts are owned by others than the rest
+            return 0.0
+        return self._owned_of(part, plan, policies, rank)
 
     def output_bytes(self, plan: Plan, policies: Policies, samples: int) -> list[float]:
         """Return the bytes that each pipeline stage but the last sends forward for `samples` samples."""
         length = self.parts.workload.sequence_length or 1
-        stages = [self.held_stage(plan, policies, place)[1] for place in range(policies.pp - 1)]
+        stride = policies.ranks // policies.pp
+        stages = [self.held_stage(plan, policies, place * stride)[1] for place in range(policies.pp - 1)]
         return [self._scale * stage.output[0].at(b=samples, s=length) for stage in stages]
 
     def sums(
-        self, plan: Plan, policies: Policies, place: int, phase: str, samples: int
+        self, plan: Plan, policies: Policies, rank: int, phase: str, samples: int
     ) -> Mapping[tuple[str, float], int]:
-        """Return the collectives over tensor slices for which a stage waits in a phase, counted by kind and bytes.
+        """Return the collectives over tensor slices for which a rank waits in a phase, counted by kind and bytes.
 
         `phase`: `f` (forward), `b` (backward), or `r` (recomputed forward).
         """
-        part, stage = self.held_stage(plan, policies, place)
+        part, stage = self.held_stage(plan, policies, rank)
         length = self.parts.workload.sequence_length or 1
 
         def found() -> Counter[tuple[str, float]]:
@@ -198,6 +217,44 @@ class MemoryBounds:
             )
 
         return self.parts.once(("sums", part.key, phase, plan.recompute, samples), found)
+
+    def exchanges(
+        self, plan: Plan, policies: Policies, rank: int, phase: str, samples: int
+    ) -> Mapping[Communication, int]:
+        """Return the exchanges of rows of experts for which a rank waits in a phase; arguments as of `sums`."""
+        part, stage = self.held_stage(plan, policies, rank)
+        group = policies.mesh.expert_group(rank)
+
+        def found() -> Counter[Communication]:
+            counted: Counter[Communication] = Counter()
+            for instance in (
+                stage.layers if phase != "r" else [each for each in stage.layers if each.layer.is_recomputed]
+            ):
+                rows: Sequence[float] | None = None
+                for each in reductions_in(instance.layer, phase, plan.recompute):
+                    if each.kind not in OPERATIONS:
+                        continue
+                    size_bytes = each.size_bytes.at(b=1, s=1)
+                    if each.kind == "counts":
+                        counted[count_exchange([group], size_bytes)] += 1
+                        continue
+                    rows = rows or self._rows(policies, instance.module)
+                    sent = [samples * count * self._scale * size_bytes for count in rows]
+                    counted[row_exchange([group], each.kind, sent)] += 1
+            return counted
+
+        return self.parts.once(("exchanges", part.key, group, phase, plan.recompute, samples), found)
+
+    def _rows(self, policies: Policies, module: str) -> Sequence[float]:
+        """Return the rows that one sample of each rank sends to each rank's experts in a layer."""
+        model = self.parts.model
+
+        def whole() -> dict[str, LayerInstance]:
+            layers = unrolled(replace(model, layers=divided_expert_layers(model, policies)))
+            return {each.module: each for each in layers if each.layer.experts_per_token}
+
+        instance = self.parts.once(("whole experts", policies.mesh), whole)[module]
+        return rows_by_rank(self.parts.workload, policies, instance)
 
     def _received_bytes(self, plan: Plan, stage: Stage, samples: int, in_flight: int) -> float:
         """Return the bytes of a stage's receive buffers; see `plan.receive_buffers`."""
@@ -379,8 +436,8 @@ class MemoryBounds:
 
 
 def has_equal_slices(policies: Policies) -> bool:
-    """Return whether a stage is sliced evenly (if at all), and neither experts nor sequences are divided."""
-    return policies.slices != "shares" and policies.ep == policies.cp == 1
+    """Return whether a stage is sliced evenly (if at all), and sequences are not divided."""
+    return policies.slices != "shares" and policies.cp == 1
 
 
 def _lives(recompute: Recompute) -> Lives:

@@ -15,7 +15,6 @@ from gssim.scenario import (
     held_slice,
     master_bytes,
     reduce_precision,
-    routes_parts,
     value_bytes,
 )
 from gssim.scenario.checks import check_adapters
@@ -100,20 +99,13 @@ class ModelParts:
             check_adapters(self.with_plan(plan), policies, "workload.adapters")
         self._check_expert_parts(policies)
         if policies.pp > 1:
-            place = policies.mesh.place(rank).pp
-            own_key = (
-                "part",
-                self._cut_key(plan, policies),
-                policies.tp,
-                policies.ep,
-                self._context(plan, policies),
-                place,
-            )
-            return self.once(own_key, lambda: self._stage_part(plan, policies, place))
+            place, experts = policies.mesh.place(rank).pp, self.expert_position(policies, rank)
+            cut = self._cut_key(plan, policies)
+            own_key = ("part", cut, self.slices_key(plan, policies), policies.ep, experts, place)
+            return self.once(own_key, lambda: self._stage_part(plan, policies, place, experts))
         if policies.ep > 1:
             place = policies.mesh.expert_position(rank)
-            slices = policies.tp, plan.gathered_inputs, plan.embedding_parallel, plan.loss_parallel
-            of_experts = ("experts", policies.ep, place, self._context(plan, policies), slices)
+            of_experts = ("experts", policies.ep, place, self.slices_key(plan, policies))
             return self.once(of_experts, lambda: self._new_experts(of_experts, plan, policies, place))
         if policies.cp > 1:
             context = self._context(plan, policies)
@@ -135,30 +127,40 @@ class ModelParts:
             mesh, kinds, first = policies.mesh, list[Hashable](), dict[Hashable, int]()
             for rank in range(policies.ranks):
                 slice_of = rank % mesh.tp if policies.slices == "shares" else 0
-                experts = mesh.expert_position(rank) if policies.ep > 1 else 0
+                experts = self.expert_position(policies, rank)
                 kinds.append((self.names[rank], mesh.place(rank).pp, slice_of, experts))
                 first.setdefault(kinds[-1], rank)
             return tuple(first[kind] for kind in kinds)
 
         return self.once(("alike", policies.mesh, policies.slices), found)
 
-    def _stage_part(self, plan: Plan, policies: Policies, place: int) -> Part:
+    def expert_position(self, policies: Policies, rank: int) -> int:
+        """Return a rank's position among those that divide experts; 0 if none do."""
+        return policies.mesh.expert_position(rank) if policies.ep > 1 else 0
+
+    def _stage_part(self, plan: Plan, policies: Policies, place: int, experts: int) -> Part:
+        """Return what ranks at a place of a pipeline hold; `experts`: see `expert_position`."""
         stages = self.stages(plan, policies)[place :: policies.pp]
         cut = tuple((stage[-1].index, len(stage)) for stage in stages)
-        held: tuple[Hashable, ...] = ("stages", cut, policies.tp, policies.ep)
-        if policies.cp > 1 and policies.ep == 1:
-            held = (*held, self._context(plan, policies))
-            every = held_layers(self._new_context("context", plan, policies).layers, self.with_plan(plan).stage_ranges)
-            own = tuple(instance for stage in every[place :: policies.pp] for instance in stage)
-            parts_of = tuple(self.traced[each.index].layer for each in own)
-            positions = sequence_positions(policies, self.workload)
-            return self.once(held, lambda: Part(held, own, parts_of, positions=positions))
-        layers = tuple(instance for stage in stages for instance in stage)
-        # layers with a copy of a tied parameter, or without a backward, are otherwise as measured
-        wholes = self._wholes(layers)
-        held = (*held, self._context(plan, policies))
+        held: tuple[Hashable, ...] = ("stages", cut, self.slices_key(plan, policies), policies.ep, experts)
         positions = sequence_positions(policies, self.workload) if policies.cp > 1 else None
-        return self.once(held, lambda: Part(held, layers, wholes, 1 / policies.tp, positions=positions))
+        if policies.cp == policies.ep == 1:
+            # layers with a copy of a tied parameter, or without a backward, are otherwise as measured
+            layers = tuple(instance for stage in stages for instance in stage)
+            return self.once(held, lambda: Part(held, layers, self._wholes(layers), 1 / policies.tp))
+        if policies.ep > 1:
+            whole = self._new_experts("experts", plan, policies, experts).layers
+        else:
+            whole = self._new_context("context", plan, policies).layers
+        every = held_layers(whole, self.with_plan(plan).stage_ranges)
+        own = tuple(instance for stage in every[place :: policies.pp] for instance in stage)
+        parts_of = tuple(self.traced[each.index].layer for each in own)
+        return self.once(held, lambda: Part(held, own, parts_of, positions=positions))
+
+    def slices_key(self, plan: Plan, policies: Policies) -> Hashable:
+        """Return everything that layers of tensor ranks, and on parts of sequences, depend on, but the own place."""
+        slices = policies.tp, policies.sequence_parallel, plan.gathered_inputs
+        return (*slices, plan.embedding_parallel, plan.loss_parallel, self._context(plan, policies))
 
     def _context(self, plan: Plan, policies: Policies) -> Hashable:
         """Return everything that layers on parts of sequences depend on; None if sequences are not divided."""
@@ -193,8 +195,6 @@ class ModelParts:
         """Raise UserError if ranks cannot divide experts so, or experts are not known on parts of sequences."""
         if policies.gradients == "reduce-scatter" and policies.shards % policies.mesh.expert_stride:
             raise UserError(f"{policies.ep} ranks cannot divide the experts among the {policies.shards} of a replica")
-        if policies.pp > 1 and routes_parts(self.model, policies):
-            raise UserError("stages with cut blocks and divided experts cannot be searched yet")
         for layer in divided_expert_layers(self.model, policies) if policies.ep > 1 else ():
             if (layer.routed_experts or 0) % policies.ep:
                 raise UserError(f"{policies.ep} ranks cannot divide the {layer.routed_experts} experts of {layer.name}")

@@ -67,10 +67,11 @@ class PipelineBounds:
     def _passes_s(self, plan: Plan, policies: Policies, rank: int, samples: int) -> tuple[float, float]:
         """Return lower bounds of the time of a micro-batch forward, and backward, through a rank's stage.
 
-        Each is the stage's compute and the sums over tensor slices, for which the device waits; its host does not.
+        Each is the stage's compute, and the sums over tensor slices and exchanges of rows of experts, for which the
+        device waits; its host does not.
         """
         if policies.tp > 1:
-            part, _ = self.memory.held_stage(plan, policies, policies.mesh.place(rank).pp)
+            part, _ = self.memory.held_stage(plan, policies, rank)
         else:
             part = self.parts.part(plan, policies, rank)
         issued_s, own_s = (
@@ -79,9 +80,24 @@ class PipelineBounds:
         collectives, chance = self.traffic.collectives(plan, policies), least_chance(self.parts.with_plan(plan))
         forward_s, backward_s = (
             max(least_s, pass_s + chance * sum(count * collectives.alone_s(each, rank) for each, count in sums))
-            for least_s, pass_s, sums in zip(issued_s, own_s, self._sums(plan, policies, rank, samples), strict=True)
+            for least_s, pass_s, sums in zip(issued_s, own_s, self._waits(plan, policies, rank, samples), strict=True)
         )
         return forward_s, backward_s
+
+    def _waits(self, plan: Plan, policies: Policies, rank: int, samples: int) -> tuple[Sums, Sums]:
+        """Return what a rank's stage waits for in a micro-batch's forward and backward, beside its messages."""
+        workload, sums = self.parts.workload, self._sums(plan, policies, rank, samples)
+        partly = workload.frozen is not None or workload.adapters is not None  # some layers may have no backward
+        if policies.ep == 1 or partly:
+            return sums
+        phases = (("f",), ("b", "r") if plan.recompute != "none" else ("b",))
+        rows = [
+            tuple(
+                each for phase in pass_ for each in self.memory.exchanges(plan, policies, rank, phase, samples).items()
+            )
+            for pass_ in phases
+        ]
+        return (*sums[0], *rows[0]), (*sums[1], *rows[1])
 
     def _sums(self, plan: Plan, policies: Policies, rank: int, samples: int) -> tuple[Sums, Sums]:
         """Return a micro-batch's sums over the slices of a rank's stage, in the forward and in the backward."""
@@ -90,10 +106,10 @@ class PipelineBounds:
         # sums that run beside products may cost nothing
         if policies.tp == 1 or partly or plan.tp_overlap or plan.async_input_gradients:
             return (), ()
-        group, place = policies.mesh.group(rank, "tp"), policies.mesh.place(rank).pp
+        group = policies.mesh.group(rank, "tp")
 
         def in_phase(phase: str) -> Sums:
-            sums = self.memory.sums(plan, policies, place, phase, samples)
+            sums = self.memory.sums(plan, policies, rank, phase, samples)
             return tuple((Communication(kind, group, size), count) for (kind, size), count in sums.items())
 
         return in_phase("f"), (*in_phase("b"), *(in_phase("r") if plan.recompute != "none" else ()))

@@ -28,14 +28,12 @@ def check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{where}: ranks that divide experts need as many samples each, and have "
             f"{', '.join(map(str, sorted(set(scenario.batch_sizes))))}; allowed: an even split of the batch"
         )
-    flat, shards = scenario.plan.zero1_implementation == "megatron", policies.gradients == "reduce-scatter"
-    replicated = policies.gradients in ("all-reduce", "local") and policies.optimizer_state == "replicated"
-    reduced = None if workload.reduce_precision == workload.precision else workload.reduce_precision
+    flat = scenario.plan.zero1_implementation == "megatron"
+    whole = policies.gradients in ("all-reduce", "local")
     for name, value, is_known in (
         ("clip_norm", workload.clip_norm, flat or policies.tp == 1 or in_parts),
-        ("loss_scale", workload.loss_scale, (policies.tp == 1 or in_parts) and (shards or replicated)),
-        ("gradient_precision", workload.gradient_precision, flat or replicated),
-        ("reduce_precision", reduced, flat or ((policies.tp == 1 or in_parts) and shards)),
+        ("loss_scale", workload.loss_scale, flat or policies.tp == 1 or in_parts),
+        ("gradient_precision", workload.gradient_precision, whole),
     ):
         if value is not None and not is_known:
             raise UserError(
