@@ -5,28 +5,24 @@ there is one, else from a roofline.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from gssim.cluster import Curve, DeviceType
-from gssim.cluster.kernel_rates import KernelRates, ProductKind
+from gssim.cluster.kernel_rates import ProductKind
 from gssim.cluster.measured import CutBlockCost, ShardedUnitCost, UnitCost
 from gssim.plan import INDEX_BYTES
 from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
 from gssim.scenario.device_rates import measured_optimizer, product_precision
-from gssim.units import PRECISION_BYTES, Floats, Precision, Rate, Recompute
+from gssim.scenario.layer_costs import layer_roofline_s, work_of, work_on
+from gssim.units import Floats, Precision, Recompute
 from gssim.workload import (
     Layer,
-    Model,
-    Polynomial,
-    TokenInput,
     Workload,
     implementation_on,
     optimizer_moved_bytes,
 )
-from gssim.workload.layer import NO_COST
 from gssim.workload.muon import (
     NEWTON_SCHULZ_STEPS,
     OPERATIONS_PER_MATRIX,
@@ -93,7 +89,7 @@ def _copies_s(
     if phase == "r" and moved_bytes:
         shape = {"b": batch_size, "s": workload.sequence_length or 1}
         whole = layer.forward_flop.at(**shape)
-        moved_bytes *= _work(layer, phase, recompute=recompute).flop.at(**shape) / whole if whole else 0
+        moved_bytes *= work_of(layer, phase, recompute=recompute).flop.at(**shape) / whole if whole else 0
     return moved_bytes / device.memory_bandwidth_bytes_per_s
 
 
@@ -109,28 +105,28 @@ def _products_s(
 ) -> float:
     """Return the time of a layer's phase apart from copies of quantized weights; see `layer_time_s`."""
     if whole is not None and whole is not layer:
-        own = _work_on(device, workload, layer, phase, recompute=recompute, whole=whole, positions=positions)
-        own_s = _layer_roofline_s(device, workload, layer, own, phase, batch_size, positions=positions)
+        own = work_on(device, workload, layer, phase, recompute=recompute, whole=whole, positions=positions)
+        own_s = layer_roofline_s(device, workload, layer, own, phase, batch_size, positions=positions)
         if layer_profile(device, workload, whole) is None:
             return own_s
-        uncut = _work_on(device, workload, whole, phase, recompute=recompute, whole=whole)
+        uncut = work_on(device, workload, whole, phase, recompute=recompute, whole=whole)
         shape: dict[str, Any] = {"b": batch_size, "s": workload.sequence_length or 1}
         flop, uncut_flop = own.flop.at(**shape), uncut.flop.at(**shape)
         samples = batch_size * flop / uncut_flop if flop and uncut_flop else batch_size
-        uncut_s = _layer_roofline_s(device, workload, whole, uncut, phase, samples)
+        uncut_s = layer_roofline_s(device, workload, whole, uncut, phase, samples)
         measured_s = _products_s(device, workload, whole, phase, samples, recompute)
         return measured_s * own_s / uncut_s if uncut_s else measured_s
     profile = layer_profile(device, workload, layer)
-    work = _work_on(device, workload, layer, phase, recompute=recompute, positions=positions)
+    work = work_on(device, workload, layer, phase, recompute=recompute, positions=positions)
     if profile is None:
-        return _layer_roofline_s(device, workload, layer, work, phase, batch_size, positions=positions)
+        return layer_roofline_s(device, workload, layer, work, phase, batch_size, positions=positions)
     if phase == "b":
         return profile.backward_s.at(batch_size)
     forward_s = profile.forward_s.at(batch_size)
-    forward = _work_on(device, workload, layer, "f")
+    forward = work_on(device, workload, layer, "f")
     if work == forward:
         return forward_s
-    again_s, whole_s = (_layer_roofline_s(device, workload, layer, part, "f", batch_size) for part in (work, forward))
+    again_s, whole_s = (layer_roofline_s(device, workload, layer, part, "f", batch_size) for part in (work, forward))
     return forward_s * again_s / whole_s if whole_s else forward_s
 
 
@@ -144,7 +140,7 @@ def issue_time_s(
     """
     if device.kind == "cpu" or device.cut_block is not None or layer_profile(device, workload, layer) is not None:
         return 0.0
-    return (_work(layer, phase, recompute=recompute).operations + sums) * device.operation_overhead_s
+    return (work_of(layer, phase, recompute=recompute).operations + sums) * device.operation_overhead_s
 
 
 def measured_issue_s(
@@ -163,193 +159,15 @@ def measured_issue_s(
     profile it is the number of operations, including the phase's `sums` over ranks, times `layer_operation_s`.
     """
     profile = layer_profile(device, workload, layer)
-    work = _work(layer, phase, recompute=recompute).operations
+    work = work_of(layer, phase, recompute=recompute).operations
     if profile is None:
         return None if device.layer_operation_s is None else (work + sums) * device.layer_operation_s
     curve = profile.backward_host_s if phase == "b" else profile.forward_host_s
     if curve is None:
         return None
-    forward = _work(layer, "f", recompute=recompute).operations
+    forward = work_of(layer, "f", recompute=recompute).operations
     within = min(max(batch_size, curve.sizes[0]), curve.sizes[-1])  # host time hardly depends on the batch size
     return curve.at(within) * (work / forward if phase == "r" and forward else 1.0)
-
-
-class Work(NamedTuple):
-    """FLOP, memory traffic and operations of a layer's phase."""
-
-    flop: Polynomial
-    moved_bytes: Polynomial
-    operations: int
-    streamed_bytes: Polynomial | None = None
-    """The part of the moved bytes that belongs to operations with next to no arithmetic, if known."""
-
-
-def _work(layer: Layer, phase: str, *, recompute: Recompute = "full") -> Work:
-    """Return the work of a phase; if the recomputed part was not traced, the whole forward's."""
-    if phase == "b":
-        return Work(layer.backward_flop, layer.backward_bytes, layer.backward_operations, layer.backward_streamed_bytes)
-    forward = Work(layer.forward_flop, layer.forward_bytes, layer.forward_operations, layer.forward_streamed_bytes)
-    if phase == "f":
-        return forward
-    flop, moved_bytes, operations = layer.recompute_flop, layer.recompute_bytes, layer.recompute_operations
-    streamed = layer.recompute_streamed_bytes
-    part = layer.every_second_product
-    if recompute == "selective":
-        flop, moved_bytes, operations = layer.selective_flop, layer.selective_bytes, layer.selective_operations
-        streamed = layer.selective_streamed_bytes
-    elif recompute == "every-second-product" and part is not None:
-        flop, moved_bytes, operations, streamed = part.flop, part.bytes, part.operations, part.streamed_bytes
-    return Work(
-        forward.flop if flop is None else flop,
-        forward.moved_bytes if moved_bytes is None else moved_bytes,
-        forward.operations if operations is None else operations,
-        forward.streamed_bytes if moved_bytes is None else streamed,
-    )
-
-
-CAST_PASSES = {"f": 1.5, "r": 1.5, "b": 3.0}
-"""Casts to 8 bits, for each input and output of a linear map: values read or written, in units of their bytes at
-`precision`. A forward reads each and writes half as many bytes; a backward does so for the gradient and its transpose.
-"""
-
-
-def _work_on(
-    device: DeviceType,
-    workload: Workload,
-    layer: Layer,
-    phase: str,
-    *,
-    recompute: Recompute = "full",
-    whole: Layer | None = None,
-    positions: int | None = None,
-) -> Work:
-    """Return the work of a phase. FLOP of linear maps in 8 bits are scaled so that they take as long at the device's
-    rate.
-
-    Each weight matrix of a block is a linear map of every token: 2 FLOP per element in a forward, 4 in a backward. If
-    `layer` is a slice of `whole`, a rank casts only parts of inputs and outputs. Recomputation may skip some of the
-    maps. `positions`: number of positions of each sequence, if the rank runs on parts of sequences.
-    """
-    work, ratio = _work(layer, phase, recompute=recompute), device.float8_ratio
-    flop: float
-    if workload.map_precision is None or ratio is None or not layer.block:
-        return work
-    elements = sum(prod(shape) for shape in _maps(layer))
-    flop = (4 if phase == "b" else 2) * elements
-    widths = float(sum(sum(shape) for shape in _maps(whole or layer)) * elements)
-    widths /= sum(prod(shape) for shape in _maps(whole or layer)) or 1
-    if phase == "r":
-        linear = _linear_flop(work.flop, positions) / (positions or 1)
-        widths, flop = widths * linear / flop if flop else 0.0, linear
-    cast = round(CAST_PASSES[phase] * PRECISION_BYTES[workload.model.traced_precision] * widths)
-    moved, streamed = work.moved_bytes, work.streamed_bytes or NO_COST
-    less = -round(flop * (1 - 1 / ratio))
-    fewer, more = ((less * positions, 1, 0), (cast * positions, 1, 0)) if positions else ((less, 1, 1), (cast, 1, 1))
-    return work._replace(
-        flop=replace(work.flop, terms=(*work.flop.terms, fewer)),
-        moved_bytes=replace(moved, terms=(*moved.terms, more)),
-        streamed_bytes=replace(streamed, terms=(*streamed.terms, more)),
-    )
-
-
-def _linear_flop(flop: Polynomial, positions: int | None) -> int:
-    """Return the FLOP of the linear maps that every token passes: per token, or per part on `positions`."""
-    return sum(c for c, i, j in flop.terms if (i, j) == (1, 0 if positions else 1))
-
-
-def _maps(layer: Layer) -> list[tuple[int, ...]]:
-    return [parameter.shape for parameter in layer.parameters if len(parameter.shape) == 2]
-
-
-def _layer_roofline_s(
-    device: DeviceType,
-    workload: Workload,
-    layer: Layer,
-    work: Work,
-    phase: str,
-    batch_size: float,
-    *,
-    positions: int | None = None,
-) -> float:
-    shape: dict[str, Any] = {"b": batch_size, "s": workload.sequence_length or 1}
-    scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
-    precision = product_precision(device, workload)
-    flop = float(work.flop.at(**shape))
-    rates = next((each for each in device.kernels if each.precision == precision), None)
-    if rates is not None:
-        own = achieved_flop_per_s(device, precision)
-        settings: dict[str, Any] = {"backward": phase == "b", "positions": positions} | shape
-        flop += own * _kernels_excess_s(rates, own, workload.model, layer, work.flop, **settings)
-    return roofline_s(
-        device,
-        precision,
-        flop=flop,
-        moved_bytes=work.moved_bytes.at(**shape) * scale,
-        operations=work.operations,
-        streamed_bytes=work.streamed_bytes.at(**shape) * scale if work.streamed_bytes is not None else 0.0,
-    )
-
-
-def _kernels_excess_s(
-    rates: KernelRates,
-    own_flop_per_s: float,
-    model: Model,
-    layer: Layer,
-    flop: Polynomial,
-    *,
-    backward: bool,
-    positions: int | None,
-    b: float,
-    s: int,
-) -> float:
-    """Return the time of a layer's products and attention at measured rates, minus their time at the device's one rate.
-
-    `flop`: of the phase, for b samples of s tokens. Terms in b*s are linear maps of every token. They run at the mean
-    rate of the layer's weight matrices, weighted by FLOP; frozen matrices have no weight gradient, and a head without a
-    matrix of its own multiplies by the embedding's. Terms in b*s^2 are attention. All other FLOP run at the device's
-    rate, as do FLOP in b*s beyond those of the matrices (of experts, for example, which do not see every token). With
-    `positions`, a rank runs on parts of sequences: linear maps are then terms in b, and attention, over all of the
-    sequence, terms in b*s.
-    """
-    if not isinstance(model.input, TokenInput):
-        return 0.0
-    tokens = b * (positions or s)
-    linear = _linear_flop(flop, positions) * (b if positions else tokens)
-    power = 1 if positions else 2
-    attention = sum(c for c, i, j in flop.terms if (i, j) == (1, power)) * b * s**power
-    trained, frozen = (
-        [parameter.shape for parameter in parameters if len(parameter.shape) == 2]
-        for parameters in (layer.parameters, layer.frozen_parameters)
-    )
-    if not trained and not frozen:
-        outputs = model.input.vocabulary
-        inputs = _linear_flop(layer.forward_flop, positions) // (2 * outputs * (positions or 1))
-        trained = [(outputs, inputs)] if inputs else []
-    of_trained: tuple[ProductKind, ...] = ("input_gradient", "weight_gradient") if backward else ("forward",)
-    products = [
-        (2.0 * tokens * n * k, rates.products[kind].at(tokens, k, n))
-        for shapes, kinds in ((trained, of_trained), (frozen, of_trained[:1]))
-        for n, k in shapes
-        for kind in kinds
-    ]
-    excess_s = 0.0
-    if linear and products:
-        listed = sum(each for each, _ in products)
-        mean_s = sum(each / flop_per_s for each, flop_per_s in products) / listed
-        excess_s += min(linear, listed) * (mean_s - 1 / own_flop_per_s)
-    if attention and rates.attention:
-        causal = model.input.task == "next-token"
-        named = [sliced for sliced in model.sliced_layers if sliced.name == layer.name]
-        head_widths = [
-            parameter.shape[parameter.cut]
-            for sliced in (named or model.sliced_layers)  # parts of sequences are traced in groups of their own
-            for parameter in (*sliced.frozen_parameters, *sliced.parameters)
-            if parameter.cut is not None and len(parameter.shape) == 2
-        ]  # matrices are cut by heads; the smallest part is one head wide
-        head_width = min(head_widths, default=None)
-        rate = rates.attention_flop_per_s(head_width, s, backward=backward, causal=causal)
-        excess_s += attention * (1 / rate - 1 / own_flop_per_s)
-    return excess_s
 
 
 def maps_time_s(
@@ -368,36 +186,6 @@ def maps_time_s(
     )
     ratio = device.float8_ratio if workload.map_precision is not None else None
     return sum(times_s) / (ratio or 1.0)
-
-
-def roofline_s(
-    device: DeviceType,
-    precision: Rate,
-    *,
-    flop: float,
-    moved_bytes: float,
-    operations: int,
-    streamed_bytes: float = 0.0,
-) -> float:
-    """Return the time of operations limited by arithmetic, memory bandwidth and launches.
-
-    `streamed_bytes`: those of the moved bytes that belong to operations with next to no arithmetic. Matrix products do
-    not hide them, because operations run one after the other.
-
-        t = max(flop / (peak * efficiency), (bytes - streamed) / memory bandwidth) + streamed / memory bandwidth, and
-        CPU:  t + operations * overhead      (operations run where they are launched)
-        else: max(t, operations * overhead)  (the host launches ahead)
-
-    On a TPU no operations are streamed: XLA fuses them with the products beside them.
-
-    Source: Williams, Waterman, Patterson 2009, "Roofline"; host issue: gradient-sharding D.4.
-    """
-    rate, bandwidth = achieved_flop_per_s(device, precision), device.memory_bandwidth_bytes_per_s
-    if device.kind == "tpu":
-        streamed_bytes = 0.0
-    busy_s = max(flop / rate, (moved_bytes - streamed_bytes) / bandwidth) + streamed_bytes / bandwidth
-    issue_s = operations * device.operation_overhead_s
-    return busy_s + issue_s if device.kind == "cpu" else max(busy_s, issue_s)
 
 
 def optimizer_time_s(

@@ -223,7 +223,7 @@ def _with_slow_rank(scenario: Scenario, slow_ratio: float) -> tuple[str, ...]:
         return ()
     last, total = scenario.ranks - 1, scenario.workload.global_batch_size
     sample_s = [1.0] * last + [slow_ratio]
-    samples = splitting.balance_batch(total, sample_s=sample_s, fixed_s=[0.0] * len(sample_s), least=1)
+    samples = splitting.balance_batch(total, sample_s=sample_s, least=1)
     slow = f"run.slowdowns=[{{rank={last}, first_step=0, compute_ratio={slow_ratio}}}]"
     return slow, f"plan.shares.batch={[each / total for each in samples]}"
 

@@ -279,10 +279,11 @@ class ShareRules:
     """Sizes of the ranks' parts of the batch, and of the shards of the parameters."""
 
     batch: Literal["even", "throughput"] | Shares = "even"
-    """`even`, `throughput` (in proportion to the ranks' speeds), or each part's fraction."""
+    """`even`, `throughput` (in proportion to the ranks' speeds: samples per second of forward and backward, by the
+    device's profile of the model or by a roofline), or each part's fraction."""
     shards: Literal["even", "compute", "memory", "cost"] | Shares = "even"
-    """Shard sizes: `even`, in proportion to `compute` (the paper), `memory` (all devices equally full), `cost` (least
-    time of pushes, updates and publications, within memory), or each rank's fraction."""
+    """Shard sizes: `even`, in proportion to `compute` (the paper; speeds as of `throughput`), `memory` (all devices
+    equally full), `cost` (least time of pushes, updates and publications, within memory), or each rank's fraction."""
     replan: bool = False
     """Rebalance the batch at run time as measured speeds change."""
     replanning: Replanning = field(default_factory=Replanning)

@@ -118,7 +118,7 @@ def _with_reference(watch: Watch, settings: Replanning, least: int, most: Sequen
 def _rebalanced(watch: Watch, settings: Replanning, least: int, most: Sequence[int] | None) -> tuple[int, ...]:
     """Return the batch split by the ranks' speeds, or the present one where the slowest would not gain enough."""
     sample_s = [speed.mean_s for speed in watch.speeds]
-    batch = balance_batch(sum(watch.batch), sample_s=sample_s, fixed_s=[0.0] * len(sample_s), least=least, most=most)
+    batch = balance_batch(sum(watch.batch), sample_s=sample_s, least=least, most=most)
     gain_ratio = 1 - max(_times_s(batch, watch.speeds)) / max(_times_s(watch.batch, watch.speeds))
     return batch if gain_ratio >= settings.hysteresis_ratio else watch.batch
 

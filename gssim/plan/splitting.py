@@ -65,35 +65,32 @@ def balance_batch(
     total: int,
     *,
     sample_s: Sequence[float],
-    fixed_s: Sequence[float],
     least: int = 0,
     most: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Return samples per rank that minimise the slowest rank's `fixed_s + samples * sample_s`.
+    """Return samples per rank that minimise the slowest rank's time, `samples * sample_s`.
 
     Greedy: each sample goes where it makes the smallest time, which is optimal for non-decreasing convex times. Every
     rank gets `least` samples at least and `most[i]` at most, which must leave room for the total.
 
-    >>> balance_batch(6, sample_s=[1.0, 2.0], fixed_s=[0.0, 0.0])
+    >>> balance_batch(6, sample_s=[1.0, 2.0])
     (4, 2)
     """
     samples = [least] * len(sample_s)
     if total > MANY_SAMPLES and min(sample_s) > 0:
-        samples = _certain_samples(total, np.array(sample_s), np.array(fixed_s), samples, most)
+        samples = _certain_samples(total, np.array(sample_s), samples, most)
     open_ranks = [rank for rank in range(len(samples)) if most is None or samples[rank] < most[rank]]
-    heap = [(fixed_s[rank] + (samples[rank] + 1) * sample_s[rank], rank) for rank in open_ranks]
+    heap = [((samples[rank] + 1) * sample_s[rank], rank) for rank in open_ranks]
     heapq.heapify(heap)
     for _ in range(total - sum(samples)):
         _, rank = heapq.heappop(heap)
         samples[rank] += 1
         if most is None or samples[rank] < most[rank]:
-            heapq.heappush(heap, (fixed_s[rank] + (samples[rank] + 1) * sample_s[rank], rank))
+            heapq.heappush(heap, ((samples[rank] + 1) * sample_s[rank], rank))
     return tuple(samples)
 
 
-def _certain_samples(
-    total: int, sample_s: Floats, fixed_s: Floats, least: Sequence[int], most: Sequence[int] | None
-) -> list[int]:
+def _certain_samples(total: int, sample_s: Floats, least: Sequence[int], most: Sequence[int] | None) -> list[int]:
     """Return samples that each rank is sure to get: all that end by a time by which at most `total` do.
 
     Bisects the time until fewer samples than ranks are left, or the time cannot be resolved any further.
@@ -101,12 +98,12 @@ def _certain_samples(
     samples = lowest = np.array(least, dtype=np.int64)
     limit = np.full(len(lowest), total, np.int64) if most is None else np.minimum(np.array(most, np.int64), total)
     limit = np.maximum(limit, lowest)
-    early, late = 0.0, float((fixed_s + total * sample_s).max())
+    early, late = 0.0, float((total * sample_s).max())
     for _ in range(64):
         middle = (early + late) / 2
-        by_then = np.floor((middle - fixed_s) / sample_s)
-        by_then -= fixed_s + by_then * sample_s > middle  # the quotient may have been rounded up, or down
-        by_then += fixed_s + (by_then + 1) * sample_s <= middle
+        by_then = np.floor(middle / sample_s)
+        by_then -= by_then * sample_s > middle  # the quotient may have been rounded up, or down
+        by_then += (by_then + 1) * sample_s <= middle
         counts = np.clip(by_then, lowest, limit).astype(np.int64)
         if counts.sum() > total:
             late = middle

@@ -110,7 +110,6 @@ class Batches:
         sizes = splitting.balance_batch(
             self.total // unit,
             sample_s=[unit * each for each in sample_s],
-            fixed_s=[0.0] * len(parts),
             least=min_units,
             most=max_units,
         )

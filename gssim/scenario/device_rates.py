@@ -1,61 +1,18 @@
-"""Rates of devices for a workload: measured profiles, achieved and peak FLOP/s, and the cost of a sample."""
+"""Rates of devices for a workload: measured profiles, achieved and peak FLOP/s; bytes of an element."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from gssim.cluster import Cluster, Curve, DeviceType, LayerProfile
 from gssim.cluster.measured import OptimizerCost, Profile
 from gssim.errors import UserError
 from gssim.units import PRECISION_BYTES, Precision, Rate
-from gssim.workload import Layer, LayerInstance, Workload, implementation_on
-
-
-def sample_costs(device: DeviceType, workload: Workload, *, name: str) -> tuple[float, float]:
-    """Return (fixed_s, sample_s) of a step on `device`: from its profile of the model, else from its achieved FLOP/s.
-
-    The share policies compare devices by these costs; they are not a prediction of a step. `name`: of the device type,
-    for errors.
-    """
-    for profile in device.profiles:
-        if _is_of(profile, workload):
-            curves = [
-                (entry.repeats, curve)
-                for entry in workload.model.layers
-                if entry.name in profile.layers
-                for curve in (profile.layers[entry.name].forward_s, profile.layers[entry.name].backward_s)
-            ]
-            largest = max((curve.sizes[-1] for _, curve in curves), default=0)
-            time_s = sum(n * curve.at(largest) for n, curve in curves) if largest else 0.0
-            if time_s > 0:  # a profile may contain only memory
-                return 0.0, time_s / largest
-    flop = sum(_training_flop(layer, workload.sequence_length or 1) for layer in workload.model.layers)
-    return 0.0, flop / achieved_flop_per_s(device, product_precision(device, workload), name=name)
-
-
-def layer_costs_s(device: DeviceType, workload: Workload, layers: Sequence[LayerInstance], samples: int) -> list[float]:
-    """Return the time of `samples` in each layer, forward and backward: from its profile, else from achieved FLOP/s.
-
-    Like `sample_costs`, it only serves to split the work.
-    """
-    cost_s: dict[int, float] = {}
-    for instance in layers:
-        if id(instance.layer) not in cost_s:
-            cost_s[id(instance.layer)] = _layer_cost_s(device, workload, instance.layer, samples)
-    return [cost_s[id(instance.layer)] for instance in layers]
-
-
-def _layer_cost_s(device: DeviceType, workload: Workload, layer: Layer, samples: int) -> float:
-    profile = layer_profile(device, workload, layer)
-    if profile is not None:
-        return profile.forward_s.at(samples) + profile.backward_s.at(samples)
-    flop = _training_flop(layer, workload.sequence_length or 1) / layer.repeats
-    return samples * flop / achieved_flop_per_s(device, product_precision(device, workload))
+from gssim.workload import Layer, Workload, implementation_on
 
 
 def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> LayerProfile | None:
     """Return the measured cost of `layer` on `device` at this precision and sequence length, if there is one."""
     for profile in device.profiles:
-        if _is_of(profile, workload) and layer.name in profile.layers:
+        if is_of(profile, workload) and layer.name in profile.layers:
             return profile.layers[layer.name]
     return None
 
@@ -74,7 +31,7 @@ def check_rates(cluster: Cluster, workload: Workload, *, ranks: int) -> None:
 
 def has_host_times(device: DeviceType, workload: Workload) -> bool:
     """Return whether a GPU's host time to issue a workload is known separately from the device's own time."""
-    profile = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
+    profile = next((profile for profile in device.profiles if is_of(profile, workload)), None)
     if profile is None:
         return device.layer_operation_s is not None
     return all(each.forward_host_s is not None for each in profile.layers.values())
@@ -82,7 +39,7 @@ def has_host_times(device: DeviceType, workload: Workload) -> bool:
 
 def pause_excess(device: DeviceType, workload: Workload) -> Curve | None:
     """Return the slowdown of compute after a pause, by the pause's length in seconds; None if not measured."""
-    found = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
+    found = next((profile for profile in device.profiles if is_of(profile, workload)), None)
     return found.pause_excess_s if found else None
 
 
@@ -94,13 +51,13 @@ def with_profile_slowdowns(cluster: Cluster, workload: Workload) -> Cluster:
 
 
 def _as_it_runs(device: DeviceType, workload: Workload) -> DeviceType:
-    profile = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
+    profile = next((profile for profile in device.profiles if is_of(profile, workload)), None)
     own = {key: getattr(profile, key, None) for key in ("neighbour_slowdown_ratio", "communicating_excess_ratio")}
     changes = {key: value for key, value in own.items() if value is not None and value != getattr(device, key)}
     return replace(device, **changes) if changes else device
 
 
-def _is_of(profile: Profile, workload: Workload) -> bool:
+def is_of(profile: Profile, workload: Workload) -> bool:
     """Return whether a profile matches the workload's model, precision and sequence length."""
     if workload.autocast is not None or workload.tf32:  # profiles are of one precision
         return False
@@ -145,11 +102,6 @@ def peak_flop_per_s(device: DeviceType, precision: Rate, *, name: str = "") -> f
             "another workload.precision, or a plan.ranks that leaves out such devices"
         )
     return peak
-
-
-def _training_flop(layer: Layer, sequence_length: int) -> int:
-    one_sample = {"b": 1, "s": sequence_length}
-    return layer.repeats * (layer.forward_flop.at(**one_sample) + layer.backward_flop.at(**one_sample))
 
 
 # Bytes of an element -------------------------------------------------------------------------------------------------

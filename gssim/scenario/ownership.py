@@ -1,6 +1,6 @@
 """Shard shares by the policies `memory` and `cost`: from each owner's memory budget, update rate and link rates.
 
-Like `sample_costs`, this only splits the work, from information that both executors have when they load a scenario. It
+Like `sample_cost_s`, this only splits the work, from information that both executors have when they load a scenario. It
 does not predict a step or its memory. The density of thresholded pushes is not known then, so messages count as dense.
 
 In a pipeline, the ranks of each stage share the state of its layers, and each keeps the activations of as many

@@ -14,9 +14,9 @@ from gssim.errors import UserError
 from gssim.execution.cache import Shared
 from gssim.plan import METHODS, REPLICA_AXES, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.result import Result
-from gssim.scenario.device_rates import sample_costs
 from gssim.scenario.expert_load import layers_with_experts, routes_parts
 from gssim.scenario.identity import ScenarioParts, calibration_id, resolved, scenario_id
+from gssim.scenario.layer_costs import sample_cost_s
 from gssim.scenario.overrides import overrides_of
 from gssim.scenario.ownership import (
     all_owners,
@@ -143,12 +143,11 @@ class Scenario:
         """Samples of each part into which the data axes divide a step's batch."""
         wanted, total, policies = self.plan.shares.batch, self.workload.global_batch_size, self.policies
         if wanted == "throughput":
-            costs = self._sample_costs()
-            slowest = [(0.0, 0.0)] * policies.data_ranks  # cost of the slowest rank of each replica
-            for rank, cost in enumerate(costs):
+            slowest_s = [0.0] * policies.data_ranks  # cost of the slowest rank of each replica
+            for rank, cost_s in enumerate(self._sample_costs_s):
                 part = policies.data_rank(rank)
-                slowest[part] = max(slowest[part], cost, key=lambda c: c[1])
-            return splitting.balance_batch(total, sample_s=[c[1] for c in slowest], fixed_s=[c[0] for c in slowest])
+                slowest_s[part] = max(slowest_s[part], cost_s)
+            return splitting.balance_batch(total, sample_s=slowest_s)
         return splitting.split(total, splitting.even(policies.data_ranks) if isinstance(wanted, str) else wanted)
 
     def with_shares(self, samples: Sequence[int], shards: Sequence[float]) -> "Scenario":
@@ -219,8 +218,7 @@ class Scenario:
         """
         ranks = range(self.ranks)
         if self.plan.shares.shards == "compute":
-            costs = [sample_s for _, sample_s in self._sample_costs()]
-            order = sorted(ranks, key=lambda rank: costs[rank])
+            order = sorted(ranks, key=lambda rank: self._sample_costs_s[rank])
         else:
             order = list(ranks)
         wanted = self._wanted_shards
@@ -232,7 +230,7 @@ class Scenario:
     def _wanted_shards(self) -> tuple[float, ...]:
         wanted, mesh = self.plan.shares.shards, self.policies.mesh
         if wanted == "compute":
-            return self._by_part([1 / sample_s for _, sample_s in self._sample_costs()])
+            return self._by_part([1 / sample_s for sample_s in self._sample_costs_s])
         if wanted in ("memory", "cost"):
             return self._owned_shares()
         if isinstance(wanted, str):
@@ -303,7 +301,7 @@ class Scenario:
         if policies.slices != "shares" or wanted == "even":
             return splitting.even(policies.tp)
         if isinstance(wanted, str):
-            costs = [sample_s for _, sample_s in self._sample_costs()]  # at each position, the slowest rank counts
+            costs = self._sample_costs_s  # at each position, the slowest rank counts
             return splitting.proportional([1 / max(costs[place :: policies.tp]) for place in range(policies.tp)])
         return splitting.proportional(wanted)
 
@@ -312,11 +310,13 @@ class Scenario:
         """How many positions of each sequence a rank has; None if sequences are not divided among ranks."""
         return sequence_positions(self.policies, self.workload)
 
-    def _sample_costs(self) -> list[tuple[float, float]]:
-        """Return (fixed_s, sample_s) of each rank."""
+    @cached_property
+    def _sample_costs_s(self) -> list[float]:
+        """Time of a sample on each rank's device, at an even share of a micro-batch; see `sample_cost_s`."""
         types = [device.type for device in self.cluster.devices[: self.ranks]]
-        known = self.cluster.device_types
-        by_type = {name: sample_costs(known[name], self.workload, name=name) for name in dict.fromkeys(types)}
+        known, workload = self.cluster.device_types, self.workload
+        samples = max(1, workload.global_batch_size / (self.policies.data_ranks * self.plan.micro_batches))
+        by_type = {name: sample_cost_s(known[name], workload, samples, name=name) for name in dict.fromkeys(types)}
         return [by_type[name] for name in types]
 
     def resolved(self, shared: Shared | None = None) -> dict[str, Any]:

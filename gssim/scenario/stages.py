@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from gssim.cluster import DeviceType
 from gssim.errors import UserError
 from gssim.plan import Plan, splitting
-from gssim.scenario.device_rates import layer_costs_s
+from gssim.scenario.layer_costs import layer_costs_s
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial, Workload, unrolled
 from gssim.workload.layer import NO_COST

@@ -7,6 +7,7 @@ from gssim import cost as costs
 from gssim.cluster import Curve, DeviceType, LayerProfile
 from gssim.cluster.measured import CompressionCost, CutBlockCost, OptimizerCost, Profile, ShardedUnitCost
 from gssim.errors import UserError
+from gssim.scenario import layer_costs
 from gssim.units import validated
 from gssim.workload import Layer, Polynomial, Workload
 from gssim.workload.optimizers import optimizer_moved_bytes
@@ -22,7 +23,7 @@ def device(**changes) -> DeviceType:
 
 def roofline_s(kind: str, *, flop: float, moved_bytes: float, operations: int) -> float:
     cost = device(kind=kind, operation_overhead_s=0.1, efficiency_ratio=0.5)
-    return costs.roofline_s(cost, "fp32", flop=flop, moved_bytes=moved_bytes, operations=operations)
+    return layer_costs.roofline_s(cost, "fp32", flop=flop, moved_bytes=moved_bytes, operations=operations)
 
 
 def test_the_roofline_is_the_slower_of_arithmetic_and_memory():
@@ -39,7 +40,7 @@ def test_a_cpu_runs_operations_where_it_issues_them_and_a_gpu_issues_ahead():
 def test_what_streams_takes_its_time_beside_products_but_on_a_tpu_where_it_is_fused():
     def found_s(kind: str) -> float:
         works = {"flop": 1e9, "moved_bytes": 1e9, "operations": 0, "streamed_bytes": 5e8}
-        return costs.roofline_s(device(kind=kind, efficiency_ratio=0.5), "fp32", **works)
+        return layer_costs.roofline_s(device(kind=kind, efficiency_ratio=0.5), "fp32", **works)
 
     assert [found_s(kind) for kind in ("cpu", "cuda", "tpu")] == pytest.approx([2.5, 2.5, 2.0])
 
@@ -49,8 +50,8 @@ def test_products_in_fp32_may_reach_another_part_of_their_peak():
     for ratio, expected_s in ((None, 2.0), (0.8, 1.25)):
         cost = device(kind="cuda", fp32_efficiency_ratio=ratio, **rates)
         work = {"flop": 1e9, "moved_bytes": 0.0, "operations": 0}
-        assert costs.roofline_s(cost, "fp32", **work) == pytest.approx(expected_s)
-        assert costs.roofline_s(cost, "fp16", **work) == pytest.approx(0.25)
+        assert layer_costs.roofline_s(cost, "fp32", **work) == pytest.approx(expected_s)
+        assert layer_costs.roofline_s(cost, "fp16", **work) == pytest.approx(0.25)
 
 
 def test_a_layer_takes_its_roofline_where_nothing_was_measured():

@@ -71,7 +71,7 @@ def test_a_slow_down_by_a_factor_is_answered_when_the_drift_test_says():
         wanted = math.floor(DEFAULTS.drift_limit / excess) + 1
         changed = next(step for step in range(len(found)) if found[step] != (30, 30))
         assert changed - 10 + 1 == wanted, factor
-        assert found[changed] == balance_batch(60, sample_s=[factor, 1], fixed_s=[0, 0])
+        assert found[changed] == balance_batch(60, sample_s=[factor, 1])
 
 
 def test_a_slow_down_below_what_counts_as_noise_is_let_be_and_a_single_late_step_too():
@@ -92,7 +92,7 @@ def test_a_wrong_division_is_mended_and_comes_to_rest_whatever_each_step_takes_b
     found, watch = batches(Watch((50, 50)), [[3, 1]] * 100, fixed_s=fixed_s)
     assert len(set(found[60:])) == 1
     times = [fixed_s + n * each for n, each in zip(watch.batch, [3, 1], strict=True)]
-    best = balance_batch(100, sample_s=[3, 1], fixed_s=[fixed_s] * 2)
+    best = balance_batch(100, sample_s=[3, 1])
     least_s = max(fixed_s + n * each for n, each in zip(best, [3, 1], strict=True))
     assert max(times) <= 1.3 * least_s
 
@@ -117,7 +117,7 @@ def test_a_rank_keeps_a_sample_however_slow_and_takes_no_more_than_it_may():
 def test_limits_of_samples_hold_and_everything_is_given_away(ranks, least):
     sample_s, most = zip(*ranks, strict=True)
     for total in range(least * len(ranks), sum(most) + 1, 3):
-        found = balance_batch(total, sample_s=sample_s, fixed_s=[0.0] * len(ranks), least=least, most=most)
+        found = balance_batch(total, sample_s=sample_s, least=least, most=most)
         assert sum(found) == total
         assert all(least <= n <= limit for n, limit in zip(found, most, strict=True))
 

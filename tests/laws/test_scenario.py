@@ -16,11 +16,12 @@ from strategies import (
     write_files,
 )
 
+from gssim import load, simulate
 from gssim.cluster import Curve, LayerProfile
 from gssim.cluster.measured import Profile
 from gssim.errors import UserError
 from gssim.scenario import layer_profile, load_scenario, read_toml, single_device, value_bytes
-from gssim.scenario.device_rates import sample_costs
+from gssim.scenario.layer_costs import sample_cost_s
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 UNEQUAL = {"types": {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 2.5e8})}}
@@ -113,9 +114,34 @@ def test_a_batch_by_throughput_follows_the_devices_rates():
 
 
 def test_shards_by_compute_follow_the_devices_rates():
-    cluster = star(2, type_names=["slow", "fast"], **UNEQUAL)
+    slow, fast = (device_type(peak_flop_per_s={"fp32": rate}, memory_bandwidth_bytes_per_s=rate) for rate in (1e9, 4e9))
+    cluster = star(2, type_names=["slow", "fast"], types={"slow": slow, "fast": fast})
     scenario = scenario_of(cluster, {"method": "gs", "shares": {"shards": "compute"}})
     assert scenario.shard_shares == pytest.approx((0.2, 0.8))
+
+
+def test_samples_by_throughput_follow_the_memory_bandwidth_where_it_bounds_the_layers():
+    """Devices of equal FLOP/s got equal samples, however slow the memory of one was."""
+    shares = {"batch": "throughput", "shards": "compute"}
+    found = [
+        scenario_of(star(2, type_names=["slow", "fast"], types=types), {"method": "gs", "shares": shares})
+        for types in (
+            {name: device_type(memory_bandwidth_bytes_per_s=rate) for name, rate in (("slow", 1e4), ("fast", 3e4))},
+            {name: device_type(memory_bandwidth_bytes_per_s=rate) for name, rate in (("slow", 1e15), ("fast", 3e15))},
+        )
+    ]
+    assert [scenario.batch_sizes for scenario in found] == [(2, 6), (4, 4)]
+    assert found[0].shard_shares == pytest.approx((0.25, 0.75), rel=1e-2)
+
+
+def test_samples_by_throughput_are_faster_than_even_ones_on_unequal_gpus():
+    even, by_throughput = (
+        simulate(
+            load(SCENARIOS / "gpt2-unequal-gpus.toml", {"plan.method": "ddp", "plan.shares.batch": rule})
+        ).step_time_s
+        for rule in ("even", "throughput")
+    )
+    assert by_throughput < 0.95 * even
 
 
 def profile(seconds: float, **changes) -> Profile:
@@ -135,7 +161,7 @@ def test_shares_by_throughput_name_the_devices_whose_rate_is_not_known():
 def test_throughput_is_measured_where_there_is_a_profile():
     scenario = scenario_of(star(1), {"method": "single"})
     device = replace(scenario.cluster.type_of(0), profiles=(profile(1e-3),))
-    assert sample_costs(device, scenario.workload, name="fast") == (0.0, pytest.approx(2 * 5 * 1e-3))
+    assert sample_cost_s(device, scenario.workload, 1, name="fast") == pytest.approx(2 * 5 * 1e-3)
 
 
 def test_a_profile_of_memory_alone_leaves_the_division_of_work_to_the_rates():

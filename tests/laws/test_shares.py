@@ -49,28 +49,23 @@ def test_the_largest_remainder_gets_the_odd_element():
     assert split(1, [0.2, 0.6, 0.2]) == (0, 1, 0)
 
 
-TIMES = st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 5)), min_size=1, max_size=3)
+TIMES = st.lists(st.floats(0.01, 10), min_size=1, max_size=3)
 
 
 @given(st.integers(0, 7), TIMES)
-def test_no_other_division_of_the_batch_is_faster(total, times):
-    sample_s, fixed_s = zip(*times, strict=True)
-    samples = balance_batch(total, sample_s=sample_s, fixed_s=fixed_s)
+def test_no_other_division_of_the_batch_is_faster(total, sample_s):
+    samples = balance_batch(total, sample_s=sample_s)
     assert sum(samples) == total
 
     def slowest_s(division):
-        return max(f + n * s for n, s, f in zip(division, sample_s, fixed_s, strict=True))
+        return max(n * s for n, s in zip(division, sample_s, strict=True))
 
-    others = (d for d in product(range(total + 1), repeat=len(times)) if sum(d) == total)
+    others = (d for d in product(range(total + 1), repeat=len(sample_s)) if sum(d) == total)
     assert slowest_s(samples) <= min(map(slowest_s, others)) * (1 + 1e-12)
 
 
 def test_equal_devices_get_equal_samples():
-    assert balance_batch(12, sample_s=[0.1] * 4, fixed_s=[0.0] * 4) == (3, 3, 3, 3)
-
-
-def test_a_device_with_a_high_fixed_cost_gets_no_sample_before_it_pays():
-    assert balance_batch(3, sample_s=[1.0, 1.0], fixed_s=[0.0, 10.0]) == (3, 0)
+    assert balance_batch(12, sample_s=[0.1] * 4) == (3, 3, 3, 3)
 
 
 def test_shares_of_nothing_are_a_mistake():
@@ -116,15 +111,14 @@ def test_a_large_batch_is_divided_as_sample_by_sample(data):
     ranks = data.draw(st.integers(1, 6))
     times_s = st.sampled_from([1e-4, 1 / 3, 1.0, 1.0, 7.0])
     sample_s = data.draw(st.lists(times_s, min_size=ranks, max_size=ranks))
-    fixed_s = data.draw(st.lists(st.sampled_from([0.0, 0.5, 100.0]), min_size=ranks, max_size=ranks))
     least = data.draw(st.integers(0, 2))
     most = data.draw(st.none() | st.lists(st.integers(300, 900), min_size=ranks, max_size=ranks))
     total = data.draw(st.integers(2 * ranks, min(900, sum(most or [900]))))
     with patch.object(division, "MANY_SAMPLES", 10**9):
-        expected = balance_batch(total, sample_s=sample_s, fixed_s=fixed_s, least=least, most=most)
+        expected = balance_batch(total, sample_s=sample_s, least=least, most=most)
     with patch.object(division, "MANY_SAMPLES", 0):
-        assert balance_batch(total, sample_s=sample_s, fixed_s=fixed_s, least=least, most=most) == expected
+        assert balance_batch(total, sample_s=sample_s, least=least, most=most) == expected
 
 
 def test_a_batch_of_a_million_goes_evenly_to_equal_devices():
-    assert balance_batch(2**20, sample_s=[0.1] * 1024, fixed_s=[0.0] * 1024) == (1024,) * 1024
+    assert balance_batch(2**20, sample_s=[0.1] * 1024) == (1024,) * 1024
