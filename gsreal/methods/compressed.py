@@ -1,4 +1,4 @@
-"""Communication hooks of DistributedDataParallel that compress buckets of gradients: PowerSGD and top-k.
+"""Compression of replicated gradients: hooks of DistributedDataParallel for PowerSGD and top-k, and casts.
 
 What happens, and in which order, is in [Note: compressors] of `gssim.program.compressed`.
 """
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from gsreal.measure import Timeline
+from gsreal.model_files.build import DTYPES
 from gssim.plan import largest_count
 from gssim.plan.plan import PowerSGD, TopK, low_rank_of
-from gssim.scenario import Scenario
+from gssim.scenario import Scenario, reduce_precision
 
 
 @dataclass
@@ -274,6 +275,13 @@ def _matrices(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return consecutive parts of a flat tensor as matrices."""
     parts = flat.split([rows * columns for rows, columns in shapes])
     return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def cast_type(scenario: Scenario) -> torch.dtype | None:
+    """Return the type to which replicated gradients are cast before they are all-reduced; None: they are not cast."""
+    precision = scenario.policies.compress or reduce_precision(scenario.workload)
+    is_cast = scenario.policies.compress is not None or precision != scenario.workload.precision
+    return DTYPES[precision] if is_cast else None
 
 
 def compressor_of(scenario: Scenario, group: dist.ProcessGroup, timeline: Timeline) -> Compressor | None:

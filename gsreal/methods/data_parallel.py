@@ -16,7 +16,7 @@ from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.point_to_point import all_gather_into_tensor, reduce_scatter_tensor
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of
-from gsreal.methods.compressed import compressor_of
+from gsreal.methods.compressed import cast_type, compressor_of
 from gsreal.methods.experts import PARAMETERS, experts_of, trained_experts
 from gsreal.methods.meshes import REPLICAS, data_group, data_mesh, expert_mesh, shard_mesh
 from gsreal.methods.optimizers import groups_of, make_optimizer, replica_optimizer_of
@@ -26,7 +26,7 @@ from gsreal.model_files.build import DTYPES
 from gssim.errors import UserError
 from gssim.plan import DDP_BUCKET_BYTES, MIB, Policies
 from gssim.plan.splitting import shards_inside_experts
-from gssim.scenario import Scenario, has_master_copy, reduce_precision
+from gssim.scenario import Scenario, has_master_copy
 from gssim.workload import Workload
 
 
@@ -150,13 +150,6 @@ def cast_all_reduce(
 
     wrapped.register_comm_hook(None, compressed)
     return True
-
-
-def cast_type(scenario: Scenario) -> torch.dtype | None:
-    """Return the type to which replicated gradients are cast before they are all-reduced; None: they are not cast."""
-    precision = scenario.policies.compress or reduce_precision(scenario.workload)
-    is_cast = scenario.policies.compress is not None or precision != scenario.workload.precision
-    return DTYPES[precision] if is_cast else None
 
 
 def _blocking_all_reduce(group: dist.ProcessGroup, timeline: Timeline) -> Hook:

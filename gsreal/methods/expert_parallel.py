@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gsreal.measure import Timeline
-from gsreal.methods.data_parallel import cast_type
+from gsreal.methods.compressed import cast_type
 from gsreal.methods.experts import PARAMETERS, GroupExchange, experts_of, replace_experts, trained_experts
 from gsreal.methods.meshes import DIVIDED, REPLICAS, expert_mesh
 from gsreal.methods.tensor_slices import Slice, mark

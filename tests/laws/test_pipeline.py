@@ -336,9 +336,8 @@ def test_what_sharded_stages_cannot_do_yet_is_refused(plan, settings, message):
 
 
 def test_shards_in_proportion_to_compute_are_those_of_each_stages_devices():
-    """The first stage has a fast device and one that computes half as fast, the second two fast ones."""
-    fast = device_type()
-    slow = fast | {"peak_flop_per_s": {name: rate / 2 for name, rate in fast["peak_flop_per_s"].items()}}
+    """The first stage has a fast device and one that is half as fast, the second two fast ones."""
+    fast, slow = (device_type(peak_flop_per_s={"fp32": r}, memory_bandwidth_bytes_per_s=r) for r in (1e9, 5e8))
     cluster = star(4, types={"fast": fast, "slow": slow}, type_names=["fast", "slow", "fast", "fast"])
     plan = {"method": "gs", "pp": 2, "dp_shard": 2, "micro_batches": 2, "shares": {"shards": "compute"}}
     scenario = scenario_of(cluster, plan, model=GPT, global_batch_size=4, sequence_length=8)

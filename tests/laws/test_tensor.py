@@ -241,7 +241,8 @@ def test_a_smaller_share_needs_less_memory_and_an_even_one_is_that_of_tensor():
 
 
 def test_shares_by_compute_follow_the_devices():
-    types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 1e9 / 3})}
+    slow = device_type(peak_flop_per_s={"fp32": 1e9 / 3}, memory_bandwidth_bytes_per_s=1e9 / 3)
+    types = {"fast": device_type(), "slow": slow}
     cluster = star(2, types=types, type_names=["fast", "slow"])
     scenario = scenario_of(cluster, {"method": "gs_tp", "shares": {"shards": "compute"}}, model=sliced_model())
     assert scenario.slice_shares == pytest.approx((0.75, 0.25))
