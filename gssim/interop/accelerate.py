@@ -80,7 +80,11 @@ DEEPSPEED: dict[str, Rule] = {
     **refused(
         "another data type for communication cannot be simulated",
         "data_types.grad_accum_dtype",
+    ),
+    **refused(
+        "another data type for communication cannot be simulated",
         "seq_parallel_communication_data_type",
+        neutral=("fp32",),  # DeepSpeed's default, which nothing uses where no sequence is divided
     ),
     **refused("what it would choose is not in the file", "autotuning.enabled", "elasticity.enabled"),
     **refused("compression during training cannot be simulated", "compression_training.*enabled"),
@@ -264,7 +268,11 @@ ACCELERATE: dict[str, Rule] = {
     **listed("offloading to a disk, which is off", "deepspeed_config.offload_*_nvme_path"),
     **refused("modules that are left out cannot be simulated", "fsdp_config.*ignored_modules"),
     **refused("units by size cannot be simulated", "fsdp_config.*min_num_params"),
-    **refused("its messages have the data's type here", "deepspeed_config.seq_parallel_communication_data_type"),
+    **refused(
+        "its messages have the data's type here",
+        "deepspeed_config.seq_parallel_communication_data_type",
+        neutral=("fp32",),  # DeepSpeed's default, which nothing uses where no sequence is divided
+    ),
     **listed(
         "approximated: keys and values pass in a ring, whether they are gathered at once or not",
         "parallelism_config.*cp_comm_strategy",
