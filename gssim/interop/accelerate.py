@@ -185,6 +185,12 @@ def _ulysses(keys: Keys, training: Training, *names: str) -> None:
         training.cp, training.context_exchange = ranks, Value("all-to-all", ranks.origin)
 
 
+GATHERED_AGAIN = (
+    "approximated: parameters are gathered in every micro-batch; DeepSpeed's ZeRO-2 gathers them once a step, "
+    "after the update"
+)
+
+
 def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
     stage = keys.integer("zero_optimization.stage", sets="plan.method", least=0)
     training.zero1_implementation = "deepspeed"
@@ -198,6 +204,8 @@ def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
     number = stage.value if stage else 0
     if stage is not None and number in (2, 3):  # gradients are reduced in every backward
         training.gradient_sync = Value("micro-batch", stage.origin)
+    if stage is not None and number == 2 and training.accumulation and training.accumulation.value > 1:
+        keys.listed.append((stage.origin, GATHERED_AGAIN))
     mics = keys.integer("zero_optimization.mics_shard_size", sets="plan.dp_shard", least=-1)
     if mics is not None and mics.value > 0:
         training.dp_shard = mics
