@@ -336,7 +336,7 @@ def findings(courses: Sequence[Course], dense: str, silent: str) -> list[str]:
 
 def _loss(reading: Reading, variant: str) -> str:
     value = loss_of(reading, variant)
-    return f"{value.mean:.3f} ± {value.sd:.3f} nats"
+    return f"{value.mean:.3f} nats (standard deviation over seeds {value.sd:.3f})"
 
 
 def write_table(courses: Sequence[Course], dense: str) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gsreal.measure import Timeline
+from gsreal.measure import Timeline, wait_for_release
 from gsreal.model_files.build import DTYPES
 from gssim.plan import largest_count
 from gssim.plan.plan import PowerSGD, TopK, low_rank_of
@@ -243,12 +243,15 @@ class LargestCompressor(Compressor):
     def _add(self, pending: Pending) -> None:
         self._wait(pending.sums, "all-gather indices", pending.index)
         with self.timeline.span(f"decompress bucket {pending.index}", "compression"):
-            (values, _), (indices, _) = pending.sums
+            values, indices = (gathered for gathered, _ in pending.sums)
+            pending.sums = []
+            for sent in pending.left:  # while gloo's thread holds what is sent, it holds what is gathered too
+                wait_for_release(sent)
             pending.buffer.zero_()
             # added in the order of ranks, so that the sums are equal on all ranks
             for own, places in zip(values.chunk(self.ranks), indices.chunk(self.ranks), strict=True):
                 pending.buffer.index_add_(0, places, own)
-        pending.sums, pending.left = [], []
+        pending.left = []
 
 
 def take_largest(total: Tensor, count: int) -> tuple[Tensor, Tensor]:

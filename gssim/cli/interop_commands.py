@@ -72,12 +72,9 @@ def import_command(
         for line in error.refused:
             _say("import", "refused", line)
         raise
-    for line in found.listed:
-        said, approximated, how = line.partition(": approximated: ")
-        if approximated:
-            _say("import", "approximated", f"{said}: {how}")
-        else:
-            _say("import", "without effect", line)
+    for reason, said in found.reasons:
+        why = reason.removeprefix("approximated: ")
+        _say("import", "without effect" if why == reason else "approximated", f"{', '.join(said)}: {why}")
     for line in found.defaults:
         _say("import", "default", line)
     write_or_print(found.text, out)

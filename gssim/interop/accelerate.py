@@ -81,9 +81,11 @@ DEEPSPEED: dict[str, Rule] = {
     ),
     **refused("Apex's amp cannot be simulated", "amp.enabled"),
     **refused("sparse gradients or attention cannot be simulated", "sparse_gradients sparse_attention.*"),
+    **refused("another data type for communication cannot be simulated", "data_types.grad_accum_dtype"),
     **refused(
         "another data type for communication cannot be simulated",
-        "data_types.grad_accum_dtype seq_parallel_communication_data_type",
+        "seq_parallel_communication_data_type",
+        neutral=("fp32",),  # DeepSpeed's default, which nothing uses where no sequence is divided
     ),
     **refused("what it would choose is not in the file", "autotuning.enabled elasticity.enabled"),
     **refused(
@@ -166,6 +168,12 @@ def read_ulysses(keys: Keys, training: Training, *names: str) -> None:
         training.cp, training.context_exchange = ranks, Value("all-to-all", ranks.origin)
 
 
+GATHERED_AGAIN = (
+    "approximated: parameters are gathered in every micro-batch; DeepSpeed's ZeRO-2 gathers them once a step, "
+    "after the update"
+)
+
+
 def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
     stage = keys.integer("zero_optimization.stage", sets="plan.method", least=0)
     training.zero1_implementation = "deepspeed"
@@ -179,6 +187,8 @@ def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
     number = stage.value if stage else 0
     if stage is not None and number in (2, 3):  # gradients are reduced in every backward
         training.gradient_sync = Value("micro-batch", stage.origin)
+    if stage is not None and number == 2 and training.accumulation and training.accumulation.value > 1:
+        keys.listed.append((stage.origin, GATHERED_AGAIN))
     mics = keys.integer("zero_optimization.mics_shard_size", sets="plan.dp_shard", least=-1)
     if mics is not None and mics.value > 0:
         training.dp_shard = mics
@@ -243,7 +253,11 @@ ACCELERATE: dict[str, Rule] = {
     **listed("offloading to a disk, which is off", "deepspeed_config.offload_*_nvme_path"),
     **refused("modules that are left out cannot be simulated", "fsdp_config.*ignored_modules"),
     **refused("units by size cannot be simulated", "fsdp_config.*min_num_params"),
-    **refused("its messages have the data's type here", "deepspeed_config.seq_parallel_communication_data_type"),
+    **refused(
+        "its messages have the data's type here",
+        "deepspeed_config.seq_parallel_communication_data_type",
+        neutral=("fp32",),  # DeepSpeed's default, which nothing uses where no sequence is divided
+    ),
     **listed(
         "approximated: keys and values pass in a ring, whether they are gathered at once or not",
         "parallelism_config.*cp_comm_strategy",

@@ -229,14 +229,18 @@ def _cards(host: Host, nets: Sequence[Element], file: str) -> None:
         host.nics, host.nic_link = 0, None
         host.pcie_link = None if host.inside != "none" else host.pcie_link
         return
-    count = len(cards)
+    count, together = min(len(cards), host.devices), max(1, len(cards) // host.devices)
     while count > 1 and host.devices % count:
         count -= 1
-    if count < len(speeds):
+    if count * together < len(speeds):
         host.defaults.append(
             f"nics = {count}: of {len(speeds)} cards, those of {fastest} Mbit/s that the GPUs share evenly"
         )
-    host.nics, host.nic_link = count, card_link(cards[0][0], fastest / 1000)
+    if together > 1:  # ports of a card, or cards of virtual machines: NCCL uses all that are near a GPU
+        host.defaults.append(f"nics = {count}: each {together} cards of {fastest} Mbit/s, which are a GPU's, as one")
+    if any(net.get("latency", "").strip("0.") for net in nets):  # as EFA's plugin tells NCCL's choice of algorithms
+        host.defaults.append("latency of network cards: as in the preset, not as in the file")
+    host.nics, host.nic_link = count, card_link(cards[0][0], together * fastest / 1000)
 
 
 def card_link(name: str, gbit: float) -> Rate:
@@ -304,12 +308,17 @@ def _join_gpus(
     all_joined = len(links) == len(gpus) * (len(gpus) - 1) // 2
     if not links:
         host.inside, host.inside_link = ("pcie", server.pcie_link) if len(gpus) > 1 else ("none", None)
-    elif all_joined and len(set(links.values())) == 1 and len(gpus) > 2:
-        host.inside, host.inside_link = "nvswitch", server.inside_link
+        return
+    capability = next((sm for sm, name in GPU_OF_CAPABILITY.items() if server.device.startswith(name)), 80)
+    capability = CAPABILITY_OF_CARD.get(server.device, capability)
+    if all_joined and len(set(links.values())) == 1 and len(gpus) > 2:
+        capability, usual = next(
+            (key for key, name in NVLINK_PRESETS.items() if name == host.inside_link), (capability, 0)
+        )
+        host.inside, count = "nvswitch", links[0, 1]
+        if count * (len(gpus) - 1) != usual:  # else all links of a usual GPU go to the others, with no switch between
+            host.inside_link = _nvlink(capability, count)
     else:
-        capability = next((sm for sm, name in GPU_OF_CAPABILITY.items() if server.device.startswith(name)), 80)
-        if server.device in CAPABILITY_OF_CARD:
-            capability = CAPABILITY_OF_CARD[server.device]
         host.inside_link = server.pcie_link  # of pairs without NVLinks; those of the usual server may be NVLinks
         _joined_by_pairs(host, links, lambda count: _nvlink(capability, count))
 

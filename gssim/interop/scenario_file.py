@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ class Imported:
     """The scenario's TOML."""
     listed: tuple[str, ...]
     """Lines on keys that have no effect, or that were approximated."""
+    reasons: tuple[tuple[str, tuple[str, ...]], ...]
+    """Why these are no part of the scenario, each with the keys and their values."""
     defaults: tuple[str, ...]
     """Lines on scenario keys that the file does not give."""
 
@@ -98,7 +101,7 @@ def import_scenario(
     written = _written(path, name, entries, places, keys, out)
     _check(written, path, cluster, model_file.path, entries)
     defaults = tuple(f"{entry.key} = {toml(entry.value)}: {entry.comment}" for entry in entries if entry.is_default)
-    return Imported(written, listed, defaults)
+    return Imported(written, listed, _by_reason(keys), defaults)
 
 
 class RefusedError(UserError):
@@ -225,10 +228,24 @@ def _written(
             word = "default: " if entry.is_default else ""
             key = entry.key.partition(".")[2]
             lines.append(f"{key} = {toml(entry.value)}  # {word}{one_line(entry.comment)}")
-    if keys.listed:
-        lines += ["", "# Without effect here, or approximated:"]
-        lines += [f"# {one_line(line)}: {one_line(reason)}" for line, reason in sorted(keys.listed)]
+    lines += _comments(keys)
     return "\n".join(lines) + "\n"
+
+
+def _comments(keys: Keys) -> list[str]:
+    """Return the lines of a scenario file on keys that are no part of it."""
+    lines = ["", "# Without effect here, or approximated:"] if keys.listed else []
+    for reason, said in _by_reason(keys):
+        lines += [f"# {one_line(reason)}:", *(f"#   {one_line(line)}" for line in said)]
+    return lines
+
+
+def _by_reason(keys: Keys) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the lines of listed keys by reason: a file of a program has dozens of keys, and few reasons."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for line, reason in sorted(keys.listed):
+        found[reason].append(line)
+    return tuple((reason, tuple(lines)) for reason, lines in found.items())
 
 
 def _check(text: str, path: Path, cluster: Path, model: Path, entries: Sequence[Entry]) -> None:

@@ -27,6 +27,7 @@ topk, for a bucket of n elements, k of them the largest:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from gssim import cost
@@ -163,10 +164,16 @@ def _send_largest(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
     sent = [float(entries * each) for each in (value, INDEX_BYTES)]
     received = [ranks * each for each in sent]
     found = float(entries * (value + FOUND_INDEX_BYTES))
-    compress = Task(
-        TaskId("compress", bucket=bucket.index),
-        "compression",
-        duration_s=begin_s,
+    compress = Task(TaskId("compress", bucket=bucket.index), "compression", duration_s=begin_s)
+    gathers = [
+        _collective(low, "all-gather", name, each, after=compress, number=2 * bucket.index + place)
+        for place, (name, each) in enumerate(zip(("values", "indices"), received, strict=True))
+    ]
+    staged = [low.staging(device, gather.exchange) for gather in gathers if gather.exchange is not None]
+    # each gather is posted with a flat copy of its output, and the values' are still under way when the indices' are
+    posted = [change._replace(position=5) for change in chain(*staged)]
+    compress = replace(
+        compress,
         need=footprint(
             [
                 Event(0, size, "temporaries"),  # magnitudes
@@ -176,14 +183,10 @@ def _send_largest(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
                 *(Event(2, each, "communication") for each in sent),
                 Event(3, sent[0] - found, "temporaries"),
                 *(Event(4, each, "communication") for each in received),
+                *posted,
             ]
         ),
     )
-    gathers = [
-        _collective(low, "all-gather", name, each, after=compress, number=2 * bucket.index + place)
-        for place, (name, each) in enumerate(zip(("values", "indices"), received, strict=True))
-    ]
-    staged = [low.staging(device, gather.exchange) for gather in gathers if gather.exchange is not None]
     if not low.scenario.plan.overlap:  # both are posted before either is done; with overlap each has its own stream
         staged[0] = (*staged[0], *staged[1])
     gathers = [replace(gather, need=footprint(need)) for gather, need in zip(gathers, staged, strict=True)]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -181,20 +181,59 @@ def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
     """Return the messages of a step's thresholded pushes from the ranks at a place, after a micro-batch."""
     pieces, (kinds, numbers) = owned_pieces(low, place), _sender_classes(low, micro_batch)
     entries = np.zeros((len(low.buckets), len(kinds), len(pieces.members)))
-    for number, (samples, part) in enumerate(kinds):
-        if samples:
+    for number, kind in enumerate(kinds):
+        if kind.samples:
             every = not low.push.selects
-            entries[:, number] = pieces.elements_owned if every else pieces.entries(_push_ratios(low, samples, part))
+            entries[:, number] = pieces.elements_owned if every else pieces.entries(_push_ratios(low, kind))
     messages = messages_of(low, low.push.encoding, pieces.elements_owned[:, None], entries)
     return PushSizes(np.array(numbers), pieces.runs, messages)
 
 
+class Sender(NamedTuple):
+    """What the density of a node's pushes depends on."""
+
+    samples: float
+    part: float
+    """See `_sender_samples`."""
+    cut: tuple[tuple[str, float, float], ...] = ()
+    """Tensors of which the node owns a part, and that range of theirs, as fractions; only where it counts."""
+
+
 @once_a_run
-def _sender_classes(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tuple[float, float]], Sequence[int]]:
-    """Return the distinct (samples, fraction) pairs of senders (see `_sender_samples`), and nodes' indices in them."""
-    by_node = [_sender_samples(low, micro_batch, sender) for sender in range(low.nodes)]
+def _sender_classes(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[Sender], Sequence[int]]:
+    """Return the distinct kinds of senders, and each node's index into them."""
+    cut = _cut_tensors(low)
+    by_node = [Sender(*_sender_samples(low, micro_batch, sender), cut[sender]) for sender in range(low.nodes)]
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(by_node))}
     return tuple(kinds), [kinds[kind] for kind in by_node]
+
+
+MOST_CUT = 64
+"""Nodes up to which each has densities of its own where it owns a part of a tensor. A tensor's owners differ from its
+other senders, and that difference is divided by the number of nodes."""
+
+
+@once_a_run
+def _cut_tensors(low: Lowering) -> Sequence[tuple[tuple[str, float, float], ...]]:
+    """Return for each node the ranges of tensors that it shares with other owners, where the threshold depends on them.
+
+    A relative threshold does under error feedback: an own range has no residual. Nodes of several places, of which
+    each has a part of a bucket, are taken to own no part of what they send.
+    """
+    if low.push.kind != "relative" or not low.push.error_feedback or low.places > 1 or low.nodes > MOST_CUT:
+        return [()] * low.nodes
+    found: list[list[tuple[str, float, float]]] = [[] for _ in range(low.nodes)]
+    for bucket in low.buckets:
+        ranges = _ranges(low, low.division(bucket), 0).tolist()
+        start = 0
+        for instance, parameter in bucket.members:
+            size, name = parameter.elements, parameter.name.replace("{}", instance.module)
+            for own, (first, last) in zip(found, ranges, strict=True):
+                begin, end = max(first, start) - start, min(last, start + size) - start
+                if begin < end and end - begin < size:
+                    own.append((name, begin / size, end / size))
+            start += size
+    return [tuple(own) for own in found]
 
 
 def to_all(owned: Sequence[float], factor: int) -> Pairs:
@@ -313,15 +352,15 @@ def _ranges(low: Lowering, division: Division, place: int) -> Ints:
     return ranges - ranges[0, 0] if low.of_experts else ranges
 
 
-def _push_ratios(low: Lowering, samples: float, part: float) -> Mapping[str, sparsity.Ratios]:
-    """Return the sent fraction of each tensor in this step; `samples`, `part`: see `_sender_samples`.
+def _push_ratios(low: Lowering, sender: Sender) -> Mapping[str, sparsity.Ratios]:
+    """Return the sent fraction of each tensor in this step.
 
     Where tensor ranks each have only a partial sum of a gradient (over fewer tokens), they push these partial sums.
     """
-    whole, names = _ratios_of_means(low, samples, part), _partial_names(low)
+    whole, names, tp = _ratios_of_means(low, sender), _partial_names(low), low.policies.tp
     if not names:
         return whole
-    parts = _ratios_of_means(low, samples / low.policies.tp, part / low.policies.tp)
+    parts = _ratios_of_means(low, sender._replace(samples=sender.samples / tp, part=sender.part / tp))
     key = (Same(whole), Same(parts), names)
     return low.shared.once(
         "densities with partial gradients",
@@ -339,18 +378,30 @@ def _partial_names(low: Lowering) -> tuple[str, ...]:
     return tuple(p.name.replace("{}", instance.module) for instance, p in low.parameters if p.summed)
 
 
-def _ratios_of_means(low: Lowering, samples: float, part: float) -> Mapping[str, sparsity.Ratios]:
+def _ratios_of_means(low: Lowering, sender: Sender) -> Mapping[str, sparsity.Ratios]:
     statistics = low.statistics
     assert statistics is not None  # loading demands them
 
-    def ratios_of(name: str) -> sparsity.Ratios:
+    def ratios_of(name: str, *own: float) -> sparsity.Ratios:
         return sparsity.push_ratios(
-            statistics, low.push, samples=samples, tensor=name, step=step, part=part, lag_steps=lag_steps
+            statistics,
+            low.push,
+            samples=sender.samples,
+            tensor=name,
+            step=step,
+            part=sender.part,
+            lag_steps=lag_steps,
+            own=(own[0], own[1]) if own else (0.0, 0.0),
         )
 
+    def beside_own() -> Mapping[str, sparsity.Ratios]:
+        of_others = _ratios_of_means(low, sender._replace(cut=()))
+        return {**of_others, **{name: ratios_of(name, *own) for name, *own in sender.cut}}
+
     step, lag_steps = _density_step(low)
-    key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, step, lag_steps)
-    return low.shared.once("densities of pushes", key, lambda: by_parameter(low, ratios_of), most=MAX_CACHED_DENSITIES)
+    key = (Same(statistics), Same(low.scenario.workload.model), low.push, sender, step, lag_steps)
+    found = beside_own if sender.cut else lambda: by_parameter(low, ratios_of)
+    return low.shared.once("densities of pushes", key, found, most=MAX_CACHED_DENSITIES)
 
 
 def by_parameter(low: Lowering, ratios_of: Callable[[str], sparsity.Ratios]) -> Mapping[str, sparsity.Ratios]:
@@ -377,7 +428,7 @@ def by_parameter(low: Lowering, ratios_of: Callable[[str], sparsity.Ratios]) -> 
 def sent_ratios(low: Lowering, micro_batch: MicroBatch) -> tuple[Hashable, ...]:
     """Return the sent fractions of all tensors in this step, for each class of senders with samples."""
     kinds, _ = _sender_classes(low, micro_batch)
-    ratios = [_push_ratios(low, *kind) for kind in kinds if kind[0]]
+    ratios = [_push_ratios(low, kind) for kind in kinds if kind.samples]
     return tuple(in_order(low, each) for each in ratios)
 
 

@@ -222,10 +222,12 @@ def push_ratios(
     step: int,
     part: float = 1.0,
     lag_steps: float = 0.0,
+    own: tuple[float, float] = (0.0, 0.0),
 ) -> "Ratios":
     """Return the densities of `push_density` by block, for any range of the tensor.
 
-    `lag_steps`: by how many steps the parameters used for gradients lag behind; see `staleness_steps`.
+    `lag_steps`: by how many steps the parameters used for gradients lag behind; see `staleness_steps`. `own`: the range
+    that the rank itself owns, as fractions of the tensor's elements.
     """
     if push.threshold is None or not push.selects or step < push.warmup_steps:
         return EVERYTHING
@@ -235,7 +237,10 @@ def push_ratios(
     if push.kind == "target-density":
         return _at_target(view, push, step, part)
     if push.kind == "relative":
-        return view.relative_ratio(push.threshold, step)
+        multiple = push.threshold
+        if push.error_feedback and own[0] < own[1]:
+            multiple = view.multiple_beside(multiple, step, *own)
+        return view.relative_ratio(multiple, step)
     return view.sent_ratio(push.threshold, step, part)
 
 
@@ -374,6 +379,15 @@ class Ranges:
         return owner, offset[owner] + local, inside
 
 
+ACCUMULATED_RATIOS = (0.5, 64.0)
+"""Between which multiples of the mean gradient the mean accumulated one is sought. Beyond these, an own range without
+residuals hardly counts."""
+MULTIPLES, BISECTIONS = 4, 12
+"""Thresholds between which the mean accumulated gradient is interpolated, and halvings with which each is found."""
+LEAST_RATIO = 1e-3
+"""Least part of a threshold that is left of it where almost all of a tensor is the rank's own."""
+
+
 class _View:
     """Densities of one tensor's gradient on ranks with some number of samples, with or without error feedback."""
 
@@ -411,6 +425,46 @@ class _View:
 
     def relative_ratio(self, multiple: float, step: int) -> "Ratios":
         """Return the fraction that reaches a multiple of the tensor's mean magnitude."""
+        ratios = self._relative(multiple, step).values
+        return Ratios(tuple(min(1.0, self.density_ratio * ratio) for ratio in ratios))
+
+    def multiple_beside(self, multiple: float, step: int, first: float, last: float) -> float:
+        """Return the multiple of the mean magnitude that a threshold under error feedback has in a tensor of other
+        ranks', if on this rank, which owns the range from `first` to `last`, it is `multiple` times the mean.
+
+        An own range has no residual. If it has the part f of the elements and gradients of mean g, and without it they
+        were accumulated to the mean a, of the whole tensor A, the rank's mean is A - f (a - g). A follows from the
+        threshold whose density was measured to be that of a multiple of A, and rises with the multiple; of a, see
+        `_accumulated_over`.
+        """
+        moment, blocks, size = self.moment(step), self.tensors[0].blocks, last - first
+        means = [self.scale * moment.curved([s.mean for s in moment.all_of(block.sketches)]) for block in blocks]
+        whole, own = (_over_range(means, *ends) for ends in ((0.0, 1.0), (first, last)))
+        if not self.grid or not whole:
+            return multiple
+        least = 1 - size * max(1.0, own / whole)  # blocks of small gradients accumulate more of them than others
+        multiples = np.geomspace(multiple * max(LEAST_RATIO, least), multiple, MULTIPLES)
+        needed = []
+        for each in multiples.tolist():
+            threshold = self._threshold_of(each, whole, step)
+            accumulated = max(whole, threshold / each)
+            of_own = _accumulated_over(means, accumulated, threshold, first, last)
+            needed.append(multiple * (1 - size * (of_own - own) / accumulated))
+        # where a multiple is what is needed for it; what is needed falls with it
+        return float(np.exp(np.interp(0.0, np.log(multiples / np.minimum.accumulate(needed)), np.log(multiples))))
+
+    def _threshold_of(self, multiple: float, gradient: float, step: int) -> float:
+        """Return the threshold that as many elements reach with their residuals as reach a multiple of the mean."""
+        wanted = self._relative(multiple, step).over(0.0, 1.0)
+        low, high = (math.log(multiple * gradient * ratio) for ratio in ACCUMULATED_RATIOS)
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            found = self.sent_ratio(math.exp(middle), step, 1.0).over(0.0, 1.0)
+            low, high = (middle, high) if found > wanted else (low, middle)
+        return math.exp(low)
+
+    def _relative(self, multiple: float, step: int) -> "Ratios":
+        """Return the fractions that reach a multiple of the mean in the training of the statistics."""
         moment, grid = self.moment(step), self.statistics.multiples
         if not grid:
             raise UserError(f"statistics of {self.statistics.model}: relative thresholds were not measured")
@@ -419,7 +473,7 @@ class _View:
             rows = [
                 row.feedback_ratios if self.error_feedback else row.sent_ratios for row in moment.all_of(block.relative)
             ]
-            ratios.append(min(1.0, self.density_ratio * moment.curved([_on_grid(grid, row, multiple) for row in rows])))
+            ratios.append(moment.curved([_on_grid(grid, row, multiple) for row in rows]))
         return Ratios(tuple(ratios))
 
     def _under(
@@ -458,6 +512,26 @@ class _View:
             carried = max(0.0, row.sent_ratios[0] - lowest) / (1 - lowest) if lowest < 1 else 0.0
             return reached + (1 - reached) * carried
         return _on_grid(self.grid, row.sent_ratios, level)
+
+
+def _accumulated_over(means: Sequence[float], accumulated: float, threshold: float, first: float, last: float) -> float:
+    """Return the mean accumulated magnitude of a tensor's range, given that of the tensor and its blocks' gradients.
+
+    A residual is independent of the new gradient. Residuals are the same multiple of every block's gradients, up to
+    half of the threshold: the mean of what accumulates evenly until it is sent.
+
+    >>> [round(_accumulated_over([3.0, 12.0], 9.0, threshold, 0.0, 0.5), 2) for threshold in (8.0, 20.0)]
+    [5.0, 3.6]
+    """
+
+    def values(factor: float) -> list[float]:
+        return [math.hypot(mean, min(mean * factor, threshold / 2)) for mean in means]
+
+    low, high = 0.0, max(1.0, threshold / 2 / min((mean for mean in means if mean), default=1.0))
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fmean(values(middle)) < accumulated else (low, middle)
+    return _over_range(values(high), first, last)
 
 
 def _at_target(view: _View, push: Push, step: int, part: float) -> "Ratios":

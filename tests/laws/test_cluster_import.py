@@ -1,8 +1,10 @@
 """Cluster files from NCCL's XML, nvidia-smi, Slurm, topograph and the machine: the presets' shapes, and bad input."""
 
 import random
+import re
 import tomllib
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import commands
@@ -76,6 +78,41 @@ def test_slower_cards_are_not_for_training(tmp_path):
     cluster, found = made(tmp_path, {"host.xml": nccl_xml(more=2)})
     assert len([name for name in cluster.switches if "nic" in name]) == 8
     assert any("of 10 cards" in note for note in found.notes)
+
+
+def test_all_cards_of_a_gpu_carry_its_messages(tmp_path):
+    """Two ports of 200 Gbit/s, and the EFA cards of a p5: four of 100 Gbit/s beside each GPU."""
+    for ports, mbits in ((2, 200000), (4, 100000)):
+        one = re.compile(r"<nic>(<net [^>]*/>)</nic>")
+        text = one.sub(lambda found, ports=ports: f"<nic>{found[1] * ports}</nic>", nccl_xml(mbits=mbits))
+        cluster, found = made(tmp_path, {"host.xml": text})
+        assert [name.partition("/")[2][:3] for name in cluster.switches].count("nic") == 8
+        assert {rate for ends, (rate, _) in edges(cluster).items() if "fabric" in "".join(ends)} <= {50e9}
+        assert cluster.topology.servers[0].nic_link.bandwidth_bytes_per_s == 50e9
+        assert any(f"{ports} cards" in note for note in found.notes)
+
+
+def test_a_latency_in_the_file_is_said_not_to_count(tmp_path):
+    _, found = made(tmp_path, {"host.xml": nccl_xml().replace('latency="0.0"', 'latency="75.0"')})
+    assert any("latency" in note for note in found.notes)
+    _, found = made(tmp_path, {"host.xml": nccl_xml()})
+    assert not any("latency" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("cell", "gpus", "gpu", "rate"),
+    [
+        ("NV8", 8, "h100", 8 * 25e9),  # H800
+        ("NV18", 8, "h100", 18 * 25e9),
+        ("NV4", 4, "a100", 12 * 25e9),  # each GPU's twelve links go to the three others
+        ("NV8", 8, "a100", 8 * 25e9),  # A800
+        ("NV6", 16, "v100", 6 * 25e9),  # DGX-2
+    ],
+)
+def test_the_matrix_tells_how_many_links_lead_to_the_switch(tmp_path, cell, gpus, gpu, rate):
+    cluster, _ = made(tmp_path, {"topo.txt": smi_matrix(dict.fromkeys(combinations(range(gpus), 2), cell))}, gpu=gpu)
+    assert cluster.topology.servers[0].inside == "nvswitch"
+    assert cluster.topology.servers[0].inside_link.bandwidth_bytes_per_s == rate
 
 
 def test_pairs_of_nvlinks_are_written_link_by_link(tmp_path):

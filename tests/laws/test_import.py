@@ -98,6 +98,27 @@ def test_deepspeed(tmp_path):
     assert "# default: the longest of 'llama3-8b'" in found.text
 
 
+@pytest.mark.parametrize(("stage", "accumulated", "told"), [(2, 4, True), (2, 1, False), (3, 4, False)])
+def test_gathers_that_zero_2_does_not_repeat_are_told(tmp_path, stage, accumulated, told):
+    sizes = {"train_batch_size": 16 * accumulated, "gradient_accumulation_steps": accumulated}
+    _, found = imported(tmp_path, DEEPSPEED | sizes | {"zero_optimization": {"stage": stage}}, name="ds.json")
+    assert any("once a step" in line and "stage = 2" in line for line in found.listed) == told
+
+
+def test_keys_without_an_effect_are_told_by_reason(tmp_path):
+    """DeepSpeed files have dozens, and few reasons."""
+    said = {"enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 1}
+    file = tmp_path / "deepspeed.json"
+    told = DEEPSPEED | {"flops_profiler": said, "wall_clock_breakdown": False}
+    file.write_text(json.dumps(told | {"seq_parallel_communication_data_type": "fp32"}))
+    asked = [str(file), "--model", "llama3-8b", "--cluster", EIGHT, "--set", "workload.sequence_length=1024"]
+    run = commands.run("gssim", "import", *asked)
+    (logged,) = [line for line in run.stderr.splitlines() if "wall_clock_breakdown" in line]
+    assert all(key in logged for key in ("steps_per_print = 10", *(f"flops_profiler.{key} = " for key in said)))
+    assert logged.startswith("gssim: import: without effect: ")
+    assert logged.endswith(": logging, data, checkpoints and evaluation are no part of a step")
+
+
 @pytest.mark.parametrize(
     ("stage", "method", "more"),
     [
