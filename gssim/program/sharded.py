@@ -54,7 +54,7 @@ from typing import Any, NamedTuple
 
 from gssim import cost
 from gssim.collectives import Communication
-from gssim.memory import NOTHING, Event, Footprint, footprint
+from gssim.memory import Event, Footprint, footprint
 from gssim.plan.splitting import shards_inside_experts
 from gssim.program.compute import backward_begin, beside_host, forward_id, pass_ends
 from gssim.program.lowering import Lowering, once_a_run
@@ -502,20 +502,24 @@ def _reduce_scatter(
     where they are the all-reduced tensor, by the callback at the end of the backward.
     """
     reduce, overlaps = _reduce_id(unit), low.overlaps
-    stays = low.replicates and not unit.casts_gradients
-    sums_cast = low.casts_units and (accumulated or micro_batch.accumulates)  # then they are those that were kept cast
-    tensors, gradients = unit.tensors.gradient_tensors, float(unit.tensors.gradient_bytes)
-    if sums_cast:
-        tensors = tuple(size // unit.tensors.value_bytes * unit.tensors.reduce_bytes for size in tensors)
-        gradients = sum(tensors)
+    blocks_compute = unit.ranks > 1 and not overlaps
+    sums_are_cast = low.casts_units and (accumulated or micro_batch.accumulates)  # sums are kept in that precision
+    gradient_tensors, gradient_bytes = unit.tensors.gradient_tensors, float(unit.tensors.gradient_bytes)
+    if sums_are_cast:
+        gradient_tensors = tuple(
+            size // unit.tensors.value_bytes * unit.tensors.reduce_bytes for size in gradient_tensors
+        )
+        gradient_bytes = sum(gradient_tensors)
     own_bytes = unit.ranks * unit.tensors.trained_elements * unit.tensors.value_bytes
-    copied_bytes = (own_bytes + unit.scattered_bytes) / 2 + (gradients if unit.tensors.dimension else 0)
-    last_bytes = tensors[-1] if unit.tensors.dimension else 0.0
+    copied_bytes = (own_bytes + unit.scattered_bytes) / 2 + (gradient_bytes if unit.tensors.dimension else 0)
+    last_bytes = gradient_tensors[-1] if unit.tensors.dimension else 0.0  # see [Note: experts]
     # copies that a CPU makes first, all of them; a CUDA kernel pads on the fly (torch 2.13,
     # aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk)
     padded_bytes = unit.tensors.uneven_bytes if low.device(rank).kind == "cpu" else 0
+    stays = low.replicates and not unit.casts_gradients
     added = Event(7, 0 if stays else -_added_bytes(low, unit, micro_batch), "gradients")
-    copy = Task(
+    released = [*([] if unit.casts_gradients else [added]), Event(8, -last_bytes, "temporaries")]
+    copy_in = Task(
         reduce.serving("copy-in"),
         "backward",
         **_wrapping(low, rank, phase="b", tensors=len(unit.tensors.trained), copied_bytes=copied_bytes),
@@ -527,29 +531,27 @@ def _reduce_scatter(
             Event(2, unit.scattered_bytes, "communication"),
             Event(3, padded_bytes, "temporaries"),
             Event(4, -padded_bytes, "temporaries"),
-            Event(5, -gradients, "gradients", tensors),
+            Event(5, -gradient_bytes, "gradients", gradient_tensors),
             Event(6, unit.reduced_bytes, "communication" if unit.casts_gradients else "gradients", stream=REDUCE),
-            *([added] if (overlaps or unit.ranks == 1) and not unit.casts_gradients else []),
-            Event(8, -last_bytes if overlaps else 0, "temporaries"),
+            *([] if blocks_compute else released),
         ),
     )
-    tasks = [*(_accumulate(low, rank, unit, micro_batch) if sums_cast and not accumulated else []), copy]
+    tasks = [*(_accumulate(low, rank, unit, micro_batch) if sums_are_cast and not accumulated else []), copy_in]
     if unit.ranks > 1:
         exchange = _exchange(low, unit, "reduce-scatter", unit.scattered_bytes)
-        last = [] if unit.casts_gradients else [added]
-        ended = Event(8, -last_bytes, "temporaries")
-        need = NOTHING if overlaps else _need(*_staging(low, rank, exchange, 0), *last, ended)
-        tasks.append(
-            _overlapped(reduce, exchange, copy.id, "communication", need)
-            if overlaps
-            else collective_task(reduce, exchange, need=need)
-        )
+        if overlaps:
+            tasks.append(collective_task(reduce, exchange, "communication", after=(copy_in.id,)))
+        else:
+            need = _need(*_staging(low, rank, exchange, 0), *released)
+            tasks.append(collective_task(reduce, exchange, need=need))
     if low.replicates:
         exchange = low.communication("all-reduce", "dp_replicate", unit.reduced_bytes)
-        beside = _overlapped(_all_reduce_id(unit), exchange, tasks[-1].id, "replication", NOTHING)
-        tasks.append(beside if overlaps else collective_task(_all_reduce_id(unit), exchange))
+        stream, after = ("replication", (tasks[-1].id,)) if overlaps else ("compute", ())
+        tasks.append(collective_task(_all_reduce_id(unit), exchange, stream, after=after))
     tasks += _cast(low, rank, unit, added)
-    return [*tasks, *_offload_gradients(low, rank, unit, tasks[-1], micro_batch)] if low.offload else tasks
+    if low.offload:
+        tasks += _offload_gradients(low, rank, unit, tasks[-1], micro_batch)
+    return tasks
 
 
 def _offload_id(unit: Unit) -> TaskId:
@@ -575,11 +577,6 @@ def _offload_gradients(low: Lowering, rank: int, unit: Unit, reduced: Task, micr
         added_s = cost.moving_time_s(host, value_bytes=values, elements=elements, tensors=count)
         tasks.append(Task(own.serving("wait"), "backward", duration_s=added_s, after=(own,)))
     return tasks
-
-
-def _overlapped(own: TaskId, exchange: Communication, after: TaskId, stream: str, need: Footprint) -> Task:
-    """Return a collective that runs beside the compute."""
-    return collective_task(own, exchange, stream, after=(after,), need=need)
 
 
 def _cast(low: Lowering, rank: int, unit: Unit, added: Event) -> list[Task]:
