@@ -1,12 +1,15 @@
 """Layers that combine context parallelism with tensor or expert parallelism, derived from layers traced separately.
 
-No such layer is traced: it follows from three that are. All but the attention runs on a rank's own positions as it does
-on whole sequences of that length: it is taken from the layer of `sliced_layers`, `sequence_layers` or
-`expert_layers`. The exchanges around the attention are what the layer of `context_layers` has and that of `layers` has
-not: copies and all-to-alls of queries, keys, values and outputs. A tensor-parallel rank has those of its heads; a rank
-with the whole attention and a part of the experts has all of them. Operations are numbered within a layer; those after
-the exchanges are renumbered accordingly (tests/oracles/test_traced_context_slices.py compares with traces of such
-steps).
+No such layer is traced: it is combined from three traced layers of the model file.
+
+1. A layer of `sliced_layers`, `sequence_layers` or `expert_layers` gives all but the exchanges around the attention: a
+   rank runs it on its own positions, as it would run it on whole sequences of that length.
+2. A layer of `context_layers` has those exchanges: copies and all-to-alls of queries, keys, values and outputs.
+3. The same layer of `layers` has none. What 2 has and 3 has not is added to 1.
+
+A tensor-parallel rank exchanges its own heads; a rank with the whole attention and a part of the experts exchanges all.
+Operations are numbered within a layer, so those after an added exchange are renumbered.
+tests/oracles/test_traced_context_slices.py compares with traces of steps that have such layers.
 """
 
 from collections import Counter
