@@ -855,32 +855,35 @@ def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
     A checkpointed block is recomputed inside its backward, beneath FSDP2's hooks: nothing is gathered for that.
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
-    all_units = units(low)
-    every = [tuple(each) for _, each in groupby((u for u in all_units if not u.is_root), lambda u: u.layers[0].index)]
-    if not every:
+    inner = [unit for unit in units(low) if not unit.is_root]
+    blocks = [tuple(block) for _, block in groupby(inner, lambda unit: unit.layers[0].index)]
+    if not blocks:
         return before
-    every.reverse()
-    deepest = _first_trained(low)
-    blocks = [block for block in every if block[0].layers[0].index >= deepest]
-    below = every[len(blocks) :][:1]  # a unit without a backward: it is prefetched, but never used
-    last = every[0]
-    last_copy = (gather_id(last[-1].name, "forward").serving("copy-out"),)
+    blocks.reverse()
+    first_trained = _first_trained(low)
+    used = [block for block in blocks if block[0].layers[0].index >= first_trained]
+    prefetched_unused = blocks[len(used) :][:1]  # the block below has no backward
+
+    # the gather of the last block's last unit is issued first, by the hook on the logits or on a stage's output
+    last_block, last_unit = blocks[0], blocks[0][-1]
+    copied = (gather_id(last_unit.name, "forward").serving("copy-out"),)
     if low.stages:  # the previous forward may be another micro-batch's; a unit of a single rank needs no gather
-        shared = next((unit for block in every for unit in reversed(block) if unit.ranks > 1), last[-1])
-        last_copy = (gather_id(shared.name, "backward").serving("issue"),)
+        shared = next((unit for block in blocks for unit in reversed(block) if unit.ranks > 1), last_unit)
+        copied = (gather_id(shared.name, "backward").serving("issue"),)
     has_loss = not low.stages or low.stages[0].after is None
-    issuer = low.layers[-2] if all_units[0].is_root and has_loss else last[0].layers[0]
-    before[backward_begin(low, issuer)] += _gather(low, rank, last[-1], "backward", last_copy)
-    issued = {last[-1].name}
-    for number, block in enumerate(blocks):
+    issuer = low.layers[-2] if units(low)[0].is_root and has_loss else last_block[0].layers[0]
+    before[backward_begin(low, issuer)] += _gather(low, rank, last_unit, "backward", copied)
+    issued = {last_unit.name}
+
+    for block, following in zip(used, [*used[1:], *prefetched_unused, ()], strict=False):
         new = before[backward_begin(low, block[0].layers[0])]
         for unit in block:
             if unit.name not in issued:
-                new += _gather(low, rank, unit, "backward", last_copy)
-            copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
-            new.append(copy)
-        following = next(iter([*blocks[number + 1 :], *below]), ())
+                new += _gather(low, rank, unit, "backward", copied)
+            copy_out = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
+            new.append(copy_out)
+        # only the second copy-out of a block with divided experts is followed by the gathers of both units
         for unit in reversed(following if len(block) > 1 else following[-1:]):
-            new += _gather(low, rank, unit, "backward", (copy.id,))
+            new += _gather(low, rank, unit, "backward", (copy_out.id,))
             issued.add(unit.name)
     return before
