@@ -449,8 +449,7 @@ def calibrate_command(
     if lab is not None:
         if again or ranks is not None:
             raise UserError("--lab: measures two ranks of each device type, all at once: leave out --again and --ranks")
-        asked = Settings(names, sizes, sequence_length, precision, "cpu")
-        _calibrate_lab(lab, asked, out)
+        _calibrate_lab(lab, Settings(names, sizes, sequence_length, precision, "cpu"), out)
         return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     available = torch.cuda.device_count() if kind == "cuda" else len(usable_cores())
@@ -463,14 +462,13 @@ def calibrate_command(
         if interface is not None:
             os.environ.update(listening_on(interface))
         _calibrate_nodes(settings, count, out)
-        return
-    if not again:
+    elif again:
+        with _file_lock(out):
+            before = read_previous(out, device_name(torch.device(kind)))
+            write_cluster(out, averaged(before, measure(settings, ranks=count), where=str(out)))
+    else:
         measured = measure(settings, ranks=count)
         write_calibrated(out, [measured], cluster_data(measured, settings), settings)
-        return
-    with _file_lock(out):
-        before = read_previous(out, device_name(torch.device(kind)))
-        write_cluster(out, averaged(before, measure(settings, ranks=count), where=str(out)))
 
 
 def _file_lock(file: Path) -> AbstractContextManager[int]:

@@ -4,9 +4,10 @@ Everything goes to one folder: the machine's cluster file, gradient statistics w
 each point from both sides, and at the end the comparison, its charts and a page. What is finished is kept: the same
 command goes on after an interrupt. `gssim` and `analysis` do their parts as commands.
 
-Runs without a wrapper come first, where the sweep has them first: they need no measured communication. A shared machine
-drifts within minutes. Layers are therefore measured before and after the runs, of many also between them, and a run
-that waited for its cores is repeated at the end, if there is time.
+Runs take place in the order of the sweep. Communication and wrappers (DDP, FSDP2) are measured just before the first
+run that needs them; a run of method `single` on one rank does not. The speed of a shared machine drifts within minutes:
+layers are measured before and after the runs, and again between them if those take long, and a run that waited for its
+cores is repeated at the end, if there is time.
 """
 
 import json

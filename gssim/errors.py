@@ -1,4 +1,4 @@
-"""Exceptions that are shown to users: invalid input, and failed runs; and the line that shows a text."""
+"""Exceptions that are shown to users (invalid input, failed runs), and texts in them: one line each, near names."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -46,26 +46,21 @@ def equal_loss_map(points: Sequence[MapPoint], ours: Sequence[str], said: Sequen
         ours: variants of thresholded Gradient Sharding, whose best one each cell compares with the fastest.
         said: findings in sentences.
     """
-    winners = [name for name, _ in Counter(point.fastest for point in points).most_common()]
-    others = [name for name in winners if name not in ours]
-    colour_of = dict.fromkeys(ours, OURS) | dict(zip(others, cycle(OTHERS), strict=False))
     models = list(dict.fromkeys(point.model for point in points))
-    ratios = sorted({point.slow_ratio for point in points})
+    slow_ratios = sorted({point.slow_ratio for point in points})
     bandwidths = sorted({point.bandwidth_bytes_per_s for point in points})
     latencies = sorted({point.latency_s for point in points})
-    panel_in, high_in = len(bandwidths) * CELL_IN, len(latencies) * ROW_IN
-    width_in = max(LEFT_IN + len(ratios) * (panel_in + GAP_IN), 7.5)
+    colour_of, legend = _colours(points, ours)
 
+    panel_width_in, panel_height_in = len(bandwidths) * CELL_IN, len(latencies) * ROW_IN
+    width_in = max(LEFT_IN + len(slow_ratios) * (panel_width_in + GAP_IN), 7.5)
     finding = wrapped(f"{said[0]}.", width_in - 0.4, 10.5) if said else []
     notes = wrapped(_note(models, has_bands=any(point.step_time_band_s for point in points)), width_in - 0.4)
-    legend = [Patch(facecolor=_tinted(colour_of[name]), label=plain(name)) for name in others]
-    if any(name in ours for name in winners):
-        legend.append(Patch(facecolor=_tinted(OURS), label=OURS_NAME))
     entry_in = 0.55 + max(label_width_in(str(each.get_label())) for each in legend)
     columns = max(1, min(len(legend), int((width_in - 0.3) / entry_in)))
     legend_in = LEGEND_ROW_IN * -(-len(legend) // columns)
     top_in = 0.5 + 0.21 * len(finding) + 0.19 * len(notes) + legend_in + 0.15
-    height_in = top_in + len(models) * (high_in + ABOVE_IN) + BELOW_IN
+    height_in = top_in + len(models) * (panel_height_in + ABOVE_IN) + BELOW_IN
     with mpl.rc_context(STYLE):
         figure = new_figure(width_in, height_in)
         y_in = write_findings(figure, QUESTION, finding, notes)
@@ -80,29 +75,47 @@ def equal_loss_map(points: Sequence[MapPoint], ours: Sequence[str], said: Sequen
             handlelength=1.6,
         )
         for row, model in enumerate(models):
-            for column, slow_ratio in enumerate(ratios):
-                bottom_in = height_in - top_in - (row + 1) * (high_in + ABOVE_IN)
-                left_in = LEFT_IN + column * (panel_in + GAP_IN)
-                axes = add_axes(figure, (left_in, bottom_in, panel_in, high_in))
-                for point in points:
-                    if (point.model, point.slow_ratio) == (model, slow_ratio):
-                        place = bandwidths.index(point.bandwidth_bytes_per_s), latencies.index(point.latency_s)
-                        _draw_cell(axes, *place, point, ours, colour_of[point.fastest])
-                axes.set_xlim(0, len(bandwidths))
-                axes.set_ylim(0, len(latencies))
-                axes.set_xticks([i + 0.5 for i in range(len(bandwidths))])
-                axes.set_yticks([i + 0.5 for i in range(len(latencies))])
-                axes.tick_params(length=0, labelbottom=row == len(models) - 1, labelleft=column == 0)
-                axes.set_xticklabels([bit_rate(each).replace(" ", "\n") for each in bandwidths])
-                axes.set_yticklabels([human_seconds(each).replace(".00", "") for each in latencies])
+            for column, slow_ratio in enumerate(slow_ratios):
+                left_in = LEFT_IN + column * (panel_width_in + GAP_IN)
+                bottom_in = height_in - top_in - (row + 1) * (panel_height_in + ABOVE_IN)
+                axes = add_axes(figure, (left_in, bottom_in, panel_width_in, panel_height_in))
+                _draw_networks(axes, bandwidths, latencies, left=column == 0, bottom=row == len(models) - 1)
                 devices = "equal devices" if slow_ratio == 1 else f"one device {slow_ratio:g} times slower"
                 title = f"{model}: {devices}" if len(models) > 1 else devices.capitalize()
                 axes.set_title(plain(title), loc="left", fontsize=10)
-                if column == 0:
-                    axes.set_ylabel("latency of a link")
-                if row == len(models) - 1:
-                    axes.set_xlabel("bandwidth of a link")
+                for point in points:
+                    if (point.model, point.slow_ratio) == (model, slow_ratio):
+                        network = bandwidths.index(point.bandwidth_bytes_per_s), latencies.index(point.latency_s)
+                        _draw_cell(axes, *network, point, ours, colour_of[point.fastest])
     return Chart("fastest_to_equal_loss", QUESTION, figure, f"Map over bandwidth and latency. {'. '.join(said)}.")
+
+
+def _colours(points: Sequence[MapPoint], ours: Sequence[str]) -> tuple[dict[str, str], list[Patch]]:
+    """Return the colour of each variant that is the fastest somewhere, and the legend's entries; ours share one."""
+    winners = [name for name, _ in Counter(point.fastest for point in points).most_common()]
+    others = [name for name in winners if name not in ours]
+    colour_of = dict.fromkeys(ours, OURS) | dict(zip(others, cycle(OTHERS), strict=False))
+    legend = [Patch(facecolor=_tinted(colour_of[name]), label=plain(name)) for name in others]
+    if any(name in ours for name in winners):
+        legend.append(Patch(facecolor=_tinted(OURS), label=OURS_NAME))
+    return colour_of, legend
+
+
+def _draw_networks(
+    axes: Axes, bandwidths: Sequence[float], latencies: Sequence[float], *, left: bool, bottom: bool
+) -> None:
+    """Draw the axes of a panel, one unit for each cell; only panels at the `left` and the `bottom` have labels."""
+    axes.set_xlim(0, len(bandwidths))
+    axes.set_ylim(0, len(latencies))
+    axes.set_xticks([i + 0.5 for i in range(len(bandwidths))])
+    axes.set_yticks([i + 0.5 for i in range(len(latencies))])
+    axes.tick_params(length=0, labelbottom=bottom, labelleft=left)
+    axes.set_xticklabels([bit_rate(each).replace(" ", "\n") for each in bandwidths])
+    axes.set_yticklabels([human_seconds(each).replace(".00", "") for each in latencies])
+    if left:
+        axes.set_ylabel("latency of a link")
+    if bottom:
+        axes.set_xlabel("bandwidth of a link")
 
 
 def _note(models: Sequence[str], *, has_bands: bool) -> str:

@@ -1,1 +1,1 @@
-"""Profiler traces of other people's jobs as measured Results."""
+"""Import of profiler traces, of jobs that `gsreal` did not run, as measured Results."""

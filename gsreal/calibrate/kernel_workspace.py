@@ -1,9 +1,9 @@
 """Measures the kernel workspace of a model's layers, operation by operation, at the positions of a trace.
 
-An operation's workspace is the peak of allocated bytes while it runs, above those before or after it, whichever are
-more: its results, which a trace knows, are allocated after it. It depends on shapes in steps (oneDNN selects other
-kernels if channels are not a multiple of its vectors), so each variant of a layer is measured: whole, sliced to each
-number of units, and with parts of its backward left out.
+An operation's workspace is the peak of allocated bytes while it runs, minus the bytes allocated before it or after it,
+whichever are more. (After it there are its results, which the trace has already.) It depends on shapes in steps: oneDNN
+selects other kernels if channels are not a multiple of its vectors. So each variant of a layer is measured: whole,
+sliced to each number of units, and with parts of its backward left out.
 """
 
 from collections import defaultdict

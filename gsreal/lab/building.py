@@ -1,4 +1,4 @@
-"""Builds a lab's network and always takes it down: its prerequisites, and removal of what killed labs left."""
+"""Builds a lab's network and takes it down in any case; checks what it needs, and removes what killed labs left."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Micro-benchmarks of emulated devices: the costs of each of a cluster's device types as emulated."""
+"""Measures the costs of a cluster's device types, by micro-benchmarks on cores that emulate them."""
 
 import json
 import math

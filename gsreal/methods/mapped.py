@@ -1,4 +1,4 @@
-"""The one autograd function of divided models: a map forwards, and another for the gradient."""
+"""Autograd function of collectives inside divided models: one map of the tensor, and another of its gradient."""
 
 from collections.abc import Callable
 from typing import Any

@@ -222,31 +222,19 @@ def record_step(
         module = fake_module(model, where)
         module.train()
         chosen = layer_modules(module)
-        stand_in = _ReductionRecorder()
         length = (sequence_length or 0) // context if context else sequence_length
         inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=length)
         _check_positions(module, sequence_length, where)
-        frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        for parameter in frozen:  # layers are those that the module has when all of it is trained
-            parameter.requires_grad_(True)
         modules = like.modules if like else _execution_order(module, list(chosen), inputs, targets, model, where)
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        record = Record(modules, blocks={name for name in modules if chosen[name]}, autocast=model.traced_autocast)
+        blocks = [name for name in modules if chosen[name]]
+        record = Record(modules, blocks=set(blocks), autocast=model.traced_autocast)
         record.kernel_plans = like.kernel_plans if like else {}
-        divided = stand_in.parts(parts) if parts else None
-        cut = _cut_blocks(module, chosen, units, stand_in, divided, beside_experts=routed is not None) if units else {}
-        if divided is not None:
-            paths = [name for name in modules if chosen[name]]
-            record.summed = {*divide_sequences(paths, module, divided, end=end_of_parts(modules, paths, module))}
-        for name in cut if divided is None else ():
-            whole = whole_with_parts(module.get_submodule(name))
-            record.summed |= {f"{name}.{path}.{each}" for path, each in whole}
+        stand_in = _ReductionRecorder()
+        if units:
+            _slice_blocks(record, module, chosen, stand_in, units, parts, beside_experts=routed is not None)
         exchanged = stand_in.context(context) if context else None
         if exchanged is not None:
-            divide_context(module, [module.get_submodule(name) for name in modules if chosen[name]], exchanged)
-        record.units = {layer: cut[name][0] for layer, name in enumerate(modules) if name in cut}
-        record.linear = {layer: cut[name][1] for layer, name in enumerate(modules) if name in cut}
+            divide_context(module, [module.get_submodule(name) for name in blocks], exchanged)
         if routed is not None:
             _divide_experts(record, module, stand_in, *routed)
         step = _Step(record, module, inputs, targets, stand_in)
@@ -261,10 +249,10 @@ def record_step(
         except UnknownOperationError as error:
             raise UserError(f"{where}: {error}") from None
     if exchanged is not None:
-        blocks = [layer for layer, name in enumerate(modules) if chosen[name]]
-        if not blocks or any(not record.reductions.get(layer) for layer in blocks):
+        layers = [layer for layer, name in enumerate(modules) if chosen[name]]
+        if not layers or any(not record.reductions.get(layer) for layer in layers):
             raise UserError(f"{where}: a block does not attend by torch's scaled_dot_product_attention")
-        record.units = dict.fromkeys(blocks, gcd(*exchanged.heads))
+        record.units = dict.fromkeys(layers, gcd(*exchanged.heads))
     return record
 
 
@@ -352,30 +340,43 @@ class _ReductionRecorder:
         return ContextParts(ranks, 0, received)
 
 
-def _cut_blocks(
+def _slice_blocks(
+    record: Record,
     module: nn.Module,
     chosen: dict[str, bool],
-    units: int,
     stand_in: _ReductionRecorder,
-    parts: SequenceParts | None,
+    units: int,
+    ranks: int | None,
     *,
     beside_experts: bool,
-) -> dict[str, tuple[int, bool]]:
-    """Slice each block to this number of units, with sequences divided in parts if there are any.
+) -> None:
+    """Slice each block to this number of units; note what was sliced, and which gradients are of parts of sequences.
 
-    `beside_experts`: routed experts are divided among ranks, not cut. Returns for each cut block the number of units of
-    the whole block, and whether all cut modules are linear maps.
+    `ranks`: number of ranks that divide sequences between sliced parts of blocks, if they do. `beside_experts`: routed
+    experts are divided among ranks, not sliced.
     """
-    units_of = {}
+    divided = stand_in.parts(ranks) if ranks else None
+    sliced: dict[str, tuple[int, bool]] = {}
+    """By name of a block: units of the whole block, and whether all sliced modules are linear maps."""
     for name, block in [(name, module.get_submodule(name)) for name, is_block in chosen.items() if is_block]:
         if beside_experts:
             cut_beside_experts(block)
         cut = cut_of(block)
         if cut is not None:
-            units_of[name] = cut.units(block), is_linear(block, cut)
+            sliced[name] = cut.units(block), is_linear(block, cut)
             # what one rank does is independent of the number of ranks
-            slice_block(block, range(units), stand_in, ranks=2, parts=parts)
-    return units_of
+            slice_block(block, range(units), stand_in, ranks=2, parts=divided)
+    for layer, name in enumerate(record.modules):
+        if name in sliced:
+            record.units[layer], record.linear[layer] = sliced[name]
+    if divided is not None:
+        paths = [name for name in record.modules if chosen[name]]
+        end = end_of_parts(record.modules, paths, module)
+        record.summed = {*divide_sequences(paths, module, divided, end=end)}
+    else:
+        for name in sliced:
+            whole = whole_with_parts(module.get_submodule(name))
+            record.summed |= {f"{name}.{path}.{each}" for path, each in whole}
 
 
 @contextmanager
@@ -482,10 +483,14 @@ def _execution_order(
 ) -> list[str]:
     """Return the chosen modules at which a layer begins, in execution order.
 
-    Modules whose inputs carry no gradient (parallel embeddings) belong to the layer of the first of them.
+    Modules whose inputs carry no gradient (parallel embeddings) belong to the layer of the first of them. Layers are
+    those that the module has when all of it is trained, so frozen parameters require gradients meanwhile.
     """
     order: list[str] = []
     inner = dict(module.named_modules())
+    frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
 
     def before(name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -510,6 +515,8 @@ def _execution_order(
         raise UserError(f"{where}: the module has no parameters to train")
     for handle in handles:
         handle.remove()
+    for parameter in frozen:
+        parameter.requires_grad_(False)
     twice = {name for name in order if order.count(name) > 1}
     if twice:
         raise UserError(f"{where}: the module {sorted(twice)[0]!r} runs more than once in a forward; not supported")

@@ -81,35 +81,39 @@ def take_statistics(
         )
     steps = scenario.run.warmup_steps + scenario.run.steps
     sampled = sampled_steps(steps, first=scenario.run.warmup_steps, every=every)
-    push = replace(scenario.plan.push, kind="absolute", threshold=None)
+    dense = replace(scenario.plan.push, kind="absolute", threshold=None)
     device = fastest_device(scenario)
     with one_thread():
-        replica = Replica(scenario, push, device)
+        replica = Replica(scenario, dense, device)
         sizes = {name: parameter.numel() for name, parameter in replica.parameters.items()}
         push_grid, publish_grid = ((), ()) if magnitudes_only else _grids(replica)
         multiples = () if magnitudes_only else MULTIPLES
 
-        def taken(policy: Push, publish: Sequence[float] = ()) -> Books:
-            looked_at = push_grid if policy.error_feedback or not policy.threshold else ()
-            grids = {"push_grid": looked_at, "publish_grid": publish, "multiples": multiples}
-            books = Books(scenario, policy, sampled, sizes, batches=batches, **grids)
+        def trained(push: Push, publish: Sequence[float] = ()) -> Books:
+            """Return the records of all courses of training under one push policy."""
+            books = Books(
+                scenario,
+                push,
+                sampled,
+                sizes,
+                batches=batches,
+                push_grid=push_grid if push.error_feedback or not push.threshold else (),
+                publish_grid=publish,
+                multiples=multiples,
+            )
             for course in range(courses):
-                feedback = " with error feedback" if policy.error_feedback else ""
-                how = f"under the threshold {policy.threshold:g}{feedback}" if policy.threshold else "densely"
+                feedback = " with error feedback" if push.error_feedback else ""
+                how = f"under the threshold {push.threshold:g}{feedback}" if push.threshold else "densely"
                 print(f"gsreal: training {how}, course {course + 1} of {courses}", file=sys.stderr, flush=True)
-                seed = scenario.run.seed + course * APART
-                trained = Replica(replace(scenario, run=replace(scenario.run, seed=seed)), policy, device)
-                books.begin()
-                for step in range(books.steps):
-                    books.train(trained, step)
+                _train(books, scenario, push, device, course)
             return books
 
-        dense = taken(push, publish_grid)
-        traces = dense.traces()
-        for threshold in (each for each in thresholds if each):
-            for feedback in (False, True):
-                traces += taken(replace(push, threshold=threshold, error_feedback=feedback)).traces()
-    workload, measured = scenario.workload, provenance(device)
+        of_dense = trained(dense, publish_grid)
+        traces = of_dense.traces()
+        for threshold in filter(None, thresholds):
+            for error_feedback in (False, True):
+                traces += trained(replace(dense, threshold=threshold, error_feedback=error_feedback)).traces()
+    workload = scenario.workload
     data = {
         "model": workload.model.name,
         "precision": workload.precision,
@@ -118,19 +122,38 @@ def take_statistics(
         "global_batch_size": workload.global_batch_size,
         "sequence_length": workload.sequence_length,
         "seed": scenario.run.seed,
-        "source": f"measured {measured['date']} by gsreal gradients, torch {measured['torch']}, "
-        f"{scenario.ranks} ranks, {courses} course{'s' if courses > 1 else ''}"
-        + (f", on {measured['gpu']}" if device.type == "cuda" else ""),
+        "source": _source(scenario, device, courses),
         "steps": steps,
         "sampled_steps": sampled,
-        "first_step": min(push.warmup_steps, steps - 1),
+        "first_step": min(dense.warmup_steps, steps - 1),
         "feedback_thresholds": push_grid,
         "multiples": multiples,
         "publish_thresholds": publish_grid,
         "traces": traces,
-        "changes": {name: book.trace() for name, book in dense.changes.items()},
+        "changes": {name: book.trace() for name, book in of_dense.changes.items()},
     }
     return validated(GradientStatistics, data, file="gsreal gradients")
+
+
+def _train(books: Books, scenario: Scenario, push: Push, device: torch.device, course: int) -> None:
+    """Train a course from new weights, with a seed of its own (the first with the run's), and record its samples."""
+    seed = scenario.run.seed + course * APART
+    replica = Replica(replace(scenario, run=replace(scenario.run, seed=seed)), push, device)
+    books.begin()
+    for step in range(books.steps):
+        books.train(replica, step)
+
+
+def _source(scenario: Scenario, device: torch.device, courses: int) -> str:
+    """Return when, with what and on what statistics were taken, in words."""
+    measured = provenance(device)
+    words = [
+        f"measured {measured['date']} by gsreal gradients",
+        f"torch {measured['torch']}",
+        f"{scenario.ranks} ranks",
+        f"{courses} course{'s' if courses > 1 else ''}",
+    ]
+    return ", ".join([*words, f"on {measured['gpu']}"] if device.type == "cuda" else words)
 
 
 def fastest_device(scenario: Scenario) -> torch.device:

@@ -1,4 +1,4 @@
-"""Commands for what users bring and take away: import, export, cluster, fits, models."""
+"""Commands on plans, clusters and models of other programs: import, export, cluster, fits, models."""
 
 import json
 import shlex

@@ -348,28 +348,17 @@ def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
 
 def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
     plan, workload, policies = scenario.plan, scenario.workload, scenario.policies
-    named = FLAVORS.get(workload.model.name)
-    _refuse("torchtitan", "workload.model", workload.model.name, named is not None, ", ".join(FLAVORS))
-    name, flavor = named or ("", "")
-    recompute = plan.recompute if plan.recompute != "none" else workload.model.compiled_recompute
-    allowed = "none, every-second-product, full"
-    _refuse("torchtitan", "plan.recompute", plan.recompute, plan.recompute != "selective", allowed)
-    if plan.method == "ddp":  # torchtitan has DDP on one axis only, and FSDP takes its place if there are context ranks
-        for axis in ("tp", "pp", "cp"):
-            ranks = getattr(policies, axis)
-            _refuse("torchtitan", f"plan.{axis}", ranks, ranks == 1, "1 under method 'ddp'")
-    if policies.tp > 1:
-        _refuse("torchtitan", "plan.sequence_parallel", plan.sequence_parallel, plan.sequence_parallel, "true")
-    adam = workload.optimizer in OPTIMIZER_TYPES
-    _refuse("torchtitan", "workload.optimizer", workload.optimizer, adam, ", ".join(OPTIMIZER_TYPES))
+    _refuse_for_torchtitan(scenario)
     _sync(scenario, "torchtitan", "micro-batch", notes)
+    name, flavor = FLAVORS[workload.model.name]
     micro, many = _batch(scenario)
-    sharded = plan.method in SHARDED
     implementation = workload.optimizer_implementation
     if implementation == "default":
         reason = "reads back as 'foreach', which it is on CUDA"
         notes.append(note_of("workload.optimizer_implementation", implementation, reason))
         implementation = "foreach"
+    recompute = plan.recompute if plan.recompute != "none" else workload.model.compiled_recompute
+    every_second = {"mode": "selective", "selective_ac_option": "op"}
     tables: dict[str, dict[str, Any]] = {
         "model": {"name": name, "flavor": flavor},
         "optimizer": {
@@ -389,36 +378,60 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
             "mixed_precision_reduce": DTYPES[reduce_precision(workload)],
             **({"enable_cpu_offload": True} if plan.offload else {}),
         },
-        "parallelism": {
-            "data_parallel_replicate_degree": policies.dp_replicate,
-            "data_parallel_shard_degree": policies.dp_shard if sharded else 1,
-            "fsdp_reshard_after_forward": "never" if plan.method == "zero2" else "always" if sharded else "default",
-            **({"context_parallel_degree": policies.cp} if policies.cp > 1 else {}),
-            **({"tensor_parallel_degree": policies.tp} if policies.tp > 1 else {}),
-            **({"disable_loss_parallel": True} if policies.tp > 1 and not plan.loss_parallel else {}),
-        },
-        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}
-        if recompute == "every-second-product"
-        else {"mode": recompute},
+        "parallelism": _torchtitan_parallelism(scenario, micro, many, notes),
+        "activation_checkpoint": every_second if recompute == "every-second-product" else {"mode": recompute},
     }
     if workload.model.compiled:
         tables["compile"] = {"enable": True, "components": ["model"]}
-    if policies.pp > 1:
-        schedules = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
-        schedule = plan.schedule or ("1f1b" if many >= policies.pp else "gpipe")
-        if plan.schedule is None:
-            notes.append(note_of("plan.schedule", schedule, "is the default, and in the file"))
-        tables["parallelism"] |= {
-            "pipeline_parallel_degree": policies.pp,
-            "pipeline_parallel_schedule": schedules[schedule],
-            "pipeline_parallel_microbatch_size": micro,
-        }
     if scenario.run.seed:
         tables["debug"] = {"seed": scenario.run.seed}
     lines = ["# for torchtitan 0.2: torchrun --nproc_per_node GPUS -m torchtitan.train --job.config_file FILE"]
     for table, values in tables.items():
         lines += ["", f"[{table}]", *(f"{key} = {toml(value)}" for key, value in values.items())]
     return Exported("\n".join(lines) + "\n", notes)
+
+
+def _refuse_for_torchtitan(scenario: Scenario) -> None:
+    """Refuse models, recomputation, combinations of axes, and optimizers that torchtitan does not have."""
+    plan, workload, policies = scenario.plan, scenario.workload, scenario.policies
+    model = workload.model.name
+    _refuse("torchtitan", "workload.model", model, model in FLAVORS, ", ".join(FLAVORS))
+    allowed = "none, every-second-product, full"
+    _refuse("torchtitan", "plan.recompute", plan.recompute, plan.recompute != "selective", allowed)
+    if plan.method == "ddp":  # torchtitan has DDP on one axis only, and FSDP takes its place if there are context ranks
+        for axis in ("tp", "pp", "cp"):
+            ranks = getattr(policies, axis)
+            _refuse("torchtitan", f"plan.{axis}", ranks, ranks == 1, "1 under method 'ddp'")
+    if policies.tp > 1:
+        _refuse("torchtitan", "plan.sequence_parallel", plan.sequence_parallel, plan.sequence_parallel, "true")
+    adam = workload.optimizer in OPTIMIZER_TYPES
+    _refuse("torchtitan", "workload.optimizer", workload.optimizer, adam, ", ".join(OPTIMIZER_TYPES))
+
+
+def _torchtitan_parallelism(scenario: Scenario, micro: int, many: int, notes: list[str]) -> dict[str, Any]:
+    """Return torchtitan's table of the parallel axes; `micro`: samples of a micro-batch; `many`: micro-batches."""
+    plan, policies = scenario.plan, scenario.policies
+    sharded = plan.method in SHARDED
+    table: dict[str, Any] = {
+        "data_parallel_replicate_degree": policies.dp_replicate,
+        "data_parallel_shard_degree": policies.dp_shard if sharded else 1,
+        "fsdp_reshard_after_forward": "never" if plan.method == "zero2" else "always" if sharded else "default",
+    }
+    if policies.cp > 1:
+        table["context_parallel_degree"] = policies.cp
+    if policies.tp > 1:
+        table["tensor_parallel_degree"] = policies.tp
+        if not plan.loss_parallel:
+            table["disable_loss_parallel"] = True
+    if policies.pp > 1:
+        schedules = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+        schedule = plan.schedule or ("1f1b" if many >= policies.pp else "gpipe")
+        if plan.schedule is None:
+            notes.append(note_of("plan.schedule", schedule, "is the default, and in the file"))
+        table["pipeline_parallel_degree"] = policies.pp
+        table["pipeline_parallel_schedule"] = schedules[schedule]
+        table["pipeline_parallel_microbatch_size"] = micro
+    return table
 
 
 def _torchrun(scenario: Scenario, notes: list[str]) -> Exported:

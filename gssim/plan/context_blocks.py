@@ -1,9 +1,10 @@
 """Division of sequences among context-parallel ranks, and the blocks of ring attention that each rank computes.
 
-Under a causal mask a position attends to earlier ones alone. Where a rank has the i-th part of `ranks`, it computes i
-whole blocks and half a block, so that the last rank works (2 * ranks - 1) / ranks times as long as the mean. In a
-balanced division (`zigzag`) sequences have 2 * ranks parts, of which the i-th rank has the i-th and the i-th from the
-end: then every block is half a one on every rank. Source: Brandon et al. 2023, Striped Attention (arXiv:2311.09431);
+A block is the attention of a rank's queries to the keys of one rank. Under a causal mask a position attends to itself
+and earlier ones alone. If sequences are cut in one part per rank, rank i (from 0) computes i whole blocks and half of
+the block of its own keys, so the last rank works (2 * ranks - 1) / ranks times as long as the mean. In the balanced
+division (`zigzag`) sequences are cut in 2 * ranks parts, and rank i has part i and part i from the end. Then every rank
+computes half of every block. Source: Brandon et al. 2023, Striped Attention (arXiv:2311.09431);
 the zigzag order is that of Megatron-LM and of torch's context parallelism.
 """
 

@@ -117,27 +117,27 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     existing one and frees the new one at once. Where gradients are then copied into buckets, the sum is freed as well.
     """
     samples, own = low.samples(rank, micro_batch), low.layers_of(rank)
+    shared_layers = own.layers if low.policies.ep > 1 else low.layers
+    traced = timeline = _timeline(low, samples, shared_layers, as_traced)
+    if low.recomputes or own.layers is not shared_layers:
+        timeline = _timeline(low, samples, own.layers, _checkpointed(low, rank) if low.recomputes else as_traced)
+
     in_buckets, cut_at = _sends_in_buckets(low, micro_batch), cuts(low, micro_batch)
-    base = own.layers if low.policies.ep > 1 else low.layers
-    traced = timeline = _timeline(low, samples, base, as_traced)
-    if low.recomputes or own.layers is not base:
-        lives = _checkpointed(low, rank) if low.recomputes else as_traced
-        timeline = _timeline(low, samples, own.layers, lives)
-    always_kept = _gradient_events(low, 0, 0)
-    added = micro_batch.accumulates and not low.casts_units  # gradients that FSDP2 casts, it also adds up itself
-    given_back = added + in_buckets
-    of_experts = given_back if low.policies.gradients == "push" else int(added)  # otherwise no bucket takes them
-    adds_itself = low.has_one_gradient_buffer  # the matrix product itself accumulates into the buffer
-    if own.layers is low.layers and not adds_itself:
+    autograd_adds = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds up gradients that it casts
+    given_back = autograd_adds + in_buckets
+    of_experts = given_back if low.policies.gradients == "push" else int(autograd_adds)  # else no bucket takes them
+    gradients: Mapping[tuple[int, str], Sequence[Event]] = {}
+    if low.has_one_gradient_buffer:  # the matrix product itself accumulates into the buffer
+        autograd_adds = False
+    elif own.layers is low.layers:
         gradients = _gradient_events(low, given_back, of_experts)
     else:
         gradients = gradient_events(
-            () if adds_itself else own.layers,
-            value_bytes=low.value_bytes,
-            given_back=given_back,
-            given_back_of_experts=of_experts,
+            own.layers, value_bytes=low.value_bytes, given_back=given_back, given_back_of_experts=of_experts
         )
+    always_kept = _gradient_events(low, 0, 0)
     buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
+
     hook_s = hook_time_s(low, rank) if in_buckets else 0.0
     excess = pause_excess(low.device(rank), low.scenario.workload)
     once: dict[tuple[object, ...], tuple[list[Task], list[int]]] = {}
@@ -149,25 +149,15 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         key = (phase, id(instance.layer), instance.index == 0, cut, *map(id, events))
         if key not in once:
             taken, scratch = scratch_events(low, rank, instance, phase, samples, kept)
-            timing = _timing(low, rank, instance, phase, samples, hook_s=hook_s)
-            duration_s = timing.device_s
-            if phase == "b" and added and not adds_itself:
-                size, tensors = instance.layer.elements * low.value_bytes, len(instance.layer.parameters)
-                duration_s += cost.accumulation_time_s(low.device(rank), size, tensors=tensors)
             last = max((event.position for event in events), default=0)
             ends = sorted({min(position, last) for position in cut} | {last})
-            parts = _split(phase, [*events, *taken], scratch, duration_s, ends)
-            if timing.host_s:
-                shares = _operation_shares(events, ends)
-                parts = [
-                    replace(
-                        task,
-                        duration_s=duration_s * share,
-                        issue=Issue(timing.host_s * share, goes_on=timing.is_ahead or place > 0),
-                    )
-                    for place, (task, share) in enumerate(zip(parts, shares, strict=True))
-                ]
-            once[key] = parts, ends
+            timing = _timing(low, rank, instance, phase, samples, hook_s=hook_s)
+            if phase == "b" and autograd_adds:
+                size, tensors = instance.layer.elements * low.value_bytes, len(instance.layer.parameters)
+                added_s = cost.accumulation_time_s(low.device(rank), size, tensors=tensors)
+                timing = timing._replace(device_s=timing.device_s + added_s)
+            parts = _split(phase, [*events, *taken], scratch, timing.device_s, ends)
+            once[key] = _timed(parts, timing, _operation_shares(events, ends)) if timing.host_s else parts, ends
         parts, ends = once[key]
         named = [
             Task(
@@ -192,8 +182,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         events = [*timeline.at(*place), *gradients.get(place, ()), *buckets.get(place, ())]
         kept = [*traced.at(*place), *always_kept.get(place, ())]
         tasks += phase_tasks(instance, "b", events, kept)
-    end = footprint(timeline.end)
-    tasks.append(Task(TaskId("backward-end"), "backward", need=end))
+    tasks.append(Task(TaskId("backward-end"), "backward", need=footprint(timeline.end)))
     return tasks
 
 
@@ -299,19 +288,41 @@ def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, sampl
     if phase == "f" and instance.index == 0 and low.policies.gradients == "all-reduce":
         hooks_s += device.replica_forward_s or 0.0  # the wrapper's own
     whole = low.whole_layer(instance) or instance.layer
-    profiled = layer_profile(device, workload, whole) is not None
-    issued = whole if profiled else instance.layer  # a profile is of the whole layer
+    is_profiled = layer_profile(device, workload, whole) is not None
     sums = len(sum_positions(instance.layer, phase, recompute))
-    issue_s = cost.measured_issue_s(
-        device, workload, issued, phase=phase, batch_size=samples, sums=sums, recompute=recompute
+    measured_host_s = cost.measured_issue_s(
+        device,
+        workload,
+        whole if is_profiled else instance.layer,  # a profile is of the whole layer
+        phase=phase,
+        batch_size=samples,
+        sums=sums,
+        recompute=recompute,
     )
-    alone_s = _layer_s(low, rank, instance, phase, samples, issued=profiled or issue_s is None)
-    if issue_s is not None:
-        return _Timing(alone_s, issue_s + slicing_host_s(low, rank, instance, phase, samples) + hooks_s, is_ahead=True)
-    duration_s = with_host_time(low, rank, instance, phase, samples, alone_s=alone_s) + hooks_s
+    layer_s = _layer_s(low, rank, instance, phase, samples, issued=is_profiled or measured_host_s is None)
+    if measured_host_s is not None:
+        host_s = measured_host_s + slicing_host_s(low, rank, instance, phase, samples) + hooks_s
+        return _Timing(layer_s, host_s, is_ahead=True)
+    both_s = with_host_time(low, rank, instance, phase, samples, alone_s=layer_s) + hooks_s
     host_s = cost.issue_time_s(device, workload, instance.layer, phase=phase, sums=sums, recompute=recompute)
-    busy_s = _layer_s(low, rank, instance, phase, samples, issued=False) if sums and host_s else 0.0
-    return _Timing(duration_s - alone_s + busy_s, host_s) if sums and host_s > busy_s else _Timing(duration_s)
+    if not sums or not host_s:
+        return _Timing(both_s)
+    device_s = _layer_s(low, rank, instance, phase, samples, issued=False)
+    if host_s <= device_s:
+        return _Timing(both_s)
+    return _Timing(both_s - layer_s + device_s, host_s)
+
+
+def _timed(parts: Sequence[Task], timing: _Timing, shares: Sequence[float]) -> list[Task]:
+    """Return the parts of a phase with the time of device and host that each has, by its share of the operations."""
+    return [
+        replace(
+            task,
+            duration_s=timing.device_s * share,
+            issue=Issue(timing.host_s * share, goes_on=timing.is_ahead or place > 0),
+        )
+        for place, (task, share) in enumerate(zip(parts, shares, strict=True))
+    ]
 
 
 def beside_host(low: Lowering, rank: int, *, device_s: float, host_s: float) -> dict[str, Any]:

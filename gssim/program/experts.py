@@ -9,10 +9,11 @@ The compute stream waits for each, as the next operation needs it. With balanced
 in each dispatch and each combine (Rajbhandari et al. 2022, DeepSpeed-MoE, arXiv:2201.05596, section 5.2). With uneven
 load the ranks of the fullest experts receive, process and send back the most, and the others wait for them.
 
-DistributedDataParallel reduces the gradients of all other parameters over all data ranks. Those of experts are divided
-by the number of these too, and all-reduced one by one, where they are, over the ranks that hold the same experts: in
-`workload.reduce_precision`, or in that of `plan.compress`, between casts, as buckets are.
-Megatron-LM's distributed optimizer has them in a buffer of their own, which is reduce-scattered over these ranks.
+DistributedDataParallel reduces the gradients of all other parameters, in buckets, over all data ranks. Gradients of
+experts are all-reduced over the ranks that hold the same experts, each on its own and without a copy to a bucket; they
+too are divided by the number of data ranks. As with buckets, they are cast for that to `workload.reduce_precision`, or
+to the precision of `plan.compress`, and back. Megatron-LM's distributed optimizer keeps them in a buffer of their own,
+which is reduce-scattered over these ranks.
 """
 
 from collections.abc import Mapping, Sequence

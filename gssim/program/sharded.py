@@ -54,7 +54,7 @@ from typing import Any, NamedTuple
 
 from gssim import cost
 from gssim.collectives import Communication
-from gssim.memory import NOTHING, Event, Footprint, footprint
+from gssim.memory import Event, Footprint, footprint
 from gssim.plan.splitting import shards_inside_experts
 from gssim.program.compute import backward_begin, beside_host, forward_id, pass_ends
 from gssim.program.lowering import Lowering, once_a_run
@@ -329,50 +329,80 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     replicas, the reduced shards are then all-reduced; see [Note: replicas]. Gradients that are reduced in another
     precision are kept and added up in that precision between micro-batches (FSDPParam.to_accumulated_grad_if_needed).
     """
-    behind: dict[TaskId, list[Task]] = defaultdict(list)
-    held: tuple[Unit, ...] = ()
-    end: list[Task] = []
-    ends = pass_ends(tasks, "backward")
-    last, deepest = _without_input_gradient(low), _first_trained(low)
-    below = [unit for unit in units(low) if not unit.is_root and unit.layers[0].index < deepest]
-    at_deepest = [unit for unit in units(low) if not unit.is_root and unit.layers[0].index == deepest]
-    prefetched = {unit.name for unit in below[-max(1, len(at_deepest)) :] if unit.layers[0] is below[-1].layers[0]}
-    every = sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index, not unit.experts))
-    if last is not None:  # the end-of-backward callback processes the root first
-        every = [*(unit for unit in every if unit.layers[0] is not last), *(u for u in every if u.layers[0] is last)]
-    for unit in every:
-        freed_units = () if held and held[-1].experts else held
-        freed = TaskId("free", layer=unit.name, during="backward")
-        if not unit.is_root and not unit.tensors.trained and unit.layers[0].index > deepest and not unit.experts:
-            behind[ends[unit.layers[0].module]].append(Task(freed, "backward", need=_need(unit.gathered(0, sign=-1))))
-            continue
-        if not unit.is_root and low.policies.parameters == "sharded" and unit.layers[0].index < deepest:
-            unused_bytes = unit.flat_bytes if unit.ranks > 1 and unit.name in prefetched else 0
-            end.append(Task(freed, "backward", need=_need(Event(0, -unused_bytes, "communication"))))
-            continue
-        if micro_batch.sends_gradients and not unit.tensors.trained:
-            dropped = Event(1, -sum(each.scattered_bytes for each in held), "communication")
-            after = tuple(_reduce_id(each) for each in held if low.overlaps and each.ranks > 1)
-            new = [Task(freed, "backward", after=after, need=_need(unit.gathered(0, sign=-1), dropped))]
-            if unit.experts and unit.layers[0].index >= deepest and unit.layers[0] is not last:
-                behind[ends[unit.layers[0].module]] += new  # beside adapters; see [Note: experts]
-            else:
-                end += new
-            held = ()
-            continue
-        if micro_batch.sends_gradients:
-            new = _reduce_scatter(low, rank, unit, freed_units, micro_batch)
-        else:
-            new = [Task(freed, "backward", need=_need(unit.gathered(0, sign=-1)))]
+    after_block: dict[TaskId, list[Task]] = defaultdict(list)
+    at_end: list[Task] = []
+    block_ends = pass_ends(tasks, "backward")
+    first_trained, without_hook = _first_trained(low), _without_input_gradient(low)
+    prefetched = _prefetched_unused(low, first_trained)
+    buffered: tuple[Unit, ...] = ()
+    """Units whose reduce-scatter buffers are still allocated."""
+    for unit in _reduction_order(low, without_hook):
+        block, is_frozen = unit.layers[0], not unit.tensors.trained
+        waits_for_end = unit.is_root or block is without_hook
+        if is_frozen and block.index > first_trained and not unit.is_root and not unit.experts:
+            new, waits_for_end = [_free(low, unit)], False
+        elif block.index < first_trained and not unit.is_root and low.policies.parameters == "sharded":
+            # no backward reaches the unit: its parameters were freed after the forward
+            gathered_bytes = unit.flat_bytes if unit in prefetched else 0
+            released = _need(Event(0, -gathered_bytes, "communication"))
+            new, waits_for_end = [Task(_free_id(unit), "backward", need=released)], True
+        elif not micro_batch.sends_gradients:
+            new = [_free(low, unit)]
             if low.casts_units:
                 add = _accumulate(low, rank, unit, micro_batch)
                 new = [*new, *add] if micro_batch.first else [*add, *new]
-        if unit.is_root or unit.layers[0] is last:
-            end += new
+        elif is_frozen:
+            new = [_free(low, unit, buffered)]
+            # frozen experts have a backward, beside adapters; see [Note: experts]
+            waits_for_end = not unit.experts or block.index < first_trained or block is without_hook
+            buffered = ()
         else:
-            behind[ends[unit.layers[0].module]] += new
-        held = (*(each for each in held if each not in freed_units), unit)
-    return [*insert_beside(tasks, before={}, behind=behind), *end, _callback(low, held, micro_batch)]
+            # the experts' buffer outlasts the reduction of their block's dense unit
+            kept = buffered if buffered and buffered[-1].experts else ()
+            new = _reduce_scatter(low, rank, unit, () if kept else buffered, micro_batch)
+            buffered = (*kept, unit)
+        if waits_for_end:
+            at_end += new
+        else:
+            after_block[block_ends[block.module]] += new
+    return [*insert_beside(tasks, before={}, behind=after_block), *at_end, _callback(low, buffered, micro_batch)]
+
+
+def _reduction_order(low: Lowering, without_hook: LayerInstance | None) -> list[Unit]:
+    """Return the units in the order in which a backward reduces their gradients.
+
+    That is: blocks from the last to the first, experts before the rest of their block, and the root. A block without a
+    hook comes after the root, because the callback at the end of the backward processes the root first.
+    """
+    return sorted(
+        units(low),
+        key=lambda unit: (unit.layers[0] is without_hook, unit.is_root, -unit.layers[0].index, not unit.experts),
+    )
+
+
+def _prefetched_unused(low: Lowering, first_trained: int) -> list[Unit]:
+    """Return the units below the first trained layer that the backward gathers ahead, though it never reaches them.
+
+    They belong to the block just below, and are as many as the first trained block has units.
+    """
+    blocks = [unit for unit in units(low) if not unit.is_root]
+    below = [unit for unit in blocks if unit.layers[0].index < first_trained]
+    gathered = max(1, sum(unit.layers[0].index == first_trained for unit in blocks))
+    return [unit for unit in below[-gathered:] if unit.layers[0] is below[-1].layers[0]]
+
+
+def _free(low: Lowering, unit: Unit, buffered: Sequence[Unit] = ()) -> Task:
+    """Return the task that frees a unit's parameters after its backward, without reducing its gradients.
+
+    `buffered`: units whose reduce-scatter buffers are freed as well, once their reductions are done.
+    """
+    after = tuple(_reduce_id(each) for each in buffered if low.overlaps and each.ranks > 1)
+    buffers = [Event(1, -each.scattered_bytes, "communication") for each in buffered]
+    return Task(_free_id(unit), "backward", after=after, need=_need(unit.gathered(0, sign=-1), *buffers))
+
+
+def _free_id(unit: Unit) -> TaskId:
+    return TaskId("free", layer=unit.name, during="backward")
 
 
 def _first_trained(low: Lowering) -> int:
@@ -396,24 +426,28 @@ def _without_input_gradient(low: Lowering) -> LayerInstance | None:
     return first
 
 
-def _callback(low: Lowering, held: Sequence[Unit], micro_batch: MicroBatch) -> Task:
+def _callback(low: Lowering, buffered: Sequence[Unit], micro_batch: MicroBatch) -> Task:
     """Return the callback at the end of the backward: it waits for the last collectives, and frees all buffers.
 
-    `held`: units whose gradient buffers are still allocated.
+    `buffered`: units whose reduce-scatter buffers are still allocated.
     """
-    if not held or not micro_batch.sends_gradients:
-        return Task(TaskId("backward-callback"), "backward")
-    last, events = held[-1], [Event(0, -each.scattered_bytes, "communication") for each in held]
-    for unit in units(low) if low.replicates else ():  # without a cast, the reduced tensor may be the gradient itself
-        reduced_bytes = unit.reduced_bytes if unit.casts_gradients else _added_bytes(low, unit, micro_batch)
-        events.append(Event(0, -reduced_bytes, "communication" if unit.casts_gradients else "gradients"))
-    after = [_reduce_id(last)] if last.ranks > 1 else []
-    after += [_all_reduce_id(last)] if low.replicates else []
-    after = after if low.overlaps else []
     own = TaskId("backward-callback")
+    if not buffered or not micro_batch.sends_gradients:
+        return Task(own, "backward")
+    freed = [Event(0, -each.scattered_bytes, "communication") for each in buffered]
+    for unit in units(low) if low.replicates else ():
+        if unit.casts_gradients:
+            freed.append(Event(0, -unit.reduced_bytes, "communication"))
+        else:  # the reduced tensor may be the gradient itself
+            freed.append(Event(0, -_added_bytes(low, unit, micro_batch), "gradients"))
+    last, after = buffered[-1], []
+    if low.overlaps and last.ranks > 1:
+        after.append(_reduce_id(last))
+    if low.overlaps and low.replicates:
+        after.append(_all_reduce_id(last))
     if low.offload and low.copies_beside and last.tensors.trained:
         after.append(_offload_id(last))
-    return Task(own, "backward", after=tuple(after), need=_need(*events))
+    return Task(own, "backward", after=tuple(after), need=_need(*freed))
 
 
 def _added_bytes(low: Lowering, unit: Unit, micro_batch: MicroBatch) -> float:
@@ -468,20 +502,24 @@ def _reduce_scatter(
     where they are the all-reduced tensor, by the callback at the end of the backward.
     """
     reduce, overlaps = _reduce_id(unit), low.overlaps
-    stays = low.replicates and not unit.casts_gradients
-    sums_cast = low.casts_units and (accumulated or micro_batch.accumulates)  # then they are those that were kept cast
-    tensors, gradients = unit.tensors.gradient_tensors, float(unit.tensors.gradient_bytes)
-    if sums_cast:
-        tensors = tuple(size // unit.tensors.value_bytes * unit.tensors.reduce_bytes for size in tensors)
-        gradients = sum(tensors)
+    blocks_compute = unit.ranks > 1 and not overlaps
+    sums_are_cast = low.casts_units and (accumulated or micro_batch.accumulates)  # sums are kept in that precision
+    gradient_tensors, gradient_bytes = unit.tensors.gradient_tensors, float(unit.tensors.gradient_bytes)
+    if sums_are_cast:
+        gradient_tensors = tuple(
+            size // unit.tensors.value_bytes * unit.tensors.reduce_bytes for size in gradient_tensors
+        )
+        gradient_bytes = sum(gradient_tensors)
     own_bytes = unit.ranks * unit.tensors.trained_elements * unit.tensors.value_bytes
-    copied_bytes = (own_bytes + unit.scattered_bytes) / 2 + (gradients if unit.tensors.dimension else 0)
-    last_bytes = tensors[-1] if unit.tensors.dimension else 0.0
+    copied_bytes = (own_bytes + unit.scattered_bytes) / 2 + (gradient_bytes if unit.tensors.dimension else 0)
+    last_bytes = gradient_tensors[-1] if unit.tensors.dimension else 0.0  # see [Note: experts]
     # copies that a CPU makes first, all of them; a CUDA kernel pads on the fly (torch 2.13,
     # aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk)
     padded_bytes = unit.tensors.uneven_bytes if low.device(rank).kind == "cpu" else 0
+    stays = low.replicates and not unit.casts_gradients
     added = Event(7, 0 if stays else -_added_bytes(low, unit, micro_batch), "gradients")
-    copy = Task(
+    released = [*([] if unit.casts_gradients else [added]), Event(8, -last_bytes, "temporaries")]
+    copy_in = Task(
         reduce.serving("copy-in"),
         "backward",
         **_wrapping(low, rank, phase="b", tensors=len(unit.tensors.trained), copied_bytes=copied_bytes),
@@ -493,29 +531,27 @@ def _reduce_scatter(
             Event(2, unit.scattered_bytes, "communication"),
             Event(3, padded_bytes, "temporaries"),
             Event(4, -padded_bytes, "temporaries"),
-            Event(5, -gradients, "gradients", tensors),
+            Event(5, -gradient_bytes, "gradients", gradient_tensors),
             Event(6, unit.reduced_bytes, "communication" if unit.casts_gradients else "gradients", stream=REDUCE),
-            *([added] if (overlaps or unit.ranks == 1) and not unit.casts_gradients else []),
-            Event(8, -last_bytes if overlaps else 0, "temporaries"),
+            *([] if blocks_compute else released),
         ),
     )
-    tasks = [*(_accumulate(low, rank, unit, micro_batch) if sums_cast and not accumulated else []), copy]
+    tasks = [*(_accumulate(low, rank, unit, micro_batch) if sums_are_cast and not accumulated else []), copy_in]
     if unit.ranks > 1:
         exchange = _exchange(low, unit, "reduce-scatter", unit.scattered_bytes)
-        last = [] if unit.casts_gradients else [added]
-        ended = Event(8, -last_bytes, "temporaries")
-        need = NOTHING if overlaps else _need(*_staging(low, rank, exchange, 0), *last, ended)
-        tasks.append(
-            _overlapped(reduce, exchange, copy.id, "communication", need)
-            if overlaps
-            else collective_task(reduce, exchange, need=need)
-        )
+        if overlaps:
+            tasks.append(collective_task(reduce, exchange, "communication", after=(copy_in.id,)))
+        else:
+            need = _need(*_staging(low, rank, exchange, 0), *released)
+            tasks.append(collective_task(reduce, exchange, need=need))
     if low.replicates:
         exchange = low.communication("all-reduce", "dp_replicate", unit.reduced_bytes)
-        beside = _overlapped(_all_reduce_id(unit), exchange, tasks[-1].id, "replication", NOTHING)
-        tasks.append(beside if overlaps else collective_task(_all_reduce_id(unit), exchange))
+        stream, after = ("replication", (tasks[-1].id,)) if overlaps else ("compute", ())
+        tasks.append(collective_task(_all_reduce_id(unit), exchange, stream, after=after))
     tasks += _cast(low, rank, unit, added)
-    return [*tasks, *_offload_gradients(low, rank, unit, tasks[-1], micro_batch)] if low.offload else tasks
+    if low.offload:
+        tasks += _offload_gradients(low, rank, unit, tasks[-1], micro_batch)
+    return tasks
 
 
 def _offload_id(unit: Unit) -> TaskId:
@@ -541,11 +577,6 @@ def _offload_gradients(low: Lowering, rank: int, unit: Unit, reduced: Task, micr
         added_s = cost.moving_time_s(host, value_bytes=values, elements=elements, tensors=count)
         tasks.append(Task(own.serving("wait"), "backward", duration_s=added_s, after=(own,)))
     return tasks
-
-
-def _overlapped(own: TaskId, exchange: Communication, after: TaskId, stream: str, need: Footprint) -> Task:
-    """Return a collective that runs beside the compute."""
-    return collective_task(own, exchange, stream, after=(after,), need=need)
 
 
 def _cast(low: Lowering, rank: int, unit: Unit, added: Event) -> list[Task]:
@@ -633,20 +664,18 @@ def reduce_stage_gradients(low: Lowering, rank: int) -> list[Task]:
     """Return the tasks after the schedule that free a stage's parameters and reduce its gradients."""
     last = replace(low.micro_batches[-1], sends_gradients=True)
     tasks: list[Task] = []
-    held: tuple[Unit, ...] = ()
+    buffered: tuple[Unit, ...] = ()
+    """Units whose reduce-scatter buffers are still allocated."""
     for unit in units(low):
-        if not unit.tensors.trained:
-            dropped = held if unit.experts else ()
-            after = tuple(_reduce_id(each) for each in dropped if low.overlaps and each.ranks > 1)
-            need = _need(
-                unit.gathered(0, sign=-1), *(Event(1, -each.scattered_bytes, "communication") for each in dropped)
-            )
-            tasks.append(Task(TaskId("free", layer=unit.name, during="backward"), "backward", after=after, need=need))
-            held = () if unit.experts else held
-            continue
-        tasks += _reduce_scatter(low, rank, unit, held, last, accumulated=True)
-        held = (unit,)
-    return [*tasks, _callback(low, held, last)]
+        if unit.tensors.trained:
+            tasks += _reduce_scatter(low, rank, unit, buffered, last, accumulated=True)
+            buffered = (unit,)
+        elif unit.experts:
+            tasks.append(_free(low, unit, buffered))
+            buffered = ()
+        else:
+            tasks.append(_free(low, unit))
+    return [*tasks, _callback(low, buffered, last)]
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
@@ -826,32 +855,35 @@ def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
     A checkpointed block is recomputed inside its backward, beneath FSDP2's hooks: nothing is gathered for that.
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
-    all_units = units(low)
-    every = [tuple(each) for _, each in groupby((u for u in all_units if not u.is_root), lambda u: u.layers[0].index)]
-    if not every:
+    inner = [unit for unit in units(low) if not unit.is_root]
+    blocks = [tuple(block) for _, block in groupby(inner, lambda unit: unit.layers[0].index)]
+    if not blocks:
         return before
-    every.reverse()
-    deepest = _first_trained(low)
-    blocks = [block for block in every if block[0].layers[0].index >= deepest]
-    below = every[len(blocks) :][:1]  # a unit without a backward: it is prefetched, but never used
-    last = every[0]
-    last_copy = (gather_id(last[-1].name, "forward").serving("copy-out"),)
+    blocks.reverse()
+    first_trained = _first_trained(low)
+    used = [block for block in blocks if block[0].layers[0].index >= first_trained]
+    prefetched_unused = blocks[len(used) :][:1]  # the block below has no backward
+
+    # the gather of the last block's last unit is issued first, by the hook on the logits or on a stage's output
+    last_block, last_unit = blocks[0], blocks[0][-1]
+    copied = (gather_id(last_unit.name, "forward").serving("copy-out"),)
     if low.stages:  # the previous forward may be another micro-batch's; a unit of a single rank needs no gather
-        shared = next((unit for block in every for unit in reversed(block) if unit.ranks > 1), last[-1])
-        last_copy = (gather_id(shared.name, "backward").serving("issue"),)
+        shared = next((unit for block in blocks for unit in reversed(block) if unit.ranks > 1), last_unit)
+        copied = (gather_id(shared.name, "backward").serving("issue"),)
     has_loss = not low.stages or low.stages[0].after is None
-    issuer = low.layers[-2] if all_units[0].is_root and has_loss else last[0].layers[0]
-    before[backward_begin(low, issuer)] += _gather(low, rank, last[-1], "backward", last_copy)
-    issued = {last[-1].name}
-    for number, block in enumerate(blocks):
+    issuer = low.layers[-2] if units(low)[0].is_root and has_loss else last_block[0].layers[0]
+    before[backward_begin(low, issuer)] += _gather(low, rank, last_unit, "backward", copied)
+    issued = {last_unit.name}
+
+    for block, following in zip(used, [*used[1:], *prefetched_unused, ()], strict=False):
         new = before[backward_begin(low, block[0].layers[0])]
         for unit in block:
             if unit.name not in issued:
-                new += _gather(low, rank, unit, "backward", last_copy)
-            copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
-            new.append(copy)
-        following = next(iter([*blocks[number + 1 :], *below]), ())
+                new += _gather(low, rank, unit, "backward", copied)
+            copy_out = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
+            new.append(copy_out)
+        # only the second copy-out of a block with divided experts is followed by the gathers of both units
         for unit in reversed(following if len(block) > 1 else following[-1:]):
-            new += _gather(low, rank, unit, "backward", (copy.id,))
+            new += _gather(low, rank, unit, "backward", (copy_out.id,))
             issued.add(unit.name)
     return before

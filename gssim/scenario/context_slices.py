@@ -1,12 +1,15 @@
 """Layers that combine context parallelism with tensor or expert parallelism, derived from layers traced separately.
 
-No such layer is traced: it follows from three that are. All but the attention runs on a rank's own positions as it does
-on whole sequences of that length: it is taken from the layer of `sliced_layers`, `sequence_layers` or
-`expert_layers`. The exchanges around the attention are what the layer of `context_layers` has and that of `layers` has
-not: copies and all-to-alls of queries, keys, values and outputs. A tensor-parallel rank has those of its heads; a rank
-with the whole attention and a part of the experts has all of them. Operations are numbered within a layer; those after
-the exchanges are renumbered accordingly (tests/oracles/test_traced_context_slices.py compares with traces of such
-steps).
+No such layer is traced: it is combined from three traced layers of the model file.
+
+1. A layer of `sliced_layers`, `sequence_layers` or `expert_layers` gives all but the exchanges around the attention: a
+   rank runs it on its own positions, as it would run it on whole sequences of that length.
+2. A layer of `context_layers` has those exchanges: copies and all-to-alls of queries, keys, values and outputs.
+3. The same layer of `layers` has none. What 2 has and 3 has not is added to 1.
+
+A tensor-parallel rank exchanges its own heads; a rank with the whole attention and a part of the experts exchanges all.
+Operations are numbered within a layer, so those after an added exchange are renumbered.
+tests/oracles/test_traced_context_slices.py compares with traces of steps that have such layers.
 """
 
 from collections import Counter
@@ -340,59 +343,119 @@ def _with_exchanges(
     """Return the buffers of a block together with those of its exchanges, in order.
 
     `moved`: the block's own buffers, at their new moments. Each is returned with the position at which a forward that
-    saves nothing frees it. Queries, keys and values live until their module returns: autograd saves the received
-    tensors in their place. The received outputs are copied for the linear map that follows. Gradients are exchanged in
-    reverse.
+    saves nothing frees it.
     """
     at, other = shift.at, Attention.of(exchanging)
     assert at is not None
     assert other is not None
-    (*to_heads, to_parts), (of_output, *of_inputs) = _exchanges(exchanging, "f"), _exchanges(exchanging, "b")
-    released = Moment("b", shift("b", at.released))
-    copied = shift.near(to_parts.copy.born, exchanging).position
     saved = [id(each) for each in own.buffers if each.is_saved]
     releases = dict(zip(saved, own.recompute_releases or (0,) * len(saved), strict=True))
-    gradients = [id(each) for each in own.buffers if each.born == Moment("b", at.backward)]
+    outputs = [
+        shift("f", release)
+        for each in own.buffers
+        if each.born == Moment("f", at.forward) and (release := releases.get(id(each), 0)) > at.forward
+    ]
     sent = [each.freed for each in exchanging.buffers if each.born == Moment("b", other.backward)]
-    freed_after: dict[Moment, Moment] = {}
-    """When exchanged gradients of inputs are freed, by when the gradients sent for them are freed."""
+    gradients = [new.freed for each, new in zip(own.buffers, moved, strict=True) if _is_input_gradient(each, at)]
+    every = _own_buffers(own, moved, exchanging, shift, releases, sent)
+    every += [
+        (replace(each, size_bytes=of_rank(each.size_bytes)), release)
+        for each, release in _exchanged_buffers(
+            own,
+            exchanging,
+            shift,
+            output_release=outputs[-1] if outputs else 0,
+            gradient_ends=dict(zip(sent, gradients, strict=False)),
+        )
+    ]
+    return sorted(every, key=lambda each: (each[0].born.phase != "f", each[0].born.position))
+
+
+def _is_input_gradient(buffer: Buffer, at: Attention) -> bool:
+    """Return whether a buffer is the gradient of the attention's queries, keys or values."""
+    return buffer.born == Moment("b", at.backward)
+
+
+def _own_buffers(
+    own: Layer,
+    moved: Sequence[Buffer],
+    exchanging: Layer,
+    shift: Shift,
+    releases: Mapping[int, int],
+    sent: Sequence[Moment],
+) -> list[tuple[Buffer, int]]:
+    """Return a block's own buffers, with their releases, where exchanges keep them for another time.
+
+    Queries, keys and values live until their module returns: autograd saves the received tensors in their place.
+    Gradients and outputs live until they are sent. `releases`: of the block without exchanges, by the buffer's `id`.
+    `sent`: when the layer `exchanging` frees the gradients of queries, keys and values that it sends.
+    """
+    at = shift.at
+    assert at is not None
+    (*_, to_parts), (of_output, *_) = _exchanges(exchanging, "f"), _exchanges(exchanging, "b")
+    copied = shift.near(to_parts.copy.born, exchanging).position
+    sent_in_order = iter(sent)
     found: list[tuple[Buffer, int]] = []
-    output_release = 0
     for each, new in zip(own.buffers, moved, strict=True):
         release = releases.get(id(each), 0)
-        at_release = each.freed == Moment("b", at.released)
-        if id(each) in gradients:
-            of_sent = sent[gradients.index(id(each))]
-            freed_after[of_sent] = new.freed
-            new = replace(new, freed=shift.near(of_sent, exchanging))
-        elif at_release and each.born.phase == "b" and each.born.position < at.backward:  # gradients of outputs
+        born, until_released = each.born, each.freed == Moment("b", at.released)
+        if _is_input_gradient(each, at):
+            new = replace(new, freed=shift.near(next(sent_in_order), exchanging))
+        elif until_released and born.phase == "b" and born.position < at.backward:  # gradients of outputs
             new = replace(new, freed=shift.near(of_output.received.freed, exchanging))
-        elif at_release and each.born.phase == "f" and each.born.position < at.forward:  # queries, keys and values
+        elif until_released and born.phase == "f" and born.position < at.forward:  # queries, keys and values
             end = Moment("f", _end_of_module(own, exchanging, shift, each, release))
             new = replace(new, freed=end, category="temporaries")
-        elif each.born == Moment("f", at.forward) and release > at.forward:  # the outputs
-            output_release, release = shift("f", release), copied
-        elif each.born.position < at.forward == release:  # directly after the attention
-            release = copied
+        elif (born == Moment("f", at.forward) and release > at.forward) or born.position < at.forward == release:
+            release = copied  # outputs, and what was freed directly after the attention
         else:
             release = shift("f", release)
         found.append((new, release))
+    return found
+
+
+def _exchanged_buffers(
+    own: Layer,
+    exchanging: Layer,
+    shift: Shift,
+    *,
+    output_release: int,
+    gradient_ends: Mapping[Moment, Moment],
+) -> list[tuple[Buffer, int]]:
+    """Return the tensors that a block's exchanges send, receive and copy, with their releases; sizes are of all heads.
+
+    Received outputs are copied for the linear map that follows, and the copies live as long as the outputs would
+    without exchanges. Gradients are exchanged in reverse.
+
+    Args:
+        own: the block without exchanges.
+        exchanging: the layer whose exchanges are taken.
+        shift: from `own` to the block with exchanges.
+        output_release: where a forward that saves nothing frees the copy of the received outputs.
+        gradient_ends: when the copies of received gradients are freed, by when `exchanging` frees the gradients sent.
+    """
+    at = shift.at
+    assert at is not None
+    (*to_heads, to_parts), (of_output, *of_inputs) = _exchanges(exchanging, "f"), _exchanges(exchanging, "b")
+    # the copied outputs are freed as long after the gradient of the map's weight as in `exchanging`
     product = max(
         (each for each in exchanging.parameters if each.born.position <= to_parts.copy.freed.position),
         key=lambda each: each.born.position,
     )
     (own_product,) = (each for each in own.parameters if each.name == product.name)
     until = own_product.born.position + to_parts.copy.freed.position - product.born.position
-    copies = [(each.copy, released, copied) for each in to_heads]
-    copies.append((to_parts.copy, Moment("b", shift("b", until)), output_release))
-    copies.append((of_output.copy, shift.near(of_output.copy.freed, exchanging), 0))
-    copies += [(each.copy, freed_after[each.received.freed], 0) for each in of_inputs]
+
+    copied = shift.near(to_parts.copy.born, exchanging).position
+    tensors = [(each.copy, Moment("b", shift("b", at.released)), copied) for each in to_heads]
+    tensors.append((to_parts.copy, Moment("b", shift("b", until)), output_release))
+    tensors.append((of_output.copy, shift.near(of_output.copy.freed, exchanging), 0))
+    tensors += [(each.copy, gradient_ends[each.received.freed], 0) for each in of_inputs]
     for exchange in (*to_heads, to_parts, of_output, *of_inputs):
-        copies += [(each, shift.near(each.freed, exchanging), 0) for each in (exchange.sent, exchange.received)]
-    for each, freed, release in copies:
-        born = shift.near(each.born, exchanging)
-        found.append((replace(each, born=born, freed=freed, size_bytes=of_rank(each.size_bytes)), release))
-    return sorted(found, key=lambda each: (each[0].born.phase != "f", each[0].born.position))
+        tensors += [(each, shift.near(each.freed, exchanging), 0) for each in (exchange.sent, exchange.received)]
+    return [
+        (replace(each, born=shift.near(each.born, exchanging), freed=freed), release)
+        for each, freed, release in tensors
+    ]
 
 
 def _end_of_module(own: Layer, exchanging: Layer, shift: Shift, kept: Buffer, release: int) -> int:

@@ -1,5 +1,8 @@
 """Memory footprints of ranks: allocated, reserved and outside the allocator; and whether they fit the devices.
 
+A rank's reserved memory is found by replaying the tensors of its tasks through a model of PyTorch's caching allocator,
+in the order in which the host allocates and frees them.
+
 [Note: fits] On a device with PyTorch's caching allocator (kind `cuda`), a plan fits if the reserved memory and the
 memory outside the allocator do not exceed the device's memory. If they would, the plan still fits if the allocator can
 release enough cached memory in time: the step is replayed with the device's memory as the limit. If the allocated
@@ -9,14 +12,11 @@ memory is the allocated memory.
 [Note: alike] Among ranks with equally many tasks and equal allocator settings, two are replayed: those with the largest
 and the smallest peak (one, if these are nearly equal). The overhead of peaks in between is interpolated.
 
-A rank's reserved memory is found by replaying the tensors of its tasks through a model of PyTorch's caching allocator,
-in the order in which the host allocates and frees them.
-
 [Note: order of tensors] Persistent tensors are allocated first, with two exceptions. torch allocates the optimizer's
 states in the first update, once the gradients are cast for it. The workspaces of libraries are allocated where a thread
 first multiplies: assumed to be the beginning of the first forward, and the end of the first task of the first backward
-(the loss). Then two steps are replayed; the second one finds all of these allocated. (More steps take no more of the
-device.) A free releases the oldest tensor of its category and size, but the latest for activations, which the backward
+(the loss). Then two steps are replayed; the second one finds all of these allocated, and further ones would reserve no
+more. A free releases the oldest tensor of its category and size, but the latest for activations, which the backward
 frees in reverse order. A free of which only the sum is known takes any tensors of the category.
 
 [Note: middle] With many micro-batches, those in the middle of the schedule start and end in the same state as the one

@@ -328,9 +328,18 @@ def _steady(
     simulates_lightest = spread and steps.first_equal(light) != steps.first_equal(middle)
     lightest = _run(scenario, steps.program(light), unfolded, shared) if simulates_lightest else typical
     first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
-    excess = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
+    excess_bytes = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
     result = _result(
-        loaded, typical, lightest, traffic, first, shared, excess, sized=sized, overheads=overheads, further=further
+        loaded,
+        typical,
+        traffic,
+        shared,
+        lightest=lightest,
+        first=first,
+        excess_bytes=excess_bytes,
+        sized=sized,
+        overheads=overheads,
+        further=further,
     )
     return Simulated(result, typical)
 
@@ -475,7 +484,7 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
         program = after_inner_steps(steps.program(every - 1), apart_s, count=len(before))
         steady = _run(scenario, program, unfolded, shared)
         traffic, beside = [steps.traffic(every - 1)], carried_in(before)
-        result = _result(loaded, steady, steady, traffic, steady, shared, 0.0, sized=True, beside=beside)
+        result = _result(loaded, steady, traffic, shared, beside=beside)
         period = Period(before, steady.time_s - apart_s, result, _outer_bytes_sent(steady))
         runs[id(period)] = steady
         return period
@@ -498,7 +507,7 @@ def _in_fragments(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
     def period_of(slowed: tuple[Slowed, ...]) -> FragmentPeriod:
         steps = _steps(loaded, unfolded, shared, {}, slowed if any(slowed) else ())
         steady = _run(scenario, steps.program(0), unfolded, shared)
-        result = _result(loaded, steady, steady, [steps.traffic(0)], steady, shared, 0.0, sized=True)
+        result = _result(loaded, steady, [steps.traffic(0)], shared)
         period = FragmentPeriod(_times_of_steps(steady).tolist(), result, _outer_bytes_sent(steady))
         runs[id(period)] = steady
         return period
@@ -601,44 +610,50 @@ def _counted(scenario: Scenario, machine: Machine, first: int, last: int, *, jit
 def _result(
     loaded: Loaded,
     typical: _SteadyRun,
-    lightest: _SteadyRun,
     traffic: Sequence[StepTraffic],
-    first: _SteadyRun,
     shared: Shared,
-    excess: float,
     *,
-    sized: bool,
+    lightest: _SteadyRun | None = None,
+    first: _SteadyRun | None = None,
+    excess_bytes: float = 0.0,
+    sized: bool = True,
     overheads: Overheads | None = None,
     beside: Carried | None = None,
     further: Mapping[int, Peak] | None = None,
 ) -> Result:
+    """Return the Result of a run whose typical step is simulated.
+
+    Args:
+        loaded: the scenario.
+        typical: the step that stands for all; of thresholded steps, the one with the median payload.
+        traffic: traffic of every step of the run.
+        shared: cache shared with other scenarios.
+        lightest: the step whose payload a tenth of the steps do not exceed, if it differs from `typical`.
+        first: the run's first step, if it differs from `typical`; the plan has to fit there as well.
+        excess_bytes: see `mean_excess_bytes`.
+        sized: whether to compute reserved memory.
+        overheads: the allocator's overheads in thresholded steps, if known.
+        beside: bytes of other steps of the period, in which parameters are synchronized once.
+        further: bytes to be added to the peak of each role.
+    """
     scenario, machine = loaded.scenario, typical.machine
-    phases = _phases(typical)
-    if not typical.jittery and not scenario.policies.sync_every_steps:
-        phases = [_settled(each, typical.time_s) for each in phases]
-    if not typical.jittery and scenario.policies.in_fragments:  # as in `_times_of_steps`
-        waits_s = [max(0.0, typical.time_s - sum(each.values())) for each in phases]
-        phases = [
-            each | {"exposed_communication": each["exposed_communication"] + wait_s}
-            for each, wait_s in zip(phases, waits_s, strict=True)
-        ]
-    counts = [len(step.members) for step in machine.classes]
-    phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
-    total_s = sum(phases_s.values())  # may differ from the step time: ranks have their median steps at different times
-    phases_s = {name: value * typical.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
+    phases = _settled_phases(typical)
     footprints = _footprints(scenario, typical, shared, sized=sized, overheads=overheads, further=further)
-    first_footprints = footprints if first is typical else _footprints(scenario, first, shared, sized=sized)
+    first_footprints = footprints
+    if first is not None and first is not typical:
+        first_footprints = _footprints(scenario, first, shared, sized=sized)
     fit = worst_misfit(footprints) or worst_misfit(first_footprints) or host_misfit(scenario, machine.program)
-    mean_ratio = mean_over_typical(machine, excess)
+    mean_ratio = mean_over_typical(machine, excess_bytes)
     ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio, beside=beside)
+    ordered_s = sorted((lightest or typical).times_s)
     return Result(
         source="simulated",
         scenario_id=scenario.identity(shared),
         calibration_id=loaded.calibration(shared),
         scenario=scenario.resolved(shared),
         step_time_s=typical.time_s,
-        step_time_p10_s=sorted(lightest.times_s)[len(lightest.times_s) // 10],
-        phases_s=phases_s,
+        step_time_p10_s=ordered_s[len(ordered_s) // 10],
+        phases_s=_mean_phases(typical, phases),
         fits=fit is None,
         does_not_fit=fit,
         margin=tightest_margin([*footprints, *first_footprints]),
@@ -668,6 +683,36 @@ def _mean(values: list[float | None]) -> float | None:
     """Return the mean of the known values."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
+
+
+def _settled_phases(step: _SteadyRun) -> list[dict[str, float]]:
+    """Return each class's seconds per phase in its typical step, adjusted so that all classes' steps are equally long.
+
+    Steps with jitter stay as they are, and so do those with which a period ends, which `periodic_result` adds up.
+    """
+    phases, policies = _phases(step), step.scenario.policies
+    if step.jittery:
+        return phases
+    if not policies.sync_every_steps:
+        return [_settled(each, step.time_s) for each in phases]
+    if not policies.in_fragments:
+        return phases
+    waits_s = [max(0.0, step.time_s - sum(each.values())) for each in phases]  # as in `_times_of_steps`
+    return [
+        each | {"exposed_communication": each["exposed_communication"] + wait_s}
+        for each, wait_s in zip(phases, waits_s, strict=True)
+    ]
+
+
+def _mean_phases(step: _SteadyRun, phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the seconds per phase of a mean rank, given those of each class; they add up to the step.
+
+    Their sum may differ from the step time, because ranks have their median steps at different times.
+    """
+    counts = [len(rank_class.members) for rank_class in step.machine.classes]
+    phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
+    total_s = sum(phases_s.values())
+    return {name: value * step.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
 
 
 def _phases(step: _SteadyRun) -> list[dict[str, float]]:

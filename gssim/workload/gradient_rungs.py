@@ -1,4 +1,8 @@
-"""From a model's measured gradient statistics to a rung of its family's ladder: roles of tensors, scales, shapes."""
+"""Rungs of a family's ladder: gradient statistics of one measured model, summarized by the role of its tensors.
+
+A ladder has rungs of several sizes, from which a family predicts models of other sizes (`gradient_family`). A rung
+holds, for each role, the scales of the gradients and the shape of their distribution.
+"""
 
 import math
 import re

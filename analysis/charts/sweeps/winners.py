@@ -1,4 +1,4 @@
-"""Heat map over bandwidth and threshold: whether the fastest thresholded or the fastest dense plan is faster."""
+"""Heat map over bandwidth and threshold: speed-up of the fastest thresholded plan over the fastest dense plan."""
 
 from collections.abc import Mapping, Sequence
 from math import inf, log

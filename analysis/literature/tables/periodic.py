@@ -1,15 +1,18 @@
 """Reader of a table of DDP, local SGD and DiLoCo on hosts of one GPU each, behind links that are shaped to a rate.
 
-Compute is the row's own time (`compute_ms_median`), written as a layer of as many FLOP at one TFLOP/s. The rate of the
-network follows from one row of the same GPU, number of hosts and rate: in the time of that row's exchange
-(`sync_ms_median`), a ring moves 2 (n - 1) / n of the parameters' bytes over each link. That row is the first such row
-of local SGD or DiLoCo with a time. It is not scored, and nothing is fitted to a step. The scored time is that of an
-outer step, or, for DDP, of every step.
+The scored time is that of an outer step, or, for DDP, of every step. Its two inputs are measured, and nothing is fitted
+to a step:
 
-Two things are seen and not modelled. DDP's exchange in buckets takes 1.4 times as long as the whole in one at 50
-Mbit/s, 1.3 times at 1 Gbit/s, and 0.8 times without a shaper: the excess comes with the shaper, not with bytes, and the
-table does not tell how. And an exchange after 128 inner steps takes 1.2 to 1.5 times as long at 1 Gbit/s as one after 8
-(6 times unshaped): presumably connections that were idle for three seconds, which begin slowly again.
+- Compute time is the row's own (`compute_ms_median`). The model has one layer, with the FLOP that a GPU of one TFLOP/s
+  does in that time.
+- The network's rate follows from the time of one exchange of all parameters (`sync_ms_median`), in which a ring moves
+  2 (n - 1) / n of their bytes over each of the n hosts' links. The exchange is taken from the first row of local SGD or
+  DiLoCo with the same model, GPU, number of hosts and shaped rate. That row is not scored.
+
+Two effects are in the measurements and not modelled. An exchange in DDP's buckets takes 1.4 times as long as one of all
+parameters at once at 50 Mbit/s, 1.3 times at 1 Gbit/s, and 0.8 times where links are not shaped: so the shaper causes
+it, but the table does not show how. An exchange after 128 inner steps takes 1.2 to 1.5 times as long as one after 8 at
+1 Gbit/s, and 6 times where links are not shaped: presumably a connection that was idle for seconds starts slowly.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Algorithms of collectives, each from the members of a group to stages of hops."""
+"""Algorithms of collectives: each maps the members of a group to stages of hops between them."""
 
 from gssim.collectives.algorithms.exchanges import SINGLE_FLOWS
 from gssim.collectives.algorithms.registry import ALGORITHMS, algorithms_for

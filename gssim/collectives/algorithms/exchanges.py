@@ -1,4 +1,4 @@
-"""Exchange algorithms: direct (all-to-all), send, halving-doubling, and hierarchical and torus ones by levels."""
+"""Algorithms of collectives other than rings and trees: direct, send, halving-doubling, hierarchical, and torus."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""Checks of routed experts that ranks divide: their number, their load, and the layers that are traced so."""
+"""Checks of expert parallelism: number and load of the experts, and whether the model is traced with divided ones."""
 
 from gssim.errors import UserError
 from gssim.plan import Policies
