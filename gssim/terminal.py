@@ -5,7 +5,6 @@ import errno
 import functools
 import inspect
 import io
-import json
 import os
 import signal
 import sys
@@ -28,6 +27,7 @@ from rich.text import Text
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution.files import write_text
 from gssim.result import Result
+from gssim.result.json_text import indented_json
 from gssim.units import human_bytes, human_seconds, lift, restored
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def write_or_print(text: str, file: Path | None) -> None:
 
 def print_as_json(results: Sequence[Result]) -> None:
     """Print Results as a JSON list."""
-    print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
+    print(indented_json([result.to_dict() for result in results]))
 
 
 def print_results(results: Sequence[Result], question: str) -> None:

@@ -1,6 +1,5 @@
 """The Result of a simulation or a real run: step times, memory, collectives, ranks; and phases computed from spans."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, field
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from gssim.errors import UserError
 from gssim.execution.files import read_json
+from gssim.result.json_text import indented_json
 from gssim.units import Amount, Finite, PositiveInt, adapter, human_seconds, record, spec, validated
 
 if TYPE_CHECKING:
@@ -467,7 +467,7 @@ class Result:
 
     def to_json(self) -> str:
         """Return the Result as JSON, with keys in schema order; equal Results give the same bytes."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+        return indented_json(self.to_dict()) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the Result as plain data, with keys in schema order; some keys are left out if they are empty."""
