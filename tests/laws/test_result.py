@@ -9,8 +9,24 @@ from strategies import loaded_of, scenario_of, star
 from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.result import PHASES, Collective, Density, Span, merge_collectives, read_result
+from gssim.result.json_text import indented_json
 from gssim.result.result import phases_of
 from gssim.simulation import simulate
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+KEYS = st.text() | st.integers() | st.booleans() | st.none()
+DATA = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner))
+
+
+@given(DATA)
+def test_indented_json_is_that_of_the_standard_library(data):
+    assert indented_json(data) == json.dumps(data, indent=2, allow_nan=False)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_json_lacks_are_refused(number):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        indented_json({"step_time_s": [number]})
 
 
 def span(phase: str, start_s: float, end_s: float, stream: str = "compute") -> Span:
