@@ -216,7 +216,7 @@ def write_or_print(text: str, file: Path | None) -> None:
 
 def print_as_json(results: Sequence[Result]) -> None:
     """Print Results as a JSON list."""
-    print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
+    print(json.dumps([result.to_dict() for result in results], indent=2, allow_nan=False))
 
 
 def print_results(results: Sequence[Result], question: str) -> None:

@@ -178,12 +178,13 @@ def sweep_command(
     if out is not None and out.suffix in TABLES:
         _make_table(asked, points, only or [], sweep, out, count, dask, again=again)
         return
-    with _report_interrupt(out), progress_bar("predicting") as on_progress:
-        results = predict(points, sweep=sweep, out=out, jobs=count, again=again, on_progress=on_progress)
-    if as_json:
-        terminal.print_as_json(results)
-    else:
-        terminal.print_results(results, asked.question)
+    with no_collection():  # the Results live until they are shown, and collections would look through all of them
+        with _report_interrupt(out), progress_bar("predicting") as on_progress:
+            results = predict(points, sweep=sweep, out=out, jobs=count, again=again, on_progress=on_progress)
+        if as_json:
+            terminal.print_as_json(results)
+        else:
+            terminal.print_results(results, asked.question)
 
 
 def _check_options(out: Path | None, jobs: int | None, dask: str | None, *, as_json: bool) -> None:

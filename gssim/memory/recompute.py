@@ -112,7 +112,9 @@ def _before_recomputation(buffer: Buffer, layer: Layer, before: Layer | None) ->
             return moment
         return Moment("r", 0, moment.layer_offset)
 
-    return replace(buffer, born=of(buffer.born), freed=of(buffer.freed))
+    born, freed = of(buffer.born), of(buffer.freed)
+    unchanged = born is buffer.born and freed is buffer.freed
+    return buffer if unchanged else replace(buffer, born=born, freed=freed)
 
 
 def _is_cached(buffer: Buffer, end: Moment, last: int) -> bool:

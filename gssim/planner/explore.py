@@ -150,6 +150,14 @@ class Exploration:
     """Number of plans that might be better but were not simulated before the search ended."""
     front: tuple[tuple[float, float], ...] = ()
     """Points (time, memory) of the plans on the front, the fastest first."""
+    _limits: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Limits of sets of plans by name, until an outcome is added."""
+
+    def limit(self, ranked: RankedSet) -> tuple[float, float]:
+        """Return the sort key that a plan must be below to be among the best of a set."""
+        if ranked.name not in self._limits:
+            self._limits[ranked.name] = ranked.limit(self.outcomes)
+        return self._limits[ranked.name]
 
     def refuse(self, candidate: Candidate, error: UserError) -> None:
         """Count a plan that cannot run."""
@@ -159,6 +167,7 @@ class Exploration:
     def add(self, outcome: Outcome) -> None:
         """Add a plan that fits and meets the conditions."""
         self.outcomes.append(outcome)
+        self._limits.clear()
         self.front = tuple(each.point for each in front(self.outcomes))
 
 
@@ -224,7 +233,7 @@ class Queue:
 
 def limits_of(candidate: Candidate, wanted: Sequence[RankedSet], found: Exploration, objective: Objective) -> Limits:
     """Return the limits that a plan must beat, given the results so far."""
-    order = max(each.limit(found.outcomes) for each in wanted if each.holds(candidate))
+    order = max(found.limit(each) for each in wanted if each.holds(candidate))
     return Limits(objective, candidate.index, order, found.front)
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -275,14 +276,40 @@ def predict(
                     if kept is not None:
                         results[i] = kept
             on_progress(len(results), len(points))
-            for place, result in answers(points, [i for i in order if i not in results], predicted, workers):
-                if isinstance(result, Fault):
-                    raise type(result)(f"{sweep}: {points[place].name}: {result}")
-                results[place] = result
-                if store is not None:
-                    store.keep(prediction_name(points[place], result.scenario_id), result)
-                on_progress(len(results), len(points))
+            left = [i for i in order if i not in results]
+            with _keeping(store) as keep:
+                for place, result in answers(points, left, predicted, workers):
+                    if isinstance(result, Fault):
+                        raise type(result)(f"{sweep}: {points[place].name}: {result}")
+                    results[place] = result
+                    keep(prediction_name(points[place], result.scenario_id), result)
+                    on_progress(len(results), len(points))
         return tuple(results[i] for i in range(len(points)))
+
+
+WRITERS = 8
+"""Number of threads that write Results: each mostly waits for the disk."""
+
+
+@contextmanager
+def _keeping(store: FileStore[Result] | None) -> Iterator[Callable[[str, Result], None]]:
+    """Provide a function that writes a Result to a file while the next ones are predicted; at the end of the context
+    all are on disk. It raises UserError where an earlier one could not be written. Without a store it does nothing.
+    """
+    if store is None:
+        yield lambda name, result: None
+        return
+    written: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(WRITERS) as threads:
+
+        def keep(name: str, result: Result) -> None:
+            written.append(threads.submit(store.keep, name, result))
+            while written and written[0].done():
+                written.popleft().result()
+
+        yield keep
+        for each in written:
+            each.result()
 
 
 LOCK = ".gssim-sweep.lock"

@@ -204,6 +204,18 @@ def test_processes_give_the_same_results_in_the_same_order(tmp_path):
     assert [result.scenario["name"] for result in alone] == [point.name for point in points]
 
 
+def test_a_result_that_cannot_be_written_ends_the_sweep(tmp_path, gssim):
+    path, out = written(tmp_path), tmp_path / "out"
+    gssim("sweep", path, "--out", out, "--jobs", 1)
+    last = sorted(out.iterdir())[-1]
+    last.unlink()
+    last.mkdir()  # nothing can take the place of a folder
+    code, _, err = gssim("sweep", path, "--out", out, "--jobs", 1)
+    assert code == 2
+    assert str(last) in err
+    assert "cannot be written: it is a folder" in err
+
+
 def test_points_that_ask_the_same_are_told(tmp_path, gssim):
     text = SWEEP_TOML.replace('gs = { plan.method = "gs" }', 'gs = { plan.method = "ddp", plan.overlap = true }')
     code, _, err = gssim("sweep", written(tmp_path, text), "--only", "short--*", "--jobs", 1)

@@ -4,11 +4,11 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from math import ceil, prod
 
 from gssim.collectives import Communication
+from gssim.execution.cache import Same
 from gssim.memory import Lives, Timeline, activation_timeline, as_traced, input_bytes, recomputed_buffers
 from gssim.plan import Plan, Policies, splitting
 from gssim.plan.pipeline_schedule import schedule
@@ -26,7 +26,7 @@ from gssim.scenario import (
 )
 from gssim.scenario.scenario import sequence_positions
 from gssim.units import PRECISION_BYTES, Recompute
-from gssim.workload import LayerInstance, state_element_bytes, unrolled
+from gssim.workload import Buffer, Layer, LayerInstance, state_element_bytes, unrolled
 from gssim.workload.muon import is_matrix
 
 MAX_REPLAYED_SAMPLES = 8
@@ -123,9 +123,7 @@ class MemoryBounds:
         for (_, place, _, samples, owned), rank in kinds.items():
             device = self.parts.types[rank]
             part, stage = self.held_stage(plan, policies, rank)
-            kept, forward, backward = self._stage_activations(
-                stage, part, plan.recompute, samples // plan.micro_batches
-            )
+            kept, forward, backward = self._stage_activations(stage, plan.recompute, samples // plan.micro_batches)
             if policies.parameters == "gathered" and policies.shards > 1:
                 backward += part.elements * self.parts.value
             gradients = part.elements * min(self.parts.value, self.parts.reduced)
@@ -272,9 +270,7 @@ class MemoryBounds:
         """Bytes of an element relative to the precision of the trace."""
         return self.parts.value / PRECISION_BYTES[self.parts.model.traced_precision]
 
-    def _stage_activations(
-        self, stage: Stage, part: Part, recompute: Recompute, samples: int
-    ) -> tuple[float, float, float]:
+    def _stage_activations(self, stage: Stage, recompute: Recompute, samples: int) -> tuple[float, float, float]:
         """Return the activations that a micro-batch holds between its forward and backward, and the peaks of both
         passes.
 
@@ -287,14 +283,28 @@ class MemoryBounds:
                 batch_size=samples,
                 sequence_length=self.parts.workload.sequence_length or 1,
                 scale=self._scale,
-                lives=_lives(recompute),
+                lives=self._lives(recompute),
             )
             layers = [replace(instance, index=number) for number, instance in enumerate(stage.layers)]
             peaks = _held_bytes(layers, timeline)
             kept = sum(event.size_bytes for number in range(len(layers)) for event in timeline.at(number, "f"))
             return kept, max(peaks[: len(layers)]), max(peaks[len(layers) :])
 
-        return self.parts.once(("stage activations", part.key, recompute, samples), found)
+        return self.parts.once(("stage activations", stage.likeness, recompute, samples), found)
+
+    def _lives(self, recompute: Recompute) -> Lives:
+        """Return the function that gives the lifetimes of a layer's buffers under a recomputation.
+
+        They depend neither on the samples nor on the plan: each is computed once for layers between the same others.
+        """
+        if recompute == "none":
+            return as_traced
+
+        def recomputed(layer: Layer, before: Layer | None, following: Sequence[Layer]) -> Sequence[Buffer]:
+            key = ("lives", recompute, Same(layer), Same(before), *map(Same, following))
+            return self.parts.once(key, lambda: recomputed_buffers(layer, before, following, recompute=recompute))
+
+        return recomputed
 
     def _communicators(self, policies: Policies) -> int:
         """Return a lower bound of a rank's number of communicators."""
@@ -383,7 +393,7 @@ class MemoryBounds:
             batch_size=samples,
             sequence_length=self.parts.workload.sequence_length or 1,
             scale=self._scale,
-            lives=_lives(recompute),
+            lives=self._lives(recompute),
         )
 
     def _owned(self, plan: Plan, policies: Policies, rank: int) -> float:
@@ -438,11 +448,6 @@ class MemoryBounds:
 def has_equal_slices(policies: Policies) -> bool:
     """Return whether a stage is sliced evenly (if at all), and sequences are not divided."""
     return policies.slices != "shares" and policies.cp == 1
-
-
-def _lives(recompute: Recompute) -> Lives:
-    """Return the function that gives the lifetimes of a layer's buffers under a recomputation."""
-    return as_traced if recompute == "none" else partial(recomputed_buffers, recompute=recompute)
 
 
 def _fsdp_chunks(part: Part, ranks: int) -> list[float]:

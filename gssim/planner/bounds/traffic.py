@@ -98,7 +98,7 @@ class TrafficBounds:
         scenario = self._scenario(plain)
         ranks = scenario.ranks
         self.collectives(plain, scenario.policies)
-        tasks, communications = Steps(scenario).first_rank()
+        tasks, communications = Steps(scenario, shared=self.shared).first_rank()
         named = [(task, communications[task.communication]) for task in tasks if task.communication is not None]
         sent = [(task, each) for task, each in named if each.kind not in left_out]
         policies = scenario.policies
