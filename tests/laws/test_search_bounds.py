@@ -11,6 +11,7 @@ from searching import InThisProcess, check_bounds, searched
 from strategies import device_type, exponential_statistics, loaded_of, scenario_of, star
 
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.planner import PLAN, Batches, candidates
 from gssim.planner.bounds import Bounds, LoweredBounds
 from gssim.scenario import SearchSpace, load_model, load_scenario
@@ -219,6 +220,20 @@ def test_no_pipeline_that_divides_experts_is_better_than_its_bounds_where_little
         check_bounds(workers, bounds, each, result)
         part_of_step.append(bounds.closer(each.plan, bounds.of(each.plan)).time_s / result.step_time_s)
     assert median(part_of_step) > 0.8
+
+
+@pytest.mark.parametrize("method", ["zero2", "zero3"])
+def test_copies_for_communication_need_no_more_energy_in_bounds_than_in_predictions(method):
+    """They are made by the compute stream, which waits meanwhile."""
+    types = {"fast": device_type(busy_power_w=400.0, idle_power_w=80.0)}
+    cluster = star(4, types=types, type_names=["fast"] * 4, bandwidth=1e12)
+    cluster = replace(cluster, devices=tuple(replace(each, host="host") for each in cluster.devices))
+    mixture = load_model(ROOT / "scenarios/models/mixture-byte-1m.toml")
+    plan = {"method": method, "tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}
+    made = scenario_of(cluster, plan, model=mixture, sequence_length=48, global_batch_size=8)
+    last = LoweredBounds(loaded_of(made), "energy", Shared())
+    energy_j = simulate(loaded_of(made)).result.energy_j_per_step
+    assert 0.9 * energy_j < last.met(last.allocated()).objective <= energy_j
 
 
 @pytest.mark.parametrize("plans", [3, pytest.param(40, marks=pytest.mark.slow)])

@@ -23,7 +23,7 @@ from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import chance_of
 from gssim.program import Program, Task, TaskId
 from gssim.scenario import Scenario
-from gssim.simulation import outside_bytes
+from gssim.simulation import WAITING_PHASES, outside_bytes
 
 
 def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds) -> float:
@@ -137,9 +137,13 @@ def full_ratio(scenario: Scenario, program: Program, peak_of: Sequence[tuple[int
 
 
 def busy_s(scenario: Scenario, program: Program) -> list[float]:
-    """Return the least compute time of each rank."""
+    """Return the least compute time of each rank, without what it does for communication: it counts as waiting."""
     by_role = [
-        sum(task.duration_s for task in tasks if task.stream == "compute" and task.communication is None)
+        sum(
+            task.duration_s
+            for task in tasks
+            if task.stream == "compute" and task.communication is None and task.phase not in WAITING_PHASES
+        )
         for tasks in program.tasks
     ]
     chances = [chance_of(scenario.cluster.type_of(rank)) for rank in range(len(program.role_of))]
