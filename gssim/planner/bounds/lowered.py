@@ -47,6 +47,9 @@ def met_step_time_s(scenario: Scenario, program: Program, collectives: Collectiv
                 known[key] = collectives.of_way(instance.schedule).alone_s
             for each in instance.classes:
                 alone_s[each.index][collective] = known[key]
+                if instance.pairs:  # see [Note: received] in `collectives`
+                    own = [stage for (_, target, _), stage in instance.pairs.items() if target == each.index]
+                    alone_s[each.index][collective] = collectives.received_s(instance.schedule, own)
     return least_chance(scenario) * max(
         role_time_s(program.tasks[role], own_s) for role, own_s in zip(machine.roles, alone_s, strict=True)
     )
