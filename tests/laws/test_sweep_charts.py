@@ -217,6 +217,11 @@ def test_a_plan_that_has_a_threshold_of_publish_alone_may_be_the_fastest(tmp_pat
     table = made([*({"publish_density_ratio": None} | row for row in grid()), *rows], tmp_path)
     words = {chart.name: chart.words for chart in sweep_charts(table)}["step_time_by_threshold"]
     assert "by gs with all pushed, 2 % published" in words
+    named = [row | {"variant": "published"} for row in rows]
+    slower = [row | {"point": f"{row['point']}-slower", "variant": "slower", "step_time_s": 1.0} for row in rows]
+    several = made([*({"publish_density_ratio": None} | row for row in grid()), *named, *slower], tmp_path)
+    words = {chart.name: chart.words for chart in sweep_charts(several)}["step_time_by_threshold"]
+    assert "by published with all pushed" in words  # two plans of one method
     banded = [row | changes for row in rows]
     axes = Figure().add_subplot()
     draw_band(axes, banded, {"color": "red"}, (1e-4, 1e-1), "step_time", float)

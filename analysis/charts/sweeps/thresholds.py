@@ -226,10 +226,11 @@ def _words(settings: dict[Place, list[Row]], layout: Layout) -> str:
         gain = best_gain(rows)
         if gain is not None:
             setting, threshold = layout.setting_label(place), gain.thresholded[THRESHOLD]
+            dense, sparse = (layout.plan_label(layout.plan_of(row)) for row in (gain.dense, gain.thresholded))
             at = "" if threshold is None else f" at threshold {threshold:g}"  # none: of what is published alone
             sentences.append(
                 f"{f'{setting}: ' if setting else ''}at best {gain.speed_up_ratio:.2f} times the speed of the fastest "
-                f"dense plan ({gain.dense['method']}), by {gain.thresholded['method']}{at} with "
+                f"dense plan ({dense}), by {sparse}{at} with "
                 f"{density_words(gain.thresholded)}"
             )
     return (
