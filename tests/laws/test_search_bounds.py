@@ -259,6 +259,27 @@ def test_an_exchange_of_rows_takes_a_late_rank_no_less_than_the_rows_that_it_rec
     assert all(bound <= time_s * (1 + 1e-9) for bound, time_s in zip(bounds, taken, strict=True))
 
 
+def test_bounds_divide_work_by_rates_at_the_plans_own_micro_batches():
+    """Devices that differ in the time of launches are more alike, the more samples there are at a time."""
+    types = {"fast": device_type(), "slow": device_type(operation_overhead_s=0.01)}
+    cluster = star(2, types=types, type_names=["fast", "slow"], bandwidth=1e5)
+    shares = {"batch": "throughput", "shards": "compute"}
+    made = scenario_of(cluster, {"method": "gs", "shares": shares}, global_batch_size=64)
+    bounds, workers = Bounds(made), InThisProcess(loaded_of(made))
+    divided = set()
+    for micro_batches in (1, 2, 4):
+        plan = replace(made.plan, micro_batches=micro_batches)
+        scenario = replace(made, plan=plan)
+        divided.add(scenario.batch_sizes)
+        assert bounds.parts.batch_sizes(plan, scenario.policies) == scenario.data_batch_sizes
+        owned = [bounds.memory._owned(plan, scenario.policies, rank) for rank in range(2)]
+        assert owned == pytest.approx([share * made.workload.model.elements for share in scenario.shard_shares], abs=8)
+        alone = Bounds(scenario)
+        assert bounds.closer(plan, bounds.of(plan)) == alone.closer(plan, alone.of(plan))
+        assert alone.closer(plan, alone.of(plan)).time_s <= workers.answer_of(plan).step_time_s
+    assert len(divided) == 3
+
+
 def test_rows_of_experts_of_tensor_ranks_are_as_many_in_any_number_of_micro_batches():
     cluster = star(4)
     cluster = replace(cluster, devices=tuple(replace(each, host="host") for each in cluster.devices))

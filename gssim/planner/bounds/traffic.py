@@ -84,8 +84,14 @@ class TrafficBounds:
     def _canonical_plan(self, plan: Plan, policies: Policies) -> Plan:
         """Return a plan with the same collectives; many plans share one such plan."""
         rule, batch = plan.shares.shards, plan.shares.batch if policies.tp > 1 else "even"
-        if rule in ("memory", "cost"):
-            rule = tuple(self.parts.with_plan(plan).shard_shares)
+        own = self.parts.with_plan(plan)
+        if policies.slices == "shares":
+            rule = own.slice_shares
+        elif rule in ("memory", "cost") or (rule == "compute" and policies.gradients == "push"):
+            rule = tuple(own.shard_shares[:: policies.tp])  # the last are by rates at the plan's own micro-batches
+        if batch == "throughput":
+            total = self.parts.workload.global_batch_size
+            batch = tuple(samples / total for samples in self.parts.batch_sizes(plan, policies))
         return replace(
             plan,
             micro_batches=min(plan.micro_batches, MICRO_BATCHES),
