@@ -98,7 +98,8 @@ def _print_fit(console: Console, result: Result) -> None:
             style="bold",
         )
         if result.remedies:
-            table = Table("change", "needs less by", "then", "largest at the peak", title="what to change")
+            heads = ("change", "needs less by", "then", "largest at the peak")
+            table = folding(heads, title="what to change")
             for remedy in result.remedies:
                 left = remedy.margin.margin_bytes
                 then = f"{human_bytes(left)} to spare" if remedy.fits else f"{human_bytes(-left)} too much"
@@ -127,7 +128,7 @@ def _collective_table(result: Result, title: str) -> Table:
         carried = "all" if entry.payload_bytes is None else human_bytes(entry.payload_bytes / entry.count)
         key = (entry.kind, str(entry.count), human_bytes(entry.bytes), carried, str(len(entry.group)))
         alike.setdefault(key, []).append(entry.group)
-    table = Table("collective", "ranks", "count", "size", "carried", title=title)
+    table = folding(("collective", "ranks", "count", "size", "carried"), title=title)
     for (kind, count, size, carried, _), groups in alike.items():
         if len(groups) > SHOWN_GROUPS:
             others = f"{rank_list(groups[0])}; as do {len(groups) - 1:,} other groups of {len(groups[0])}"
@@ -201,9 +202,27 @@ TOLD_RATIO = 0.05
 """Relative difference of a density from its target from which on it is explained."""
 
 
-def _point_column() -> Column:
-    """Return the column of points' names, which begin alike: cut off, all would be the same."""
-    return Column("point", overflow="fold")
+def _print_points(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a row for each point, or a column where figures have no room; names, which begin alike, are whole."""
+    names, *columns = zip(heads, *rows, strict=True)
+    longest_name = max(map(len, names))
+    whole = [max(map(len, column)) for column in columns]
+    in_lines = [max(map(len, [*head.split(), *cells])) for head, *cells in columns]  # words of headings
+    broken = [max(len(word) for cell in column for word in cell.split()) for column in columns]  # unit below number
+    for widths in (whole, in_lines, broken):
+        name_width = min(longest_name, console.width - sum(widths) - 3 * len(heads) - 1)
+        if name_width >= min(longest_name, LEAST_NAME):
+            figures = (Column(head, width=width) for head, width in zip(heads[1:], widths, strict=True))
+            table = Table(Column(heads[0], overflow="fold", width=name_width), *figures)
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+            return
+    _print_by_columns(console, heads, rows, names=1)
+
+
+LEAST_NAME = 8
+"""Least width of a column of names, which are folded."""
 
 
 def write_or_print(text: str, file: Path | None) -> None:
@@ -224,11 +243,12 @@ def print_results(results: Sequence[Result], question: str) -> None:
     console = plain_console(PIPE_WIDTH)
     if question:
         console.print(one_line(question), style="bold", highlight=False)
-    table = Table(_point_column(), "ranks", "step", "waits", "samples/s", "peak allocated", "push", "publish", "fits")
+    heads = ("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "publish", "fits")
+    rows = []
     for result in results:
         waits = result.phases_s["exposed_communication"] / result.step_time_s if result.step_time_s else 0.0
         densities = (result.density.push, result.density.publish)
-        table.add_row(
+        row = [
             result.scenario["name"],
             _of_all(sum(entry.count for entry in result.ranks), len(result.idle_devices)),
             human_seconds(result.step_time_s),
@@ -237,8 +257,9 @@ def print_results(results: Sequence[Result], question: str) -> None:
             human_bytes(max(entry.peak_allocated_bytes for entry in result.ranks)),
             *("" if density is None else f"{density:.2%}" for density in densities),
             "yes" if result.fits else "no",
-        )
-    console.print(table)
+        ]
+        rows.append(row)
+    _print_points(console, heads, rows)
 
 
 FASTEST = 12
@@ -257,7 +278,7 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
         by_status = ", ".join(f"{count:,} {'fit' if status == 'fits' else status}" for status, count in counts.items())
         console.print(f"{table.height:,} points: {by_status}; the fastest of those that fit:", highlight=False)
     pushes = ["push"] if any(density is not None for density in shown["push_density_ratio"]) else []
-    rows = Table(_point_column(), "ranks", "step", "waits", "samples/s", "peak allocated", *pushes, "status")
+    rows = []
     for row in shown.iter_rows(named=True):
         cells = [""] * 6
         if row["step_time_s"] is not None:
@@ -269,8 +290,8 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
                 human_bytes(row["peak_allocated_bytes"]),
                 "" if row["push_density_ratio"] is None else f"{row['push_density_ratio']:.2%}",
             ]
-        rows.add_row(row["point"], *(cells if pushes else cells[:-1]), row["status"])
-    console.print(rows)
+        rows.append([row["point"], *(cells if pushes else cells[:-1]), row["status"]])
+    _print_points(console, ("point", "ranks", "step", "waits", "samples/s", "peak allocated", *pushes, "status"), rows)
     _print_unanswered(console, [row for row in table.iter_rows(named=True) if row["step_time_s"] is None])
 
 
@@ -312,7 +333,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 def _division_table(result: Result) -> Table:
     """Return a table of the batch splits and shard shares in the course of the run, with their step times."""
-    table = Table("from step", "samples", "shard shares", "median step", title="divided anew")
+    table = folding(("from step", "samples", "shard shares", "median step"), title="divided anew")
     counted = [division for division in result.divisions if division.first_step > 0]
     ends = [*(division.first_step for division in counted), len(result.step_times_s)]
     rows = [("0", "as planned", "as planned")] if len(counted) == len(result.divisions) else []
@@ -339,10 +360,15 @@ def _print_ranks(console: Console, result: Result) -> None:
         table.add_row(*row)
     if fits_width(console, table):
         console.print(table)
-        return
+    else:
+        _print_by_columns(console, heads, rows, names=2)
+
+
+def _print_by_columns(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], *, names: int) -> None:
+    """Print tables that have a column for each of `rows`, as many side by side as there is room for."""
     while rows:
         count = min(len(rows), max(1, console.width // LEAST_COLUMN))
-        while not fits_width(console, table := _by_columns(heads, rows[:count])) and count > 1:
+        while not fits_width(console, table := _by_columns(heads, rows[:count], names)) and count > 1:
             count -= 1
         console.print(table)
         rows = rows[count:]
@@ -352,14 +378,18 @@ LEAST_COLUMN = 6
 """Least width of a column of figures with its borders."""
 
 
-def _by_columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table that has a column for each of `rows`, whose first two cells name it."""
-    ranks, devices, *figures = zip(*rows, strict=True)
-    table = Table(*(Column(head, overflow="fold") for head in (heads[0], *ranks)))  # not cut off: could be any of two
-    table.add_row(heads[1], *devices, end_section=True)
-    for head, cells in zip(heads[2:], figures, strict=True):
-        table.add_row(head, *cells)
+def _by_columns(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> Table:
+    """Return a table that has a column for each of `rows`, whose first `names` cells name it."""
+    first, *others = zip(heads, *rows, strict=True)
+    table = folding(first)
+    for place, cells in enumerate(others, start=1):
+        table.add_row(*cells, end_section=place == names - 1)
     return table
+
+
+def folding(heads: Sequence[str], **settings: Any) -> Table:
+    """Return a table whose words are broken where there is no room; a word that is cut off could be any of two."""
+    return Table(*(Column(head, overflow="fold") for head in heads), **settings)
 
 
 def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -388,7 +418,8 @@ def _link_table(result: Result) -> Table:
     """Return a table of the busiest links; the first is the bottleneck of the communication."""
     busiest = sorted(result.links, key=lambda link: (-link.utilisation_ratio, link.name))
     shown = [link for link in busiest[:SHOWN_LINKS] if link.bytes]
-    table = Table("link", "equal ones", "bytes", "used", title=f"busiest links; bottleneck: {shown[0].name}")
+    title = f"busiest links; bottleneck: {shown[0].name}"
+    table = folding(("link", "equal ones", "bytes", "used"), title=title)
     for link in shown:
         table.add_row(link.name, str(link.count), human_bytes(link.bytes), f"{link.utilisation_ratio:.1%}")
     return table

@@ -14,7 +14,7 @@ from gssim.plan.methods import Method
 from gssim.plan.words import in_words
 from gssim.planner import PLAN, Found, Outcome, bound_by, memory_lack, reason
 from gssim.scenario.support import Support
-from gssim.terminal import PIPE_WIDTH, fits_width, plain_console
+from gssim.terminal import PIPE_WIDTH, fits_width, folding, plain_console
 from gssim.units import human_bytes, human_seconds
 
 UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
@@ -76,7 +76,7 @@ def left_out(found: Found) -> list[str]:
 
 def _plan_table(found: Found, outcomes: Sequence[Outcome], title: str) -> Table:
     more = UNITS.get(found.space.objective)
-    table = Table("", "plan", "step", *([more[0]] if more else []), "fullest", "left", "bound by", title=title)
+    table = folding(("", "plan", "step", *([more[0]] if more else []), "fullest", "left", "bound by"), title=title)
     for number, each in enumerate(outcomes, start=1):
         left = "" if each.result.margin is None else human_bytes(each.result.margin.margin_bytes)
         table.add_row(

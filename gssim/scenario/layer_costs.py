@@ -20,43 +20,52 @@ from gssim.workload.layer import NO_COST
 def sample_cost_s(device: DeviceType, workload: Workload, samples: float, *, name: str) -> float:
     """Return the time per sample of forward and backward on `device`: from its profile of the model, else a roofline.
 
-    A profile is read at the largest number of samples that it has; the roofline is of `samples` at a time. `name`: of
-    the device type, for errors.
+    A profile is read at the largest number of samples that it has; the roofline, of a device without one or of layers
+    that it lacks, is of `samples` at a time. `name`: of the device type, for errors.
     """
+    layers, measured_s = workload.model.layers, 0.0
     for profile in device.profiles:
         if is_of(profile, workload):
             curves = [
                 (entry.repeats, curve)
-                for entry in workload.model.layers
+                for entry in layers
                 if entry.name in profile.layers
                 for curve in (profile.layers[entry.name].forward_s, profile.layers[entry.name].backward_s)
             ]
             largest = max((curve.sizes[-1] for _, curve in curves), default=0)
-            time_s = sum(n * curve.at(largest) for n, curve in curves) if largest else 0.0
-            if time_s > 0:  # a profile may contain only memory
-                return time_s / largest
-    achieved_flop_per_s(device, product_precision(device, workload), name=name)  # refused with the type's name
-    layers = workload.model.layers
-    return sum(layer.repeats * _training_s(device, workload, layer, samples) for layer in layers) / samples
+            measured_s = sum(n * curve.at(largest) for n, curve in curves) / largest if largest else 0.0
+            if measured_s > 0:  # a profile may contain only memory
+                layers = tuple(entry for entry in layers if entry.name not in profile.layers)
+                break
+    return (
+        measured_s
+        + sum(_training_s(device, workload, each, samples, name=name) * each.repeats for each in layers) / samples
+    )
 
 
-def layer_costs_s(device: DeviceType, workload: Workload, layers: Sequence[LayerInstance], samples: int) -> list[float]:
-    """Return the time of `samples` in each layer, forward and backward: from its profile, else from a roofline."""
+def layer_costs_s(
+    device: DeviceType, workload: Workload, layers: Sequence[LayerInstance], samples: int, *, name: str
+) -> list[float]:
+    """Return the time of `samples` in each layer, forward and backward: from its profile, else from a roofline.
+
+    `name`: as of `sample_cost_s`.
+    """
     cost_s: dict[int, float] = {}
     for instance in layers:
         layer = instance.layer
         if id(layer) not in cost_s:
             profile = layer_profile(device, workload, layer)
             cost_s[id(layer)] = (
-                _training_s(device, workload, layer, samples)
+                _training_s(device, workload, layer, samples, name=name)
                 if profile is None
                 else profile.forward_s.at(samples) + profile.backward_s.at(samples)
             )
     return [cost_s[id(instance.layer)] for instance in layers]
 
 
-def _training_s(device: DeviceType, workload: Workload, layer: Layer, samples: float) -> float:
-    """Return the roofline's time of one repetition of a layer, forward and backward."""
+def _training_s(device: DeviceType, workload: Workload, layer: Layer, samples: float, *, name: str) -> float:
+    """Return the roofline's time of one repetition of a layer, forward and backward; `name`: as of `sample_cost_s`."""
+    achieved_flop_per_s(device, product_precision(device, workload), name=name)  # refused with the type's name
     return sum(
         layer_roofline_s(device, workload, layer, work_on(device, workload, layer, phase), phase, samples)
         for phase in ("f", "b")

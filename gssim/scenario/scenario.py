@@ -277,9 +277,9 @@ class Scenario:
         Raises UserError if the plan's stages do not fit the model.
         """
         mesh = self.policies.mesh
-        types: list[list[DeviceType]] = [[] for _ in range(mesh.pp)]
+        types: list[dict[str, DeviceType]] = [{} for _ in range(mesh.pp)]
         for rank in range(mesh.ranks):
-            types[mesh.place(rank).pp].append(self.cluster.type_of(rank))
+            types[mesh.place(rank).pp][self.cluster.devices[rank].type] = self.cluster.type_of(rank)
         samples = max(1, max(self.data_batch_sizes) // self.plan.micro_batches)
         return cut_layers(self.plan, self.workload, types, samples=samples)
 

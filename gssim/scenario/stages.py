@@ -32,12 +32,12 @@ def stages_per_rank(plan: Plan, ranks: int) -> int:
 
 
 def cut_layers(
-    plan: Plan, workload: Workload, devices: Sequence[Sequence[DeviceType]], *, samples: int
+    plan: Plan, workload: Workload, devices: Sequence[Mapping[str, DeviceType]], *, samples: int
 ) -> tuple[range, ...]:
     """Return the numbers of the layers of each stage; stage i is on the pipeline's rank i modulo the number of ranks.
 
-    `devices`: for each pipeline rank, its devices, one per replica; the slowest counts. `samples`: samples of a
-    micro-batch. Counts are of the unrolled model's layers. The loss, which is in no module, is part of the last stage
+    `devices`: for each pipeline rank, its replicas' types of devices by name; the slowest counts. `samples`: samples of
+    a micro-batch. Counts are of the unrolled model's layers. The loss, which is in no module, is part of the last stage
     and is not counted. Raises UserError if there are too few layers, or the plan's counts do not fit the model.
     """
     layers = unrolled(workload.model)
@@ -63,9 +63,8 @@ def cut_layers(
             )
         rows = []
         for types in devices:
-            distinct = {id(device): device for device in types}.values()
-            times_s = zip(*(layer_costs_s(device, workload, chain, samples) for device in distinct), strict=True)
-            slowest_s = [max(layer) for layer in times_s]
+            costs_s = (layer_costs_s(device, workload, chain, samples, name=name) for name, device in types.items())
+            slowest_s = [max(layer) for layer in zip(*costs_s, strict=True)]
             rows.append([sum(slowest_s[unit.start : unit.stop]) for unit in units])
         unit_counts = splitting.balanced_stages([rows[stage % len(rows)] for stage in range(stages)])
         ends = [sum(unit_counts[: i + 1]) for i in range(len(unit_counts))]

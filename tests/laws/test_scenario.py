@@ -164,6 +164,28 @@ def test_throughput_is_measured_where_there_is_a_profile():
     assert sample_cost_s(device, scenario.workload, 1, name="fast") == pytest.approx(2 * 5 * 1e-3)
 
 
+def test_layers_that_a_profile_lacks_count_at_the_rates():
+    """They counted as nothing: a device of which one layer was measured had most of the batch."""
+    workload = scenario_of(star(1), {"method": "single"}).workload
+    device = scenario_of(star(1), {"method": "single"}).cluster.type_of(0)
+    layers = profile(1e-3).layers
+    measured = replace(device, profiles=(profile(1e-3, layers={"head": layers["head"]}),))
+    rest = replace(
+        workload, model=replace(workload.model, layers=workload.model.layers[:2] + workload.model.layers[3:])
+    )
+    expected_s = sample_cost_s(device, rest, 8, name="fast") + 2e-3
+    assert sample_cost_s(measured, workload, 8, name="fast") == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize(
+    "plan", ["method='ddp', shares={batch='throughput'}, micro_batches=2", "method='pipeline', micro_batches=4"]
+)
+def test_a_division_of_work_by_unknown_rates_names_the_file_and_the_devices(plan, tmp_path):
+    file = write_files(tmp_path)
+    with pytest.raises(UserError, match=rf"^{file}: cluster: device_types\.fast: no peak_flop_per_s\.fp16"):
+        load_scenario(file, [f"plan={{{plan}}}", "workload.precision=fp16"])
+
+
 def test_a_profile_of_memory_alone_leaves_the_division_of_work_to_the_rates():
     """Times of zero would divide by zero, or give one of two equal devices more samples."""
     named = {"profiles": (profile(0.0),)}

@@ -11,10 +11,12 @@ from searching import InThisProcess, check_bounds, searched
 from strategies import device_type, exponential_statistics, loaded_of, scenario_of, star
 
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.planner import PLAN, Batches, candidates
 from gssim.planner.bounds import Bounds, LoweredBounds
+from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.scenario import SearchSpace, load_model, load_scenario
-from gssim.simulation import simulate
+from gssim.simulation import program_of, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -219,6 +221,76 @@ def test_no_pipeline_that_divides_experts_is_better_than_its_bounds_where_little
         check_bounds(workers, bounds, each, result)
         part_of_step.append(bounds.closer(each.plan, bounds.of(each.plan)).time_s / result.step_time_s)
     assert median(part_of_step) > 0.8
+
+
+@pytest.mark.parametrize("method", ["zero2", "zero3"])
+def test_copies_for_communication_need_no_more_energy_in_bounds_than_in_predictions(method):
+    """They are made by the compute stream, which waits meanwhile."""
+    types = {"fast": device_type(busy_power_w=400.0, idle_power_w=80.0)}
+    cluster = star(4, types=types, type_names=["fast"] * 4, bandwidth=1e12)
+    cluster = replace(cluster, devices=tuple(replace(each, host="host") for each in cluster.devices))
+    mixture = load_model(ROOT / "scenarios/models/mixture-byte-1m.toml")
+    plan = {"method": method, "tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}
+    made = scenario_of(cluster, plan, model=mixture, sequence_length=48, global_batch_size=8)
+    last = LoweredBounds(loaded_of(made), "energy", Shared())
+    energy_j = simulate(loaded_of(made)).result.energy_j_per_step
+    assert 0.9 * energy_j < last.met(last.allocated()).objective <= energy_j
+
+
+def test_an_exchange_of_rows_takes_a_late_rank_no_less_than_the_rows_that_it_receives():
+    """The others have sent theirs to one another by then: bounds of all rows were too high for the slowest rank."""
+    types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 1e8})}
+    cluster = star(4, types=types, type_names=["fast", "fast", "fast", "slow"], bandwidth=1e7)
+    mixture = load_model(ROOT / "scenarios/models/mixture-byte-1m.toml")
+    workload = {"sequence_length": 48, "global_batch_size": 4, "expert_load": {"skew": 1.5}}
+    bounds, taken = [], []
+    for rank in range(4):
+        made = scenario_of(cluster, {"method": "ddp", "ep": 4, "overlap": False}, model=mixture, **workload)
+        loaded, shared = loaded_of(made), Shared()
+        program, simulated = program_of(loaded, shared), simulate(loaded)
+        exchanges = [task for task in program.tasks[program.role_of[rank]] if task.id.op in ("dispatch", "combine")]
+        collectives = CollectiveBounds(made, shared)
+        bounds.append(sum(collectives.alone_s(program.communications[each.communication], rank) for each in exchanges))
+        spans = [each for each in simulated.spans if each.rank == rank]
+        taken.append(
+            sum(each.end_s - each.start_s for each in spans if each.label.split()[0] in ("dispatch", "combine"))
+        )
+    assert 0 < bounds[0] < taken[0]
+    assert all(bound <= time_s * (1 + 1e-9) for bound, time_s in zip(bounds, taken, strict=True))
+
+
+def test_bounds_divide_work_by_rates_at_the_plans_own_micro_batches():
+    """Devices that differ in the time of launches are more alike, the more samples there are at a time."""
+    types = {"fast": device_type(), "slow": device_type(operation_overhead_s=0.01)}
+    cluster = star(2, types=types, type_names=["fast", "slow"], bandwidth=1e5)
+    shares = {"batch": "throughput", "shards": "compute"}
+    made = scenario_of(cluster, {"method": "gs", "shares": shares}, global_batch_size=64)
+    bounds, workers = Bounds(made), InThisProcess(loaded_of(made))
+    divided = set()
+    for micro_batches in (1, 2, 4):
+        plan = replace(made.plan, micro_batches=micro_batches)
+        scenario = replace(made, plan=plan)
+        divided.add(scenario.batch_sizes)
+        assert bounds.parts.batch_sizes(plan, scenario.policies) == scenario.data_batch_sizes
+        owned = [bounds.memory._owned(plan, scenario.policies, rank) for rank in range(2)]
+        assert owned == pytest.approx([share * made.workload.model.elements for share in scenario.shard_shares], abs=8)
+        alone = Bounds(scenario)
+        assert bounds.closer(plan, bounds.of(plan)) == alone.closer(plan, alone.of(plan))
+        assert alone.closer(plan, alone.of(plan)).time_s <= workers.answer_of(plan).step_time_s
+    assert len(divided) == 3
+
+
+def test_rows_of_experts_of_tensor_ranks_are_as_many_in_any_number_of_micro_batches():
+    cluster = star(4)
+    cluster = replace(cluster, devices=tuple(replace(each, host="host") for each in cluster.devices))
+    mixture = load_model(ROOT / "scenarios/models/mixture-byte-1m.toml")
+    plan = {"method": "zero2", "dp_shard": 2, "tp": 2, "ep": 4, "etp": 1, "sequence_parallel": True}
+    workload = {"sequence_length": 48, "global_batch_size": 24, "expert_load": {"skew": 1.5}}
+    for micro_batches in (2, 4):
+        made = scenario_of(cluster, plan | {"micro_batches": micro_batches}, model=mixture, **workload)
+        bounds = Bounds(made)
+        bound = bounds.closer(made.plan, bounds.of(made.plan))
+        assert bound.time_s <= simulate(loaded_of(made)).result.step_time_s
 
 
 @pytest.mark.parametrize("plans", [3, pytest.param(40, marks=pytest.mark.slow)])

@@ -22,6 +22,7 @@ from analysis.charts.drawing import Chart
 from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.memory import LOOKS, layout_by_memory, memory_by_category, parts_of
 from analysis.charts.sweeps.scaling import lines_of
+from analysis.charts.sweeps.thresholds import ENDS_OF_BANDS, draw_band
 from analysis.charts.sweeps.winners import who_wins
 from analysis.html_report.report import report
 from analysis.sweep_tables import (
@@ -204,6 +205,27 @@ def test_plans_that_compress_gradients_or_seldom_synchronize_are_not_dense(tmp_p
     for chart in sweep_charts(beside):
         if chart.name == "time_and_memory":
             assert "thresholded, compressed or periodic" in legend(chart)
+
+
+def test_a_plan_that_has_a_threshold_of_publish_alone_may_be_the_fastest(tmp_path: Path) -> None:
+    """It has no threshold of push to name, and no place on an axis of these, with a band or without."""
+    changes = {"step_time_low_s": 0.005, "step_time_high_s": 0.02} | dict.fromkeys(ENDS_OF_BANDS["push_density"])
+    rows = [
+        make_row("gs", bandwidth=rate, step_time_s=0.01, publish_density_ratio=0.02, point=f"published-{rate:g}")
+        for rate in (1e8, 1e9, 1e10)
+    ]
+    table = made([*({"publish_density_ratio": None} | row for row in grid()), *rows], tmp_path)
+    words = {chart.name: chart.words for chart in sweep_charts(table)}["step_time_by_threshold"]
+    assert "by gs with all pushed, 2 % published" in words
+    named = [row | {"variant": "published"} for row in rows]
+    slower = [row | {"point": f"{row['point']}-slower", "variant": "slower", "step_time_s": 1.0} for row in rows]
+    several = made([*({"publish_density_ratio": None} | row for row in grid()), *named, *slower], tmp_path)
+    words = {chart.name: chart.words for chart in sweep_charts(several)}["step_time_by_threshold"]
+    assert "by published with all pushed" in words  # two plans of one method
+    banded = [row | changes for row in rows]
+    axes = Figure().add_subplot()
+    draw_band(axes, banded, {"color": "red"}, (1e-4, 1e-1), "step_time", float)
+    assert not axes.collections[0].get_paths()
 
 
 values = st.one_of(st.none(), st.sampled_from(["ring", "star"]), st.integers(0, 30), st.floats(0, 1e9))

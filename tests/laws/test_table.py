@@ -22,7 +22,7 @@ from gssim.sweeps import (
     without_outcome,
     write_table,
 )
-from gssim.terminal import print_table
+from gssim.terminal import print_result, print_results, print_table
 
 
 @pytest.fixture
@@ -91,6 +91,20 @@ def test_without_polars_there_is_an_instruction(tmp_path, monkeypatch, result):
         check_table_place(Path(tmp_path / "t.parquet"))
     with pytest.raises(UserError, match="a table needs polars"):
         result.to_frame()
+
+
+@pytest.mark.parametrize("columns", [30, 44, 60, 80])
+def test_no_figure_of_a_point_is_cut_off_in_a_narrow_terminal(columns, result, capsys, monkeypatch):
+    """Where they have no room beside one another, each point is a column."""
+    monkeypatch.setattr("gssim.terminal.PIPE_WIDTH", columns)
+    rows = [{"point": f"a--{n}", "group": "a", "variant": f"{n}"} | outcome(result) for n in range(3)]
+    print_table(table_of(rows, columns_of({})), "")
+    print_results([result] * 3, "")
+    print_result(result)
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert all(len(line) <= columns for line in said.splitlines())
+    assert f"{result.throughput_samples_per_s:.4g}" in said
 
 
 def test_why_points_have_no_prediction_is_printed_once_for_each_reason(result, capsys):

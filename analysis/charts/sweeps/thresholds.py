@@ -157,7 +157,10 @@ def draw_band(
 ) -> None:
     """Shade a plan's range, where its gradient statistics were transferred from other models."""
     low, high = ENDS_OF_BANDS[kind]
-    banded = sorted((row for row in members if row.get(low) is not None), key=lambda row: row[THRESHOLD])
+    banded = sorted(
+        (row for row in members if row.get(low) is not None and row[THRESHOLD] is not None),
+        key=lambda row: row[THRESHOLD],
+    )
     banded = [row for row in banded if not is_control(row)]
     x = [_place(row[THRESHOLD], ends) for row in banded]
     edges = [[y_of(row[end]) for row in banded] for end in (low, high)]
@@ -222,12 +225,13 @@ def _words(settings: dict[Place, list[Row]], layout: Layout) -> str:
     for place, rows in list(settings.items())[:MOST_SAID]:
         gain = best_gain(rows)
         if gain is not None:
-            setting = layout.setting_label(place)
+            setting, threshold = layout.setting_label(place), gain.thresholded[THRESHOLD]
+            dense, sparse = (layout.plan_label(layout.plan_of(row)) for row in (gain.dense, gain.thresholded))
+            at = "" if threshold is None else f" at threshold {threshold:g}"  # none: of what is published alone
             sentences.append(
                 f"{f'{setting}: ' if setting else ''}at best {gain.speed_up_ratio:.2f} times the speed of the fastest "
-                "dense "
-                f"plan ({gain.dense['method']}), by {gain.thresholded['method']} at threshold "
-                f"{gain.thresholded[THRESHOLD]:g} with {density_words(gain.thresholded)}"
+                f"dense plan ({dense}), by {sparse}{at} with "
+                f"{density_words(gain.thresholded)}"
             )
     return (
         f"Line chart, {len(settings)} panel{'s' if len(settings) > 1 else ''}: predicted step time against the "

@@ -1,4 +1,8 @@
-"""Lower bounds of collectives: their time for the ranks that take part, and the busy time of the links they cross."""
+"""Lower bounds of collectives: their time for the ranks that take part, and the busy time of the links they cross.
+
+[Note: received] The messages of gloo's all-to-alls begin pair by pair; see [Note: pairs] in `gssim.engine.rendezvous`.
+Those between other ranks may be over when a late rank arrives, so a rank's bound counts only what it receives itself.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gssim import collectives
-from gssim.collectives import Communication, Stage
+from gssim.collectives import Communication, Hops, Stage
 from gssim.engine import CollectiveSchedule, router_of, scheduler_of
 from gssim.execution.cache import Shared
 from gssim.scenario import Scenario
@@ -35,11 +39,33 @@ class CollectiveBounds:
         self.scheduler = scheduler_of(scenario.cluster, self.router, scenario.ranks, shared)
         self.links = self.router.wiring.links
         self._taken: dict[Communication, CollectiveBound] = {}
+        self._received_s: dict[tuple[Communication, int], float] = {}
         self._of_all: dict[Communication, tuple[dict[Sequence[int], CollectiveBound], Floats]] = {}
 
     def alone_s(self, communication: Communication, rank: int) -> float:
         """Return the least time of a collective for the group of `rank`, in seconds."""
-        return next((each.alone_s for group, each in self._of(communication)[0].items() if rank in group), 0.0)
+        taken = self._of(communication)[0]
+        group = next((group for group in taken if rank in group), None)
+        if group is None:
+            return 0.0
+        if communication.carried_kind != "all-to-all":
+            return taken[group].alone_s
+        key = (communication, rank)
+        if key not in self._received_s:
+            alone = replace(communication, beside=(), group=group)
+            ways = self.scheduler.candidates(alone)
+            self._received_s[key] = min(
+                self.received_s(way, [_received(stage, rank) for stage in way.stages])
+                if way.notices and not way.measured
+                else self.of_way(way).alone_s
+                for way in ways
+            )
+        return self._received_s[key]
+
+    def received_s(self, scheduled: CollectiveSchedule, messages: Sequence[Stage]) -> float:
+        """Return the least time of messages that begin pair by pair, at once; see [Note: received]."""
+        busy_s = sum((self._stage_s(stage) for stage in messages), np.zeros(self.links))
+        return scheduled.fixed_s + scheduled.factor * float(busy_s.max(initial=0.0)) if busy_s.any() else 0.0
 
     def links_s(self, communications: Iterable[tuple[Communication, int]]) -> Floats:
         """Return the busy time of each link for all groups of some collectives, each with its number of repetitions."""
@@ -88,3 +114,9 @@ class CollectiveBounds:
             on = self.router.of(hops)
             load = collectives.summed(on.link, on.share * hops.weight[on.flow], links)
         return load * (stage.size_bytes * stage.stretch_ratio) / self.router.wiring.bandwidth_bytes_per_s
+
+
+def _received(stage: Stage, rank: int) -> Stage:
+    """Return the messages of a stage that a rank receives."""
+    hops, own = stage.hops, stage.hops.target == rank
+    return replace(stage, hops=Hops(hops.source[own], hops.target[own], hops.weight[own]))

@@ -23,7 +23,7 @@ from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import chance_of
 from gssim.program import Program, Task, TaskId
 from gssim.scenario import Scenario
-from gssim.simulation import outside_bytes
+from gssim.simulation import WAITING_PHASES, outside_bytes
 
 
 def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds) -> float:
@@ -47,6 +47,9 @@ def met_step_time_s(scenario: Scenario, program: Program, collectives: Collectiv
                 known[key] = collectives.of_way(instance.schedule).alone_s
             for each in instance.classes:
                 alone_s[each.index][collective] = known[key]
+                if instance.pairs:  # see [Note: received] in `collectives`
+                    own = [stage for (_, target, _), stage in instance.pairs.items() if target == each.index]
+                    alone_s[each.index][collective] = collectives.received_s(instance.schedule, own)
     return least_chance(scenario) * max(
         role_time_s(program.tasks[role], own_s) for role, own_s in zip(machine.roles, alone_s, strict=True)
     )
@@ -137,9 +140,13 @@ def full_ratio(scenario: Scenario, program: Program, peak_of: Sequence[tuple[int
 
 
 def busy_s(scenario: Scenario, program: Program) -> list[float]:
-    """Return the least compute time of each rank."""
+    """Return the least compute time of each rank, without what it does for communication: it counts as waiting."""
     by_role = [
-        sum(task.duration_s for task in tasks if task.stream == "compute" and task.communication is None)
+        sum(
+            task.duration_s
+            for task in tasks
+            if task.stream == "compute" and task.communication is None and task.phase not in WAITING_PHASES
+        )
         for tasks in program.tasks
     ]
     chances = [chance_of(scenario.cluster.type_of(rank)) for rank in range(len(program.role_of))]

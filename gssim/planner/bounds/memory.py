@@ -431,7 +431,8 @@ class MemoryBounds:
         rule = plan.shares.shards
         if rule in ("memory", "cost"):  # any size is possible
             return 0.0
-        return self.parts.once(("shards", rule, policies.mesh, part.key), lambda: self._push_shards(plan, part))[rank]
+        key = ("shards", rule, policies.mesh, plan.micro_batches, part.key)  # a rate is of a micro-batch's samples
+        return self.parts.once(key, lambda: self._push_shards(plan, part))[rank]
 
     def _push_shards(self, plan: Plan, part: Part) -> list[float]:
         """Return the elements of each owner's shard, minus the most that rounding may lose.

@@ -84,7 +84,7 @@ class ModelParts:
         rule, total = plan.shares.batch, self.workload.global_batch_size
         if not isinstance(rule, str):
             return tuple(round(share * total) for share in rule)
-        key = ("sizes", rule, policies.mesh, policies.partition)
+        key = ("sizes", rule, policies.mesh, policies.partition, plan.micro_batches)  # rates are of a micro-batch
         return self.once(key, lambda: self.with_plan(plan).data_batch_sizes)
 
     def with_plan(self, plan: Plan) -> Scenario:
@@ -214,7 +214,7 @@ class ModelParts:
     def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:
         if policies.slices != "shares":
             return splitting.even(policies.tp)
-        key = ("slice shares", plan.shares.shards, policies.tp)
+        key = ("slice shares", plan.shares.shards, policies.mesh, plan.micro_batches)
         return self.once(key, lambda: self.with_plan(plan).slice_shares)
 
     def _new_slice(

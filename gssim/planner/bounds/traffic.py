@@ -2,9 +2,10 @@
 
 [Note: traffic] Communication depends on the method, the mesh and the shard sizes, hardly on compute. So one rank is
 lowered, with at most two micro-batches. If gradients are sent in each micro-batch, every further one sends the same as
-the second; otherwise further ones are not counted. Sums over tensor slices grow with samples; they are counted as for
-two micro-batches, since many small sums take no less. A plan with thresholds is lowered without them, and thresholded
-collectives are not counted at all. The rest is the same for any data and thresholds.
+the second; otherwise further ones are not counted. Sums over tensor slices, and rows of the experts that tensor ranks
+divide, grow with samples; they are counted as for two micro-batches, since many small sums take no less. A plan with
+thresholds is lowered without them, and thresholded collectives are not counted at all. The rest is the same for any
+data and thresholds.
 """
 
 from collections import Counter, defaultdict
@@ -20,6 +21,7 @@ from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.lowered import least_chance
 from gssim.planner.bounds.parts import ModelParts
 from gssim.program import Steps, Task
+from gssim.program.experts import OPERATIONS
 from gssim.scenario import Scenario
 from gssim.units import Floats
 
@@ -35,6 +37,11 @@ class BusyTimes:
     streams_s: Mapping[str, float]
     """Seconds for each stream of the first rank."""
     links_s: Floats
+
+
+def _follows_samples(policies: Policies, task: Task, exchange: Communication) -> bool:
+    """Return whether all micro-batches together send as much however many they are: of slices, and rows of experts."""
+    return task.id.op in OPERATIONS.values() or len({policies.data_rank(rank) for rank in exchange.group}) == 1
 
 
 class TrafficBounds:
@@ -77,8 +84,14 @@ class TrafficBounds:
     def _canonical_plan(self, plan: Plan, policies: Policies) -> Plan:
         """Return a plan with the same collectives; many plans share one such plan."""
         rule, batch = plan.shares.shards, plan.shares.batch if policies.tp > 1 else "even"
-        if rule in ("memory", "cost"):
-            rule = tuple(self.parts.with_plan(plan).shard_shares)
+        own = self.parts.with_plan(plan)
+        if policies.slices == "shares":
+            rule = own.slice_shares
+        elif rule in ("memory", "cost") or (rule == "compute" and policies.gradients == "push"):
+            rule = tuple(own.shard_shares[:: policies.tp])  # the last are by rates at the plan's own micro-batches
+        if batch == "throughput":
+            total = self.parts.workload.global_batch_size
+            batch = tuple(samples / total for samples in self.parts.batch_sizes(plan, policies))
         return replace(
             plan,
             micro_batches=min(plan.micro_batches, MICRO_BATCHES),
@@ -107,7 +120,7 @@ class TrafficBounds:
             for task, each in sent
             if policies.gradient_sync == "micro-batch"
             and task.id.micro_batch == MICRO_BATCHES - 1
-            and not (policies.tp > 1 and len({policies.data_rank(rank) for rank in each.group}) == 1)  # tensor slices
+            and not (policies.tp > 1 and _follows_samples(policies, task, each))
         ]
         return self._busy_times_of(sent, ranks), self._busy_times_of(later, ranks)
 

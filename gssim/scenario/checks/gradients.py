@@ -228,7 +228,11 @@ def check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
     if rules.shards in ("memory", "cost"):
         _check_owners(scenario, policies, file)
     micro_batches = scenario.plan.micro_batches
-    for rank, samples in enumerate(scenario.data_batch_sizes if micro_batches > 1 else ()):
+    try:
+        sizes = scenario.data_batch_sizes if micro_batches > 1 else ()
+    except UserError as error:  # the rate of a device is not known
+        raise UserError(f"{file}: {error}") from None
+    for rank, samples in enumerate(sizes):
         if samples < micro_batches:
             raise UserError(
                 f"{file}: plan.micro_batches = {micro_batches}: rank {rank} has {samples} samples; "
