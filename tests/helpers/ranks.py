@@ -117,7 +117,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
             dist.all_reduce(torch.ones(7))
     training.finish()
     seen = from_all_ranks(recorder.seen)
-    all_peaks = from_all_ranks((min(peaks), statistics.median_low(peaks)))
+    all_peaks = from_all_ranks((min(peaks), statistics.median_low(peaks), sorted(set(peaks))))
     # float sums differ between ranks by the order of addition alone
     replicated, shards = parameters, 1
     if training.periods is not None and training.periods.in_fragments:  # ranks' own parameters are mixed with these
@@ -134,8 +134,9 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         "replicas_equal": all(each == sums[place % shards] for place, each in enumerate(sums)),
         "collectives": [list(entry.key) for entry in collectives_of(seen)],
         "payloads": [entry.payload_bytes for entry in collectives_of(seen)],
-        "peaks": [least for least, _ in all_peaks],
-        "usual_peaks": [usual for _, usual in all_peaks],
+        "peaks": [least for least, _, _ in all_peaks],
+        "usual_peaks": [usual for _, usual, _ in all_peaks],
+        "peaks_of_steps": [different for _, _, different in all_peaks],
         "labels": [mark.label for mark in timeline.marks_since(before)],
         "dtensors": sum(isinstance(parameter, DTensor) for parameter in training.module.parameters()),
     }

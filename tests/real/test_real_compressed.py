@@ -57,9 +57,10 @@ SHOWN = [
     for name in CASES
     if ranks == 2 or name not in OF_TWO
 ]
-PEAK, STAGED = 1e-4, 0.01
+PEAK, STAGED, ENDED_BEFORE = 1e-4, 0.01, 0.2
 """By how much peaks may differ: of ranks, and of those for which the two gathers of top-k are not staged at once, as
-they are the last to begin."""
+they are the last to begin; and by how much less a step holds where one of two that send all has ended before the other
+begins."""
 
 
 def cases_for(ranks):
@@ -110,9 +111,13 @@ def test_a_steps_collectives_and_peaks_are_the_predicted_ones(world, name):
     assert sorted(json.loads(json.dumps(entries)), key=str) == sorted(seen["collectives"], key=str)
     assert seen["replicas_equal"]
     assert {"compress bucket 0", "decompress bucket 0"} <= set(seen["labels"])
-    # in some steps the gather of values has ended before that of indices is posted
-    peaks = seen["usual_peaks" if "topk of all" in name else "peaks"]
-    errors = [abs(p / m - 1) for p, m in zip(predicted_peaks(cases[name]), peaks, strict=True)]
+    counted = predicted_peaks(cases[name])
+    if "topk of all" in name:
+        # predicted is the most that a step holds: where gloo has ended one gather before the other begins, it is less
+        of_steps = [peak / p for p, peaks in zip(counted, seen["peaks_of_steps"], strict=True) for peak in peaks]
+        assert 1 - ENDED_BEFORE < min(of_steps) <= max(of_steps) < 1 + PEAK
+        return
+    errors = [abs(p / m - 1) for p, m in zip(counted, seen["peaks"], strict=True)]
     assert max(errors) < (STAGED if "topk" in name else PEAK)
     assert min(errors) < PEAK
 

@@ -65,9 +65,10 @@ MANY = [
 """The same in the slow test: 900 points."""
 EXACT = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 2**-7, "bf16": 2**-7}
 """By how much of the largest one parameters may differ from one device's, by the least exact of the precisions used."""
-PEAK, PEAK_OF_CONVOLUTIONS = 0.02, 0.04
+PEAK, PEAK_OF_CONVOLUTIONS, ENDED_BEFORE = 0.02, 0.04, 0.25
 """By how much peaks may differ. Kernels of convolutions take scratch by shape and processor: between batches that were
-measured it is interpolated."""
+measured it is interpolated. The last: by how much more may be predicted than a step of top-k holds, whose values and
+indices two of gloo's threads gather: where one has ended before the other begins, less is held."""
 LONGEST_REFUSAL = 300
 
 Case = dict[str, Any]
@@ -165,10 +166,11 @@ def differences_of_memory(case: Case, seen: dict[str, Any]) -> Iterator[str]:
     scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
     if has_norms_in_fp32(scenario) and scenario.workload.precision != "fp32":
         return  # bytes that are traced in fp32 are scaled, those of norms too
-    # top-k gathers values and indices in two of gloo's threads, most often at once: of 18 steps two held a tenth less
-    peaks = seen["usual_peaks" if scenario.policies.compressor == "topk" else "peaks"]
+    allowed = PEAK_OF_CONVOLUTIONS if scenario.workload.model.input.kind == "image" else PEAK
+    of_top_k = scenario.policies.compressor == "topk"
+    more, peaks = (ENDED_BEFORE, seen["usual_peaks"]) if of_top_k else (allowed, seen["peaks"])
     for rank, (peak, counted) in enumerate(zip(predicted_peaks(case), peaks, strict=True)):
-        if abs(peak / counted - 1) > (PEAK_OF_CONVOLUTIONS if scenario.workload.model.input.kind == "image" else PEAK):
+        if not -allowed <= peak / counted - 1 <= more:
             yield f"rank {rank} holds {counted} bytes at most, predicted {peak} ({peak / counted - 1:+.1%})"
 
 
