@@ -296,7 +296,7 @@ class Network:
             return float(sizes[0] / rate[0])
         widest_bytes: float = self.folded.rates.once(  # what the widest link would carry meanwhile, for each byte
             (sessions, self._proportions),
-            lambda: self._last_end_s([(sessions, sessions.unit_bytes, 0.0)]) * self._widest,
+            lambda: self._last_end_s([(sessions, sessions.unit_bytes, 0.0)], widest=1.0),
             weight=lambda _: 1,
         )
         return widest_bytes * prepared.stage_bytes / self._widest
@@ -319,10 +319,11 @@ class Network:
                 moving.append((group, sizes, wait_s))
         return max(end_s, self._last_end_s(moving)) if moving else end_s
 
-    def _last_end_s(self, groups: Sequence[tuple[Sessions, Floats, float]]) -> float:
+    def _last_end_s(self, groups: Sequence[tuple[Sessions, Floats, float]], *, widest: float | None = None) -> float:
         """Return the time at which the last session ends, on links that nothing else uses.
 
-        `groups`: for each, its sessions, the bytes of each session, and the time at which they begin.
+        `groups`: for each, its sessions, the bytes of each session, and the time at which they begin. `widest`: as of
+        `_rates`.
         """
         sessions = [each for each, _, _ in groups]
         session, (places, index), _, _ = self._together(sessions)
@@ -339,7 +340,7 @@ class Network:
                     return now_s
                 now_s = next_s
                 continue
-            rates, limit = self._rates(sessions, np.split(going, parts))
+            rates, limit = self._rates(sessions, np.split(going, parts), widest=widest)
             lasts_s = np.zeros(len(remaining))
             np.divide(remaining, rates, out=lasts_s, where=going)
             longest_s = float(lasts_s.max())
@@ -471,8 +472,14 @@ class Network:
             links = links.union(*(each.links for each in near))
         return touching
 
-    def _rates(self, groups: Sequence[Sessions], going: Sequence[Any] | None = None) -> tuple[Floats, Ints]:
-        """Return the fair rates of all sessions of the groups, one after another, and the links that limit them."""
+    def _rates(
+        self, groups: Sequence[Sessions], going: Sequence[Any] | None = None, *, widest: float | None = None
+    ) -> tuple[Floats, Ints]:
+        """Return the fair rates of all sessions of the groups, one after another, and the links that limit them.
+
+        `widest`: the rate of the widest link, if not the actual one: what is cached for all clusters of the same
+        proportions must not depend, by rounding, on the one that is simulated first.
+        """
         if len(groups) == 1 and len(groups[0].unit_bytes) == 1:
             only = groups[0]
             if only not in self._alone:
@@ -488,7 +495,7 @@ class Network:
             lambda: self._proportional_rates(groups, going),
             weight=lambda rates_and_limits: len(rates_and_limits[0]),
         )
-        return rates * self._widest, limit
+        return rates * (self._widest if widest is None else widest), limit
 
     def _proportional_rates(self, groups: Sequence[Sessions], going: Sequence[Any] | None) -> tuple[Floats, Ints]:
         """Return the rates for capacities relative to the widest link, which are proportional to the actual ones."""

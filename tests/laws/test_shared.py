@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from gssim.errors import UserError
 from gssim.execution.cache import Same, Shared
 from gssim.scenario import load_scenario
+from gssim.scenario.sweep import load_sweep, points_of
 from gssim.simulation import simulate
+from gssim.sweeps.predictions import predicted
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 
@@ -111,3 +113,14 @@ def test_equal_values_are_not_the_same():
     first, second = (1, "x"), tuple([1, "x"])
     assert Same(first) != Same(second)
     assert {Same(first): 1}[Same(first)] == 1
+
+
+def test_a_point_has_the_same_digits_whatever_point_of_other_rates_was_predicted_before():
+    """Times on idle links are cached for all rates of the same proportions: at those of the first, they were rounded."""
+    file = SCENARIOS / "sweeps" / "thresholds-by-topology.toml"
+    begin = "hosts--gs--switch--count-8--bandwidth_bytes_per_s-"
+    points = {point.name.removeprefix(begin): point for point in points_of(load_sweep(file), file=file)}
+    first, later = (points[f"{rate}--threshold-0.0001"] for rate in ("51053000.0", "18347500.0"))
+    shared = Shared()
+    predicted(first, shared)
+    assert predicted(later, shared).to_json() == predicted(later, Shared()).to_json()
