@@ -116,7 +116,7 @@ def test_equal_values_are_not_the_same():
 
 
 def test_a_point_has_the_same_digits_whatever_point_of_other_rates_was_predicted_before():
-    """Times on idle links are cached for all rates of the same proportions: at those of the first, they were rounded."""
+    """Times on idle links are cached for all rates of the same proportions; they were rounded at those of the first."""
     file = SCENARIOS / "sweeps" / "thresholds-by-topology.toml"
     begin = "hosts--gs--switch--count-8--bandwidth_bytes_per_s-"
     points = {point.name.removeprefix(begin): point for point in points_of(load_sweep(file), file=file)}
