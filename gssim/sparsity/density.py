@@ -449,7 +449,7 @@ class _View:
             threshold = self._threshold_of(each, whole, step)
             accumulated = max(whole, threshold / each)
             of_own = _accumulated_over(means, accumulated, threshold, first, last)
-            needed.append(multiple * (1 - size * (of_own - own) / accumulated))
+            needed.append(multiple * max(LEAST_RATIO, 1 - size * (of_own - own) / accumulated))
         # where a multiple is what is needed for it; what is needed falls with it
         return float(np.exp(np.interp(0.0, np.log(multiples / np.minimum.accumulate(needed)), np.log(multiples))))
 

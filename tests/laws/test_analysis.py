@@ -72,27 +72,25 @@ def test_runs_of_another_training_or_machine_are_no_measure_of_a_threshold(how: 
     assert thresholded_and_dense(threshold=1e-3, **how)[1]["speed_up_over"] is None
 
 
-def test_of_several_dense_runs_that_of_the_same_method_counts() -> None:
-    cases = [("ddp", None, 0.1), ("gs", None, 0.2), ("gs", 1e-3, 0.1)]
+def last_compared(cases: list[tuple[str, float | None, float]]) -> dict[str, Any]:
+    """Return the last row of a comparison of runs by method, threshold and step time."""
     files = [
         in_file(make_result(source, scenario_id=str(i), name=f"{i}", method=method, threshold=at, step_time_s=time_s))
         for i, (method, at, time_s) in enumerate(cases)
         for source in ("simulated", "measured")
     ]
-    last = compare(join(files).pairs).row(2, named=True)
+    return compare(join(files).pairs).row(len(cases) - 1, named=True)
+
+
+def test_of_several_dense_runs_that_of_the_same_method_counts() -> None:
+    last = last_compared([("ddp", None, 0.1), ("gs", None, 0.2), ("gs", 1e-3, 0.1)])
     assert (last["speed_up_over"], last["speed_up_measured_ratio"]) == ("1", pytest.approx(2))
     assert last["loss_change_measured_ratio"] is None  # nothing was trained
 
 
 @pytest.mark.parametrize("method", ["topk", "powersgd", "local_sgd", "diloco", "streaming_diloco", "sparse_loco"])
 def test_what_compresses_gradients_or_seldom_synchronizes_is_no_dense_run(method: str) -> None:
-    cases = [(method, None, 0.05), ("ddp", None, 0.2), ("gs", 1e-3, 0.1)]
-    files = [
-        in_file(make_result(source, scenario_id=str(i), name=f"{i}", method=method, threshold=at, step_time_s=time_s))
-        for i, (method, at, time_s) in enumerate(cases)
-        for source in ("simulated", "measured")
-    ]
-    last = compare(join(files).pairs).row(2, named=True)
+    last = last_compared([(method, None, 0.05), ("ddp", None, 0.2), ("gs", 1e-3, 0.1)])
     assert (last["speed_up_over"], last["speed_up_measured_ratio"]) == ("1", pytest.approx(2))
 
 

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -416,3 +417,25 @@ def test_densities_of_many_ranges_are_those_of_each_to_the_last_digit(data, bloc
         tensors, first, last = (np.array(column) for column in zip(*ranges, strict=True))
         found = Ranges(tensors, first, last).densities(ratios).tolist()
         assert found == [ratios[tensor].over(begin, end) for tensor, begin, end in ranges]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("own", [(0.0, 0.05), (0.0, 0.82), (0.1, 0.999)], ids=str)
+@pytest.mark.parametrize("model", ["gpt-byte-1m", "bert-byte-1m", "resnet-digits"])
+def test_of_a_tensor_that_is_mostly_the_ranks_own_no_multiple_of_the_mean_is_no_number(model, own):
+    """What the own range lacks in residuals was more than all of the tensor: a logarithm of less than nothing."""
+    statistics = read_gradients(SCENARIOS / "gradients" / f"{model}.json")
+    for tensor in list(statistics.traces[0].tensors)[::3]:
+        found = [
+            push_ratios(
+                statistics,
+                Push(kind="relative", threshold=multiple, error_feedback=True),
+                samples=6,
+                tensor=tensor,
+                step=9,
+                own=own,
+            ).over(0.0, 1.0)
+            for multiple in (0.5, 4.0, 100.0, 1e4, 1e9)
+        ]
+        assert all(0 <= later <= ratio <= 1 for ratio, later in pairwise(found[:-1])), (tensor, found)
+        assert 0 <= found[-1] < 1e-3, (tensor, found)
