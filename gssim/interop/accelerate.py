@@ -43,10 +43,14 @@ DEEPSPEED: dict[str, Rule] = {
         neutral=(1,),
     ),
     **refused("ZenFlow cannot be simulated", "zero_optimization.zenflow*"),
-    **listed("all-reduced instead where false: approximated by reduce-scatters", "zero_optimization.reduce_scatter"),
+    **listed("gradients are all-reduced either way", "zero_optimization.reduce_scatter"),
     **listed(
-        "approximated: shards and messages here are of whole layers (ZeRO-1: of 5e8 elements)",
-        "zero_optimization.*bucket_size zero_optimization.stage3_param_persistence_threshold "
+        "where false, gradients are reduced to their owners, with half the bytes; approximated by all-reduces",
+        "zero_optimization.use_multi_rank*",
+    ),
+    **listed(
+        "approximated: shards and messages here are of whole layers (ZeRO-1 and ZeRO-2: of 5e8 elements)",
+        "zero_optimization.allgather_bucket_size zero_optimization.stage3_param_persistence_threshold "
         "zero_optimization.stage3_max_* zero_optimization.stage3_prefetch* zero_optimization.sub_group_size "
         "zero_optimization.max_* zero_optimization.param_persistence_threshold "
         "zero_optimization.*model_persistence_threshold zero_optimization.prefetch_bucket_size",
@@ -62,7 +66,7 @@ DEEPSPEED: dict[str, Rule] = {
     **listed(
         "implementation",
         "zero_optimization.allgather_partitions zero_optimization.ignore_unused* "
-        "zero_optimization.memory_efficient_linear zero_optimization.use_multi_rank* "
+        "zero_optimization.memory_efficient_linear "
         "zero_optimization.use_all_reduce_for_fetch* zero_optimization.module_granularity* "
         "zero_optimization.mics_hierarchical* zero_optimization.override_module_apply zero_optimization.legacy_stage1 "
         "zero_optimization.log_trace_cache_warnings zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
@@ -168,10 +172,8 @@ def read_ulysses(keys: Keys, training: Training, *names: str) -> None:
         training.cp, training.context_exchange = ranks, Value("all-to-all", ranks.origin)
 
 
-GATHERED_AGAIN = (
-    "approximated: parameters are gathered in every micro-batch; DeepSpeed's ZeRO-2 gathers them once a step, "
-    "after the update"
-)
+REDUCE_BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's default for `reduce_bucket_size`."""
 
 
 def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
@@ -187,8 +189,13 @@ def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
     number = stage.value if stage else 0
     if stage is not None and number in (2, 3):  # gradients are reduced in every backward
         training.gradient_sync = Value("micro-batch", stage.origin)
-    if stage is not None and number == 2 and training.accumulation and training.accumulation.value > 1:
-        keys.listed.append((stage.origin, GATHERED_AGAIN))
+    bucket = "zero_optimization.reduce_bucket_size"
+    if number in (0, 3) and keys.has(bucket):
+        keys.note(bucket, "approximated: messages here are of whole layers (stage 3), or of DDP's buckets (stage 0)")
+    elif keys.raw(bucket) != "auto":  # which is noted below
+        training.bucket_elements = keys.integer(bucket, sets="plan.bucket_bytes") or Value(
+            REDUCE_BUCKET_ELEMENTS, f"{bucket} is not given: {REDUCE_BUCKET_ELEMENTS}"
+        )
     mics = keys.integer("zero_optimization.mics_shard_size", sets="plan.dp_shard", least=-1)
     if mics is not None and mics.value > 0:
         training.dp_shard = mics

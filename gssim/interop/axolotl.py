@@ -284,7 +284,15 @@ def _axolotl_deepspeed(keys: Keys, training: Training, file: str) -> None:
     found = deepspeed_file(keys, "deepspeed", file, fills="axolotl", precision=on[0] if on else "")
     if found is None:
         return
-    for name in ("sharding", "zero1_implementation", "overlap", "gradient_sync", "offload", "reduce_precision"):
+    for name in (
+        "sharding",
+        "zero1_implementation",
+        "bucket_elements",
+        "overlap",
+        "gradient_sync",
+        "offload",
+        "reduce_precision",
+    ):
         setattr(training, name, getattr(found, name))
     for name in ("dp_shard", "tp", "loss_scale"):
         setattr(training, name, getattr(training, name, None) or getattr(found, name))

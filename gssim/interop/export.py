@@ -16,6 +16,7 @@ from gssim.plan import METHODS, default_plan
 from gssim.scenario import Scenario, reduce_precision
 from gssim.scenario.overrides import toml
 from gssim.scenario.run import Run
+from gssim.units import PRECISION_BYTES
 from gssim.workload import Workload
 
 SHARDED = tuple(name for name, method in METHODS.items() if method.gradients == "reduce-scatter")
@@ -47,12 +48,17 @@ def export_scenario(scenario: Scenario, to: str) -> Exported:
     methods, writer = EXPORTS[to]
     plan, policies = scenario.plan, scenario.policies
     _refuse(to, "plan.method", plan.method, plan.method in methods, ", ".join(methods))
-    method = METHODS[plan.method]
+    flat = to == "deepspeed" and plan.method in ("zero1", "zero2")
+    if plan.method == "zero2":
+        wanted = "deepspeed" if flat else "torch"
+        chosen = plan.zero2_implementation
+        _refuse(to, "plan.zero2_implementation", chosen, chosen == wanted, f"'{wanted}'")
+    method = METHODS["zero1" if flat else plan.method]  # DeepSpeed's stage 2 has the policies of its stage 1
     for name in ("partition", "parameters", "gradients", "optimizer_state"):
         same = getattr(policies, name) == getattr(method, name)
         _refuse(to, f"plan.{name}", getattr(policies, name), same, "what the method sets itself")
     usual = default_plan(plan.method)
-    for name in ("compress", "push", "publish", "shares", "bucket_bytes", "first_bucket_bytes"):
+    for name in ("compress", "push", "publish", "shares", "first_bucket_bytes", *([] if flat else ["bucket_bytes"])):
         value = getattr(plan, name)
         shown = value if isinstance(value, (int, str)) else "..."
         _refuse(to, f"plan.{name}", shown, value == getattr(usual, name), "leave it out")
@@ -154,7 +160,7 @@ def _refuse_contexts(scenario: Scenario, to: str) -> None:
     if policies.cp > 1 and to == "deepspeed":
         _refuse(to, "plan.context_exchange", "ring", not policies.ring, "'all-to-all'")
         _refuse(to, "plan.tp", policies.tp, policies.tp == 1, "1 beside plan.cp: its mesh has no third axis")
-    if METHODS[plan.method].gradients == "reduce-scatter":
+    if policies.gradients == "reduce-scatter":
         _refuse(to, "plan.dp_shard", policies.dp_shard, policies.shards > 1, "more than 1, or another method")
     divides = to == "torchtitan"
     for key in ("sequence_parallel", "embedding_parallel", "loss_parallel"):
@@ -215,17 +221,22 @@ def _deepspeed(scenario: Scenario, notes: list[str]) -> Exported:
     plan, workload, policies = scenario.plan, scenario.workload, scenario.policies
     _refuse("deepspeed", "plan.pp", policies.pp, policies.pp == 1, "1: its pipelines are made in code")
     if plan.method == "zero1":
-        flat = plan.zero1_implementation == "deepspeed"
-        _refuse("deepspeed", "plan.zero1_implementation", plan.zero1_implementation, flat, "'deepspeed'")
+        implementation = plan.zero1_implementation
+        _refuse("deepspeed", "plan.zero1_implementation", implementation, implementation == "deepspeed", "'deepspeed'")
     _sync(scenario, "deepspeed", "micro-batch", notes)
     stage = {"zero1": 1, "zero2": 2}.get(plan.method, 3 if plan.method in SHARDED else 0)
-    if policies.dp_replicate > 1 and stage == 2:
+    if (plan.dp_replicate or 1) > 1 and stage == 2:
         raise UserError(
-            f"plan.dp_replicate = {policies.dp_replicate}: replicas of shards are stage 3 alone in deepspeed (MiCS); "
+            f"plan.dp_replicate = {plan.dp_replicate}: replicas of shards are stage 3 alone in deepspeed (MiCS); "
             "allowed: method 'hsdp'"
         )
     micro, many = _batch(scenario)
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": plan.overlap}
+    if stage in (1, 2):
+        value_bytes = PRECISION_BYTES[workload.precision]
+        whole = plan.bucket_bytes % value_bytes == 0
+        _refuse("deepspeed", "plan.bucket_bytes", plan.bucket_bytes, whole, f"a multiple of {value_bytes}")
+        zero["reduce_bucket_size"] = int(plan.bucket_bytes) // value_bytes
     if stage == 3 and policies.dp_replicate > 1:
         zero["mics_shard_size"] = policies.dp_shard
     if plan.offload is not None:

@@ -446,6 +446,7 @@ def _deepspeed(keys: Keys, training: Training) -> None:
     for name in (
         "sharding",
         "zero1_implementation",
+        "bucket_elements",
         "overlap",
         "gradient_sync",
         "offload",

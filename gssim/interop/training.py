@@ -153,6 +153,8 @@ class Training:
     """Receive buffers of a pipeline's stages, if there is a pipeline."""
     gradient_sync: Value | None = None
     bucket_bytes: Value | None = None
+    bucket_elements: Value | None = None
+    """Largest number of elements in a gradient bucket of DeepSpeed's stages 1 and 2."""
     bucket_parameters: Value | None = None
     """Least number of parameters in a gradient bucket of Megatron-LM; 0: its default; None: another program's file."""
     overlap: Value | None = None
@@ -335,8 +337,8 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
         if training.receive_buffers is not None:
             entries.append(Entry.of("plan.receive_buffers", training.receive_buffers))
     asked = overrides.get("plan.method", method)
-    if asked == "zero1" and training.sharding is not None:
-        entries += _zero1_implementation(training, keys, training.sharding, tp.value)
+    if asked in ("zero1", "zero2") and training.sharding is not None:
+        entries += _zero_implementation(training, keys, asked, training.sharding, tp.value, pp.value, overrides)
     batch = _batch(training, keys, dp, pp.value, overrides)
     _shorten(training, entries, batch, pp.value)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
@@ -353,14 +355,35 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     return [*batch, *entries]
 
 
-def _zero1_implementation(training: Training, keys: Keys, sharding: Value, tp: int) -> list[Entry]:
-    """Return the entry for the implementation of ZeRO-1, unless it is torch's."""
+def _zero_implementation(
+    training: Training, keys: Keys, method: str, sharding: Value, tp: int, pp: int, overrides: dict[str, Any]
+) -> list[Entry]:
+    """Return the entries for the implementation of ZeRO-1 or ZeRO-2, unless it is torch's, and for its buckets."""
     implementation, sequences = training.zero1_implementation, training.sequence_parallel
-    if implementation == "deepspeed" and sequences is not None and sequences.value and tp > 1:
-        name = sharding.key
-        keys.note(name, "approximated beside sequence parallelism: broadcasts of parameters, not gathers")
+    if implementation == "torch" or (implementation == "megatron" and method == "zero2"):
         return []
-    return [] if implementation == "torch" else [Entry("plan.zero1_implementation", implementation, sharding.origin)]
+    entry = Entry(f"plan.{method}_implementation", implementation, sharding.origin)
+    if implementation == "megatron":
+        return [entry]
+    instead = "broadcasts of parameters, not gathers"
+    several = {"sequence parallelism": tp > 1 and sequences is not None and sequences.value}
+    if method == "zero2":
+        instead = "parameters are gathered and gradients reduce-scattered in every micro-batch, as FSDP2 does"
+        several |= {"pipelines": pp > 1, "divided experts": training.ep is not None and training.ep.value > 1}
+    beside = next((name for name, is_there in several.items() if is_there), None)
+    if beside is not None:
+        keys.note(sharding.key, f"approximated beside {beside}: {instead}")
+        return []
+    elements = training.bucket_elements
+    if elements is None or pp > 1:
+        return [entry]
+    size_bytes = elements.value * _value_bytes(training, overrides)
+    return [entry, Entry("plan.bucket_bytes", size_bytes, elements.origin)]
+
+
+def _value_bytes(training: Training, overrides: dict[str, Any]) -> int:
+    precision = overrides.get("workload.precision") or (training.precision.value if training.precision else "fp32")
+    return PRECISION_BYTES[precision]
 
 
 MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS = 40_000_000, 1_000_000
@@ -381,9 +404,8 @@ def _megatron_bucket(training: Training, method: str, dp: int, overrides: dict[s
     if training.overlap is not None and not training.overlap.value:
         return [Entry("plan.bucket_bytes", ONE_BUCKET, f"{training.overlap.origin}: one bucket, after the backward")]
     count = parameters.value or max(MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS * dp)
-    precision = overrides.get("workload.precision") or (training.precision.value if training.precision else "fp32")
-    value_bytes = PRECISION_BYTES[precision]
-    return [Entry("plan.bucket_bytes", count * value_bytes, f"{parameters.origin}: {count} parameters")]
+    size_bytes = count * _value_bytes(training, overrides)
+    return [Entry("plan.bucket_bytes", size_bytes, f"{parameters.origin}: {count} parameters")]
 
 
 def _shorten(training: Training, entries: list[Entry], batch: list[Entry], pp: int) -> None:

@@ -30,30 +30,40 @@ from gssim.plan.policies import Policies
 def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
     """Return (first, further) bucket limits in bytes.
 
-    DistributedDataParallel closes its first bucket early only where its cap is the default one.
+    DistributedDataParallel closes its first bucket early only where its cap is the default one; DeepSpeed never does.
     """
-    if policies.gradients == "all-reduce" and plan.bucket_bytes != DDP_BUCKET_BYTES:
+    own_cap = plan.bucket_bytes != DDP_BUCKET_BYTES or policies.zero1_implementation == "deepspeed"
+    if policies.gradients == "all-reduce" and own_cap:
         return plan.bucket_bytes, plan.bucket_bytes
     return plan.first_bucket_bytes, plan.bucket_bytes
 
 
-def assign_buckets(sizes_bytes: Sequence[float], *, first_bytes: float, cap_bytes: float) -> list[list[int]]:
+def assign_buckets(
+    sizes_bytes: Sequence[float], *, first_bytes: float, cap_bytes: float, within: bool = False
+) -> list[list[int]]:
     """Return the buckets as lists of tensors (positions in `sizes_bytes`, the order in which gradients become ready).
 
     PyTorch's rule: a bucket closes once it holds at least its limit, `first_bytes` for the first, then `cap_bytes`.
     Source: torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size, as rebuilt after step one.
+    `within`: DeepSpeed's rule: a bucket closes before a tensor that would exceed its limit; a larger tensor is alone.
+    Source: DeepSpeed, runtime/zero/stage_1_and_2.py, reduce_independent_p_g_buckets_and_remove_grads.
 
     >>> assign_buckets([3, 3, 3, 3], first_bytes=4, cap_bytes=100)
     [[0, 1], [2, 3]]
+    >>> assign_buckets([3, 3, 9, 3], first_bytes=7, cap_bytes=7, within=True)
+    [[0, 1], [2], [3]]
     """
     buckets: list[list[int]] = []
     current: list[int] = []
     bucket_bytes = 0.0
     limit = first_bytes
     for position, size in enumerate(sizes_bytes):
+        if within and current and bucket_bytes + size > limit:
+            buckets.append(current)
+            current, bucket_bytes, limit = [], 0.0, cap_bytes
         current.append(position)
         bucket_bytes += size
-        if bucket_bytes >= limit:
+        if bucket_bytes >= limit and not within:
             buckets.append(current)
             current, bucket_bytes, limit = [], 0.0, cap_bytes
     if current:

@@ -277,6 +277,7 @@ PREDICTED_ONLY: dict[tuple[str, object], str] = {
     ("run.extrapolate_micro_batches", True): "a real run has all micro-batches; allowed: false",
     ("plan.zero1_implementation", "deepspeed"): "can be predicted, but not run; allowed: 'torch'",
     ("plan.zero1_implementation", "megatron"): "can be predicted, but not run; allowed: 'torch'",
+    ("plan.zero2_implementation", "deepspeed"): "can be predicted, but not run; allowed: 'torch'",
     ("plan.offload", "optimizer"): "can be predicted, but not run: PyTorch has none; allowed: 'parameters'",
     ("plan.gathered_inputs", "gathered-again"): "can be predicted, but not run; allowed: 'kept'",
     ("plan.tp_overlap", True): "can be predicted, but not run; leave it out",

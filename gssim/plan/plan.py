@@ -370,9 +370,14 @@ class Plan:
     zero1_implementation: Literal["torch", "deepspeed", "megatron"] = "torch"
     """For `zero1`. `torch`: ZeroRedundancyOptimizer updates whole tensors, each broadcast by the rank that updates it.
     `deepspeed`: all parameters lie in one flat buffer, padded, of which each rank updates an even part, with a master
-    copy of it whatever the precision; parts are all-gathered in buckets of 5e8 elements (predicted only). `megatron`:
+    copy of it whatever the precision; parts are all-gathered in buckets of 5e8 elements. Gradients are all-reduced in
+    buckets of at most `bucket_bytes`, and then freed: a rank keeps those of its part (predicted only). `megatron`:
     Megatron-LM's distributed optimizer: the same parts, but gradients exist in one buffer alone, to which the products
     that compute them add, and which is reduce-scattered, not all-reduced (predicted only)."""
+    zero2_implementation: Literal["torch", "deepspeed"] = "torch"
+    """For `zero2`. `torch`: FSDP2 gathers the parameters of each block in every micro-batch, and reduce-scatters its
+    gradients. `deepspeed`: as `zero1_implementation = "deepspeed"`, but gradients are all-reduced and freed after every
+    micro-batch (predicted only)."""
     offload: Literal["optimizer", "parameters"] | None = None
     """State that each rank keeps in its host's memory, where the host's cores update it. `parameters`: FSDP2's
     CPUOffloadPolicy: shards of parameters, their gradients and the optimizer's state; a shard is copied to the device
@@ -435,6 +440,11 @@ class Plan:
     """Transport of reduce-scatters, all-gathers and pushes: point-to-point messages, in rings and exchanges of our own,
     or the backend's collectives. Absent: `point-to-point` on gloo (whose reduce-scatter moves an all-reduce's bytes)
     and for every push; else `backend`. All-reduces and broadcasts are always the backend's."""
+
+    @property
+    def zero_implementation_key(self) -> str:
+        """The key that says whose ZeRO with replicated parameters it is."""
+        return f"plan.zero{1 if self.zero2_implementation == 'torch' else 2}_implementation"
 
     @property
     def sends_by_data(self) -> bool:

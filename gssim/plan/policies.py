@@ -1,7 +1,7 @@
 """Policies that a plan resolves to on a cluster: the input of lowering and of the real backend."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from math import prod
@@ -52,6 +52,10 @@ class Policies:
     """Whether the next forward begins while published parameters are in flight."""
     compress: Precision | None = None
     """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
+    zero1_implementation: str = "torch"
+    """Where gradients are all-reduced and optimizer states sharded: whose way of doing so; see `Plan`."""
+    frees_gradients: bool = False
+    """Whether all-reduced gradients are freed, except for those of the part that a rank updates (DeepSpeed)."""
     compressor: str | None = None
     """`powersgd` or `topk`: how buckets of gradients are compressed beyond their precision; None: not at all."""
     sync_every_steps: int | None = None
@@ -177,6 +181,9 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
     names each device's. Raises UserError where the axes do not make that number.
     """
     method = METHODS[plan.method]
+    of_deepspeed = plan.method == "zero2" and plan.zero2_implementation == "deepspeed"
+    if of_deepspeed:  # its stage 2 is its stage 1, with gradients that are reduced after every micro-batch
+        method = replace(METHODS["zero1"], gradient_sync="micro-batch")
     in_replicas = SHARDED if method.sync_every_steps and (plan.dp_shard or 1) > 1 else {}
     policies: dict[str, Any] = {
         name: getattr(plan, name) or in_replicas.get(name) or getattr(method, name)
@@ -186,8 +193,14 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         policies["gradient_sync"] = "step"
     policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
     publishes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
+    axes = _axes(plan, devices, hosts)
+    if of_deepspeed:  # all replicas together
+        axes |= {"dp_replicate": axes["dp_replicate"] * axes["dp_shard"], "dp_shard": 1}
+    implementation = "deepspeed" if of_deepspeed else plan.zero1_implementation
     return Policies(
-        **policies | _axes(plan, devices, hosts),
+        **policies | axes,
+        zero1_implementation=implementation,
+        frees_gradients=implementation == "deepspeed" and plan.pp == 1,
         push_axis=method.push_axis,
         slices=method.slices,
         compress=plan.compress or method.compress,
@@ -298,6 +311,7 @@ def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a combination of policies that is not implemented; nothing is ignored silently."""
     _refuse_combination(plan, policies, file)
+    _refuse_freed_gradients(plan, policies, file)
     if policies.compress:
         _refuse_compression(plan, policies, file)
     _refuse_compressor(plan, policies, file)
@@ -338,6 +352,23 @@ def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(
             f"{file}: plan.tp = {policies.tp}: cannot run yet beside plan.partition = 'weight-gradient'; "
             "allowed today: 1"
+        )
+
+
+def _refuse_freed_gradients(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse DeepSpeed's ZeRO-2 for other methods, and what it cannot be combined with."""
+    where = f"{file}: plan.zero2_implementation = '{plan.zero2_implementation}'"
+    if plan.zero2_implementation == "torch":
+        return
+    if plan.method != "zero2":
+        raise UserError(f"{where}: method '{plan.method}' is not 'zero2'; leave it out")
+    for axis, why in (("pp", "DeepSpeed's pipelines take no ZeRO-2"), ("ep", "it cannot run yet beside that")):
+        if getattr(policies, axis) > 1:
+            raise UserError(f"{where}: plan.{axis} = {getattr(policies, axis)}: {why}; allowed: 1, or 'torch'")
+    if policies.gradient_sync != "micro-batch":
+        raise UserError(
+            f"{where}: plan.gradient_sync = '{policies.gradient_sync}': gradients are freed after every micro-batch; "
+            "allowed: 'micro-batch', or leave it out"
         )
 
 
@@ -549,10 +580,10 @@ def _refuse_compressor(plan: Plan, policies: Policies, file: str) -> None:
             f"{file}: plan.gradient_sync = 'micro-batch': cannot run {with_method}: gradients that are summed already "
             "would be compressed again; allowed: 'step'"
         )
-    if plan.zero1_implementation != "torch":
+    if policies.zero1_implementation != "torch":
         raise UserError(
-            f"{file}: plan.zero1_implementation = '{plan.zero1_implementation}': cannot run yet {with_method}; "
-            "allowed: 'torch'"
+            f"{file}: {plan.zero_implementation_key} = '{policies.zero1_implementation}': cannot run yet "
+            f"{with_method}; allowed: 'torch'"
         )
 
 
@@ -569,8 +600,8 @@ def _refuse_compression(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(
             f"{file}: {asked}: gradients of a pipeline's replicas cannot be compressed yet; allowed with plan.pp = 1"
         )
-    if plan.zero1_implementation != "torch":
+    if policies.zero1_implementation != "torch":
         raise UserError(
-            f"{file}: {asked}: cannot run yet with plan.zero1_implementation = '{plan.zero1_implementation}'; allowed "
-            "with 'torch'"
+            f"{file}: {asked}: cannot run yet with {plan.zero_implementation_key} = "
+            f"'{policies.zero1_implementation}'; allowed with 'torch'"
         )

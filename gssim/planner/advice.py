@@ -28,6 +28,7 @@ METHOD_DEFAULTS: dict[str, Any] = {
     "gradient_sync": None,
     "optimizer_state": None,
     "zero1_implementation": "torch",
+    "zero2_implementation": "torch",
 }
 """Settings of a plan that are reset to None with a change of method, so that the new method resolves them itself."""
 

@@ -189,8 +189,9 @@ def candidates(
     seen = {_with_axis_sizes(scenario.plan, batches)}
     for table in _tables(scenario, space, batches, left_out):
         whole = kept | _push_table(scenario.plan, table) | table
-        if table["method"] == "zero1" and scenario.plan.zero1_implementation != "torch":
-            whole["zero1_implementation"] = scenario.plan.zero1_implementation
+        for key in ("zero1_implementation", "zero2_implementation"):
+            if key.startswith(table["method"]) and getattr(scenario.plan, key) != "torch":
+                whole[key] = getattr(scenario.plan, key)
         kind = METHODS[table["method"]]  # settings that only some methods have are taken over if this one has them
         of_methods = {
             "sync_every_steps": kind.sync_every_steps,

@@ -73,9 +73,15 @@ def _sends_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
 
 
 def _bucket_events(low: Lowering) -> dict[tuple[int, str], list[Event]]:
-    """Return the allocations of buckets that are freed once sent; each is allocated with its first gradient."""
+    """Return the allocations of buckets that do not exist all through the run.
+
+    Those of pushed gradients are allocated with their first gradient, and freed once sent. DeepSpeed's buffers exist
+    from the begin of the backward to its end.
+    """
     events: dict[tuple[int, str], list[Event]] = {}
-    for bucket in low.buckets:
+    if low.policies.frees_gradients:
+        events[low.layers[-1].index, "b"] = [Event(0, low.freed_buffers_bytes, "buckets")]
+    for bucket in low.buckets if low.policies.gradients == "push" else ():
         layer, position = bucket.started
         size = float(bucket.elements * low.value_bytes)
         events.setdefault((layer, "b"), []).append(Event(position, size, "buckets"))
@@ -136,7 +142,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
             own.layers, value_bytes=low.value_bytes, given_back=given_back, given_back_of_experts=of_experts
         )
     always_kept = _gradient_events(low, 0, 0)
-    buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
+    buckets = _bucket_events(low) if in_buckets else {}
 
     hook_s = hook_time_s(low, rank) if in_buckets else 0.0
     excess = pause_excess(low.device(rank), low.scenario.workload)

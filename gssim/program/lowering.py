@@ -617,7 +617,7 @@ class Lowering:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Gradient buckets by PyTorch's rule, in the order in which they are complete.
+        """Gradient buckets by PyTorch's or DeepSpeed's rule, in the order in which they are complete.
 
         Where parameters are sharded, buckets are FSDP2's units: each block from the last to the first, then everything
         outside blocks.
@@ -632,12 +632,13 @@ class Lowering:
             units = [[m for m, n in zip(members, numbers, strict=True) if n == i] for i in sorted({*numbers})[::-1]]
             return tuple(Bucket(i, tuple(unit)) for i, unit in enumerate(units))
         first, cap = bucket_limits(self.scenario.plan, self.policies)
+        within = self.policies.gradients == "all-reduce" and self.policies.zero1_implementation == "deepspeed"
         # pushed gradients of divided experts have other owners, and fill buckets of their own beside the others
         kinds = [[i for i, (_, each) in enumerate(members) if each.of_experts == apart] for apart in (False, True)]
         assignment: list[list[int]] = []
         for kind in kinds:
             sizes = [members[i][1].elements * self.value_bytes for i in kind]
-            buckets = assign_buckets(sizes, first_bytes=first, cap_bytes=cap)
+            buckets = assign_buckets(sizes, first_bytes=first, cap_bytes=cap, within=within)
             assignment += [[kind[position] for position in positions] for positions in buckets]
         assignment.sort(key=max)
         return tuple(Bucket(i, tuple(members[p] for p in positions)) for i, positions in enumerate(assignment))
@@ -745,7 +746,7 @@ class Lowering:
     @property
     def assigns_tensors(self) -> bool:
         """Whether gradients are all-reduced, and each tensor is updated by one rank alone (ZeRO-1)."""
-        return self._shards_optimizer_state and self.scenario.plan.zero1_implementation == "torch"
+        return self._shards_optimizer_state and self.policies.zero1_implementation == "torch"
 
     @property
     def _shards_optimizer_state(self) -> bool:
@@ -794,7 +795,25 @@ class Lowering:
         Source: Megatron-LM, core/distributed/param_and_grad_buffer.py, core/tensor_parallel/layers.py
         (gradient_accumulation_fusion).
         """
-        return self._shards_optimizer_state and self.scenario.plan.zero1_implementation == "megatron"
+        return self._shards_optimizer_state and self.policies.zero1_implementation == "megatron"
+
+    @property
+    def part_gradient_bytes(self) -> float:
+        """Bytes of the gradients that a rank keeps where the others are freed; 0 if they are copied to its host at
+        once.
+        """
+        return 0.0 if self.offload else float(self.flat_part * self.value_bytes)
+
+    @cached_property
+    def freed_buffers_bytes(self) -> float:
+        """Bytes of the buffers into which gradients are copied that are freed once they are reduced.
+
+        They have the size of the largest bucket, however small the model; a second one exists for the overlap. A tensor
+        that is larger is not copied.
+
+        Source: DeepSpeed, runtime/zero/stage_1_and_2.py, backward (ipg_buffer).
+        """
+        return float(self.scenario.plan.bucket_bytes * (2 if self.scenario.plan.overlap else 1))
 
     @property
     def buffer_value_bytes(self) -> int:

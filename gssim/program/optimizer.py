@@ -377,6 +377,8 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     to it, all of a unit's in one tensor.
     """
     gradients = low.scenario.policies.gradients
+    if low.policies.frees_gradients:
+        return tuple(filter(None, [low.part_gradient_bytes]))
     if gradients == "all-reduce":
         return (
             ()
@@ -429,7 +431,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     }
     if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish or low.flat_part:
         held["master_copy"] = float(sum(_copied(low, owned)) * low.master_bytes)
-    if policies.gradients == "all-reduce":
+    if policies.gradients == "all-reduce" and not policies.frees_gradients:
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
     held |= outer_memory(low, rank)
     held |= {name: sum(sizes) for name, sizes in compressor_tensors(low).items()}

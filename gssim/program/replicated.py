@@ -6,6 +6,12 @@ thread, or a stream of its own) casts the sum back into the bucket and frees the
 16-bit format already are divided and reduced in place. Source: torch 2.13, distributed/algorithms/ddp_comm_hooks/
 default_hooks.py, _compress_hook. A wider format (`workload.reduce_precision`) is handled in the same way. Gradients
 that are kept in the format of the reduction (`workload.gradient_precision`) are reduced in place.
+
+[Note: freed gradients] Under DeepSpeed's ZeRO-1 and ZeRO-2, a bucket is a part of a buffer that exists during the
+backward. It is copied once more for its all-reduce, and what the rank updates of the sum is copied to the gradients of
+the rank's part. These are kept until the update; if later micro-batches are reduced too, theirs are added after each
+backward. Source: DeepSpeed, runtime/zero/stage_1_and_2.py: average_tensor with use_multi_rank_bucket_allreduce (its
+default), allreduce_bucket, copy_grads_in_partition, independent_gradient_partition_epilogue.
 """
 
 from collections.abc import Sequence
@@ -31,7 +37,8 @@ def keep_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
 def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
     """DDP: each bucket is all-reduced once complete, behind the rest of the backward, which ends when all are reduced.
 
-    Buckets may be compressed; see [Note: compression], and [Note: compressors] in `compressed`. Module buffers are
+    Buckets may be compressed; see [Note: compression], and [Note: compressors] in `compressed`. They may be freed; see
+    [Note: freed gradients]. Module buffers are
     broadcast in a forward that follows an all-reduce; under no_sync they are left as they are (DistributedDataParallel,
     require_forward_param_sync). All forwards of a pipeline run under no_sync
     (PipelineStage.forward_maybe_with_nosync), so only the very first one broadcasts.
@@ -67,6 +74,9 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
         exchange = Communication(kind, low.group, reduced_bytes, half_precision=summed)
         task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))
         reduction = [task]
+        if low.policies.frees_gradients:
+            copy = _copy_of_bucket(low, device, task.id, bucket, micro_batch)
+            reduction = [copy, replace(task, after=(copy.id,))]
         if casts:
             reduction = _in_hook(low, bucket, _with_casts(low, device, bucket, task, precision))
         parts.insert_after(index, reduction)
@@ -75,7 +85,37 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
         return [*parts.merged(), *rounds[0], *rounds[1]]
     reductions += _reduce_experts(low, device, parts, precision, casts=casts)
     wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(reductions))
+    if low.policies.frees_gradients:
+        own_bytes = low.part_gradient_bytes if _adds_to_part(micro_batch) else 0.0
+        freed = [(low.freed_buffers_bytes, "buckets"), (own_bytes, "gradients")]
+        wait = replace(wait, need=footprint([Event(0, -size, what) for size, what in freed if size]))
     return [*parts.merged(), wait]
+
+
+def _adds_to_part(micro_batch: MicroBatch) -> bool:
+    """Return whether reduced gradients are added to those that earlier micro-batches left of a rank's part."""
+    return micro_batch.sent_before and not micro_batch.first
+
+
+def _copy_of_bucket(
+    low: Lowering, device: DeviceType, reduction: TaskId, bucket: Bucket, micro_batch: MicroBatch
+) -> Task:
+    """Return the task of the further copies of a bucket, with all their time; see [Note: freed gradients].
+
+    The first one of a micro-batch also allocates the gradients of the rank's part. A tensor that is larger than the
+    buffers stays alive meanwhile. The host frees a copy once its all-reduce is issued.
+    """
+    size = float(bucket.elements * low.value_bytes)
+    own_bytes = size / len(low.group)
+    part_bytes = low.part_gradient_bytes if bucket.index == 0 else 0.0
+    alive = size if size > low.scenario.plan.bucket_bytes else 0.0
+    events = [(0, part_bytes, "gradients"), (1, alive, "gradients"), (1, size, "communication")]
+    events += [(2, -alive, "gradients"), (2, -size, "communication")]
+    duration_s = cost.copy_time_s(device, size + own_bytes)
+    if _adds_to_part(micro_batch):
+        duration_s += cost.accumulation_time_s(device, own_bytes, tensors=1)
+    need = footprint([Event(*event) for event in events if event[1]])
+    return Task(reduction.serving("copy-in"), "backward", duration_s=duration_s, need=need)
 
 
 def _reduce_experts(

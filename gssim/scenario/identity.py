@@ -219,6 +219,7 @@ def _resolved_tables(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
         (data["plan"]["shares"], "replanning", not plan.shares.replan),
         (data["plan"], "ranks", plan.ranks is None),
         (data["plan"], "zero1_implementation", plan.zero1_implementation == "torch"),
+        (data["plan"], "zero2_implementation", plan.zero2_implementation == "torch"),
         (data["plan"], "receive_buffers", plan.receive_buffers == "micro-batch"),
         (data["plan"], "offload", plan.offload is None),
         (data["plan"], "embedding_parallel", not plan.embedding_parallel),

@@ -62,6 +62,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "offloaded parameters": {"plan.offload": "parameters"},
     "offloaded optimizer": {"plan.offload": "optimizer"},
     "DeepSpeed's ZeRO-1": {"plan.zero1_implementation": "deepspeed"},
+    "DeepSpeed's ZeRO-2": {"plan.zero2_implementation": "deepspeed"},
     "Megatron-LM's distributed optimizer": {"plan.zero1_implementation": "megatron"},
     "dp_shard 2": {"plan.dp_shard": 2},
 }

@@ -165,7 +165,7 @@ def _gradient_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
         kind = "reduce-scatter" if flat else "all-reduce"
         found = sum(carried(result, kind)[group] for group in groups["dp_replicate"])
         tied = policies.pp > 1  # stages that share a parameter have a copy each
-        norms = NORM_BYTES if workload.clip_norm is not None or plan.zero1_implementation == "deepspeed" else 0
+        norms = NORM_BYTES if workload.clip_norm is not None or policies.zero1_implementation == "deepspeed" else 0
         if not exact <= found <= exact + norms and not (tied and found > exact):
             yield f"{kind}s carry {found} bytes, gradients have {exact}"
     if policies.gradients == "reduce-scatter":

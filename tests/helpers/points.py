@@ -688,6 +688,9 @@ def _predicted_keys(random: Random, cluster: Table, workload: Table, plan: Table
             server["host_memory"] = True
     if plan["method"] == "zero1" and random.random() < 0.4:
         plan["zero1_implementation"] = random.choice(["deepspeed", "megatron"])
+    # of the samples, not drawn, so that all other points stay as they are
+    if plan["method"] == "zero2" and not plan.keys() & {"pp", "ep"} and workload["global_batch_size"] % 3:
+        plan["zero2_implementation"] = "deepspeed"
     if workload["precision"] in ("bf16", "fp16") and random.random() < (0.2 if whole else 0.01):
         workload["gradient_precision"] = "fp32"
     if plan.get("pp", 1) > 1 and random.random() < 0.3:

@@ -25,11 +25,12 @@ def scenario_with(changes):
 FP32 = {"workload.reduce_precision": "fp32"}  # which torchtitan's key allows alone
 EMBEDDING = {"plan.embedding_parallel": True}
 HOST = {"cluster": str(ROOT / "scenarios/clusters/dgx-h100.toml")}
+ZERO2 = {"plan.method": "zero2", "plan.zero2_implementation": "deepspeed"}
 ROUND = [
     ("deepspeed", {"plan.method": "ddp", "plan.micro_batches": 2}),
     ("deepspeed", {"plan.method": "zero1", "plan.zero1_implementation": "deepspeed", "workload.weight_decay": 0.1}),
-    ("deepspeed", {"plan.method": "zero2", "plan.micro_batches": 2, "workload.learning_rate": 3e-4}),
-    ("deepspeed", {"plan.method": "zero2", "workload.clip_norm": 0.5}),
+    ("deepspeed", ZERO2 | {"plan.micro_batches": 2, "workload.learning_rate": 3e-4}),
+    ("deepspeed", ZERO2 | {"workload.clip_norm": 0.5, "plan.bucket_bytes": 4 * 10**8}),
     ("deepspeed", {"plan.method": "zero3", "plan.overlap": False}),
     ("deepspeed", {"plan.method": "hsdp", "workload.precision": "fp32"}),
     ("deepspeed", {"plan.method": "ddp", "plan.tp": 4, "workload.optimizer": "adam"}),
@@ -44,7 +45,7 @@ ROUND = [
     ("torchtitan", {"plan.method": "zero2", "workload.weight_decay": 0.1} | FP32),
     ("torchtitan", {"plan.method": "hsdp", "workload.clip_norm": 1.0} | FP32),
     ("torchtitan", {"plan.method": "ddp", "workload.precision": "fp32", "workload.optimizer": "adam"}),
-    ("deepspeed", {"plan.method": "zero2", "plan.offload": "optimizer"} | HOST),
+    ("deepspeed", ZERO2 | {"plan.offload": "optimizer"} | HOST),
     ("accelerate", {"plan.method": "zero3", "plan.offload": "parameters"} | HOST),
     ("torchtitan", {"plan.method": "zero2", "plan.offload": "parameters"} | HOST | FP32),
     ("torchtitan", {"plan.method": "zero3", "plan.tp": 2, "plan.sequence_parallel": True} | EMBEDDING | FP32),
@@ -103,14 +104,16 @@ def test_every_method_is_written_or_refused(to, method):
         said = str(error)
         assert said.startswith(("plan.", "workload.", "cluster"))
         assert "allowed" in said
-    assert bool(written) == (method in EXPORTS[to][0]) or "zero1_implementation" in said
+    assert bool(written) == (method in EXPORTS[to][0]) or "_implementation" in said
 
 
 @pytest.mark.parametrize(
     ("to", "changes", "said"),
     [
         ("deepspeed", {"plan.method": "zero1"}, "zero1_implementation"),
-        ("deepspeed", {"plan.method": "zero2", "plan.micro_batches": 2, "plan.gradient_sync": "step"}, "gradient_sync"),
+        ("deepspeed", {"plan.method": "zero2"}, "zero2_implementation"),
+        ("torchtitan", {"plan.method": "zero2", "plan.zero2_implementation": "deepspeed"} | FP32, "allowed: 'torch'"),
+        ("deepspeed", {"plan.method": "zero3", "plan.micro_batches": 2, "plan.gradient_sync": "step"}, "gradient_sync"),
         ("accelerate", {"plan.method": "ddp"}, "autocast"),
         ("accelerate", {"plan.method": "ddp", "workload.precision": "fp32", "plan.tp": 2}, "tensor- nor context"),
         ("accelerate", {"plan.method": "hsdp", "plan.dp_replicate": 8, "plan.dp_shard": 1, "plan.cp": 2}, "dp_shard"),

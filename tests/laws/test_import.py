@@ -98,11 +98,15 @@ def test_deepspeed(tmp_path):
     assert "# default: the longest of 'llama3-8b'" in found.text
 
 
-@pytest.mark.parametrize(("stage", "accumulated", "told"), [(2, 4, True), (2, 1, False), (3, 4, False)])
-def test_gathers_that_zero_2_does_not_repeat_are_told(tmp_path, stage, accumulated, told):
-    sizes = {"train_batch_size": 16 * accumulated, "gradient_accumulation_steps": accumulated}
-    _, found = imported(tmp_path, DEEPSPEED | sizes | {"zero_optimization": {"stage": stage}}, name="ds.json")
-    assert any("once a step" in line and "stage = 2" in line for line in found.listed) == told
+@pytest.mark.parametrize(
+    ("more", "size_bytes"),
+    [({}, 2 * 500_000_000), ({"reduce_bucket_size": 2e8}, 2 * 200_000_000), ({"reduce_bucket_size": "auto"}, None)],
+)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_buckets_of_deepspeeds_first_two_stages_are_as_large_as_there(tmp_path, stage, more, size_bytes):
+    tables, _ = imported(tmp_path, DEEPSPEED | {"zero_optimization": {"stage": stage} | more}, name="ds.json")
+    assert tables["plan"][f"zero{stage}_implementation"] == "deepspeed"
+    assert tables["plan"].get("bucket_bytes") == size_bytes
 
 
 def test_keys_without_an_effect_are_told_by_reason(tmp_path):
@@ -123,8 +127,8 @@ def test_keys_without_an_effect_are_told_by_reason(tmp_path):
     ("stage", "method", "more"),
     [
         (0, "ddp", {"overlap": False}),
-        (1, "zero1", {"overlap": False, "zero1_implementation": "deepspeed"}),
-        (2, "zero2", {"overlap": False}),
+        (1, "zero1", {"overlap": False, "zero1_implementation": "deepspeed", "bucket_bytes": 10**9}),
+        (2, "zero2", {"overlap": False, "zero2_implementation": "deepspeed", "bucket_bytes": 10**9}),
         (3, "zero3", {}),
     ],
 )
@@ -623,6 +627,7 @@ def test_megatron_deepspeed(tmp_path):
     assert tables["plan"] == {
         "method": "zero1",
         "zero1_implementation": "deepspeed",
+        "bucket_bytes": 10**9,
         "micro_batches": 4,
         "recompute": "full",
         "overlap": False,

@@ -126,6 +126,19 @@ def test_no_plan_that_divides_sequences_or_experts_is_better_than_its_bounds(mod
 
 
 @pytest.mark.parametrize(
+    ("stage", "plans"), [(2, 6), *(pytest.param(stage, 40, marks=pytest.mark.slow) for stage in (1, 2))]
+)
+def test_no_plan_of_deepspeeds_first_two_stages_is_better_than_its_bounds(stage, plans):
+    own = (f'plan.method="zero{stage}"', f'plan.zero{stage}_implementation="deepspeed"')
+    more = (f'search.methods=["zero{stage}"]', "plan.bucket_bytes=10000", "search.pp=[1]")
+    loaded = load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", [*SMALL, *own, *more])
+    bounds, workers = Bounds(loaded.scenario), InThisProcess(loaded)
+    every = list(candidates(loaded.scenario, loaded.scenario.search, Batches(bounds)))
+    assert {bounds.parts.policies(each.plan).zero1_implementation for each in every} == {"deepspeed"}
+    check_bounds_of_some(plans, every, workers, bounds)
+
+
+@pytest.mark.parametrize(
     ("model", "plan", "length"),
     [
         ("mixture-byte-1m", {"ep": 4, "recompute": "full"}, 24),

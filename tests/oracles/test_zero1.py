@@ -261,7 +261,7 @@ def test_deepspeed_gives_each_rank_an_even_part_and_gathers_them_without_a_broad
     (held,) = program.persistent
     assert (held["parameters"], held["master_copy"]) == (4 * ranks * part, 4 * part)  # 168 elements, padded
     assert held["optimizer"] == pytest.approx(2 * 4 * part, abs=8)  # and a counter
-    assert held["buckets"] == PARAMETERS
+    assert "buckets" not in held  # they exist in the backward only
     alone, whole = (simulate(loaded_of(each)).result for each in (scenario, tiny(ranks)))
     assert [e.key for e in alone.collectives if e.kind == "all-reduce"] == [
         e.key for e in whole.collectives if e.kind == "all-reduce"
@@ -277,6 +277,61 @@ def test_deepspeed_gathers_large_parts_in_buckets_of_5e8_elements():
     assert len(found) == 8 * low.flat_part // 500_000_000
     assert sum(each.size_bytes for each in found) == 4 * 8 * low.flat_part
     assert model.elements <= 8 * low.flat_part < model.elements + 16
+
+
+FLAT2 = {"method": "zero2", "zero2_implementation": "deepspeed"}
+
+
+def peak_of(plan: dict[str, Any], **workload: Any) -> dict[str, float]:
+    scenario = scenario_of(star(4), plan, global_batch_size=8, **workload)
+    return dict(simulate(loaded_of(scenario)).result.ranks[0].peak_by_category_bytes)
+
+
+def test_deepspeeds_two_stages_are_the_same_in_a_single_micro_batch():
+    one, two = (lower(scenario_of(star(4), plan, global_batch_size=8)) for plan in (FLAT, FLAT2))
+    assert one == two
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_deepspeeds_second_stage_all_reduces_in_every_micro_batch_and_gathers_once_a_step(micro_batches: int):
+    """DeepSpeed's default, use_multi_rank_bucket_allreduce: the bytes of an all-reduce, not of a reduce-scatter."""
+    program = lower(scenario_of(star(4), FLAT2 | {"micro_batches": micro_batches}, global_batch_size=8))
+    found = sorted((each.kind, each.size_bytes) for each in program.communications.values())
+    assert found == [("all-gather", PARAMETERS), *[("all-reduce", PARAMETERS)] * micro_batches]
+
+
+def test_deepspeeds_first_stage_accumulates_whole_gradients_and_its_second_one_a_part():
+    """Rank of four: 42 of 168 elements; a second micro-batch's part exists until it is added to the first one's."""
+    buffers, elements = 8 * 2**10, 168
+    of = {"micro_batches": 2, "bucket_bytes": buffers, "overlap": False}
+    first, second = peak_of(FLAT | of), peak_of(FLAT2 | of)
+    assert (first["buckets"], second["buckets"]) == (buffers, buffers)
+    assert first["gradients"] >= 4 * elements > second["gradients"] >= 4 * elements / 4
+    assert peak_of(FLAT2 | of | {"overlap": True})["buckets"] == 2 * buffers
+
+
+def test_deepspeeds_buckets_hold_no_more_than_their_limit_and_a_larger_tensor_is_alone():
+    limit = 4 * 40
+    low = Lowering(scenario_of(star(2), FLAT2 | {"bucket_bytes": limit}, global_batch_size=4), None, 0, range(2))
+    sizes = [4 * bucket.elements for bucket in low.buckets]
+    assert sum(sizes) == PARAMETERS
+    assert all(size <= limit or len(bucket.members) == 1 for size, bucket in zip(sizes, low.buckets, strict=True))
+    assert any(size > limit for size in sizes)
+    assert any(len(bucket.members) > 1 for bucket in low.buckets)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"method": "zero3"}, "method 'zero3' is not 'zero2'; leave it out"),
+        ({"pp": 2, "micro_batches": 2}, r"plan.pp = 2: DeepSpeed's pipelines take no ZeRO-2"),
+        ({"gradient_sync": "step"}, "gradients are freed after every micro-batch"),
+        ({"compress": "bf16"}, r"plan.zero2_implementation = 'deepspeed'; allowed with 'torch'"),
+    ],
+)
+def test_deepspeeds_second_stage_is_refused_where_there_is_none(more: dict[str, Any], said: str):
+    with pytest.raises(UserError, match=said):
+        scenario_of(star(4), FLAT2 | more, global_batch_size=8)
 
 
 MEGATRON = {"method": "zero1", "zero1_implementation": "megatron"}

@@ -127,7 +127,7 @@ class MemoryBounds:
             if policies.parameters == "gathered" and policies.shards > 1:
                 backward += part.elements * self.parts.value
             gradients = part.elements * min(self.parts.value, self.parts.reduced)
-            if plan.zero1_implementation == "megatron":
+            if policies.zero1_implementation == "megatron":
                 gradients = 0.0  # gradients are in the buckets, which are counted
             first, later = in_flight[place]
             peak = (first - 1) * kept + max(forward, backward)
@@ -321,7 +321,9 @@ class MemoryBounds:
         kept = elements * value if replicated else owned * value
         if offload == "parameters":
             kept = 0.0
-        if policies.gradients == "all-reduce":  # gradients of divided experts are not in buckets
+        if (
+            policies.gradients == "all-reduce" and not policies.frees_gradients
+        ):  # gradients of divided experts are not in buckets
             kept += (elements - part.expert_elements * (policies.ep > 1)) * value
         if offload is None:
             kept += owned * master if replicated and master > value else 0.0
@@ -338,9 +340,10 @@ class MemoryBounds:
 
         Gradients that are to be all-reduced are in buckets as well.
         """
-        if policies.pp > 1 or self.parts.scenario.plan.zero1_implementation == "megatron":
+        if policies.pp > 1 or policies.zero1_implementation == "megatron":
             return 0, 0.0
-        if policies.gradient_sync == "step" or policies.gradients in ("local", "all-reduce"):
+        frees = policies.frees_gradients and policies.gradient_sync == "micro-batch"
+        if not frees and (policies.gradient_sync == "step" or policies.gradients in ("local", "all-reduce")):
             return min(self.parts.value, self.parts.reduced), 0.0
         return 0, owned * self.parts.value
 
@@ -414,7 +417,7 @@ class MemoryBounds:
             return self.parts.once(("chunks", part.key, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
         if policies.gradients == "push":
             return self._pushed_share(plan, policies, part, rank)
-        if plan.zero1_implementation != "torch":
+        if policies.zero1_implementation != "torch":
             return 0.0 if self.parts.workload.optimizer == "muon" else part.elements / ranks
         return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
 

@@ -118,10 +118,10 @@ def check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> N
     if policies.tp == 1:
         raise UserError(f"{where}: there are no tensor-parallel ranks to divide sequences among; set plan.tp")
     _check_equal_owners(scenario, where)
-    if scenario.plan.zero1_implementation == "deepspeed":
-        raise UserError(
-            f"{where}: cannot run yet with plan.zero1_implementation = 'deepspeed'; allowed: 'torch', 'megatron'"
-        )
+    if policies.zero1_implementation == "deepspeed":
+        key = scenario.plan.zero_implementation_key
+        others = "'torch', 'megatron'" if key.endswith("zero1_implementation") else "'torch'"
+        raise UserError(f"{where}: cannot run yet with {key} = 'deepspeed'; allowed: {others}")
     if not isinstance(model.input, TokenInput):
         raise UserError(f"{where}: the input of '{model.name}' is no sequence; leave it out")
     if not model.sequence_layers and not routes_parts(model, policies):

@@ -49,7 +49,7 @@ def check_muon(scenario: Scenario, policies: Policies, file: str) -> None:
     refused: tuple[tuple[str, object, object], ...] = (
         ("plan.tp", policies.tp, 1),
         ("plan.offload", plan.offload, None),
-        ("plan.zero1_implementation", plan.zero1_implementation, "megatron"),
+        (plan.zero_implementation_key, policies.zero1_implementation, "megatron"),
     )
     for key, value, allowed in refused:
         if value not in (allowed, "torch"):
