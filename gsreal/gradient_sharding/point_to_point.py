@@ -238,6 +238,20 @@ def all_gather_into_tensor(output: Tensor, own: Tensor, *, group: dist.ProcessGr
         _ring_all_gather([output.view(-1)[slice(*places)] for places in ranges], group, tag)
 
 
+def all_gather_directly(output: Tensor, own: Tensor, *, group: dist.ProcessGroup, tag: int = 0) -> Pending:
+    """Do what `dist.all_gather_into_tensor` does, by a message to each other rank; allocates no buffer.
+
+    Returns immediately; wait on the result.
+    """
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    parts = [output.view(-1)[slice(*places)] for places in _even_ranges(output, group)]
+    parts[rank].copy_(own.reshape(-1))
+    others = [(rank + k) % len(ranks) for k in range(1, len(ranks))]
+    with announce(_collective_over("all-gather", output, group)):
+        incoming = [(ranks[i], parts[i]) for i in reversed(others)]
+        return _post(incoming, [(ranks[i], parts[rank]) for i in others], group, tag)
+
+
 def reduce_scatter_v(
     own: Tensor, flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, tag: int = 0
 ) -> None:

@@ -133,7 +133,9 @@ def divide_context(
 def context_exchange(policies: Policies, timeline: Timeline, device: torch.device) -> ContextParts | Ring:
     """Return how this rank's sequences are divided, and what its attention exchanges: heads, or keys in a ring."""
     group = context_group(policies, device)
-    return observed_ring(group, timeline, zigzag=policies.zigzag) if policies.ring else observed_parts(group, timeline)
+    if not policies.ring:
+        return observed_parts(group, timeline)
+    return observed_ring(group, timeline, zigzag=policies.zigzag, gathers=policies.gathers_keys)
 
 
 def observed_parts(group: dist.ProcessGroup, timeline: Timeline) -> ContextParts:

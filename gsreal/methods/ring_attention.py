@@ -1,5 +1,7 @@
 """Ring attention: keys and values rotate among context-parallel ranks, and each attends to a block at a time.
 
+With `plan.context_exchange = "gather"` they are all-gathered instead, at once, while a rank attends to its own.
+
 In the forward, a rank sends the keys and values that it has to the next rank while it attends to them. It merges the
 block's output into its own by the log-sum-exp of both (Liu et al. 2023, Ring Attention, arXiv:2310.01889). In the
 backward, keys and values rotate again, and their gradients follow one block behind: each rank adds its own, and a last
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gsreal.gradient_sharding.point_to_point import all_to_all_v
+from gsreal.gradient_sharding.point_to_point import all_gather_directly, all_to_all_v
 from gsreal.measure import Timeline
 from gssim.errors import UserError
 from gssim.plan import Block, ring_blocks
@@ -41,12 +43,31 @@ class Ring(NamedTuple):
     rank: int
     zigzag: bool
     shift: Callable[[Tensor, Tensor, int], Arrival]
+    gather: Callable[[Tensor, Tensor], Arrival] | None
+    """Fills its first argument with the second of every rank; None: keys and values rotate."""
     number: int
     """Its place in `_RINGS`."""
 
     def blocks(self, *, causal: bool) -> tuple[Block | None, ...]:
         """Return the blocks of this rank, in their order."""
         return ring_blocks(self.rank, ranks=self.ranks, causal=causal, zigzag=self.zigzag)
+
+    def room(self, own: Tensor) -> Tensor | None:
+        """Return memory for the keys and values of all ranks, if these are gathered; `own`: this rank's."""
+        return own.new_empty((self.ranks, *own.shape)) if self.gather else None
+
+    def pass_on(self, step: int, held: Tensor, own: Tensor, every: Tensor | None) -> tuple[Tensor, Arrival | None]:
+        """Return the keys and values of the next step, and their arrival, unless they are there; `held`: this step's.
+
+        `every`: those of all ranks, from `room`.
+        """
+        if step + 1 == self.ranks:
+            return held, None
+        if every is not None and self.gather is not None:
+            arrival = self.gather(every, own) if step == 0 else None
+            return every[(self.rank - step - 1) % self.ranks], arrival
+        received = torch.empty_like(own)
+        return received, self.shift(held, received, KEYS)
 
 
 def _parts(block: Block, queries: int, keys: int) -> tuple[slice, slice]:
@@ -60,10 +81,9 @@ _RINGS: list[Ring] = []
 
 def _attend(query: Tensor, own: Tensor, ring: int, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     """Return a rank's output and log-sum-exp; `own`: its keys and values, `ring`: the number of the ring."""
-    ranks, held = _RINGS[ring].ranks, own
+    held, every = own, _RINGS[ring].room(own)
     for step, block in enumerate(_RINGS[ring].blocks(causal=causal)):
-        received = torch.empty_like(own) if step + 1 < ranks else held
-        arrival = _RINGS[ring].shift(held, received, KEYS) if step + 1 < ranks else None
+        received, arrival = _RINGS[ring].pass_on(step, held, own, every)
         if step == 0:
             assert block is not None  # a rank's own positions see each other
             out, sums = _forward(query, *held, 0.0, block.causal, scale=scale)
@@ -104,10 +124,10 @@ class RingAttention(torch.autograd.Function):
         query, own, out, sums = ctx.saved_tensors
         ring, (of_out,) = ctx.ring, gradients
         held, arriving, returning = own, own, None
+        every = ring.room(own)
         of_query: Tensor | None = None
         for step, block in enumerate(ring.blocks(causal=ctx.causal)):
-            received = torch.empty_like(own) if step + 1 < ring.ranks else held
-            arrival = ring.shift(held, received, KEYS) if step + 1 < ring.ranks else None
+            received, arrival = ring.pass_on(step, held, own, every)
             found: tuple[Tensor, ...] = ()
             whole: tuple[Tensor, ...] = ()
             if block is not None:
@@ -144,25 +164,31 @@ def _merge(out: Tensor, sums: Tensor, block_out: Tensor, block_sums: Tensor) -> 
     sums.copy_(both)
 
 
-def observed_ring(group: dist.ProcessGroup, timeline: Timeline, *, zigzag: bool) -> Ring:
-    """Return the ranks of a group as a ring, whose waits are recorded as spans."""
+def observed_ring(group: dist.ProcessGroup, timeline: Timeline, *, zigzag: bool, gathers: bool) -> Ring:
+    """Return the ranks of a group as a ring, whose waits are recorded as spans.
+
+    `gathers`: whether keys and values are gathered at once.
+    """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
 
     class Waiting:
-        def __init__(self, arrival: Arrival) -> None:
-            self.arrival = arrival
+        def __init__(self, arrival: Arrival, name: str) -> None:
+            self.arrival, self.name = arrival, name
 
         def wait(self) -> None:
-            with timeline.span("rotate", "exposed_communication", group):
+            with timeline.span(self.name, "exposed_communication", group):
                 self.arrival.wait()
 
     def shift(sent: Tensor, received: Tensor, tag: int) -> Arrival:
         sends: list[Tensor | None] = [None] * ranks
         receives: list[Tensor | None] = [None] * ranks
         sends[(rank + 1) % ranks], receives[(rank - 1) % ranks] = sent, received
-        return Waiting(all_to_all_v(sends, receives, group=group, declared_bytes=sent.nbytes, tag=tag))
+        return Waiting(all_to_all_v(sends, receives, group=group, declared_bytes=sent.nbytes, tag=tag), "rotate")
 
-    _RINGS.append(Ring(ranks, rank, zigzag, shift, number=len(_RINGS)))
+    def gather(every: Tensor, own: Tensor) -> Arrival:
+        return Waiting(all_gather_directly(every, own, group=group, tag=KEYS), "all-gather keys")
+
+    _RINGS.append(Ring(ranks, rank, zigzag, shift, gather if gathers else None, number=len(_RINGS)))
     return _RINGS[-1]
 
 
@@ -175,9 +201,11 @@ def attend_in_ring(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *other
             "plan.cp: attention with a mask, or from one sequence to another, cannot be divided among ranks"
         )
     if settings.get("dropout_p"):
-        raise UserError("plan.context_exchange = 'ring': an attention with dropout cannot run in a ring yet")
+        raise UserError(
+            "plan.context_exchange: an attention with dropout cannot run in blocks yet; allowed: 'all-to-all'"
+        )
     if query.device.type != "cpu":
-        raise UserError("plan.context_exchange = 'ring': runs on CPUs only yet; allowed on GPUs: 'all-to-all'")
+        raise UserError("plan.context_exchange: blocks run on CPUs only yet; allowed on GPUs: 'all-to-all'")
     output: Tensor = RingAttention.apply(
         query, key, value, ring, bool(settings.get("is_causal")), settings.get("scale")
     )

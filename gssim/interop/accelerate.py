@@ -21,7 +21,13 @@ from gssim.interop.reading import (
     read_bounded,
     refused,
 )
-from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, optimizer_in
+from gssim.interop.training import (
+    PRECISIONS,
+    WHOLE_MODEL_COMPILED,
+    Training,
+    optimizer_in,
+    torchs_context_exchange,
+)
 
 METHODS = ("plan.method",)
 LOSS_SCALE = "how the factor on the loss changes: steps that are skipped are not predicted"
@@ -265,10 +271,6 @@ ACCELERATE: dict[str, Rule] = {
         "deepspeed_config.seq_parallel_communication_data_type",
         neutral=("fp32",),  # DeepSpeed's default, which nothing uses where no sequence is divided
     ),
-    **listed(
-        "approximated: keys and values pass in a ring, whether they are gathered at once or not",
-        "parallelism_config.*cp_comm_strategy",
-    ),
     **listed("attention is that of the model file", "parallelism_config.*sp_attn_implementation"),
     **listed("of sequence or context parallelism, which is off or read by its degree", "parallelism_config.*"),
     **listed(
@@ -343,6 +345,8 @@ def _parallelism_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
         key = f"parallelism_config.parallelism_config_{name}_size"
         if (size := keys.integer(key, f"parallelism_config.{name}_size", sets=f"plan.{name}", least=-1)) is not None:
             sizes[name] = size
+    strategies = ("parallelism_config_cp_comm_strategy", "cp_comm_strategy")
+    found.context_exchange = torchs_context_exchange(keys, *(f"parallelism_config.{each}" for each in strategies))
     _sequences_of_accelerate(keys, found, kind)
     data = [sizes.pop(name, None) for name in ("dp_replicate", "dp_shard")]
     for name, size in sizes.items():

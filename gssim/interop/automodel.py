@@ -4,7 +4,14 @@ import re
 
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
 from gssim.interop.torchtitan import PURE_16_BIT, RECOMPUTE, SCHEDULES
-from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in
+from gssim.interop.training import (
+    PRECISIONS,
+    WHOLE_MODEL_COMPILED,
+    Training,
+    bucket_in,
+    optimizer_in,
+    torchs_context_exchange,
+)
 
 LORA = "adapters of low rank and frozen weights cannot be simulated"
 AUTOMODEL: dict[str, Rule] = {
@@ -95,6 +102,7 @@ def automodel(keys: Keys) -> Training:
     ):
         sets = f"plan.{name}"
         setattr(training, name, keys.integer(f"{at}.{keyed}", sets=sets))
+    training.context_exchange = torchs_context_exchange(keys)
     _automodel_sharding(keys, training, at)
     local = keys.integer("step_scheduler.local_batch_size", sets="plan.micro_batches")
     training.micro_batch = local

@@ -122,7 +122,7 @@ def _notes(scenario: Scenario, to: str) -> list[str]:
     if to == "deepspeed" and plan.recompute != "none":
         notes.append(note_of("plan.recompute", plan.recompute, "recompute in your own code"))
     if policies.cp > 1 and not policies.ring and to != "deepspeed":
-        notes.append(note_of("plan.context_exchange", "all-to-all", f"{to} passes keys and values in a ring"))
+        notes.append(note_of("plan.context_exchange", "all-to-all", f"{to} exchanges keys and values, not heads"))
     if (same := _read_back_method(scenario)) != plan.method:
         notes.append(note_of("plan.method", plan.method, f"reads back as '{same}', which is the same here"))
     if workload.momentum != Workload.__dataclass_fields__["momentum"].default and workload.optimizer not in (
@@ -158,7 +158,7 @@ def _refuse_contexts(scenario: Scenario, to: str) -> None:
     plan, policies = scenario.plan, scenario.policies
     _refuse(to, "plan.cp", policies.cp, policies.cp == 1 or to != "torchrun", "1")
     if policies.cp > 1 and to == "deepspeed":
-        _refuse(to, "plan.context_exchange", "ring", not policies.ring, "'all-to-all'")
+        _refuse(to, "plan.context_exchange", plan.context_exchange, not policies.ring, "'all-to-all'")
         _refuse(to, "plan.tp", policies.tp, policies.tp == 1, "1 beside plan.cp: its mesh has no third axis")
     if policies.gradients == "reduce-scatter":
         _refuse(to, "plan.dp_shard", policies.dp_shard, policies.shards > 1, "more than 1, or another method")
@@ -343,6 +343,9 @@ def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
         sizes = {"dp_replicate": policies.dp_replicate, "dp_shard": policies.dp_shard, "tp": policies.tp}
         sizes |= {"cp": policies.cp} if policies.cp > 1 else {}
         lines += ["parallelism_config:", *(f"  parallelism_config_{name}_size: {n}" for name, n in sizes.items())]
+        if policies.cp > 1:
+            strategy = "allgather" if policies.gathers_keys else "alltoall"
+            lines.append(f"  parallelism_config_cp_comm_strategy: {strategy}")
     if len(hosts) > 1:
         lines.insert(1, "# On each host: accelerate launch --machine_rank RANK --main_process_ip HOST")
     notes.append(note_of("workload.global_batch_size", workload.global_batch_size, "is the script's"))
@@ -430,6 +433,7 @@ def _torchtitan_parallelism(scenario: Scenario, micro: int, many: int, notes: li
     }
     if policies.cp > 1:
         table["context_parallel_degree"] = policies.cp
+        table["context_parallel_rotate_method"] = "allgather" if policies.gathers_keys else "alltoall"
     if policies.tp > 1:
         table["tensor_parallel_degree"] = policies.tp
         if not plan.loss_parallel:

@@ -200,7 +200,7 @@ MEGATRON: dict[str, Rule] = {
 """How Megatron's arguments are treated that are not read; the first matching pattern counts."""
 
 STRATEGIES = {"no_shard": "none", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
-CONTEXT_EXCHANGES = {"p2p": "ring", "a2a": "all-to-all"}
+CONTEXT_EXCHANGES = {"p2p": "ring", "a2a": "all-to-all", "all_gather": "gather"}
 SIZES = {
     "layers": "num-layers",
     "width": "hidden-size",
@@ -240,10 +240,7 @@ def megatron(keys: Keys) -> Training:
     _sharding(keys, training)
     _pipeline(keys, training)
     if training.cp is not None and training.cp.value > 1:
-        why = "hierarchical and gathering exchanges cannot be simulated"
-        training.context_exchange = keys.choice(
-            CONTEXT_EXCHANGES, "cp-comm-type", sets="plan.context_exchange", why=why
-        )
+        _context_exchange(keys, training)
     _recompute(keys, training)
     _optimizer(keys, training)
     training.clip_norm = keys.number("clip-grad") or Value(1.0, "clip-grad = 1.0 (its default)")
@@ -262,6 +259,14 @@ def megatron(keys: Keys) -> Training:
     training.async_input_gradients = Value(waits is None or not waits.value, waits.origin if waits else default)
     keys.close(MEGATRON)
     return training
+
+
+def _context_exchange(keys: Keys, training: Training) -> None:
+    why = "hierarchical exchanges cannot be simulated"
+    exchange = keys.choice(CONTEXT_EXCHANGES, "cp-comm-type", sets="plan.context_exchange", why=why)
+    training.context_exchange = exchange
+    if exchange is not None and exchange.value == "gather":
+        keys.note(exchange.key, "approximated: gradients of keys go around, and are not reduce-scattered")
 
 
 def _architecture(keys: Keys, training: Training) -> None:

@@ -3,7 +3,7 @@
 import math
 
 from gssim.interop.reading import LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
-from gssim.interop.training import PRECISIONS, Training, optimizer_in
+from gssim.interop.training import PRECISIONS, Training, optimizer_in, torchs_context_exchange
 
 RECOMPUTE = ("plan.recompute",)
 PURE_16_BIT = (
@@ -41,7 +41,7 @@ TORCHTITAN: dict[str, Rule] = {
     ),
     **listed("of experts, which are off or refused", "parallelism.*expert*"),
     **listed(
-        "of context parallelism, which is off, or approximated: keys and values pass in a ring of shifts",
+        "of context parallelism, which is off, or approximated: sequences are divided in balanced parts",
         "parallelism.context_parallel_* experimental.context_parallel_rotate_method",
     ),
     **refused(
@@ -104,6 +104,9 @@ def torchtitan(keys: Keys) -> Training:
         least = -1 if name == "dp_shard" else 1
         degrees[name] = keys.integer(f"parallelism.{key}", *older, sets=f"plan.{name}", least=least)
         setattr(training, name, degrees[name])
+    training.context_exchange = torchs_context_exchange(
+        keys, *(f"{table}.context_parallel_rotate_method" for table in ("parallelism", "experimental"))
+    )
     replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
     is_older = any(keys.has(key) for _, *older in DEGREES.values() for key in older)
     training.dp_replicate = replicate or Value(1, "data_parallel_replicate_degree = 1 (its default)")

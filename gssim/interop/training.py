@@ -97,7 +97,7 @@ class Training:
     pp: Value | None = None
     cp: Value | None = None
     context_exchange: Value | None = None
-    """ring or all-to-all; None: a ring."""
+    """ring, gather or all-to-all; None: a ring."""
     ep: Value | None = None
     etp: Value | None = None
     """Number of tensor ranks that cut each divided expert; None: all of them."""
@@ -543,8 +543,8 @@ def _axes(
     if cp.value > 1:
         entries.append(Entry.of("plan.cp", cp))
         exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
-        if exchange.value == "ring":
-            entries.append(Entry("plan.context_exchange", "ring", exchange.origin))
+        if exchange.value != "all-to-all":
+            entries.append(Entry.of("plan.context_exchange", exchange))
     return ranks, dp, tp, pp, [*entries, *_experts(training, keys, tp)]
 
 
@@ -813,6 +813,12 @@ def optimizer_in(keys: Keys, training: Training, *names: str) -> None:
             training.optimizer_state_precision = Value(state, found.origin)
         if "paged" in found.origin:
             keys.listed.append((found.origin, "approximated: its paged state stays in the device's memory"))
+
+
+def torchs_context_exchange(keys: Keys, *names: str) -> Value:
+    """Return how torch's context parallelism exchanges keys and values, which a key may say; gathered by default."""
+    said = keys.choice({"allgather": "gather", "alltoall": "ring"}, *names, sets="plan.context_exchange")
+    return said or Value("gather", "torch's context parallelism gathers keys and values (its default)")
 
 
 def bucket_in(keys: Keys, training: Training, name: str) -> None:

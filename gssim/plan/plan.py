@@ -317,13 +317,15 @@ class Plan:
     its slices of blocks on its part of the sequences, and exchanges the heads that it has; stages of a pipeline
     (`pp`) pass on their parts; experts (`ep`) are divided among these ranks too. Ranks are numbered with `tp` inside
     `cp`, `cp` inside the data axes, and these inside `pp`."""
-    context_exchange: Literal["all-to-all", "ring"] = "all-to-all"
+    context_exchange: Literal["all-to-all", "ring", "gather"] = "all-to-all"
     """How context-parallel ranks attend to each other's positions. `all-to-all`: each to whole sequences, with its part
     of the heads, which their number must allow. `ring`: keys and values of a rank's positions go around, and each rank
-    attends to a block at a time, with all heads (ring attention)."""
+    attends to a block at a time, with all heads (ring attention). `gather`: the same blocks, but all keys and values
+    are all-gathered at once, while a rank attends to its own; their gradients go around (torch's default)."""
     context_split: Literal["zigzag", "plain"] = "zigzag"
-    """Positions of context-parallel ranks in a ring. `zigzag`: of 2n parts of a sequence, the i-th rank has the i-th
-    and the i-th from the end, so that all have as much to do under a causal mask. `plain`: the i-th of n parts."""
+    """Positions of context-parallel ranks with `ring` or `gather`. `zigzag`: of 2n parts of a sequence, the i-th rank
+    has the i-th and the i-th from the end, so that all have as much to do under a causal mask. `plain`: the i-th of n
+    parts."""
     pp: PositiveInt = 1
     """Ranks in a pipeline of stages; for `pipeline`, 1 means the ranks that the other axes leave."""
     ep: PositiveInt = 1

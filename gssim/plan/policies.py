@@ -75,9 +75,11 @@ class Policies:
     cp: int = 1
     """Ranks that divide sequences among them."""
     ring: bool = False
-    """Whether their attention is a ring, not an exchange of heads."""
+    """Whether they attend to blocks of keys and values, as in a ring, and do not exchange heads."""
+    gathers_keys: bool = False
+    """Whether they gather the keys and values of all these blocks at once."""
     zigzag: bool = False
-    """Whether they have the positions of the ring's balanced division."""
+    """Whether they have the positions of the balanced division."""
 
     @property
     def cuts_natively(self) -> bool:
@@ -212,8 +214,9 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         sequence_parallel=plan.sequence_parallel,
         ep=plan.ep,
         etp=None if plan.ep == 1 or plan.etp == plan.tp else plan.etp,
-        ring=plan.cp > 1 and plan.context_exchange == "ring",
-        zigzag=plan.cp > 1 and plan.context_exchange == "ring" and plan.context_split == "zigzag",
+        ring=plan.cp > 1 and plan.context_exchange != "all-to-all",
+        gathers_keys=plan.cp > 1 and plan.context_exchange == "gather",
+        zigzag=plan.cp > 1 and plan.context_exchange != "all-to-all" and plan.context_split == "zigzag",
     )
 
 

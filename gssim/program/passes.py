@@ -35,7 +35,7 @@ from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
 from gssim.program.publish import mean_publish_density, publish_ratios, published_bytes
 from gssim.program.push import estimates_thresholds, push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
-from gssim.program.ring import RING_OPERATIONS, ring_exchange
+from gssim.program.ring import gathering_exchange, ring_exchange
 from gssim.program.sharded import (
     Gathered,
     gather_parameters,
@@ -640,8 +640,9 @@ def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequen
 def _own_exchange(low: Lowering, rank: int, task: Task, exchange: Communication) -> Communication:
     """Return the collective of an equal stage's task, with the groups of this rank."""
     samples = low.batch_sizes[rank]
-    if task.id.op in RING_OPERATIONS:
-        return ring_exchange(low, samples, exchange.size_bytes)
+    if task.id.op in ("rotate", "gather-keys"):
+        made = ring_exchange if task.id.op == "rotate" else gathering_exchange
+        return made(low, samples, exchange.size_bytes)
     group, *groups = layer_groups(low, samples, "cp" if task.id.op in CONTEXT_OPERATIONS else "tp")
     return replace(exchange, group=group, beside=tuple(groups))
 

@@ -9,7 +9,13 @@ n shifts. A rank thus sends
     (n - 1) * 2 * b * p * width_of_keys * bytes        in a forward, and
     (2 n - 1) * 2 * b * p * width_of_keys * bytes      in a backward,
 
-where p is the number of positions of a rank (Liu et al. 2023, arXiv:2310.01889). Let the attention's time be that on
+where p is the number of positions of a rank (Liu et al. 2023, arXiv:2310.01889).
+
+With `plan.context_exchange = "gather"` a single all-gather of the same bytes takes the place of the rotations of keys
+and values, while a rank attends to its own block; it keeps them all until the attention ends. Gradients are shifted as
+in a ring (torch 2.13, torch.distributed.tensor.experimental, _AllGatherRotater).
+
+Let the attention's time be that on
 whole sequences with the rank's part of the heads. With a balanced division a block takes 1/n of it; otherwise its share
 of the work: see `gssim.plan.context_blocks`. The attention's part of a layer's time is its part of the layer's FLOP;
 only the attention's FLOP grow with the square of the sequence length. `gsreal.methods.ring_attention` works in this
@@ -25,8 +31,9 @@ _templated_ring_attention_backward), which merges in float32, copies a whole ten
 and concatenates what it sends.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from gssim.collectives import Communication, Pairs
 from gssim.memory import Event, footprint
@@ -36,7 +43,7 @@ from gssim.program.task import PASSES, Task, TaskId, collective_task
 from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance, Reduction, TokenInput
 
-RING_OPERATIONS = ("rotate", "attend")
+BLOCK_OPERATIONS = ("gather-keys", "rotate", "attend")
 PRODUCTS = {"f": 2, "r": 2, "b": 5}
 """Matrix products of an attention, each of 2 * b * p * s * width FLOP, by pass."""
 
@@ -62,8 +69,8 @@ def ring_attention(
     before: TaskId,
     samples_of_group: int | None,
 ) -> list[Task]:
-    """Return the blocks and shifts of a ring. They follow the part of the layer's pass that ends where attention
-    begins.
+    """Return the blocks and exchanges of a ring, or of the attention to gathered keys. They follow the part of the
+    layer's pass that ends where attention begins.
 
     `alone_s`: time of the attention where a rank has whole sequences and a part of the heads. `before`: identity of the
     preceding part. `samples_of_group`: the rank's number of samples if rings differ in it, else None.
@@ -83,22 +90,25 @@ def ring_attention(
     last = len(blocks) - 1
     own = TaskId("attend", layer=instance.module, during=PASSES[phase])
     turn = own._replace(op="rotate", samples=samples_of_group)
+    keys_of = partial(_rotated, exchange, turn, last=last, size=size)
+    if policies.gathers_keys:
+        gathering = gathering_exchange(low, low.batch_sizes[rank], policies.cp * size)
+        keys_of = partial(_gathered, gathering, turn._replace(op="gather-keys"), last=last, size=size)
     for step, block in enumerate(blocks):
         attend, shift = own._replace(part=step or None), turn._replace(part=step or None)
-        if step < last:
-            tasks.append(_shift(exchange, shift, after=before))
-        after = turn._replace(part=step - 1 or None)
-        changes = (
-            _backward_changes(step, last, block, size, out, copies_rows=copies_rows)
+        keys = keys_of(step, before=before)
+        tasks += keys.posted
+        own_changes = (
+            _backward_changes(step, block, size, out, copies_rows=copies_rows)
             if phase == "b"
-            else _forward_changes(step, last, block, size, out, others[-1])
+            else _forward_changes(step, block, out, others[-1])
         )
+        changes = [*keys.allocated, *own_changes, *keys.freed]
         events = [Event(place, change, "communication") for place, change in enumerate(changes)]
         duration_s = alone_s * (block.work if block else 0.0) / mean_work
         duration_s += moved_bytes(phase, step, last, block, size, out) / device.memory_bandwidth_bytes_per_s
         name = "forward" if phase == "f" else "backward"
-        waits = (after,) if step else ()
-        tasks.append(Task(attend, name, duration_s=duration_s, after=waits, need=footprint(events)))
+        tasks.append(Task(attend, name, duration_s=duration_s, after=keys.awaited, need=footprint(events)))
         before = attend
         if phase != "b":
             continue
@@ -112,6 +122,33 @@ def ring_attention(
         freed = footprint([Event(0, -size, "communication")])
         tasks.append(Task(home.serving("release"), "exposed_communication", after=(home,), need=freed))
     return tasks
+
+
+class _Keys(NamedTuple):
+    """How a rank has the keys and values of one step of its attention."""
+
+    posted: tuple[Task, ...]
+    """The exchange that begins with the step."""
+    awaited: tuple[TaskId, ...]
+    """The exchange that the step waits for."""
+    allocated: Sequence[float]
+    """Bytes allocated at its beginning."""
+    freed: Sequence[float]
+    """Bytes freed at its end, negative."""
+
+
+def _rotated(exchange: Communication, turn: TaskId, step: int, *, last: int, size: float, before: TaskId) -> _Keys:
+    """Return the keys of a step in a ring: those of the next step arrive meanwhile; its own are then freed."""
+    posted = (_shift(exchange, turn._replace(part=step or None), after=before),) if step < last else ()
+    awaited = (turn._replace(part=step - 1 or None),) if step else ()
+    return _Keys(posted, awaited, [size] if step < last else [], [-size] if step else [])
+
+
+def _gathered(gathering: Communication, gather: TaskId, step: int, *, last: int, size: float, before: TaskId) -> _Keys:
+    """Return the keys of a step among those that are gathered during the first one, and freed after the last."""
+    held = gathering.size_bytes
+    posted = (_shift(gathering, gather, after=before),) if not step else ()
+    return _Keys(posted, (gather,) if step == 1 else (), [] if step else [held], [-held] if step == last else [])
 
 
 def merged_bytes(phase: str, step: int, last: int, block: Block | None, size: float, out: float) -> float:
@@ -184,42 +221,47 @@ def ring_exchange(low: Lowering, samples: int, size_bytes: float) -> Communicati
     return Communication("all-to-all-v", group, size_bytes, pair_bytes=pairs, beside=tuple(beside))
 
 
+@once_a_run
+def gathering_exchange(low: Lowering, samples: int, size_bytes: float) -> Communication:
+    """Return the all-gather of keys and values; arguments, and why there is one object, as of `ring_exchange`.
+
+    gloo's own goes through a flat copy: each rank sends its keys and values to all others instead.
+    """
+    group, *beside = layer_groups(low, samples, "cp")
+    if low.scenario.cluster.backend != "gloo":
+        return Communication("all-gather", group, size_bytes, beside=tuple(beside))
+    ranks = range(len(group))
+    rows = [tuple(size_bytes / len(group) * (to != rank) for to in ranks) for rank in ranks]
+    pairs = Pairs(rows, tuple(ranks))
+    kind = "all-to-all-v"
+    return Communication("all-gather", group, size_bytes, pair_bytes=pairs, carried_as=kind, beside=tuple(beside))
+
+
 def _shift(exchange: Communication, own: TaskId, *, after: TaskId) -> Task:
-    """Return a rank's part in an exchange of a ring."""
+    """Return a rank's part in an exchange beside the attention."""
     return collective_task(own, exchange, "ring", after=(after,))
 
 
-def _forward_changes(
-    step: int, last: int, block: Block | None, size: float, out: float, sums: float
-) -> Iterator[float]:
-    """Yield the bytes that one step of a forward allocates and frees, in order.
+def _forward_changes(step: int, block: Block | None, out: float, sums: float) -> Iterator[float]:
+    """Yield the bytes that one step of a forward allocates and frees, in order, besides keys and values.
 
-    These are the received keys and values; the block's output and logarithms, and two tensors like them that weigh both
-    outputs; and the keys and values that are no longer needed. The first step's output is the layer's own.
+    These are the block's output and logarithms, and two tensors like them that weigh both outputs. The first step's
+    output is the layer's own.
     """
-    if step < last:
-        yield size
-    if not step:
-        return
-    if block is not None:
+    if step and block is not None:
         of_rows = (2 - block.first_half) / 2
         yield from (of_rows * (out + 3 * sums), -of_rows * (out + 3 * sums))
-    yield -size
 
 
-def _backward_changes(
-    step: int, last: int, block: Block | None, size: float, out: float, *, copies_rows: bool
-) -> Iterator[float]:
-    """Yield the bytes that one step of a backward allocates and frees, in order.
+def _backward_changes(step: int, block: Block | None, size: float, out: float, *, copies_rows: bool) -> Iterator[float]:
+    """Yield the bytes that one step of a backward allocates and frees, in order, besides keys and values.
 
-    These are the received keys and values; the block's gradients; the gradients of keys and values that were sent on;
-    the receive tensor for the next gradients; and the keys and values that are no longer needed. The first gradients
-    are the layer's own. `copies_rows`: whether the kernel copies the gradient of the output where a block has only the
-    second half of the rows. torch's kernel on CPUs does so for several samples, because these rows are not contiguous
-    in memory (torch 2.13, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `grad_out.contiguous()`).
+    These are the block's gradients; the gradients of keys and values that were sent on; and the receive tensor for the
+    next gradients. The first gradients are the layer's own. `copies_rows`: whether the kernel copies the gradient of
+    the output where a block has only the second half of the rows. torch's kernel on CPUs does so for several samples,
+    because these rows are not contiguous in memory (torch 2.13, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
+    `grad_out.contiguous()`).
     """
-    if step < last:
-        yield size
     if not step:
         yield from (size, -size, size)
         return
@@ -230,4 +272,4 @@ def _backward_changes(
         yield from (found, out / 2, -out / 2)
     else:
         yield found
-    yield from (-size, -found, size, -size)
+    yield from (-size, -found, size)

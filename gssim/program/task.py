@@ -26,7 +26,7 @@ BroadcastOperation = Literal["broadcast-buffers", "broadcast-parameters", "all-g
 PushOperation = Literal["collect", "threshold", "counts", "push", "add", "free", "publish", "publish-in-node"]
 PipelineOperation = Literal["activation", "gradient", "messages", "share-compute-times"]
 SequenceOperation = Literal[
-    "gather-sequence", "scatter-sequence", "exchange-heads", "rotate", "attend", "sum-gradients"
+    "gather-sequence", "scatter-sequence", "exchange-heads", "gather-keys", "rotate", "attend", "sum-gradients"
 ]
 ExpertOperation = Literal["count-rows", "dispatch", "combine"]
 StepOperation = Literal["load-batch", "step-begin", "forward-begin", "forward-end", "backward-end", "publish-begin"]
@@ -51,13 +51,13 @@ Operation = Literal[
 `activation`, `gradient`: the pipeline message that carries one. `...-begin`, `...-end` and `backward-callback`: markers
 in a step. `gather-sequence`, `scatter-sequence`: all-gather and reduce-scatter under sequence parallelism.
 `exchange-heads`: the all-to-all between parts of the sequence and parts of the heads. `rotate`: the exchange of keys
-and values in an attention ring; `attend`: the attention to the keys and values that have arrived. `sum-gradients`: the
-all-reduce of gradients of layers that run on such parts. `count-rows`, `dispatch`, `combine`: the exchange of row
-counts, of rows to other ranks' experts, and of their results. `copy-to-host`, `copy-to-device`: copies of offloaded
-state. `parameters`: all updated tensors that ZeRO-1 broadcasts, together. `outer`: the synchronization of parameters
-that ends an outer step. `inner-steps`: the `part` inner steps before it, in which a rank does not communicate.
-`load-batch`: the training loop's work in a step besides forward, backward and update. `other`: a task of a program
-written by hand, with `layer` as its label."""
+and values in an attention ring; `gather-keys`: the all-gather that takes its place; `attend`: the attention to the keys
+and values that have arrived. `sum-gradients`: the all-reduce of gradients of layers that run on such parts.
+`count-rows`, `dispatch`, `combine`: the exchange of row counts, of rows to other ranks' experts, and of their results.
+`copy-to-host`, `copy-to-device`: copies of offloaded state. `parameters`: all updated tensors that ZeRO-1 broadcasts,
+together. `outer`: the synchronization of parameters that ends an outer step. `inner-steps`: the `part` inner steps
+before it, in which a rank does not communicate. `load-batch`: the training loop's work in a step besides forward,
+backward and update. `other`: a task of a program written by hand, with `layer` as its label."""
 BufferAction = Literal["issue", "cast", "issue-cast", "accumulate", "copy-in", "copy-out", "take"]
 PushAction = Literal["begin", "post", "threshold", "counts", "put", "wait", "hand-over", "await"]
 MessageAction = Literal["send", "receive", "release", "return", "overlap"]
@@ -86,6 +86,7 @@ _OPERATION_TEXTS: Mapping[Operation, str] = {
     "scatter-sequence": "reduce-scatter sequence",
     "count-rows": "count rows",
     "exchange-heads": "all-to-all",
+    "gather-keys": "all-gather keys",
     "sum-gradients": "all-reduce partial gradients",
     "load-batch": "load batch",
     "step-begin": "begin",
@@ -113,6 +114,7 @@ _DURING_FIRST: frozenset[Operation] = frozenset(
         "gather-sequence",
         "scatter-sequence",
         "exchange-heads",
+        "gather-keys",
         "rotate",
         "attend",
         "dispatch",

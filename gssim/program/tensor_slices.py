@@ -34,7 +34,7 @@ from gssim.memory import Event, footprint, rerun_positions
 from gssim.program.experts import OPERATIONS as EXPERT_OPERATIONS
 from gssim.program.experts import expert_exchange
 from gssim.program.lowering import Lowering, layer_groups
-from gssim.program.ring import RING_OPERATIONS, attention_ratio, ring_attention
+from gssim.program.ring import BLOCK_OPERATIONS, attention_ratio, ring_attention
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import Scenario, routes_parts
 from gssim.units import Recompute
@@ -254,9 +254,9 @@ OPERATIONS: Mapping[str, Operation] = {
 """Operation of each kind of collective."""
 CONTEXT_EXCHANGES = ("all-to-all", "ring")
 """Kinds of collectives of context parallelism; a layer's other collectives are over tensor-parallel ranks."""
-CONTEXT_OPERATIONS = frozenset(["exchange-heads", *RING_OPERATIONS])
+CONTEXT_OPERATIONS = frozenset(["exchange-heads", *BLOCK_OPERATIONS])
 """Operations of context parallelism's collectives."""
-SLICE_COLLECTIVES = frozenset([*OPERATIONS.values(), *EXPERT_OPERATIONS.values(), *RING_OPERATIONS])
+SLICE_COLLECTIVES = frozenset([*OPERATIONS.values(), *EXPERT_OPERATIONS.values(), *BLOCK_OPERATIONS])
 
 
 def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:

@@ -305,9 +305,12 @@ def _ring_bytes(scenario: Scenario) -> int:
     """Return the bytes of keys, values and their gradients that go around a ring of all ranks in a step.
 
     n - 1 times in a forward, 2n - 1 times in a backward; of blocks that are checkpointed, once more in the former's.
+    Where keys and values are gathered, only their gradients go around, n times.
     """
     ranks, workload = scenario.policies.cp, scenario.workload
     times = (2 if scenario.plan.recompute == "full" else 1) * (ranks - 1) + 2 * ranks - 1
+    if scenario.policies.gathers_keys:
+        times = ranks
     scale = PRECISION_BYTES[workload.precision] / PRECISION_BYTES[workload.model.traced_precision]
     own = sum(
         scale * instance.layer.reductions[0].size_bytes.at(b=scenario.data_batch_sizes[0], s=1)

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 from point_checks import assert_same_as_unfolded
-from strategies import loaded_of, scenario_of, star
+from strategies import device_type, loaded_of, scenario_of, star
 
 from gssim.errors import UserError
 from gssim.plan import Mesh
 from gssim.program import lower
-from gssim.scenario import load_model, load_scenario
+from gssim.scenario import Scenario, load_model, load_scenario
 from gssim.scenario.tensor_slices import context_part
 from gssim.simulation import simulate
 from gssim.workload import Layer, Reduction
@@ -165,6 +165,7 @@ def test_each_part_of_a_sequence_owns_a_shard_of_its_own(shards):
         {"method": "gs"},
         {"method": "gs_z3", "context_exchange": "ring", "context_split": "plain"},
         {"method": "gs_hier", "dp_replicate": 2, "dp_shard": 1, "context_exchange": "ring"},
+        {"method": "zero3", "context_exchange": "gather"},
     ],
     ids=str,
 )
@@ -222,6 +223,38 @@ def test_a_ring_moves_keys_and_values_once_forward_and_their_gradients_too_backw
     own_bytes = 2 * SAMPLES * 48 // ranks * WIDTH * VALUE_BYTES
     assert (entry.bytes, entry.count) == (ranks * own_bytes, ((ranks - 1) + (2 * ranks - 1)) * LAYERS)
     assert {each.kind for each in found} == {"all-to-all-v", "all-reduce"}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gathered_keys_move_as_often_as_in_a_ring_and_their_gradients_go_around(ranks, backend):
+    """torch's context parallelism: an all-gather in each pass, and n shifts of gradients."""
+    cluster = star(ranks, backend=backend, types={"fast": device_type(kind="cuda")} if backend == "nccl" else None)
+    plan = RING | {"context_exchange": "gather", "cp": ranks}
+    asked = scenario_of(cluster, plan, model=GPT, sequence_length=48, global_batch_size=SAMPLES)
+    found = {each.kind: each for each in simulate(loaded_of(asked)).result.collectives}
+    whole_bytes = 2 * SAMPLES * 48 * WIDTH * VALUE_BYTES
+    assert (found["all-gather"].bytes, found["all-gather"].count) == (whole_bytes, 2 * LAYERS)
+    assert (found["all-to-all-v"].bytes, found["all-to-all-v"].count) == (whole_bytes, ranks * LAYERS)
+    assert {*found} == {"all-gather", "all-to-all-v", "all-reduce"}
+
+
+def test_gathered_keys_hide_behind_one_block_and_stay_for_all_of_them():
+    """In a ring the exchange of each block hides behind the block before, and two ranks' keys are held at a time."""
+    own_bytes = 2 * SAMPLES * 256 // 4 * WIDTH * VALUE_BYTES
+
+    def asked(exchange: str, bandwidth: float) -> Scenario:
+        cluster = star(4, bandwidth=bandwidth, latency_s=0.0)
+        plan = RING | {"context_exchange": exchange, "cp": 4}
+        return scenario_of(cluster, plan, model=GPT, sequence_length=256, global_batch_size=SAMPLES)
+
+    blocks = [task.duration_s for task in lower(asked("ring", 1e9)).tasks[0] if task.id.op == "attend"]
+    at_rate = own_bytes / min(blocks)  # an exchange takes as long as the shortest block
+    ring, gather = (simulate(loaded_of(asked(each, at_rate))).result for each in ("ring", "gather"))
+    assert gather.step_time_s > ring.step_time_s + 2 * LAYERS * min(blocks)
+    attends = [task for task in lower(asked("gather", at_rate)).tasks[0] if task.id.op == "attend"]
+    first, *_, last = attends[:4]  # of the first layer's forward
+    assert (first.need.events[0].size_bytes, last.need.events[-1].size_bytes) == (4 * own_bytes, -4 * own_bytes)
 
 
 def test_fewer_heads_of_keys_go_around_as_such():

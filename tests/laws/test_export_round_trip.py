@@ -50,7 +50,7 @@ CHOICES = {
     "plan.bucket_bytes": [10**7],
     "plan.zero1_implementation": ["deepspeed", "megatron"],
     "plan.zero2_implementation": ["deepspeed"],
-    "plan.context_exchange": ["ring"],
+    "plan.context_exchange": ["ring", "gather"],
     "plan.context_split": ["plain"],
     "plan.sequence_parallel": [True],
     "plan.tp_overlap": [True],

@@ -282,6 +282,9 @@ def test_accelerate_parallelism_config(tmp_path):
     divided = sizes.replace("tp_size: 1", "cp_size: 2").replace("dp_shard_size: 4", "dp_shard_size: 2")
     tables, _ = imported(tmp_path, FSDP.format(reshard="true", more=divided), name="a.yaml")
     assert {"method": "hsdp", "dp_replicate": 2, "dp_shard": 2, "cp": 2}.items() <= tables["plan"].items()
+    assert tables["plan"]["context_exchange"] == "gather"
+    said = f"{divided}  parallelism_config_cp_comm_strategy: alltoall\n"
+    tables, _ = imported(tmp_path, FSDP.format(reshard="true", more=said), name="a.yaml")
     assert tables["plan"]["context_exchange"] == "ring"
 
 
@@ -478,7 +481,9 @@ def test_megatron_refusals(tmp_path, argument, said):
         imported(tmp_path, f"{text.rstrip()} {argument}", name="train.sh", model="gpt3-1.3b")
 
 
-@pytest.mark.parametrize(("kind", "exchange"), [("p2p", "ring"), ("a2a", None), (None, "ring")])
+@pytest.mark.parametrize(
+    ("kind", "exchange"), [("p2p", "ring"), ("a2a", None), ("all_gather", "gather"), (None, "ring")]
+)
 def test_megatron_says_how_sequences_are_exchanged(tmp_path, kind, exchange):
     said = "--context-parallel-size 2" + (f" --cp-comm-type {kind}" if kind else "")
     tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
@@ -826,13 +831,17 @@ def test_torchtitan_shards_over_context_ranks(tmp_path, replicate, context, plan
     assert tables["workload"].get("reduce_precision") == (None if context == 1 and not by_option else "fp32")
 
 
-def test_torchtitans_context_parallelism_is_a_ring_beside_its_selective_recomputation_too(tmp_path):
+@pytest.mark.parametrize(("method", "exchange"), [("", "gather"), ("allgather", "gather"), ("alltoall", "ring")])
+def test_torchtitans_context_parallelism_attends_in_blocks_beside_selective_recomputation_too(
+    tmp_path, method, exchange
+):
     text = TITAN.format(batch=16, replicate=1, shard=-1, reshard="default", mode="selective")
-    text = text.replace("[parallelism]", "[parallelism]\ncontext_parallel_degree = 2")
+    said = f'\ncontext_parallel_rotate_method = "{method}"' if method else ""
+    text = text.replace("[parallelism]", f"[parallelism]\ncontext_parallel_degree = 2{said}")
     tables, _ = imported(
         tmp_path, text.replace('mode = "selective"', 'mode = "selective"\nselective_ac_option = "op"'), name="t.toml"
     )
-    plan = {"cp": 2, "context_exchange": "ring", "recompute": "every-second-product"}
+    plan = {"cp": 2, "context_exchange": exchange, "recompute": "every-second-product"}
     assert {key: tables["plan"].get(key) for key in plan} == plan
 
 

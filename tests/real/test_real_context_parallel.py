@@ -23,6 +23,7 @@ SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "worklo
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 DDP, ZERO3 = ["plan.method=ddp"], ["plan.method=zero3"]
 RING, PLAIN = ["plan.context_exchange=ring"], ["plan.context_exchange=ring", "plan.context_split=plain"]
+GATHER = ["plan.context_exchange=gather"]
 MIXTURE = ["plan.ep=1", "plan.dp_replicate=1", "workload.expert_routing=load", "workload.expert_load.skew=0.7"]
 
 
@@ -61,6 +62,19 @@ ON = {
         ),
         "mixture-ring-ddp-sgd": ("moe-experts.toml", [*SGD, *DDP, *RING, *MIXTURE, "plan.cp=2"]),
         "mixture-ddp-sgd": ("moe-experts.toml", [*SGD, *DDP, *MIXTURE, "plan.cp=2"]),
+        "gpt-gather-zero3-sgd": (
+            "small-demo.toml",
+            [*SGD, *ZERO3, *GATHER, "plan.cp=2", "workload.global_batch_size=3"],
+        ),
+        "llama-gather-selective-zero2-sgd": (
+            "small-demo.toml",
+            [*SGD, "plan.method=zero2", *GATHER, *small("llama"), "plan.cp=2", "plan.recompute=selective"],
+        ),
+        "mixture-gather-ddp-sgd": ("moe-experts.toml", [*SGD, *DDP, *GATHER, *MIXTURE, "plan.cp=2"]),
+        "bert-gather-ddp-adamw": (
+            "small-bert.toml",
+            [*ADAMW64, *DDP, *GATHER, "plan.cp=2", "workload.global_batch_size=2"],
+        ),
         "bert-ring-ddp-adamw": (
             "small-bert.toml",
             [*ADAMW64, *DDP, *RING, "plan.cp=2", "workload.global_batch_size=2"],
@@ -73,6 +87,11 @@ ON = {
         "gpt-ring-ddp-sgd": ("small-demo.toml", [*SGD, *DDP, *RING, "plan.cp=3"]),
         "llama-ring-zero3-sgd": ("small-demo.toml", [*SGD, *ZERO3, *RING, *small("llama"), "plan.cp=3"]),
         "gpt-plain-ring-zero2-sgd": ("small-demo.toml", [*SGD, "plan.method=zero2", *PLAIN, "plan.cp=3"]),
+        "gpt-plain-gather-zero2-sgd": (
+            "small-demo.toml",
+            [*SGD, "plan.method=zero2", *GATHER, "plan.context_split=plain", "plan.cp=3"],
+        ),
+        "llama-gather-zero3-sgd": ("small-demo.toml", [*SGD, *ZERO3, *GATHER, *small("llama"), "plan.cp=3"]),
     },
     4: {
         "gpt-ddp-sgd": ("small-demo.toml", [*SGD, *DDP, "plan.cp=2"]),
@@ -95,6 +114,19 @@ ON = {
             [*SGD, *ZERO3, *RING, "plan.cp=2", "plan.dp_replicate=2", "plan.dp_shard=1", "plan.micro_batches=2"],
         ),
         "mixture-ring-ddp-sgd": ("moe-experts.toml", [*SGD, *DDP, *RING, *MIXTURE, "plan.cp=4"]),
+        "llama-gather-zero3-sgd": ("small-demo.toml", [*SGD, *ZERO3, *GATHER, *small("llama"), "plan.cp=4"]),
+        "gpt-gather-full-hsdp-adamw": (
+            "small-demo.toml",
+            [*ADAMW64, *ZERO3, *GATHER, "plan.cp=2", "plan.dp_replicate=2", "plan.dp_shard=1", "plan.recompute=full"],
+        ),
+        "gpt-gather-cut-sgd": (
+            "small-demo.toml",
+            [*SGD, *DDP, *GATHER, "plan.cp=2", "plan.tp=2", "plan.sequence_parallel=true"],
+        ),
+        "gpt-gather-staged-sgd": (
+            "small-demo.toml",
+            [*SGD, *DDP, *GATHER, "plan.cp=2", "plan.pp=2", "plan.micro_batches=2"],
+        ),
         "gpt-plain-ring-full-zero3-adamw": (
             "small-demo.toml",
             [*ADAMW64, *ZERO3, *PLAIN, "plan.cp=4", "plan.recompute=full"],
@@ -119,7 +151,7 @@ ON = {
 
 FEW = (
     *("llama-selective-zero3-adamw", "mixture-ring-ddp-sgd", "gpt-ring-zero3-sgd"),
-    "llama-ring-selective-zero3-sgd",
+    *("llama-ring-selective-zero3-sgd", "gpt-gather-zero3-sgd"),
 )
 """Cases on two ranks that are not slow: each exchange, model and method once; the last peaks in the attention."""
 GROUPS = {

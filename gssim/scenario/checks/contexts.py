@@ -33,8 +33,8 @@ def check_context(scenario: Scenario, policies: Policies, file: str) -> None:
     _check_ring(plan, policies, length, file)
     if policies.ring and any(fused_attention(layer) is None for layer in model.context_layers if layer.units):
         raise UserError(
-            f"{where}: plan.context_exchange = 'ring': the attention of '{model.name}' is traced as several "
-            "operations, not as one kernel whose blocks can be merged; allowed: 'all-to-all'"
+            f"{where}: plan.context_exchange = '{plan.context_exchange}': the attention of '{model.name}' is traced as "
+            "several operations, not as one kernel whose blocks can be merged; allowed: 'all-to-all'"
         )
     if length % policies.cp or length < 2 * policies.cp:
         raise UserError(
@@ -56,7 +56,7 @@ def _check_exchanged_heads(model: Model, policies: Policies, where: str) -> None
             allowed = f"a divisor of {heads}" if not rest else f"plan.tp a divisor of {layer.units}"
             raise UserError(
                 f"{where}: {layer.name} has {layer.units} heads with keys of their own, which the ranks divide among "
-                f"them for the attention{before}; allowed: {allowed}, or plan.context_exchange = 'ring'"
+                f"them for the attention{before}; allowed: {allowed}, or plan.context_exchange = 'ring' or 'gather'"
             )
 
 
@@ -87,7 +87,7 @@ def _check_ring(plan: Plan, policies: Policies, length: int, file: str) -> None:
             return
         raise UserError(
             f"{file}: plan.context_split = '{plan.context_split}': all-to-alls exchange sequences in their order; "
-            "allowed with plan.context_exchange = 'ring'"
+            "allowed with plan.context_exchange = 'ring' or 'gather'"
         )
     where = f"{file}: plan.cp = {policies.cp}"
     if policies.zigzag and length % (2 * policies.cp):
