@@ -31,7 +31,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from gssim.errors import UserError
+from gssim.errors import UserError, nearest_name
 from gssim.units import LIMITS, excess, is_lifted
 
 try:
@@ -459,7 +459,9 @@ def read_text(path: Path) -> str:
             raise UserError(f"{path}: {why}")
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        folder = path.parent
+        close = nearest_name(path.name, os.listdir(folder)) if folder.is_dir() else None
+        raise UserError(f"{path}: no such file{f'; did you mean {close}?' if close else ''}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read: it is no text in UTF-8: {error.reason}") from None
     except OSError as error:

@@ -294,6 +294,9 @@ def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
     if key == "workload.model":
         known += shipped_models()
     close = nearest_name(Path(name).name, known)
+    if close is None and Path(name).name == name:  # or it lies one folder below, as `clusters/` does
+        below = {path.name: str(path.relative_to(folder)) for path in sorted(folder.glob("*/*.toml"))}
+        close = below.get(nearest_name(name, below) or "")
     hint = f"; did you mean {close}?" if close else ""
     raise MistakenNameError(f"{file}: {key} = '{name}': no such file{hint}")
 

@@ -4,11 +4,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from strategies import MODEL_TOML, PAIR_TOML, SCENARIO_TOML, write_files
 
 from gssim.cli import commands, main
+from gssim.errors import UserError
 from gssim.scenario import load_scenario
 
 GS = ("plan.method=gs", "plan.push.threshold=1e-3")
@@ -39,6 +41,14 @@ def refusal(monkeypatch, capsys, tmp_path):
 
 def test_a_missing_scenario(refusal, tmp_path):
     assert refusal(tmp_path / "none.toml") == f"{tmp_path / 'none.toml'}: no such file"
+
+
+def test_files_that_were_probably_meant_are_named(refusal, tmp_path):
+    (tmp_path / "pair.toml").touch()
+    assert refusal(tmp_path / "pari.toml").endswith("pari.toml: no such file; did you mean pair.toml?")
+    demo = Path(__file__).resolve().parents[2] / "scenarios" / "demo.toml"
+    with pytest.raises(UserError, match=r"cluster = 'two-cores': no such file; did you mean clusters/two-cores.toml\?"):
+        load_scenario(demo, ["cluster=two-cores"])
 
 
 def test_a_folder_for_a_scenario(refusal, tmp_path):
