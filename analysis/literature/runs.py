@@ -198,6 +198,9 @@ class Software:
     """Dropout after attention and after each block's output layers."""
     fused_softmax: bool = True
     """Scale, mask and softmax are one kernel, as in half precision; else three kernels of torch."""
+    float_softmax: bool = False
+    """Where they are kernels of their own, these are five, and compute in float (Megatron-LM, model/fused_softmax.py,
+    forward_torch_softmax with attention_softmax_in_fp32)."""
     partitioned: bool = False
     """Between blocks a rank stores only its shard of the activations, as where pipeline stages send shards that are
     gathered on arrival (Narayanan et al. 2021, section 4.1; DeepSpeed's PipelineEngine does it too)."""

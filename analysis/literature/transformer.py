@@ -84,7 +84,10 @@ class TransformerBuilder(OperationBuilder):
         """
         h, v = self.shape.hidden, self.value
         product = 2 * h / self.shape.heads
-        fused = self.software.fused_softmax
+        fused, in_float = self.software.fused_softmax, self.software.float_softmax
+        read, back, kernels = (2 * v, 3 * v, 1) if fused else (4 * v, 16 * v, 3)
+        if in_float and not fused:  # scores are cast, scaled, masked, normalised and cast back; the mask is not counted
+            read, back, kernels = 2 * v + 8 * FLOAT, 2 * v + 9 * FLOAT, 5
         operations = [
             Operation(
                 name="scores",
@@ -101,10 +104,10 @@ class TransformerBuilder(OperationBuilder):
                 name="softmax",
                 reads=("scores",),
                 output=self.score_bytes(v),
-                streamed=self.score_bytes((2 if fused else 4) * v),
-                backward_streamed=self.score_bytes((3 if fused else 16) * v),
+                streamed=self.score_bytes(read),
+                backward_streamed=self.score_bytes(back),
                 saves=("softmax",),
-                kernels=1 if fused else 3,
+                kernels=kernels,
             ),
         ]
         if self.software.dropout:

@@ -25,6 +25,7 @@ from analysis.literature.scenarios import (
 )
 from analysis.literature.score import baseline_step_s, score
 from analysis.literature.tables.reading import KINDS, read_table
+from analysis.literature.transformer import TransformerBuilder
 from gssim.errors import UserError
 from gssim.workload import Polynomial
 
@@ -345,6 +346,12 @@ def test_megatrons_fused_softmax_takes_multiples_of_four_heads(tmp_path, micro_b
     ((_, _, run),) = read_table(table(tmp_path / "t.csv", ROWS["vtrain"] | change))
     assert isinstance(run, Run)
     assert run.software.fused_softmax is fuses
+    every = TransformerBuilder(run.shape, run.software, ranks=1).block()
+    (softmax,) = [each for each in every if each.name == "softmax"]
+    length, heads = run.shape.sequence_length, run.shape.heads
+    sizes = [size.at(b=1, s=length) / (heads * length**2) for size in (softmax.streamed, softmax.backward_streamed)]
+    # a score in 16 bits is read and written by one kernel; or cast to float, scaled, masked, normalised and cast back
+    assert (sizes, softmax.kernels) == (([4, 6], 1) if fuses else ([36, 40], 5))
 
 
 def test_amps_unlike_machines_are_three_of_v100_and_a_last_one_of_t4(tmp_path):

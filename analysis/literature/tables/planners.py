@@ -284,6 +284,7 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
             # the kernel takes scores of a multiple of four heads of samples (Megatron-LM, megatron/model/
             # fused_softmax.py, is_kernel_available)
             fused_softmax=micro * heads // tp % 4 == 0,
+            float_softmax=True,
             receives_in_flight=True,
             message_calls=MEGATRON_MESSAGE_CALLS,
         ),
