@@ -96,6 +96,19 @@ DEGREES: dict[str, tuple[str, ...]] = {
 """Keys in the table `parallelism`, and where the degrees were before 0.1 (2024 to March 2025)."""
 
 
+def _context_split(keys: Keys) -> Value | None:
+    """Return how sequences are divided, if not in balanced parts; releases have one key or the other."""
+    older, newer = (f"parallelism.context_parallel_load_balance{end}" for end in ("", "r"))
+    balances = keys.flag(older)
+    if balances is not None and not balances.value:
+        return Value("plain", balances.origin)
+    if newer in keys.values and keys.raw(newer) is None:  # said, and not left out
+        return Value("plain", keys.line(newer))
+    if keys.has(newer) and str(keys.values[newer]).lower() != "headtail":
+        keys.note(newer, "approximated: sequences are divided in balanced parts, the i-th and the i-th from the end")
+    return None
+
+
 def torchtitan(keys: Keys) -> Training:
     """Return the training in a torchtitan configuration of any generation; absent keys have its defaults."""
     training = Training()
@@ -107,6 +120,7 @@ def torchtitan(keys: Keys) -> Training:
     training.context_exchange = torchs_context_exchange(
         keys, *(f"{table}.context_parallel_rotate_method" for table in ("parallelism", "experimental"))
     )
+    training.context_split = _context_split(keys)
     replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
     is_older = any(keys.has(key) for _, *older in DEGREES.values() for key in older)
     training.dp_replicate = replicate or Value(1, "data_parallel_replicate_degree = 1 (its default)")

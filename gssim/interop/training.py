@@ -98,6 +98,8 @@ class Training:
     cp: Value | None = None
     context_exchange: Value | None = None
     """ring, gather or all-to-all; None: a ring."""
+    context_split: Value | None = None
+    """plain, if sequences are cut in one part a rank; None: in balanced parts."""
     ep: Value | None = None
     etp: Value | None = None
     """Number of tensor ranks that cut each divided expert; None: all of them."""
@@ -545,6 +547,7 @@ def _axes(
         exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
         if exchange.value != "all-to-all":
             entries.append(Entry.of("plan.context_exchange", exchange))
+            entries += [Entry.of("plan.context_split", training.context_split)] if training.context_split else []
     return ranks, dp, tp, pp, [*entries, *_experts(training, keys, tp)]
 
 

@@ -831,6 +831,20 @@ def test_torchtitan_shards_over_context_ranks(tmp_path, replicate, context, plan
     assert tables["workload"].get("reduce_precision") == (None if context == 1 and not by_option else "fp32")
 
 
+@pytest.mark.parametrize(
+    ("said", "split"),
+    [
+        ('"context_parallel_load_balancer": "headtail"', None),
+        ('"context_parallel_load_balancer": null', "plain"),
+        ('"context_parallel_load_balance": false', "plain"),
+    ],
+)
+def test_torchtitan_says_how_sequences_are_divided(tmp_path, said, split):
+    text = '{"training": {"local_batch_size": 1, "seq_len": 8192}, "parallelism": {"context_parallel_degree": 2, %s}}'
+    tables, _ = imported(tmp_path, text % said, name="t.json")
+    assert (tables["plan"]["cp"], tables["plan"].get("context_split")) == (2, split)
+
+
 @pytest.mark.parametrize(("method", "exchange"), [("", "gather"), ("allgather", "gather"), ("alltoall", "ring")])
 def test_torchtitans_context_parallelism_attends_in_blocks_beside_selective_recomputation_too(
     tmp_path, method, exchange
