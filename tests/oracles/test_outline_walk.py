@@ -71,6 +71,8 @@ TWO = ("plan.method=ddp", "plan.pp=4", "plan.dp_replicate=2", *MANY)
 
 PUSHED = ("plan.method=gs", "plan.pp=4", "plan.dp_shard=2", *MANY)
 
+THRESHOLDED = ("plan.push.threshold=1e-3", 'workload.gradients="gradients/gpt-byte-1m.json"')
+
 
 def combined(*changes):
     """Return changes, each of which other cases have, as a slow case."""
@@ -153,6 +155,7 @@ DIVIDED = "plan.sequence_parallel=true"
         combined(UNEQUAL, *PUSHED),
         combined(PAIRS, *PUSHED, "plan.pp=2", "plan.dp_shard=4", "plan.schedule=interleaved", "plan.recompute=full"),
         (RING, *PUSHED, "plan.recompute=selective", "plan.overlap=false"),
+        (UNEQUAL, *PUSHED, "plan.pp=2", "plan.dp_shard=4", *THRESHOLDED),
     ],
 )
 def test_chunks_with_collectives_beside_their_tasks(changes, monkeypatch):
