@@ -332,7 +332,7 @@ class OutlineWalk:
         for task in template.tasks:
             if task.communication is None:
                 if beside in task.after:
-                    pieces.append(_Piece((), None, False, task.phase, "ends"))
+                    pieces.append(_Piece((), None, False, "exposed_communication", "ends"))  # as in `_must_wait`
                     beside = None
                 host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
                 pieces.append(_Piece((task.duration_s,) if task.duration_s else (), host_s, goes_on, task.phase))

@@ -24,7 +24,7 @@ Answer = Result | Bound | UserError | RunFailedError
 """Answer for a plan: its simulated Result, its bound (which rules it out), the error that refuses it, or a failure (a
 deadlock is a bug of the simulator, not of the plan).
 """
-COSTLY_TASKS = 5000
+COSTLY_TASKS = 20_000
 """Number of tasks over all roles above which simulating a program takes much longer than lowering it."""
 
 

@@ -308,7 +308,6 @@ class Steps:
         """
         alike, parts_of_model = _Alike(), low.policies.tp
         chunked = not self.unfolded and (parts_of_model == 1 or self._copies == parts_of_model)
-        chunked = chunked and low.policies.gradients != "push"
         by_rank = [_tasks(low, rank, alike, chunked=chunked, for_memory=self.for_memory) for rank in ranks]
         several = len(self._lowerings) > 1
         if not self.for_memory and (several or self._copies > 1):

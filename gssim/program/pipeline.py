@@ -195,7 +195,8 @@ class _ScheduleWriter:
         self.add(*self.copies.pop(action.stage, ()))
         gathered = self.gathered_for(action) if low.reduces_after_schedule else None
         # all micro-batches have the same size; those whose gradients are pushed may have messages of their own
-        like = micro_batch if low.policies.gradients == "push" else (micro_batch.first, micro_batch.sends_gradients)
+        pushes = low.policies.gradients == "push" and micro_batch.sends_gradients
+        like = micro_batch if pushes else (micro_batch.first, micro_batch.sends_gradients)
         key = (action.stage, action.kind, like, gathered)
         unnumbered = self.parts.get(key)
         if unnumbered is None:

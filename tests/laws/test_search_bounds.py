@@ -377,6 +377,25 @@ def test_groups_that_meet_as_one_share_their_links(method, mesh):
 # Pipelines -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("mesh", "ratio"),
+    [
+        ('method="ddp", dp_replicate=2, pp=4', 0.999),
+        ('method="gs", dp_shard=2, pp=4', 0.999),
+        ('method="pipeline", tp=2, pp=4', 0.999),
+        ('method="zero3", dp_shard=2, pp=4', 0.97),
+        ('method="zero3", dp_shard=4, pp=2, schedule="gpipe"', 0.9),
+    ],
+    ids=str,
+)
+def test_the_first_stage_waits_for_all_others_in_its_bound(mesh, ratio):
+    plan = f'plan={{{mesh}, micro_batches=8, recompute="full"}}'
+    loaded, shared = load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", [plan]), Shared()
+    bounds = LoweredBounds(loaded, "step-time", shared)
+    step_time_s = simulate(loaded, shared=shared, spread=False, banded=False).result.step_time_s
+    assert ratio * step_time_s <= bounds.met(bounds.allocated()).time_s <= step_time_s * (1 + 1e-9)
+
+
 TIED = ("workload.model='models/gpt2-124m.toml'", "workload.optimizer='sgd'")
 
 

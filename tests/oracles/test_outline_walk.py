@@ -69,6 +69,10 @@ MANY = ("plan.micro_batches=4", "workload.global_batch_size=16")
 THREE = ("plan.method=ddp", "plan.tp=2", "plan.pp=2", "plan.dp_replicate=2", *MANY)
 TWO = ("plan.method=ddp", "plan.pp=4", "plan.dp_replicate=2", *MANY)
 
+PUSHED = ("plan.method=gs", "plan.pp=4", "plan.dp_shard=2", *MANY)
+
+THRESHOLDED = ("plan.push.threshold=1e-3", 'workload.gradients="gradients/gpt-byte-1m.json"')
+
 
 def combined(*changes):
     """Return changes, each of which other cases have, as a slow case."""
@@ -147,6 +151,11 @@ DIVIDED = "plan.sequence_parallel=true"
         combined(PAIRS, *THREE, DIVIDED, "plan.tp_overlap=true", "plan.schedule=interleaved", "plan.recompute=full"),
         combined(QUADS, *THREE, DIVIDED, "plan.tp_overlap=true"),  # taken apart
         (RING, *THREE, DIVIDED, "plan.tp_overlap=true"),  # taken apart
+        (PAIRS, *PUSHED),
+        combined(UNEQUAL, *PUSHED),
+        combined(PAIRS, *PUSHED, "plan.pp=2", "plan.dp_shard=4", "plan.schedule=interleaved", "plan.recompute=full"),
+        (RING, *PUSHED, "plan.recompute=selective", "plan.overlap=false"),
+        (UNEQUAL, *PUSHED, "plan.pp=2", "plan.dp_shard=4", *THRESHOLDED),
     ],
 )
 def test_chunks_with_collectives_beside_their_tasks(changes, monkeypatch):

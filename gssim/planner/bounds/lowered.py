@@ -9,50 +9,70 @@ during one step as many bytes as a step sends.
 simulation has one instance for them, whose flows share links. To bound such an instance, all instances must be
 arranged; that is done only for plans that no other bound rules out.
 
+[Note: followed] The step of a pipeline's first stage lasts until the last gradient has come back through all others.
+So the messages of such a rank's pipeline are followed through the tasks of all of its ranks. Nothing is known of when
+the others began their steps: they may have done any of their tasks before, until they receive a message of this step.
+
 If only the compute stream allocates memory, the allocated memory is that of its tasks in order, exactly as in a
 simulation.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
+from gssim.collectives import Communication
 from gssim.engine import MEMORY_STEPS, Machine, allocates_beside_compute, memory_after
 from gssim.execution.cache import Shared
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import chance_of
-from gssim.program import Program, Task, TaskId
+from gssim.program import Chunk, Program, Task, TaskId, parts_of, unnumbered
 from gssim.scenario import Scenario
 from gssim.simulation import WAITING_PHASES, outside_bytes
 
+Alone = Callable[[int, Communication], float]
+"""Least seconds that a collective takes for the ranks of a role, once all of its members have arrived."""
+
 
 def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds) -> float:
-    """Return the least step time; see [Note: lowered]."""
-    found = float(collectives.links_s(program.exchanges).max(initial=0.0))
-    for role, tasks in enumerate(program.tasks):
-        alone_s = _alone_s(program, tasks, program.role_of.index(role), collectives)
-        found = max(found, role_time_s(tasks, alone_s))
-    return least_chance(scenario) * found
+    """Return the least step time; see [Note: lowered] and [Note: followed]."""
+
+    def alone_s(role: int, communication: Communication) -> float:
+        return collectives.alone_s(communication, program.role_of.index(role))
+
+    links_s = float(collectives.links_s(program.exchanges).max(initial=0.0))
+    return least_chance(scenario) * max(links_s, _longest_step_s(scenario, program, alone_s))
 
 
 def met_step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds, shared: Shared) -> float:
     """Return the least step time if equal groups share one instance and so their links; see [Note: met]."""
     machine = Machine(scenario.cluster, program, conditions=scenario.network, shared=shared)
-    alone_s: list[dict[TaskId, float]] = [{} for _ in machine.classes]
-    known: dict[tuple[int, int], float] = {}
-    for collective, instances in machine.instances.items():
-        for number, instance in enumerate(instances):
-            key = (id(program.communications[collective]), number)
-            if key not in known:
-                known[key] = collectives.of_way(instance.schedule).alone_s
+    alone: dict[int, dict[int, float]] = {}
+    """By `id` of the collective, and role."""
+    known: dict[int, float] = {}
+
+    def of_roles(communication: Communication) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for instance in machine.arranged.of(communication):
+            if id(instance) not in known:
+                known[id(instance)] = collectives.of_way(instance.schedule).alone_s
             for each in instance.classes:
-                alone_s[each.index][collective] = known[key]
+                alone_s, role = known[id(instance)], machine.roles[each.index]
                 if instance.pairs:  # see [Note: received] in `collectives`
                     own = [stage for (_, target, _), stage in instance.pairs.items() if target == each.index]
-                    alone_s[each.index][collective] = collectives.received_s(instance.schedule, own)
-    return least_chance(scenario) * max(
-        role_time_s(program.tasks[role], own_s) for role, own_s in zip(machine.roles, alone_s, strict=True)
-    )
+                    alone_s = collectives.received_s(instance.schedule, own)
+                found[role] = min(alone_s, found.get(role, math.inf))
+        return found
+
+    def alone_s(role: int, communication: Communication) -> float:
+        if id(communication) not in alone:
+            alone[id(communication)] = of_roles(communication)
+        return alone[id(communication)][role]
+
+    return least_chance(scenario) * _longest_step_s(scenario, program, alone_s)
 
 
 def least_chance(scenario: Scenario) -> float:
@@ -64,56 +84,121 @@ def least_chance(scenario: Scenario) -> float:
     return min(chance_of(scenario.cluster.type_of(rank)) for rank in range(scenario.ranks))
 
 
-def _alone_s(program: Program, tasks: Sequence[Task], rank: int, collectives: CollectiveBounds) -> dict[TaskId, float]:
-    """Return the least time of each collective in which a rank takes part."""
-    found: dict[TaskId, float] = {}
-    known: dict[int, float] = {}  # equal micro-batches share their collectives
-    for task in tasks:
-        name = task.communication
-        if name is not None and name not in found:
-            communication = program.communications[name]
-            if id(communication) not in known:
-                known[id(communication)] = collectives.alone_s(communication, rank)
-            found[name] = known[id(communication)]
-    return found
+class _Operation(NamedTuple):
+    """A task or a chunk of tasks."""
+
+    number: int
+    """Number among the rank's operations."""
+    duration_s: float
+    after: Sequence[int] = ()
+    """Numbers of the operations that must end first."""
+    message: TaskId | None = None
+    """The message between two ranks that it sends or receives."""
+    sends: bool = False
 
 
-def role_time_s(tasks: Sequence[Task], alone_s: Mapping[TaskId, float]) -> float:
-    """Return the end of a rank's compute stream if its collectives take the given times.
+Streams = Mapping[str, Sequence[_Operation]]
+"""The operations of each stream of a role."""
 
-    >>> work = Task(TaskId("forward"), "forward", duration_s=2.0)
-    >>> sum_up = TaskId("all-reduce", bucket=0)
-    >>> send = Task(sum_up, "exposed_communication", "communication", communication=sum_up, after=(work.id,))
-    >>> beside = Task(TaskId("backward"), "backward", duration_s=1.0)
-    >>> end = Task(TaskId("backward-end"), "backward", after=(sum_up,))
-    >>> role_time_s([work, send, beside, end], {sum_up: 4.0})
-    6.0
+
+def _longest_step_s(scenario: Scenario, program: Program, alone_s: Alone) -> float:
+    """Return the least time that the step of some role takes."""
+    exchanges: dict[TaskId, Communication] = {}
+    roles = [_operations(tasks, exchanges, partial(alone_s, role)) for role, tasks in enumerate(program.tasks)]
+    mesh = scenario.policies.mesh
+    first_ranks = [rank for rank in range(mesh.ranks) if mesh.place(rank).pp == 0] if mesh.pp > 1 else []
+    pipelines = {tuple(program.role_of[each] for each in mesh.group(rank, "pp")) for rank in first_ranks}
+    others = set(range(len(roles))) - {first for first, *_ in pipelines}
+    return max(_step_of_first_s([roles[each] for each in several]) for several in (*pipelines, *zip(others)))
+
+
+def _operations(
+    tasks: Sequence[Task], exchanges: dict[TaskId, Communication], alone_s: Callable[[Communication], float]
+) -> Streams:
+    """Return the operations of a role's tasks; each template is followed once.
+
+    `exchanges`: the collectives of the tasks of earlier roles, to which those of this role are added.
     """
-    streams: dict[str, list[Task]] = defaultdict(list)
-    for task in tasks:
-        streams[task.stream].append(task)
-    awaited = {each for task in tasks for each in task.after}
-    ends_s: dict[TaskId, float] = {}
-    now_s = {name: 0.0 if name == "compute" else -math.inf for name in streams}
-    next_of = dict.fromkeys(streams, 0)
+    streams: dict[str, list[_Operation]] = defaultdict(list)
+    of_template: dict[int, float] = {}
+    known: dict[int, float] = {}  # equal micro-batches share their collectives
+    parts = parts_of(tasks)
+    numbers = {part.id if isinstance(part, Task) else part.last: number for number, part in enumerate(parts)}
+    for number, part in enumerate(parts):
+        if isinstance(part, Chunk):
+            template = part.template
+            if id(template) not in of_template:
+                of_template[id(template)] = _step_of_first_s([_operations(template.tasks, exchanges, alone_s)])
+            streams["compute"].append(_Operation(number, of_template[id(template)]))
+            continue
+        duration_s, message = part.duration_s, None
+        if part.communication is not None and part.exchange is not None:
+            exchange = exchanges.setdefault(part.communication, part.exchange)
+            if id(exchange) not in known:
+                known[id(exchange)] = alone_s(exchange)
+            duration_s = known[id(exchange)]
+            message = part.communication if exchange.kind == "send" else None
+        # tasks inside chunks have no number; only the bound is less tight if one waits for these
+        after = [numbers[each] for each in part.after if each in numbers] if part.after else ()
+        streams[part.stream].append(_Operation(number, duration_s, after, message, part.id.action == "send"))
+    return streams
+
+
+def _step_of_first_s(ranks: Sequence[Streams]) -> float:
+    """Return the least time from the beginning of the first rank's step to the end of its compute stream.
+
+    Messages between these ranks are followed; see [Note: followed].
+
+    >>> work, sent = _Operation(0, 2.0), TaskId("gradient", stage=1)
+    >>> _step_of_first_s([{"compute": [work, _Operation(2, 1.0, [1])], "communication": [_Operation(1, 4.0, [0])]}])
+    7.0
+    >>> receives = {"compute": [work, _Operation(2, 1.0, [1])], "receive": [_Operation(1, 4.0, [0], sent)]}
+    >>> _step_of_first_s([receives, {"compute": [_Operation(0, 9.0, (), sent, sends=True)]}])
+    7.0
+    """
+    followed = {each.message for streams in ranks for several in streams.values() for each in several if each.sends}
+    sent_s: dict[TaskId, float] = {}
+    progress = [
+        _Progress(operations, ends_s, -math.inf if place or name != "compute" else 0.0)
+        for place, streams in enumerate(ranks)
+        for ends_s in [dict[int, float]()]
+        for name, operations in streams.items()
+    ]
     moved = True
     while moved:
         moved = False
-        for name, own in streams.items():
-            place, end_s = next_of[name], now_s[name]
-            while place < len(own):
-                task = own[place]
-                if task.after:
-                    if any(each not in ends_s for each in task.after):
+        for stream in progress:
+            operations, ends_s, place, now_s = stream.operations, stream.ends_s, stream.place, stream.now_s
+            while place < len(operations):
+                number, duration_s, after, message, sends = operations[place]
+                if after:
+                    if any([each not in ends_s for each in after]):
                         break
-                    end_s = max(end_s, max(ends_s[each] for each in task.after))
-                end_s += task.duration_s if task.communication is None else alone_s[task.communication]
-                if task.id in awaited:
-                    ends_s[task.id] = end_s
+                    now_s = max(now_s, *[ends_s[each] for each in after])
+                if message is not None:
+                    if sends:
+                        sent_s[message] = now_s
+                    elif message in followed:
+                        if message not in sent_s:
+                            break
+                        now_s = max(now_s, sent_s[message])
+                now_s = ends_s[number] = now_s + duration_s
                 place += 1
-            moved |= place > next_of[name]
-            next_of[name], now_s[name] = place, end_s
-    return max(0.0, now_s.get("compute", 0.0))
+            moved |= place > stream.place
+            stream.place, stream.now_s = place, now_s
+    own = ranks[0].get("compute")
+    return max([0.0, *(stream.now_s for stream in progress if stream.operations is own)])
+
+
+@dataclass(eq=False, slots=True)
+class _Progress:
+    """How far a rank's stream has come."""
+
+    operations: Sequence[_Operation]
+    ends_s: dict[int, float]
+    """Ends of the rank's operations."""
+    now_s: float
+    place: int = 0
 
 
 def peaks(program: Program) -> list[tuple[int, Mapping[str, float]]] | None:
@@ -144,7 +229,7 @@ def busy_s(scenario: Scenario, program: Program) -> list[float]:
     by_role = [
         sum(
             task.duration_s
-            for task in tasks
+            for task in unnumbered(tasks)
             if task.stream == "compute" and task.communication is None and task.phase not in WAITING_PHASES
         )
         for tasks in program.tasks
