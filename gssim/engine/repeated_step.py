@@ -141,13 +141,14 @@ def _latest_arrivals(
 
 
 def _order_of(_program: Program, task_group: TaskGroup) -> _Order | None:
-    """Return the order of a group's tasks; None if one follows a later one, or the step before on its host."""
+    """Return the order of a group's tasks; None if it is another, or begins on the host with the step before."""
     tasks = task_group.tasks
     place_of = {task.id: place for place, task in enumerate(tasks)}
     after = [[place_of[each] for each in task.after] for task in tasks]
     if any(each >= place for place, several in enumerate(after) for each in several):
         return None
-    if next((task.issue.goes_on for task in tasks if task.issue is not None), False):
+    issued = [task for task in tasks if task.issue is not None]
+    if any(task.stream != "compute" for task in issued) or any(task.issue.goes_on for task in issued[:1] if task.issue):
         return None
     last_use = [-1] * len(tasks)
     for place, several in enumerate(after):
@@ -170,9 +171,11 @@ def _second_step(ranks: "Ranks", order: _Order, step_s: float, moved_ends_s: Map
     tasks, first_s = ranks.task_group.tasks, ranks.ended_s[0]
     times = StepTimes(ranks.began_s[0].copy(), first_s.copy(), ranks.wait_s[0].copy(), ranks.awaited[0].copy())
     now_s = {stream: first_s[place] - step_s for stream, place in order.last_of_stream.items()}
-    issued_s = np.zeros(len(ranks.classes))
+    issued_s, first_issued_s = np.zeros((2, len(ranks.classes)))
     differing: dict[str, bool] = dict.fromkeys(now_s, True)
     """Whether a stream's latest task ends otherwise than in the first step."""
+    host_differs = False
+    """Whether the host has issued the latest task at another time than in the first step."""
     differs_until = max(moved_ends_s, default=-1)
     """The last task that joins a collective, or waits for a task, that ends otherwise."""
     for place, task in enumerate(tasks):
@@ -191,6 +194,8 @@ def _second_step(ranks: "Ranks", order: _Order, step_s: float, moved_ends_s: Map
             if task.issue is not None:  # as in `MachineState.issued_s`
                 host_s = ranks.task_group.host_s[place, ranks.columns]
                 issued_s = (issued_s if task.issue.goes_on else began_s) + host_s
+                first_issued_s = (first_issued_s if task.issue.goes_on else ranks.began_s[0, place]) + host_s
+                host_differs = not np.array_equal(issued_s, first_issued_s)
                 ended_s = np.maximum(ended_s, issued_s)
             times.ended_s[place] = ended_s
         elif place in moved_ends_s:
@@ -199,9 +204,13 @@ def _second_step(ranks: "Ranks", order: _Order, step_s: float, moved_ends_s: Map
         differing[task.stream] = not np.array_equal(times.ended_s[place], first_s[place])
         if differing[task.stream]:
             differs_until = max(differs_until, order.last_use[place])
-        elif place >= differs_until and not any(
-            differs and (order.first_of_stream[stream] <= place or not order.after[order.first_of_stream[stream]])
-            for stream, differs in differing.items()
+        elif (
+            place >= differs_until
+            and not host_differs
+            and not any(
+                differs and (order.first_of_stream[stream] <= place or not order.after[order.first_of_stream[stream]])
+                for stream, differs in differing.items()
+            )
         ):
             return times
     return times

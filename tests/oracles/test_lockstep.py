@@ -160,6 +160,23 @@ def test_a_step_is_walked_if_ranks_that_ended_early_let_others_begin_earlier(tai
     assert second_s - first_s == pytest.approx(first_s - (0.0 if repeats else 1.0))
 
 
+def test_a_host_that_issues_earlier_in_the_second_step_is_walked():
+    """Its rank waits in the collective as in the first step, but what it has issued meanwhile ends earlier."""
+
+    def tasks(rank):
+        begin = task_of("begin", "forward", duration_s=1.0 + rank, issue=Issue(0.5, goes_on=False))
+        meet = task_of("x", "exposed_communication", communication="x")
+        work = task_of("work", "backward", duration_s=0.25, issue=Issue(8.0, goes_on=True))
+        return [begin, meet, work, task_of("tail", "backward", duration_s=float(rank))]
+
+    everyone = {"x": Communication("all-reduce", (0, 1, 2), 1000)}
+    found = machine_for(star(3, backend="nccl"), *map(tasks, range(3)), communications=everyone)
+    found.run(2)
+    assert found.vectorised is not None
+    assert [ends[0] for ends in found.ends_s] == [8.5, 9.5, 10.5]
+    assert [ends[1] for ends in found.ends_s] == pytest.approx([17.0, 19.0, 21.0])
+
+
 @pytest.mark.parametrize(
     ("second_after", "next_after", "in_turn"),
     [(("x",), ("y",), True), ((), ("y",), False), (("x",), (), False)],
