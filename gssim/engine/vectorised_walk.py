@@ -12,10 +12,11 @@ clock. The result is exact to the last digit if the collective is one session. O
 as its time is that of another size, scaled (`Network.on_idle_links_s`).
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import simpy
 from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.memory_tracker import group_peaks_of
 from gssim.engine.rendezvous import carry_out, delays_of_collective, links_used_in_turn
+from gssim.engine.repeated_step import repeated_step
 from gssim.engine.state import MachineState, TaskSpan
 from gssim.engine.task_groups import Segment, TaskGroup, task_groups_of
 from gssim.program import Program, TaskId
@@ -99,6 +101,14 @@ class VectorisedWalk:
         self.machine, self.ranks, self.steps = machine, ranks, steps
         self.finished = machine.env.event()
         self._remaining = sum(each.needed.size for each in ranks)
+        self._left_in_first = sum(each.needed[0].size for each in ranks)
+        """Segments of the first step, each once for every rank, that have not ended."""
+        self.repeats = False
+        """Whether all steps after the first are known to repeat it; see [Note: equal steps] in `repeated_step`."""
+        self._further_begun = False
+        """Whether a collective of a step after the first has begun by the clock."""
+        self._ahead = Counter[CollectiveInstance]()
+        """How often each collective was counted ahead of the clock in steps after the first."""
         self._ready: deque[tuple[Ranks, int, Segment, Ints]] = deque()
         self._arrivals: dict[tuple[int, TaskId, int], _Arrivals] = {}
         self._instance_numbers: dict[tuple[int, TaskId], Ints] = {}
@@ -115,16 +125,42 @@ class VectorisedWalk:
                     self._ready.append((each, 0, stream[0], everybody))
         self._run_ready()
         self.machine.env.run(until=self.finished)
+        if self.repeats:
+            return
         end_s = max(float(now_s.max()) for each in self.ranks for now_s in each.now_s.values())
         if end_s > self.machine.env.now:
             self.machine.env.run(until=self.machine.env.at(end_s))
 
     def _run_ready(self) -> None:
         """Execute segments that are ready, up to the next collectives."""
-        while self._ready:
-            self._begin(*self._ready.popleft())
+        while not self.repeats:
+            if not self._left_in_first and self.steps > 1:
+                self._left_in_first = -1  # it is tried once
+                self._repeat_first_step()
+            elif self._ready:
+                self._begin(*self._ready.popleft())
+            else:
+                break
         if not self._remaining and not self.finished.triggered:
             self.finished.succeed()
+
+    def _repeat_first_step(self) -> None:
+        """Complete all further steps from the first, if they repeat it."""
+        machine = self.machine
+        if self._further_begun or any(
+            instance.schedule.group_bytes for several in machine.arranged.all for instance in several
+        ):  # what passes shaped links at once depends on the step before
+            return
+        found = repeated_step(machine.program, self.ranks, self)
+        if found is None:
+            return
+        starts_s = found.step_s * np.arange(1, self.steps)[:, None, None]
+        for ranks, times in zip(self.ranks, found.times, strict=True):
+            ranks.began_s[1:], ranks.ended_s[1:] = starts_s + times.began_s, starts_s + times.ended_s
+            ranks.wait_s[1:], ranks.awaited[1:] = starts_s + times.wait_s, times.awaited
+        for instance, in_step in Counter(chain.from_iterable(machine.instances.values())).items():
+            self._count(instance, (self.steps - 1) * in_step - self._ahead[instance])
+        self.repeats, self._remaining = True, 0
 
     def _begin(self, ranks: Ranks, step: int, segment: Segment, members: Ints) -> None:
         """Add up the times of a segment's tasks, up to a collective."""
@@ -164,6 +200,8 @@ class VectorisedWalk:
         """End a segment, and make ready the segments for which it was the last pending dependency."""
         ranks.now_s[segment.stream][members] = now_s
         self._remaining -= len(members)
+        if not step:
+            self._left_in_first -= len(members)
         stream = ranks.task_group.streams[segment.stream]
         last = segment is stream[-1]
         following = stream[0] if last else stream[segment.number - stream[0].number + 1]
@@ -184,11 +222,11 @@ class VectorisedWalk:
         collective = segment.communication
         assert collective is not None
         instances = self.machine.instances[collective]
-        delays_s = self._delays_of(collective, instances)
+        delays_s = self.delays_s(collective)
         if delays_s is not None and len(instances) > 1:
             self._arrive_at_known(ranks, step, segment, members, now_s)
             return
-        numbers = self._instance_of(ranks, collective, instances)[members] if len(instances) > 1 else None
+        numbers = self.instance_of(ranks, collective)[members] if len(instances) > 1 else None
         for number in (0,) if numbers is None else distinct(numbers).tolist():
             key = (step, collective, number)
             arrivals = self._arrivals.setdefault(key, _Arrivals(len(instances[number].classes)))
@@ -208,16 +246,22 @@ class VectorisedWalk:
                 end_s += delay_s
             self._end_instance(arrivals, end_s)
             self._count(instances[number])
+            self._ahead[instances[number]] += step > 0
 
     @cached_property
     def _links_in_turn(self) -> frozenset[int]:
         return links_used_in_turn(self.machine)
 
-    def _delays_of(self, collective: TaskId, instances: Sequence[CollectiveInstance]) -> Floats | None:
+    def count(self, collective: TaskId) -> int:
+        """Return the number of instances of a collective."""
+        return len(self.machine.instances[collective])
+
+    def delays_s(self, collective: TaskId) -> Floats | None:
         """Return the delays of each instance of a collective (indexed by delay and instance); None if they depend on
         other traffic.
         """
         if collective not in self._known_delays:
+            instances = self.machine.instances[collective]
             found = [delays_of_collective(self.machine, each, self._links_in_turn) for each in instances]
             known = [each for each in found if each is not None]
             count = max(map(len, known), default=0)
@@ -239,7 +283,7 @@ class VectorisedWalk:
         key = (step, collective)
         if key not in self._known:
             self._known[key] = _KnownTimes(instances, delays_s)
-        known, numbers = self._known[key], self._instance_of(ranks, collective, instances)[members]
+        known, numbers = self._known[key], self.instance_of(ranks, collective)[members]
         known.arrived.append((ranks, segment, members, numbers))
         if not known.join(numbers, now_s):
             return
@@ -256,18 +300,20 @@ class VectorisedWalk:
             del self._known[key]
             for instance in instances:
                 self._count(instance)
+                self._ahead[instance] += step > 0
 
-    def _count(self, instance: CollectiveInstance) -> None:
-        """Count the bytes of a collective that ended ahead of the clock."""
+    def _count(self, instance: CollectiveInstance, times: int = 1) -> None:
+        """Count the bytes of a collective that was not carried out by the clock."""
         for stage in instance.schedule.stages:
-            self.machine.network.count(stage)
-            self.machine.count_bytes(stage)
+            self.machine.network.count(stage, times)
+            self.machine.count_bytes(stage, times)
 
-    def _instance_of(self, ranks: Ranks, collective: TaskId, instances: Sequence[CollectiveInstance]) -> Ints:
+    def instance_of(self, ranks: Ranks, collective: TaskId) -> Ints:
         """Return the number of the collective instance in which each class takes part."""
         key = (id(ranks), collective)
         if key not in self._instance_numbers:
-            of_class = {each.index: number for number, instance in enumerate(instances) for each in instance.classes}
+            several = enumerate(self.machine.instances[collective])
+            of_class = {each.index: number for number, instance in several for each in instance.classes}
             self._instance_numbers[key] = np.array([of_class[each] for each in ranks.classes.tolist()])
         return self._instance_numbers[key]
 
@@ -275,6 +321,9 @@ class VectorisedWalk:
         env = self.machine.env
         if arrivals.latest_s > env.now:
             yield env.at(arrivals.latest_s)
+            if self.repeats:
+                return
+        self._further_begun |= any(step > 0 for _, step, _, _ in arrivals.arrived)
         yield from carry_out(self.machine, instance)
         self._end_instance(arrivals, float(env.now))
         self._run_ready()

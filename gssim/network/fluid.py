@@ -127,7 +127,19 @@ class Prepared:
 class _Transfer:
     """Sessions that began together: remaining bytes and rate of each, and the event at which all have ended."""
 
-    __slots__ = ("done", "going", "last_s", "limit", "links", "rate", "remaining", "sessions", "single", "version")
+    __slots__ = (
+        "done",
+        "going",
+        "last_s",
+        "limit",
+        "link_bits",
+        "links",
+        "rate",
+        "remaining",
+        "sessions",
+        "single",
+        "version",
+    )
 
     def __init__(self, sessions: Sessions, remaining: Floats, done: simpy.Event, now_s: float) -> None:
         self.sessions, self.remaining, self.done, self.last_s = sessions, remaining, done, now_s
@@ -137,7 +149,7 @@ class _Transfer:
         self.going = remaining > 0
         self.limit: Ints
         """The link that limits each session's rate."""
-        self.links = sessions.links
+        self.links, self.link_bits = sessions.links, sessions.link_bits
         self.version = 0
 
     def advance(self, now_s: float) -> None:
@@ -465,11 +477,12 @@ class Network:
 
     def _touching(self, transfer: _Transfer) -> list[_Transfer]:
         """Return the transfers that share links with this one, or with others that do."""
-        touching, rest, links = [transfer], self.active, transfer.links
-        while near := [each for each in rest if each is not transfer and not links.isdisjoint(each.links)]:
+        touching, rest, links = [transfer], self.active, transfer.link_bits
+        while near := [each for each in rest if each.link_bits & links and each is not transfer]:
             touching += near
             rest = [each for each in rest if each not in near]
-            links = links.union(*(each.links for each in near))
+            for each in near:
+                links |= each.link_bits
         return touching
 
     def _rates(

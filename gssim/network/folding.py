@@ -52,6 +52,13 @@ class Sessions:
         """Classes of crossed links."""
         return frozenset(self.places[0].tolist())
 
+    @cached_property
+    def link_bits(self) -> int:
+        """Classes of crossed links as the bits of a number: two of these are compared several times as fast as sets."""
+        is_crossed = np.zeros(int(self.places[0].max(initial=0)) + 1, dtype=bool)
+        is_crossed[self.places[0]] = True
+        return int.from_bytes(np.packbits(is_crossed, bitorder="little").tobytes(), "little")
+
 
 @dataclass(frozen=True, eq=False)
 class Traffic:

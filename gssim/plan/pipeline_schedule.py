@@ -5,7 +5,7 @@ ScheduleInterleaved1F1B) statement by statement; tests compare them to torch's o
 the ranks. The first stage receives no activations; the last sends none.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -97,14 +97,19 @@ class _Recorder:
         self.stage, self.first, self.last = stage, stage == 0, stage == stages - 1
         self.actions: list[Action] = []
         self.variables: dict[str, tuple[Message, ...]] = {}
+        self.references = Counter[Message]()
+        """How many variables refer to each tensor."""
 
     def assign(self, variable: str, *messages: Message) -> None:
         """Bind a variable to tensors; those that it was bound to are released if no other variable refers to them."""
         before = self.variables.pop(variable, ())
         if messages:
             self.variables[variable] = messages
+        for message in messages:
+            self.references[message] += 1
         for message in before:
-            if not any(message in bound for bound in self.variables.values()):
+            self.references[message] -= 1
+            if not self.references[message]:
                 self.actions.append(Action("release", messages=(message,)))
 
     def unbind_all(self) -> None:

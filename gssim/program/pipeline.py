@@ -11,7 +11,7 @@ from gssim import collectives
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.execution.cache import Same
-from gssim.memory import Footprint, input_bytes, release_of
+from gssim.memory import input_bytes, release_of
 from gssim.plan import Action
 from gssim.plan.pipeline_schedule import Message
 from gssim.program.compressed import HALF_BYTES
@@ -67,7 +67,7 @@ def pipeline(
     replicas = replicas_of(low, low.batch_sizes[rank])
     sums = _sum_tied_gradients(low, rank, replicas)
     pushes_last = low.policies.gradients == "push" and (bool(sums) or len(low.stages) > 1)
-    writer = _ScheduleWriter(low, rank, replicas, stages, sizes, low.device(rank), pushes_last=pushes_last)
+    writer = _ScheduleWriter(low, rank, replicas, stages, sizes, low.device(rank), pushes_last, for_memory)
     writer.add(Task(TaskId("step-begin"), "idle"))
     actions = low.schedule[mesh.place(rank).pp]
     if for_memory:
@@ -134,6 +134,8 @@ class _ScheduleWriter:
     device: DeviceType
     pushes_last: bool
     """Whether gradients are pushed after the schedule instead of in the last backward."""
+    for_memory: bool
+    """Whether only the memory of tasks counts: equal releases then share a task, whatever they release."""
     tasks: list[Task | Chunk] = field(default_factory=list)
     deferred: list[Task] = field(default_factory=list)
     """Tasks that run after the schedule."""
@@ -144,16 +146,16 @@ class _ScheduleWriter:
     """Point-to-point messages by source and target stage: the exchange, its stream, and the host time to post it."""
     message_ids: dict[Message, TaskId] = field(default_factory=dict)
     transfer_ids: dict[Message, TaskId] = field(default_factory=dict)
-    releases: dict[tuple[str, int], Footprint] = field(default_factory=dict)
-    """Memory that is freed when a message's tensor is released, by kind of message and source stage."""
+    releases: dict[tuple[str, int], Task] = field(default_factory=dict)
+    """The first release of a message's tensor, by kind of message and source stage; others free as much memory."""
     gathered: dict[int, Gathered] = field(default_factory=dict)
     """Units of each stage that are gathered at this point of the schedule, by stage number."""
     copies: dict[int, list[Task]] = field(default_factory=dict)
     """Copies out of the buffers into which stages' units were gathered ahead of use, by stage number."""
     resharded: int = 0
     """How many times a stage's parameters were freed between two uses."""
-    latest: TaskId = TaskId("step-begin")  # noqa: RUF009 -- immutable
-    """The latest task of the compute stream; messages are posted after it."""
+    latest: TaskId | Chunk = TaskId("step-begin")  # noqa: RUF009 -- immutable
+    """The latest task of the compute stream, or the chunk that it ends; messages are posted after it."""
 
     def add(self, *tasks: Task) -> None:
         """Append tasks."""
@@ -206,7 +208,7 @@ class _ScheduleWriter:
         if isinstance(unnumbered, Template):
             chunk = Chunk(unnumbered, micro_batch.number, stage)
             self.tasks.append(chunk)
-            self.latest = chunk.last
+            self.latest = chunk
             return
         part = with_ids(unnumbered, partial(TaskId.at, micro_batch=micro_batch.number, stage=stage))
         if not self.low.scenario.plan.overlap:
@@ -257,6 +259,8 @@ class _ScheduleWriter:
         if ends not in self.routes:
             self.routes[ends] = self.route(message, sends=sends)
         exchange, stream, posting_s = self.routes[ends]
+        if isinstance(self.latest, Chunk):
+            self.latest = self.latest.last
         own, transfer, after = self.message_id(message), self.transfer_id(message), (self.latest,)
         self.add(collective_task(transfer, exchange, stream, communication=own, after=after))
         if posting_s:  # the message is sent as it is posted
@@ -275,11 +279,20 @@ class _ScheduleWriter:
     def free(self, message: Message) -> None:
         """Append the release of a tensor that a stage has sent."""
         key = (message.kind, message.source)
-        if key not in self.releases:
+        known = self.releases.get(key)
+        if known is not None and self.for_memory:
+            self.tasks.append(known)
+            self.latest = known.id
+            return
+        if known is None:
             stage = self.stages[message.source].stages[0]
             category = stage.output[1] if message.kind == "activation" else "temporaries"
-            self.releases[key] = release_of(self.size_bytes(message), category)
-        self.add(Task(self.message_id(message).serving("release"), "idle", need=self.releases[key]))
+            need = release_of(self.size_bytes(message), category)
+        else:
+            need = known.need
+        release = Task(self.message_id(message).serving("release"), "idle", need=need)
+        self.releases.setdefault(key, release)
+        self.add(release)
 
     def size_bytes(self, message: Message) -> float:
         """Return the size of a message: the source stage's output, or the gradient of the target stage's output."""

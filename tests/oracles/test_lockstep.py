@@ -8,7 +8,7 @@ from strategies import machine_for, star
 from tasks import task_of
 
 from gssim.collectives import Communication
-from gssim.engine import DeadlockError, machine
+from gssim.engine import DeadlockError, machine, vectorised_walk
 from gssim.engine.rendezvous import joins_in_turn
 from gssim.program import Issue, Program
 from gssim.scenario import load_scenario
@@ -103,6 +103,7 @@ SERVERS = (
     ],
 )
 def test_collectives_inside_nodes_end_ahead_of_the_clock_when_they_would_by_it(changes, monkeypatch):
+    monkeypatch.setattr(vectorised_walk, "repeated_step", lambda *_: None)  # which is equal but for rounding
     asked = [SERVERS, "plan.method=gs_hier", "plan.push.threshold=1e-3", *changes]
     ahead = outcome(asked)
     walk = ahead[2].vectorised
@@ -113,6 +114,67 @@ def test_collectives_inside_nodes_end_ahead_of_the_clock_when_they_would_by_it(c
     assert by_clock[2].vectorised is None
     assert ahead[:2] == by_clock[:2]
     assert ahead[2].carried_by_rank()[0].tolist() == by_clock[2].carried_by_rank()[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "repeats"),
+    [
+        (("plan.method=gs_hier",), True),  # collectives inside servers that end early begin early in the second step
+        pytest.param(("plan.method=gs", "plan.micro_batches=2"), True, marks=pytest.mark.slow),
+        # some parameters are still being published when the step ends
+        pytest.param(("plan.method=gs", "plan.publish.threshold=1e-4"), False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_that_repeats_the_first_is_as_if_it_were_walked(changes, repeats, monkeypatch):
+    asked = [SERVERS, "plan.push.threshold=1e-3", *changes]
+    repeated = outcome(asked)
+    monkeypatch.setattr(vectorised_walk, "repeated_step", lambda *_: None)
+    walked = outcome(asked)
+    assert repeated[2].vectorised.repeats is repeats
+    assert not walked[2].vectorised.repeats
+    assert_equal_but_for_rounding(repeated, walked)
+    for ours, theirs in zip(repeated[2].carried_by_rank(), walked[2].carried_by_rank(), strict=True):
+        assert ours.tolist() == pytest.approx(theirs.tolist())
+    assert repeated[2].network.carried.tolist() == pytest.approx(walked[2].network.carried.tolist())
+
+
+@pytest.mark.parametrize(
+    ("tail_s", "repeats"),
+    [((0.0, 0.5, 1.0), True), ((1.0, 0.5, 0.0), False)],
+    ids=["the last wait", "the last come early"],
+)
+def test_a_step_is_walked_if_ranks_that_ended_early_let_others_begin_earlier(tail_s, repeats):
+    """The rank that works longest before the collective is the latest in the second step only if it ends the latest."""
+
+    def tasks(rank):
+        meet = task_of("x", "exposed_communication", communication="x")
+        work = task_of("work", "forward", duration_s=1.0 + rank)
+        return [work, meet, task_of("tail", "backward", duration_s=tail_s[rank])]
+
+    everyone = {"x": Communication("all-reduce", (0, 1, 2), 1000)}
+    found = machine_for(star(3, backend="nccl"), *map(tasks, range(3)), communications=everyone)
+    found.run(3)
+    assert found.vectorised.repeats is repeats
+    first_s, second_s, third_s = (max(ends) for ends in zip(*found.ends_s, strict=True))
+    assert third_s - second_s == pytest.approx(second_s - first_s)
+    assert second_s - first_s == pytest.approx(first_s - (0.0 if repeats else 1.0))
+
+
+def test_a_host_that_issues_earlier_in_the_second_step_is_walked():
+    """Its rank waits in the collective as in the first step, but what it has issued meanwhile ends earlier."""
+
+    def tasks(rank):
+        begin = task_of("begin", "forward", duration_s=1.0 + rank, issue=Issue(0.5, goes_on=False))
+        meet = task_of("x", "exposed_communication", communication="x")
+        work = task_of("work", "backward", duration_s=0.25, issue=Issue(8.0, goes_on=True))
+        return [begin, meet, work, task_of("tail", "backward", duration_s=float(rank))]
+
+    everyone = {"x": Communication("all-reduce", (0, 1, 2), 1000)}
+    found = machine_for(star(3, backend="nccl"), *map(tasks, range(3)), communications=everyone)
+    found.run(2)
+    assert found.vectorised is not None
+    assert [ends[0] for ends in found.ends_s] == [8.5, 9.5, 10.5]
+    assert [ends[1] for ends in found.ends_s] == pytest.approx([17.0, 19.0, 21.0])
 
 
 @pytest.mark.parametrize(
