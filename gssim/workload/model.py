@@ -199,6 +199,17 @@ class AutocastLayers:
     """Precision of matrix products and attention."""
     layers: tuple[Layer, ...]
     """Layers in the order of the forward."""
+    context_layers: tuple[Layer, ...] = ()
+    """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: not traced so."""
+    sliced_layers: tuple[Layer, ...] = ()
+    """The layers with their blocks cut among ranks, see [Note: units]; empty: not traced so."""
+    sequence_layers: tuple[Layer, ...] = ()
+    """`sliced_layers` with sequences also divided among these ranks, see [Note: sequence parts]; empty: not traced so.
+    """
+    expert_layers: tuple[Layer, ...] = ()
+    """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: not traced so."""
+    expert_sequence_layers: tuple[Layer, ...] = ()
+    """`sequence_layers` with routed experts divided too, see [Note: experts of parts]; empty: not traced so."""
 
 
 @spec
@@ -419,11 +430,11 @@ def _under_autocast(model: Same, precision: Literal["bf16", "fp16"]) -> Model:
         traced_autocast=precision,
         autocast=(),
         adapted=(),
-        sliced_layers=(),
-        sequence_layers=(),
-        expert_layers=(),
-        expert_sequence_layers=(),
-        context_layers=(),
+        sliced_layers=found.sliced_layers,
+        sequence_layers=found.sequence_layers,
+        expert_layers=found.expert_layers,
+        expert_sequence_layers=found.expert_sequence_layers,
+        context_layers=found.context_layers,
     )
 
 

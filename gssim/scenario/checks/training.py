@@ -65,7 +65,7 @@ def check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> 
     if name is None:
         return
     where, variant = f"{file}: workload.{name}", "frozen layers" if name == "frozen" else name
-    traced = ("tp", "cp", "ep") if name == "adapters" else ()  # of such parts, layers with adapters are traced too
+    traced = () if name == "frozen" else ("tp", "cp", "ep")  # parts with adapters or under autocast are traced too
     for key, value in (("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
         if value > 1 and key not in traced:
             raise UserError(
