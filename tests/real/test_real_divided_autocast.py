@@ -44,13 +44,16 @@ BERT = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "in
 BERT |= {"vocab_size": 257, "max_position_embeddings": 24}
 BERT |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 SOURCES = {
-    "gpt": (*MODELS["gpt"], "next-token"),
-    "llama": ("hf:llama", LLAMA, "next-token"),
-    "bert": ("hf:bert", BERT, "masked-token"),
-    "mixture": ("gsreal.models.mixture", TINY | {"shared_experts": 1}, "next-token"),
-    "mixtral": (SMALL["small-heads-mixtral"][0], SIZES | SMALL["small-heads-mixtral"][1], "next-token"),
-    "qwen": (SMALL["small-qwen3-moe"][0], SIZES | SMALL["small-qwen3-moe"][1], "next-token"),
+    "gpt": MODELS["gpt"],
+    "llama": ("hf:llama", LLAMA),
+    "bert": ("hf:bert", BERT),
+    "mixture": ("gsreal.models.mixture", TINY | {"shared_experts": 1}),
+    "mixtral": (SMALL["small-heads-mixtral"][0], SIZES | SMALL["small-heads-mixtral"][1]),
+    "qwen": (SMALL["small-qwen3-moe"][0], SIZES | SMALL["small-qwen3-moe"][1]),
 }
+OF_ALL_LENGTHS = ("llama", "mixture")
+"""Models traced at several lengths of sequences: of these parts of sequences beside other parts follow."""
+IN_FP16 = ("gpt", "llama", "mixtral")
 
 ON: dict[int, dict[str, list[str]]] = {
     2: {
@@ -61,8 +64,6 @@ ON: dict[int, dict[str, list[str]]] = {
         "llama-sequence": [*BF16, *TENSOR, *SEQUENCE],
         "llama-sequence-full": [*BF16, *TENSOR, *SEQUENCE, *FULL],
         "gpt-sequence-selective-fp16": [*FP16, *TENSOR, *SEQUENCE, *SELECTIVE],
-        "gpt-tensor-vocabulary": [*BF16, *TENSOR, *VOCABULARY],
-        "gpt-sequence-vocabulary": [*BF16, *TENSOR, *SEQUENCE, *VOCABULARY],
         "bert-tensor": [*BF16, *TENSOR],
         "bert-sequence": [*BF16, *TENSOR, *SEQUENCE],
         "llama-uneven": [*BF16, *GS_TP],
@@ -84,6 +85,47 @@ ON: dict[int, dict[str, list[str]]] = {
         "mixture-parts-router": [*BF16, *TENSOR, *PARTS, *ROUTER],
         "mixtral-parts-full": [*BF16, *TENSOR, *PARTS, *LOAD, *FULL],
         "mixture-context-experts-router": [*BF16, *DDP, *CP, *EP, *ROUTER],
+        "mixture-ring-experts-zero3": [*BF16, *ZERO3, *CP, *RING, *EP, *LOAD],
+    },
+    3: {
+        "gpt-uneven": [*BF16, "plan.method=gs_tp", "plan.shares.shards=[0.5,0.25,0.25]"],
+        "llama-ring-zero1": [*BF16, *ZERO1, "plan.cp=3", *RING],
+        "bert-ring-full-zero3": [*BF16, *ZERO3, "plan.cp=3", *RING, *FULL],
+        "mixture-experts-router-ddp": [*BF16, *DDP, "plan.ep=3", *ROUTER],
+        "mixture-experts-full-zero3": [*BF16, *ZERO3, "plan.ep=3", *LOAD, *FULL],
+    },
+    4: {
+        "gpt-four": [*BF16, *TENSOR],
+        "gpt-tensor-ddp-fp16-clipped": [*FP16, *DDP, *TP, *CLIPPED],
+        "llama-sequence-ddp": [*BF16, *DDP, *TP, *SEQUENCE],
+        "llama-tensor-zero1": [*BF16, *ZERO1, *TP],
+        "gpt-tensor-zero2-twice": [*BF16, *ZERO2, *TP, *TWICE],
+        "llama-sequence-full-zero3": [*BF16, *ZERO3, *TP, *SEQUENCE, *FULL],
+        "bert-tensor-hsdp": [*BF16, *HSDP, *TP],
+        "gpt-tensor-gs": [*BF16, *GS, *TP],
+        "llama-sequence-gs_z3": [*BF16, *GS_Z3, *TP, *SEQUENCE],
+        "gpt-tensor-staged": [*BF16, *PIPELINE, *TP, *STAGED],
+        "llama-tensor-staged-full": [*BF16, *PIPELINE, *TP, *STAGED, *FULL],
+        "llama-sequence-staged-selective": [*BF16, *PIPELINE, *TP, *SEQUENCE, *STAGED, *SELECTIVE],
+        "llama-context-zero3-clipped": [*BF16, *ZERO3, *CP, *CLIPPED],
+        "gpt-context-four-zero2": [*BF16, *ZERO2, "plan.cp=4"],
+        "llama-ring-hsdp": [*BF16, *HSDP, *CP, *RING],
+        "llama-context-gs": [*BF16, *GS, *CP],
+        "llama-context-staged": [*BF16, *DDP, *CP, *STAGED],
+        "gpt-ring-staged-full": [*BF16, *DDP, *CP, *RING, *STAGED, *FULL],
+        "llama-context-tensor": [*BF16, *DDP, *CP, *TP],
+        "llama-ring-sequence-full": [*BF16, *ZERO1, *CP, *RING, *TP, *SEQUENCE, *FULL],
+        "mixture-experts-ddp": [*BF16, *DDP, *EP, *LOAD],
+        "mixture-experts-four-router-zero3": [*BF16, *ZERO3, "plan.ep=4", *ROUTER],
+        "qwen-experts-zero3-full": [*BF16, *ZERO3, *EP, *LOAD, *FULL],
+        "mixtral-experts-zero1-fp16-clipped": [*FP16, *ZERO1, *EP, *LOAD, *CLIPPED],
+        "mixture-experts-hsdp": [*BF16, "plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2", *EP, *LOAD],
+        "mixtral-experts-gs": [*BF16, *GS, *EP, *LOAD],
+        "mixture-experts-staged": [*BF16, *DDP, *EP, *LOAD, *STAGED],
+        "mixture-parts-router-ddp": [*BF16, *DDP, *PARTS, *ROUTER],
+        "qwen-parts-zero3-full": [*BF16, *ZERO3, *PARTS, *LOAD, *FULL],
+        "mixture-context-experts-router-zero2": [*BF16, *ZERO2, *CP, *EP, *ROUTER],
+        "mixture-ring-parts": [*BF16, *DDP, *CP, *RING, *PARTS, *LOAD],
     },
 }
 
@@ -92,15 +134,15 @@ def model_of(kind: str) -> Path:
     """Return the file of a small model traced under autocast too."""
     from small_models import Request, kept
 
-    source, arguments, task = SOURCES[kind]
+    source, arguments = SOURCES[kind]
     request = Request(
         model=source,
         arguments=tuple(f"{key}={value}" for key, value in arguments.items()),
         name=f"divided-autocast-{kind}",
-        vocabulary=256 + (task == "masked-token"),
-        maximum_sequence_length=24,
-        sequence_length=24,
-        task=task,
-        autocast=("bf16", "fp16"),
+        vocabulary=257 if kind == "bert" else 256,
+        maximum_sequence_length=64 if kind in OF_ALL_LENGTHS else 24,
+        sequence_length=None if kind in OF_ALL_LENGTHS else 24,
+        task="masked-token" if kind == "bert" else "next-token",
+        autocast=("bf16", "fp16") if kind in IN_FP16 else ("bf16",),
     )
     return kept(request)
