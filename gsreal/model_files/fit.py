@@ -93,6 +93,8 @@ def fit_layers(records: Mapping[Shape, Record], check: Record, checked: Shape, t
         for key, phase in (("forward", "f"), ("backward", "b")):
             place = (index, phase)
             costs[f"{key}_flop"] = fit(lambda r, p=place: r.flop[p], f"{name}: FLOP")
+            if any(r.uncast_flop[place] for r in everything.values()):
+                costs[f"{key}_uncast_flop"] = fit(lambda r, p=place: r.uncast_flop[p], f"{name}: uncast FLOP")
             costs[f"{key}_bytes"] = fit(lambda r, p=place: r.bytes_moved[p], f"{name}: bytes")
             costs[f"{key}_streamed_bytes"] = fit(lambda r, p=place: r.streamed[p], f"{name}: streamed bytes")
         if name in first.blocks:

@@ -85,7 +85,9 @@ def ring_attention(
     exchange = ring_exchange(low, low.batch_sizes[rank], policies.cp * size)
     device = low.device(rank)
     copies_rows = device.kind == "cpu" and samples > 1
-    moved_bytes = merged_bytes if device.kind == "cpu" else partial(merged_in_float_bytes, value=attention_value_bytes(low))
+    moved_bytes = (
+        merged_bytes if device.kind == "cpu" else partial(merged_in_float_bytes, value=attention_value_bytes(low))
+    )
     tasks: list[Task] = []
     last = len(blocks) - 1
     own = TaskId("attend", layer=instance.module, during=PASSES[phase])

@@ -36,7 +36,11 @@ are frozen: ranks exchange rows and gradients of rows, but no gradients of weigh
 stay in fp32, while operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
 backward like an activation. Casts that the backward does not need (of biases) live to the end of the forward, but are
 counted to the end of their layer's forward. Layers are traced with the lists of operations that torch has for a CPU. On
-CUDA losses and norms run in fp32, which adds an fp32 copy of the logits.
+CUDA losses and norms run in fp32, which adds an fp32 copy of the logits. Layers that ranks divide are traced under
+autocast too. Partial sums of maps that are cut by rows are then exchanged in 16 bits, and so are queries, keys and
+values under context parallelism. Gradients of the inputs of maps that are cut by columns, parts of sequences that are
+gathered, and rows of experts are exchanged in fp32. Torch's grouped product, of routed experts, is not cast: it runs in
+fp32.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Real: automatic mixed precision where ranks divide blocks, sequences or experts, as on one device and as predicted.
+"""Real: automatic mixed precision beside tensor, context and expert parallelism, as on one device and as predicted.
 
 Tolerances of training are those of `test_real_autocast`, whose kernels are torch's own too.
 """
@@ -106,7 +106,7 @@ ON: dict[int, dict[str, list[str]]] = {
         "llama-sequence-gs_z3": [*BF16, *GS_Z3, *TP, *SEQUENCE],
         "gpt-tensor-staged": [*BF16, *PIPELINE, *TP, *STAGED],
         "llama-tensor-staged-full": [*BF16, *PIPELINE, *TP, *STAGED, *FULL],
-        "llama-sequence-staged-selective": [*BF16, *PIPELINE, *TP, *SEQUENCE, *STAGED, *SELECTIVE],
+        "llama-sequence-staged": [*BF16, *PIPELINE, *TP, *SEQUENCE, *STAGED],
         "llama-context-zero3-clipped": [*BF16, *ZERO3, *CP, *CLIPPED],
         "gpt-context-four-zero2": [*BF16, *ZERO2, "plan.cp=4"],
         "llama-ring-hsdp": [*BF16, *HSDP, *CP, *RING],
@@ -146,3 +146,50 @@ def model_of(kind: str) -> Path:
         autocast=("bf16", "fp16") if kind in IN_FP16 else ("bf16",),
     )
     return kept(request)
+
+
+FEW = ("llama-sequence-full", "llama-ring-selective-zero3", "mixture-parts-router", "mixture-ring-experts-zero3")
+"""Cases on two ranks that are not slow: sums and parts of sequences, exchanges of heads and rows, in 16 bits and 32."""
+FEW_OF_THREE = ("mixture-experts-router-ddp",)
+"""One of the ranks may have no rows."""
+GROUPS = {
+    f"{ranks}{rest}": (ranks, {name: case for name, case in cases.items() if (name in few) == (not rest)})
+    for ranks, cases in ON.items()
+    for few in ((*FEW, *FEW_OF_THREE),)
+    for rest in ("", "-others")
+    if rest or any(name in few for name in cases)
+}
+
+
+@pytest.fixture(scope="module", params=quick(GROUPS, ["2", "3"]))
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    """Run all cases of a group in one launch; return (cases, what they showed)."""
+    (ranks, group), cases = GROUPS[request.param], {}
+    for name, changes in group.items():
+        overrides = [star(ranks), f"workload.model={model_of(name.split('-')[0])}", "workload.sequence_length=24"]
+        overrides += [f"workload.global_batch_size={12 if ranks == 3 else 8}", *SGD, *changes]
+        cases[name] = {"scenario": scenario_file("demo.toml"), "overrides": overrides, "onednn": False}
+    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=ranks)
+
+
+def is_one_devices(name: str, case: dict) -> bool:
+    """Return whether one device would route rows so too: a load is dealt out to each part of a sequence apart."""
+    divides_sequences = any(kind in name for kind in ("parts", "context", "ring"))
+    return not (divides_sequences and "workload.expert_routing=load" in case["overrides"])
+
+
+def test_what_training_changes_is_that_of_one_device(world: tuple[dict, dict]) -> None:
+    for name, seen in world[1].items():
+        assert seen["replicas_equal"], name
+        if is_one_devices(name, world[0][name]):
+            assert seen["difference_ratio"] < (0.001 if "fp16" in name else 0.004), name
+
+
+def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
+    assert_predicted_collectives(*world)
+
+
+def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
+    for name, case in world[0].items():
+        if "workload.expert_routing=router" not in case["overrides"]:  # else the rows are the router's
+            assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=0.002), name
