@@ -104,7 +104,29 @@ def test_gpus_of_volta_and_turing_train_in_fp16_and_have_no_bf16(device: str) ->
         (["workload.autocast=bf16", "workload.precision=bf16"], r"autocast = 'bf16': needs precision = 'fp32'"),
         (["workload.tf32=true", "workload.precision=bf16"], r"tf32 = true: for matrix products in fp32"),
         (["workload.autocast=bf16", "plan.method=diloco"], r"workload\.autocast: cannot run yet with method 'diloco'"),
-        (["workload.autocast=bf16", "plan.tp=2"], r"workload\.autocast: cannot run yet beside plan\.tp = 2: parts of"),
+        (
+            ["workload.autocast=bf16", "plan.tp=2", "plan.loss_parallel=true"],
+            r"workload\.autocast: cannot run yet beside plan\.tp = 2 with plan\.loss_parallel = true: .*allowed: false",
+        ),
+        (
+            ["workload.autocast=bf16", f"workload.model={TIED}", "plan.tp=2", "plan.embedding_parallel=true"],
+            r"plan\.embedding_parallel = true: the head has the weight of the embedding, .*allowed: false",
+        ),
+        (
+            [
+                *("workload.autocast=bf16", "plan.tp=2", "plan.sequence_parallel=true"),
+                "plan.gathered_inputs=gathered-again",
+            ],
+            r"plan\.gathered_inputs = 'gathered-again': maps keep casts of what is gathered; allowed: 'kept'",
+        ),
+        (
+            [f"workload.model={ONLY_WHOLE}", *AT_ONE_LENGTH, "workload.autocast=bf16", "plan.tp=2"],
+            r"has no slices of its blocks under autocast .*`gsreal trace --autocast bf16`",
+        ),
+        (
+            [f"workload.model={ONLY_WHOLE}", *AT_ONE_LENGTH, "workload.autocast=bf16", "plan.cp=2"],
+            r"is not traced on parts of sequences under autocast; .*`gsreal trace --autocast bf16`",
+        ),
         (["workload.autocast=bf16", "workload.model=gpt2-355m"], r"not traced under it; `gsreal trace --autocast"),
         (["workload.autocast=bf16", "workload.loss_scale=2"], r"workload\.loss_scale = 2"),
     ],
