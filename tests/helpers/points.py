@@ -216,13 +216,7 @@ def random_real_point(seed: int) -> Table:
     topology["devices_per_host"] = devices if devices % 2 else devices // 2
     cluster = {"name": "random", "backend": "gloo", "source": "random", "device_types": types, "topology": topology}
     method = random.choice(METHODS[1:] + _further_methods(seed))
-    models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
-    models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
-    if seed >= EXPERTS_IN_PARTS and method in _dividing(seed) and random.random() < 0.9:
-        models = [Trained(MIXTURE.name, 12, (48, 96), 1, experts=12)]  # so long that no rank of experts is without rows
-    model = random.choice(models if seed < LATER or len(models) == 1 else [*models, *OTHERS])
-    if seed >= UNDER_AUTOCAST:
-        model = random.choice(CAST)
+    model = _real_model(random, seed, method)
     plan, parts = _plan(random, seed, method, devices, model)
     _shard_replicas(random, seed, plan, parts)
     model = replace(model, batch=12, statistics=())
@@ -252,6 +246,17 @@ def random_real_point(seed: int) -> Table:
     for key in ("replan", "replanning"):  # real paces are not those of a made-up device
         plan.get("shares", {}).pop(key, None)
     return found
+
+
+def _real_model(random: Random, seed: int, method: str) -> Trained:
+    """Return a small model for a point's real run."""
+    if seed >= UNDER_AUTOCAST:
+        return random.choice(CAST)
+    models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
+    models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
+    if seed >= EXPERTS_IN_PARTS and method in _dividing(seed) and random.random() < 0.9:
+        models = [Trained(MIXTURE.name, 12, (48, 96), 1, experts=12)]  # so long that no rank of experts is without rows
+    return random.choice(models if seed < LATER or len(models) == 1 else [*models, *OTHERS])
 
 
 def _foresee_peaks_of_experts(seed: int, plan: Table, workload: Table) -> None:
