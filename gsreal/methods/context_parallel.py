@@ -81,6 +81,20 @@ def _attend(
     return Mapped.apply(attention(*whole, *others, **settings), parts.to_parts, parts.to_heads)
 
 
+def _cast_before(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, *others: Any, **settings: Any
+) -> Tensor:
+    """Attend to what torch's function attends to under autocast: it casts its inputs, here before they are exchanged.
+
+    Rotary embeddings leave queries and keys in fp32 there, which would double what is sent of them.
+    """
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        precision = torch.get_autocast_dtype(kind)
+        query, key, value = (each.to(precision) for each in (query, key, value))
+    return attention(query, key, value, *others, **settings)
+
+
 def divide_context(
     module: nn.Module, blocks: Iterable[nn.Module], parts: ContextParts | Ring, *, sequence_parts: int = 1
 ) -> None:
@@ -102,6 +116,7 @@ def divide_context(
         if isinstance(parts, Ring)
         else partial(_attend, parts, F.scaled_dot_product_attention)
     )
+    attend = partial(_cast_before, attend)
 
     def in_parts(forward: Callable[..., Any], *args: Any, **settings: Any) -> Any:
         """Run a block's forward with this attention in the place of torch's."""

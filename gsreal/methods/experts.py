@@ -56,12 +56,15 @@ class Exchange(Protocol):
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Return the rows of each group times its matrix; `ends`: int32 index after the last row of each group.
 
-    By torch's grouped product, which has no fp64 and refuses no rows at all: these are multiplied group by group.
+    By torch's grouped product, which has no fp64 and refuses no rows at all: these are multiplied group by group. It
+    runs in the precision of the matrices under autocast too, so no rows must do so, or their results would be sent in
+    another precision than those of other ranks.
     """
     if rows.dtype != torch.float64 and len(rows):
         return F.grouped_mm(rows, matrices, offs=ends)
     sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([part @ matrix for part, matrix in zip(rows.split(sizes), matrices, strict=True)])
+    with torch.autocast(rows.device.type, enabled=False):
+        return torch.cat([part @ matrix for part, matrix in zip(rows.split(sizes), matrices, strict=True)])
 
 
 def run_experts(

@@ -93,6 +93,8 @@ def fit_layers(records: Mapping[Shape, Record], check: Record, checked: Shape, t
         for key, phase in (("forward", "f"), ("backward", "b")):
             place = (index, phase)
             costs[f"{key}_flop"] = fit(lambda r, p=place: r.flop[p], f"{name}: FLOP")
+            if any(r.uncast_flop[place] for r in everything.values()):
+                costs[f"{key}_uncast_flop"] = fit(lambda r, p=place: r.uncast_flop[p], f"{name}: uncast FLOP")
             costs[f"{key}_bytes"] = fit(lambda r, p=place: r.bytes_moved[p], f"{name}: bytes")
             costs[f"{key}_streamed_bytes"] = fit(lambda r, p=place: r.streamed[p], f"{name}: streamed bytes")
         if name in first.blocks:
@@ -239,9 +241,11 @@ def fit_buffers(
         lives = {(record.alive[number].born, record.alive[number].freed) for record in everything.values()}
         if len(lives) > 1:
             raise NoPolynomialError(f"{name}: the lifetime of a buffer depends on batch size or sequence length")
-        # a cast of parameters, of constant size, lives to the end of the forward; see [Note: autocast]
+        # a cast of parameters, whose size no batch changes, lives to the end of the forward; see [Note: autocast]
         ends_with_forward = index < last and alive.freed is not None and alive.freed[:2] == (last, "f")
-        is_cached = first.autocast is not None and len(set(sizes.values())) == 1 and ends_with_forward
+        parts = {(shape.u, shape.e) for shape in sizes}  # of parameters on a rank
+        of_parameters = len({(shape.u, shape.e, size) for shape, size in sizes.items()}) == len(parts)
+        is_cached = first.autocast is not None and of_parameters and ends_with_forward
         is_saved = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")
         buffers.append(
             Buffer(

@@ -206,6 +206,8 @@ class Record:
     autocast: str | None = None
     """Precision of torch.autocast in the forward."""
     flop: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    uncast_flop: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    """The part of `flop` that runs in fp32 though autocast has another precision."""
     bytes_moved: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     streamed: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     """The part of `bytes_moved` that belongs to operations without FLOP."""
@@ -338,6 +340,8 @@ class Recorder(TorchDispatchMode):
         flop = flop_of(func, args, kwargs, result, [*inputs, *outputs])
         moved = sum({id(t): t.numel() * t.element_size() for t in [*inputs, *outputs]}.values())
         work = Work(flop, moved, 1, 0 if flop or _is_alias(func, inputs, outputs) else moved)
+        if self.record.autocast is not None and all(t.dtype == torch.float32 for t in inputs if t.is_floating_point()):
+            self.record.uncast_flop[place] += flop
         self.products[place] += func in PRODUCTS
         kept = [each for each in SELECTIVE if is_kept(func, each, products=self.products[place])]
         self._add(str(func._overloadpacket), work, place, kept=kept, called=str(func))

@@ -216,8 +216,12 @@ def _lengths_of(model: Model) -> Lengths:
 
 
 def with_traced_autocast(model: Model, precisions: Sequence[str], *, where: str) -> Model:
-    """Return a traced model with its layers under torch.autocast in each of the `precisions`."""
-    steps = whole_steps(_lengths_of(model))
+    """Return a traced model with its layers under torch.autocast in each of the `precisions`.
+
+    Layers are also traced in those ways in which ranks divide them without autocast.
+    """
+    lengths = _lengths_of(model)
+    steps = whole_steps(lengths)
     short, stack = with_fewer_blocks(model, where) or (model, None)
     found = [each for each in model.autocast if each.precision not in precisions]
     for precision in precisions:
@@ -231,7 +235,14 @@ def with_traced_autocast(model: Model, precisions: Sequence[str], *, where: str)
         whole = layers if stack is None else repeat_blocks(layers, stack)
         if whole is None:
             raise UserError(f"{where}: blocks under autocast differ from one another; not supported")
-        found.append(AutocastLayers(precision=kind, layers=grouped(_with_module_buffers(whole, model, where))))
+        fields = {"layers": whole}
+        for name in (name for name in DIVIDED_STEPS if getattr(model, name)):
+            divided = _divided(name, ours, lengths, where)
+            if stack is not None:
+                divided = repeat_blocks(divided, stack, neighbours_differ=name != "sliced_layers") or []
+            fields[name] = divided
+        grouped_fields = {name: grouped(_with_module_buffers(each, model, where)) for name, each in fields.items()}
+        found.append(AutocastLayers(precision=kind, **grouped_fields))
     return replace(model, autocast=tuple(found))
 
 
@@ -306,8 +317,8 @@ def write_model(path: Path, model: Model) -> None:
     for name in ("context_layers", "expert_layers", "adapted", "autocast", "whole_layers"):  # most models have none
         if not data[name]:
             del data[name]
-    for each in data.get("adapted", ()):
-        for name in ("context_layers", "sliced_layers", "sequence_layers", "expert_layers"):
-            if not each[name]:
-                del each[name]
+    for each in (*data.get("adapted", ()), *data.get("autocast", ())):
+        for name in DIVIDED_STEPS:
+            if not each.get(name):
+                each.pop(name, None)
     write_text(path, tomli_w.dumps(data, multiline_strings=False, indent=2))

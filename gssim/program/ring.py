@@ -51,10 +51,17 @@ PRODUCTS = {"f": 2, "r": 2, "b": 5}
 def attention_ratio(low: Lowering, instance: LayerInstance, phase: str, reduction: Reduction, samples: int) -> float:
     """Return the fraction of a layer's FLOP in a pass that belongs to its attention."""
     layer, length = instance.layer, low.scenario.workload.sequence_length or 1
-    elements = max(_born(low, instance, reduction, samples)) / low.value_bytes  # of outputs, or of queries' gradients
+    born = _born(low, instance, reduction, samples)  # outputs, or gradients of queries, and others
+    elements = max(born) / attention_value_bytes(low)
     flop = layer.backward_flop if phase == "b" else layer.forward_flop
     whole = flop.at(b=samples, s=length)
     return min(1.0, PRODUCTS[phase] * 2 * elements * length / whole) if whole else 0.0
+
+
+def attention_value_bytes(low: Lowering) -> int:
+    """Return the bytes of an element of queries, keys and values: autocast has them in its own precision."""
+    autocast = low.scenario.workload.autocast
+    return low.value_bytes if autocast is None else PRECISION_BYTES[autocast]
 
 
 def ring_attention(
@@ -85,7 +92,9 @@ def ring_attention(
     exchange = ring_exchange(low, low.batch_sizes[rank], policies.cp * size)
     device = low.device(rank)
     copies_rows = device.kind == "cpu" and samples > 1
-    moved_bytes = merged_bytes if device.kind == "cpu" else partial(merged_in_float_bytes, value=low.value_bytes)
+    moved_bytes = (
+        merged_bytes if device.kind == "cpu" else partial(merged_in_float_bytes, value=attention_value_bytes(low))
+    )
     tasks: list[Task] = []
     last = len(blocks) - 1
     own = TaskId("attend", layer=instance.module, during=PASSES[phase])

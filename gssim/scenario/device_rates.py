@@ -27,6 +27,8 @@ def check_rates(cluster: Cluster, workload: Workload, *, ranks: int) -> None:
         if all(layer_profile(device, workload, layer) is not None for layer in workload.model.layers):
             continue
         peak_flop_per_s(device, product_precision(device, workload), name=name)
+        if any(layer.forward_uncast_flop is not None for layer in workload.model.layers):
+            peak_flop_per_s(device, uncast_precision(device, workload), name=name)
 
 
 def has_host_times(device: DeviceType, workload: Workload) -> bool:
@@ -66,9 +68,12 @@ def is_of(profile: Profile, workload: Workload) -> bool:
 
 
 def product_precision(device: DeviceType, workload: Workload) -> Rate:
-    """Return the precision of matrix products: that of autocast, or TF32 if asked for and there, or the workload's."""
-    if workload.autocast is not None:
-        return workload.autocast
+    """Return the precision of matrix products: that of autocast, else `uncast_precision`."""
+    return workload.autocast or uncast_precision(device, workload)
+
+
+def uncast_precision(device: DeviceType, workload: Workload) -> Rate:
+    """Return the precision of products that autocast does not cast: TF32 if asked for and there, or the workload's."""
     return "tf32" if workload.tf32 and _tf32_flop_per_s(device) is not None else workload.precision
 
 

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 from gssim.cluster import DeviceType
 from gssim.cluster.kernel_rates import KernelRates, ProductKind
-from gssim.scenario.device_rates import achieved_flop_per_s, is_of, layer_profile, product_precision, value_bytes
+from gssim.scenario.device_rates import (
+    achieved_flop_per_s,
+    is_of,
+    layer_profile,
+    product_precision,
+    uncast_precision,
+    value_bytes,
+)
 from gssim.units import PRECISION_BYTES, Rate, Recompute
 from gssim.workload import Layer, LayerInstance, Model, Polynomial, TokenInput, Workload
 from gssim.workload.layer import NO_COST
@@ -177,11 +184,16 @@ def layer_roofline_s(
     scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
     precision = product_precision(device, workload)
     flop = float(work.flop.at(**shape))
+    uncast_flop = _uncast_flop(layer, phase, flop, **shape)
     rates = next((each for each in device.kernels if each.precision == precision), None)
     if rates is not None:
         own = achieved_flop_per_s(device, precision)
         settings: dict[str, Any] = {"backward": phase == "b", "positions": positions} | shape
         flop += own * _kernels_excess_s(rates, own, workload.model, layer, work.flop, **settings)
+    if uncast_flop:  # as many FLOP at the rate of the others as take equally long
+        slower_ratio = achieved_flop_per_s(device, precision)
+        slower_ratio /= achieved_flop_per_s(device, uncast_precision(device, workload))
+        flop += uncast_flop * (slower_ratio - 1)
     return roofline_s(
         device,
         precision,
@@ -190,6 +202,17 @@ def layer_roofline_s(
         operations=work.operations,
         streamed_bytes=work.streamed_bytes.at(**shape) * scale if work.streamed_bytes is not None else 0.0,
     )
+
+
+def _uncast_flop(layer: Layer, phase: str, flop: float, *, b: float, s: int) -> float:
+    """Return how many of a phase's `flop` autocast does not cast; those of a recomputation in proportion to all of the
+    forward's.
+    """
+    uncast = layer.backward_uncast_flop if phase == "b" else layer.forward_uncast_flop
+    if uncast is None:
+        return 0.0
+    whole = (layer.backward_flop if phase == "b" else layer.forward_flop).at(b=b, s=s)
+    return uncast.at(b=b, s=s) * flop / whole if whole else 0.0
 
 
 def _kernels_excess_s(

@@ -508,6 +508,10 @@ class Layer:
     """FLOP of one forward; multiply-adds count twice."""
     backward_flop: Quantity
     """FLOP of one backward, without recomputation."""
+    forward_uncast_flop: Quantity | None = None
+    """The part of `forward_flop` that runs in fp32 under autocast, which does not cast every product. Absent: none."""
+    backward_uncast_flop: Quantity | None = None
+    """The corresponding part of `backward_flop`."""
     forward_bytes: Quantity
     """Bytes read and written by the operations of one forward."""
     backward_bytes: Quantity
@@ -596,7 +600,15 @@ class Layer:
         for key in ("module_buffer_bytes", "integer_buffer_bytes"):
             if not data.get(key):
                 data.pop(key, None)
-        rarely = ("recompute_after", "selective_rerun", "experts_per_token", "experts", "expert_capacity_ratio")
+        rarely = (
+            "forward_uncast_flop",
+            "backward_uncast_flop",
+            "recompute_after",
+            "selective_rerun",
+            "experts_per_token",
+            "experts",
+            "expert_capacity_ratio",
+        )
         for key in (*rarely, "every_second_product"):
             if data.get(key) is None:
                 data.pop(key, None)

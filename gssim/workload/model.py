@@ -36,7 +36,11 @@ are frozen: ranks exchange rows and gradients of rows, but no gradients of weigh
 stay in fp32, while operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
 backward like an activation. Casts that the backward does not need (of biases) live to the end of the forward, but are
 counted to the end of their layer's forward. Layers are traced with the lists of operations that torch has for a CPU. On
-CUDA losses and norms run in fp32, which adds an fp32 copy of the logits.
+CUDA losses and norms run in fp32, which adds an fp32 copy of the logits. Layers that ranks divide are traced under
+autocast too. Partial sums of maps that are cut by rows are then exchanged in 16 bits, and so are queries, keys and
+values under context parallelism. Gradients of the inputs of maps that are cut by columns, parts of sequences that are
+gathered, and rows of experts are exchanged in fp32. Torch's grouped product, of routed experts, is not cast: it runs in
+fp32.
 """
 
 from collections import Counter
@@ -199,6 +203,17 @@ class AutocastLayers:
     """Precision of matrix products and attention."""
     layers: tuple[Layer, ...]
     """Layers in the order of the forward."""
+    context_layers: tuple[Layer, ...] = ()
+    """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: not traced so."""
+    sliced_layers: tuple[Layer, ...] = ()
+    """The layers with their blocks cut among ranks, see [Note: units]; empty: not traced so."""
+    sequence_layers: tuple[Layer, ...] = ()
+    """`sliced_layers` with sequences also divided among these ranks, see [Note: sequence parts]; empty: not traced so.
+    """
+    expert_layers: tuple[Layer, ...] = ()
+    """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: not traced so."""
+    expert_sequence_layers: tuple[Layer, ...] = ()
+    """`sequence_layers` with routed experts divided too, see [Note: experts of parts]; empty: not traced so."""
 
 
 @spec
@@ -419,11 +434,11 @@ def _under_autocast(model: Same, precision: Literal["bf16", "fp16"]) -> Model:
         traced_autocast=precision,
         autocast=(),
         adapted=(),
-        sliced_layers=(),
-        sequence_layers=(),
-        expert_layers=(),
-        expert_sequence_layers=(),
-        context_layers=(),
+        sliced_layers=found.sliced_layers,
+        sequence_layers=found.sequence_layers,
+        expert_layers=found.expert_layers,
+        expert_sequence_layers=found.expert_sequence_layers,
+        context_layers=found.context_layers,
     )
 
 

@@ -149,8 +149,10 @@ class Workload:
     """
     autocast: Literal["bf16", "fp16"] | None = None
     """Automatic mixed precision (torch.autocast): matrix products and attention of the forward, and so of the backward,
-    run in this precision. Parameters, gradients and messages stay in `precision`, which must be fp32. With `fp16` set
-    `loss_scale` (torch's GradScaler). Absent: everything runs in `precision`."""
+    run in this precision. Parameters, gradients and their messages stay in `precision`, which must be fp32. Beside
+    `plan.tp`, sums of outputs are exchanged in 16 bits, and so are queries, keys and values beside `plan.cp`; products
+    of routed experts stay in fp32, as torch does not cast them. With `fp16` set `loss_scale` (torch's GradScaler).
+    Absent: everything runs in `precision`."""
     tf32: bool = False
     """Matrix products of fp32 values in TF32, on GPUs that have it (torch.backends.cuda.matmul.allow_tf32). Only the
     rate of the products changes."""

@@ -98,6 +98,18 @@ SUMMED_EXPERTS = 21_000
 training's, those of divided experts too."""
 EXPERTS_ON_TWO_LEVELS = 22_000
 """From this seed on most points are mixtures whose gradients are pushed on two levels, those of experts on one."""
+UNDER_AUTOCAST = 23_000
+"""From this seed on points are under autocast, as a rule where ranks divide blocks, sequences or experts."""
+CAST = (
+    *(
+        Trained(str(SCENARIOS.parent / f"tests/helpers/models/of_tests/divided-autocast-{name}.toml"), 12, lengths)
+        for name, lengths in (("gpt", (24,)), ("bert", (24,)), ("llama", (24, 48)))
+    ),
+    Trained(
+        str(SCENARIOS.parent / "tests/helpers/models/of_tests/divided-autocast-mixture.toml"), 12, (48,), 1, experts=12
+    ),
+)
+"""Models whose divided layers are traced under autocast."""
 PERIODIC = tuple(name for name, method in REGISTRY.items() if method.sync_every_steps)
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
@@ -113,6 +125,8 @@ GPUS = ("v100-sxm2-16", "t4", "a100-sxm-40", "a100-sxm-80", "h100-sxm", "h200-sx
 
 def _further_methods(seed: int) -> tuple[str, ...]:
     """Return the methods of Gradient Sharding, and those that later seeds draw most often."""
+    if seed >= UNDER_AUTOCAST:
+        return (*SEQUENCES, "gs", "gs_z3", "gs_tp", "tensor", "pipeline") * 20
     if seed >= EXPERTS_ON_TWO_LEVELS:
         return ("gs_hier",) * 180
     if seed >= SUMMED_EXPERTS:
@@ -137,6 +151,8 @@ def _dividing(seed: int) -> tuple[str, ...]:
 
 def _dividing_late(seed: int) -> tuple[str, ...]:
     """Return the methods whose ranks divide experts in points of late seeds alone."""
+    if seed >= UNDER_AUTOCAST:
+        return ("gs", "gs_z3")
     if seed >= EXPERTS_ON_TWO_LEVELS:
         return ("gs_hier",)
     return ("half",) if seed >= SUMMED_EXPERTS else ("gs", "gs_z3") if seed >= PUSHED_EXPERTS else ()
@@ -163,6 +179,8 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
         model = random.choice(OTHERS)
     if seed >= EXPERTS_IN_PARTS and method in _dividing(seed) and random.random() < 0.9:
         model = MIXTURE
+    if seed >= UNDER_AUTOCAST:
+        model = random.choice(CAST)
     plan, parts = _plan(random, seed, method, devices, model)
     _shard_replicas(random, seed, plan, parts)
     workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=method in PUSHING)
@@ -175,6 +193,7 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
         _combined_keys(random, workload, plan)
     if plan.get("context_exchange") == "ring" and seed % 3 == 0:
         plan["context_exchange"] = "gather"
+    _cast_products(random, seed, cluster, workload, plan)
     found = _scenario(random, seed, cluster, workload, plan, parts, devices)
     _leave_out_beside_experts(random, seed, found, parts)
     return found
@@ -199,11 +218,7 @@ def random_real_point(seed: int) -> Table:
     topology["devices_per_host"] = devices if devices % 2 else devices // 2
     cluster = {"name": "random", "backend": "gloo", "source": "random", "device_types": types, "topology": topology}
     method = random.choice(METHODS[1:] + _further_methods(seed))
-    models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
-    models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
-    if seed >= EXPERTS_IN_PARTS and method in _dividing(seed) and random.random() < 0.9:
-        models = [Trained(MIXTURE.name, 12, (48, 96), 1, experts=12)]  # so long that no rank of experts is without rows
-    model = random.choice(models if seed < LATER or len(models) == 1 else [*models, *OTHERS])
+    model = _real_model(random, seed, method)
     plan, parts = _plan(random, seed, method, devices, model)
     _shard_replicas(random, seed, plan, parts)
     model = replace(model, batch=12, statistics=())
@@ -225,6 +240,7 @@ def random_real_point(seed: int) -> Table:
         _combined_keys(random, workload, plan)
     if plan.get("push") is not None and method in PUSHING and random.random() < 0.5:
         plan["push"] |= random.choice(KNOWN_DENSITIES)
+    _cast_products(random, seed, cluster, workload, plan)
     _wait_for_copies(workload, plan)
     found = _scenario(random, seed, cluster, workload, plan, parts, devices)
     _leave_out_beside_experts(random, seed, found, parts)
@@ -232,6 +248,17 @@ def random_real_point(seed: int) -> Table:
     for key in ("replan", "replanning"):  # real paces are not those of a made-up device
         plan.get("shares", {}).pop(key, None)
     return found
+
+
+def _real_model(random: Random, seed: int, method: str) -> Trained:
+    """Return a small model for a point's real run."""
+    if seed >= UNDER_AUTOCAST:
+        return random.choice(CAST)
+    models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
+    models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
+    if seed >= EXPERTS_IN_PARTS and method in _dividing(seed) and random.random() < 0.9:
+        models = [Trained(MIXTURE.name, 12, (48, 96), 1, experts=12)]  # so long that no rank of experts is without rows
+    return random.choice(models if seed < LATER or len(models) == 1 else [*models, *OTHERS])
 
 
 def _foresee_peaks_of_experts(seed: int, plan: Table, workload: Table) -> None:
@@ -441,7 +468,7 @@ def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: in
     sharded = REGISTRY[plan["method"]].gradients == "reduce-scatter"
     cut = plan.get("tp", 1) > 1 and "etp" not in plan
     left_out = [
-        *("gradient_precision", "frozen", "adapters", "autocast"),
+        *("gradient_precision", "frozen", "adapters", *(["autocast"] if seed < UNDER_AUTOCAST else [])),
         *(["clip_norm"] if cut else []),
         *(["loss_scale"] if cut or (seed < SUMMED_EXPERTS and plan["method"] == "zero1") else []),
         *(["reduce_precision"] if seed < SUMMED_EXPERTS and (cut or not sharded) else []),
@@ -665,6 +692,24 @@ def _combined_keys(random: Random, workload: Table, plan: Table) -> None:
         workload["frozen"] = sorted(random.sample(layers, random.randint(1, len(layers) - 1)))
     if "autocast" not in workload and random.random() < 0.9:  # thresholds are refused
         for key in ("push", "publish"):
+            plan.pop(key, None)
+
+
+def _cast_products(random: Random, seed: int, cluster: Table, workload: Table, plan: Table) -> None:
+    """Set autocast in late points, and leave out what does not go with it, mostly."""
+    precisions = [each for each in ("bf16", "fp16") if each in _precisions(cluster)]
+    if seed < UNDER_AUTOCAST or not precisions or random.random() < 0.03:
+        return
+    method = REGISTRY[plan["method"]]
+    fp16 = "fp16" in precisions and workload["model"].endswith(("gpt.toml", "llama.toml")) and random.random() < 0.3
+    workload |= {"precision": "fp32", "autocast": "fp16" if fp16 and method.gradients != "push" else "bf16"}
+    workload.pop("loss_scale", None)
+    if workload["autocast"] == "fp16":
+        workload["loss_scale"] = 1024.0
+    if random.random() < 0.97:
+        for key in ("frozen", "adapters", "tf32", "gradient_precision"):
+            workload.pop(key, None)
+        for key in ("loss_parallel", "embedding_parallel", "gathered_inputs"):
             plan.pop(key, None)
 
 

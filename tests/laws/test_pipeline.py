@@ -324,7 +324,6 @@ def test_sharded_stages_gather_what_they_have_freed_and_reduce_once(method, sche
 @pytest.mark.parametrize(
     ("plan", "settings", "message"),
     [
-        ({"method": "zero3", "schedule": "interleaved"}, {}, "plan.schedule = 'interleaved': peaks of blocks"),
         ({"gradient_sync": "micro-batch"}, {}, "plan.gradient_sync = 'micro-batch'"),
         ({"method": "gs", "publish": {"overlap": True}}, {}, "plan.publish.overlap"),
     ],

@@ -30,6 +30,7 @@ from points import (
     SHARDED_REPLICAS,
     STREAMED,
     SUMMED_EXPERTS,
+    UNDER_AUTOCAST,
     random_point,
 )
 
@@ -58,6 +59,7 @@ FURTHER = (
     *range(PUSHED_EXPERTS, PUSHED_EXPERTS + 10),
     *range(SUMMED_EXPERTS, SUMMED_EXPERTS + 10),
     *range(EXPERTS_ON_TWO_LEVELS, EXPERTS_ON_TWO_LEVELS + 10),
+    *range(UNDER_AUTOCAST, UNDER_AUTOCAST + 10),
 )
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
@@ -74,6 +76,7 @@ MANY = [
         PUSHED_EXPERTS,
         SUMMED_EXPERTS,
         EXPERTS_ON_TWO_LEVELS,
+        UNDER_AUTOCAST,
     )
 ]
 """Of the large one: 10,000."""

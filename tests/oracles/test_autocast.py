@@ -1,20 +1,26 @@
 """Automatic mixed precision and TF32: saved bytes against torch's autocast, rates by device, refusals."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from real_runs import star
 
 import gssim
 from gssim.errors import UserError
 from gssim.memory import LAST, activation_timeline, recomputed_buffers
 from gssim.scenario import load_model
+from gssim.scenario.device_rates import achieved_flop_per_s
+from gssim.scenario.layer_costs import layer_roofline_s, work_of
 from gssim.workload import unrolled
 from gssim.workload.model import under_autocast
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 SMALL = SCENARIOS.parent / "tests/helpers/models/of_tests"
 BATCH, LENGTH = 3, 24
+MIXTURE = SMALL / "divided-autocast-mixture.toml"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -104,7 +110,21 @@ def test_gpus_of_volta_and_turing_train_in_fp16_and_have_no_bf16(device: str) ->
         (["workload.autocast=bf16", "workload.precision=bf16"], r"autocast = 'bf16': needs precision = 'fp32'"),
         (["workload.tf32=true", "workload.precision=bf16"], r"tf32 = true: for matrix products in fp32"),
         (["workload.autocast=bf16", "plan.method=diloco"], r"workload\.autocast: cannot run yet with method 'diloco'"),
-        (["workload.autocast=bf16", "plan.tp=2"], r"workload\.autocast: cannot run yet beside plan\.tp = 2: parts of"),
+        (
+            ["workload.autocast=bf16", "plan.tp=2", "plan.loss_parallel=true"],
+            r"workload\.autocast: cannot run yet beside plan\.tp = 2 with plan\.loss_parallel = true: .*allowed: false",
+        ),
+        (
+            ["workload.autocast=bf16", "workload.model=gpt2-124m", "plan.tp=2", "plan.embedding_parallel=true"],
+            r"plan\.embedding_parallel = true: the head has the weight of the embedding, .*allowed: false",
+        ),
+        (
+            [
+                *("workload.autocast=bf16", "plan.tp=2", "plan.sequence_parallel=true"),
+                "plan.gathered_inputs=gathered-again",
+            ],
+            r"plan\.gathered_inputs = 'gathered-again': maps keep casts of what is gathered; allowed: 'kept'",
+        ),
         (["workload.autocast=bf16", "workload.model=gpt2-355m"], r"not traced under it; `gsreal trace --autocast"),
         (["workload.autocast=bf16", "workload.loss_scale=2"], r"workload\.loss_scale = 2"),
     ],
@@ -113,3 +133,80 @@ def test_what_autocast_cannot_do_is_refused_in_one_line(changes: list[str], mess
     with pytest.raises(UserError, match=message) as refused:
         gssim.load(SCENARIOS / "demo.toml", ["plan.method=ddp", *changes])
     assert "\n" not in str(refused.value)
+
+
+PARTS = {
+    "sliced_layers": (["plan.tp=2"], "no slices of its blocks under autocast"),
+    "context_layers": (["plan.cp=2"], "is not traced on parts of sequences under autocast"),
+    "sequence_layers": (["plan.tp=2", "plan.sequence_parallel=true"], "with parts of sequences under autocast"),
+    "expert_layers": (["plan.ep=2"], "no layers with divided experts under autocast"),
+    "expert_sequence_layers": (
+        ["plan.tp=2", "plan.ep=2", "plan.etp=1", "plan.sequence_parallel=true"],
+        "no layers with cut blocks and divided experts under autocast",
+    ),
+}
+"""Layers of a model that ranks divide, and plans that need them."""
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_file_without_divided_layers_under_autocast_is_refused_there_alone(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    from gsreal.model_files.trace import write_model
+
+    plan, message = PARTS[name]
+    model = load_model(MIXTURE if "expert" in name else SMALL / "divided-autocast-gpt.toml")
+    lacking: dict[str, Any] = {name: ()}
+    older = replace(model, autocast=tuple(replace(each, **lacking) for each in model.autocast))
+    write_model(tmp_path / "older.toml", older)
+    assert load_model(tmp_path / "older.toml") == older
+    changes = [star(4), f"workload.model={tmp_path / 'older.toml'}", "workload.sequence_length=24", "plan.method=ddp"]
+    gssim.load(SCENARIOS / "demo.toml", [*changes, *plan])
+    gssim.load(SCENARIOS / "demo.toml", [*changes, "workload.autocast=bf16"])
+    with pytest.raises(UserError, match=rf"{message}.*`gsreal trace --autocast bf16`") as refused:
+        gssim.load(SCENARIOS / "demo.toml", [*changes, *plan, "workload.autocast=bf16"])
+    assert "\n" not in str(refused.value)
+
+
+def test_casts_of_cut_parameters_end_with_their_layers_as_those_of_whole_ones_do() -> None:
+    """Else blocks would differ by their distance from the loss, and a deep model would have no cut blocks."""
+    model = under_autocast(load_model(SMALL / "divided-autocast-gpt.toml"), "bf16")
+    for layers in (model.layers, model.sliced_layers, model.sequence_layers):
+        blocks = [instance.layer for instance in unrolled(replace(model, layers=layers)) if instance.layer.block]
+        freed = [each.freed for block in blocks for each in block.buffers if each.born.phase == each.freed.phase == "f"]
+        assert max(moment.layer_offset for moment in freed) <= 1
+
+
+def test_a_sum_of_outputs_is_exchanged_in_16_bits_and_of_gradients_of_inputs_in_32() -> None:
+    model = load_model(SMALL / "divided-autocast-gpt.toml")
+    wide, narrow = (
+        next(layer for layer in layers if layer.block).reductions
+        for layers in (model.sliced_layers, under_autocast(model, "bf16").sliced_layers)
+    )
+    sizes = [
+        (a.size_bytes.at(b=1, s=LENGTH), b.size_bytes.at(b=1, s=LENGTH)) for a, b in zip(wide, narrow, strict=True)
+    ]
+    assert [before / after for before, after in sizes] == [2, 2, 1, 1]
+    assert [each.moment.phase for each in narrow] == ["f", "f", "b", "b"]
+
+
+def test_products_of_routed_experts_run_at_the_rate_of_fp32_because_torch_does_not_cast_them() -> None:
+    model = load_model(MIXTURE)
+    block = next(layer for layer in under_autocast(model, "bf16").layers if layer.block)
+    (token,) = block.forward_uncast_flop.terms  # type: ignore[union-attr]
+    experts = next(each for each in model.layers if each.block).parameters
+    chosen, (held, *_) = 2, next(each.shape for each in experts if each.name.endswith("gate_up_proj"))
+    elements = sum(each.elements for each in experts if len(each.shape) == 3)
+    assert token == (2 * chosen * elements // held, 1, 1)
+    assert all(
+        layer.forward_uncast_flop is None
+        for layer in under_autocast(load_model(SMALL / "divided-autocast-gpt.toml"), "bf16").layers
+    )
+    changes = [star(1), "plan.method=single", f"workload.model={MIXTURE}", "workload.sequence_length=24"]
+    scenario = gssim.load(SCENARIOS / "demo.toml", [*changes, "workload.autocast=bf16"])
+    stated = {"fp32": 1e11, "bf16": 8e11}
+    endless = {"operation_overhead_s": 0.0, "memory_bandwidth_bytes_per_s": 1e18, "peak_flop_per_s": stated}
+    device = replace(scenario.cluster.device_types["cpu"], **endless)
+    seconds = layer_roofline_s(device, scenario.workload, block, work_of(block, "f"), "f", 8)
+    uncast, whole = (each.at(b=8, s=24) for each in (block.forward_uncast_flop, block.forward_flop))  # type: ignore[union-attr]
+    rates = [achieved_flop_per_s(device, each) for each in ("fp32", "bf16")]
+    assert seconds == pytest.approx(uncast / rates[0] + (whole - uncast) / rates[1], rel=1e-6)

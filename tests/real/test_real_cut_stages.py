@@ -76,6 +76,9 @@ EIGHT = {
         *ON_EIGHT, *ADAMW64, *CUT, *VOCABULARY, *GPT2, "plan.method=gs", "plan.shares.shards=[0.7,0.3]"
     ],
     "gs-cut-sequence-full-sgd": [*ON_EIGHT, *SGD, *CUT, *SEQUENCE, *FULL, "plan.method=gs", "plan.bucket_bytes=60000"],
+    "zero3-cut-interleaved-full-adamw": [
+        *[*ON_EIGHT, *ADAMW64, *CUT, "plan.schedule=interleaved", "plan.method=zero3", "plan.recompute=full"]
+    ],
     "gs-cut-interleaved-adamw": [*ON_EIGHT, *ADAMW64, *CUT, "plan.schedule=interleaved", "plan.method=gs"],
     "gs-cut-tied-sequence-sgd": [*ON_EIGHT, *SGD, *CUT, *SEQUENCE, *GEMMA, "plan.method=gs", "plan.recompute=full"],
     "zero3-ring-adamw": [*ON_EIGHT, *ADAMW64, *DIVIDED, *RING, "plan.method=zero3", "plan.dp_shard=2"],

@@ -59,6 +59,10 @@ CASES = {
     "two-staged-dense-first-adamw": (2, [*ADAMW64, *SKEWED, *DENSE, *STAGED, "plan.recompute=full"]),
     "two-staged-gpipe-sharded-state-sgd": (2, [*SGD, *SKEWED, *STAGED, "plan.method=zero1", "plan.schedule=gpipe"]),
     "two-staged-interleaved-sgd": (2, [*SGD, *SKEWED, *STAGED, "plan.schedule=interleaved"]),
+    "two-staged-interleaved-sharded-sgd": (
+        2,
+        [*SGD, *SKEWED, *STAGED, "plan.method=zero3", "plan.schedule=interleaved", "plan.recompute=full"],
+    ),
     "two-staged-kept-sgd": (2, [*SGD, *SKEWED, *STAGED, "plan.method=zero2"]),
     "four-cut-sharded-sgd": (4, [*SGD, *SKEWED, *MIXTRAL, "workload.global_batch_size=16", "plan.method=zero3"]),
     "four-cut-sharded-accumulated-sgd": (

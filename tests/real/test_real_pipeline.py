@@ -42,6 +42,8 @@ A_SLOW_DEVICE = [
     "cluster.devices.1.type=slow",
 ]
 INTERLEAVED = ["plan.schedule=interleaved", "plan.micro_batches=3"]
+TWO_STAGES = ["plan.schedule=interleaved", "plan.micro_batches=2"]
+HSDP = ["plan.method=hsdp", "plan.pp=2", "plan.dp_replicate=2", "plan.dp_shard=1"]
 SHARDED = {name: [f"plan.method={name}", "plan.pp=2", "plan.dp_shard=2"] for name in ("zero2", "zero3")}
 DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64"]
 
@@ -210,6 +212,35 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.schedule=gpipe",
             "workload.clip_norm=0.05",
         ],
+        "interleaved-zero3-adamw": [*GPT, *ADAMW64, *SHARDED["zero3"], *TWO_STAGES],
+        "interleaved-zero3-large-recompute-adamw": [
+            *GPT,
+            *ADAMW64,
+            *SHARDED["zero3"],
+            "plan.schedule=interleaved",
+            "plan.micro_batches=6",
+            "plan.stages=[1,2,1,3]",
+            "plan.recompute=full",
+        ],
+        "interleaved-zero3-many-large-sgd": [
+            *GPT,
+            *SGD,
+            *SHARDED["zero3"],
+            *TWO_STAGES,
+            "plan.stages=[1,1,1,1,1,2]",
+            "plan.recompute=selective",
+        ],
+        "interleaved-zero3-large-bf16": [*GPT, *ADAMW64, *SHARDED["zero3"], *TWO_STAGES, "workload.precision=bf16"],
+        "interleaved-zero3-bert-sgd": [*GPT, *SGD, *SHARDED["zero3"], *TWO_STAGES],
+        "interleaved-zero3-tied-clipped-sgd": [
+            *GPT,
+            *SGD,
+            *SHARDED["zero3"],
+            *TWO_STAGES,
+            "workload.clip_norm=0.05",
+            small("gpt-tied"),
+        ],
+        "interleaved-hsdp-llama-sgd": [*GPT, *SGD, *HSDP, *TWO_STAGES, small("llama")],
         "1f1b-ddp-sgd": [*GPT, *SGD, *REPLICATED, "plan.micro_batches=3", "plan.bucket_bytes=300000"],
         "gpipe-zero1-adamw": [*GPT, *ADAMW64, *ZERO1, "plan.micro_batches=3", "plan.schedule=gpipe"],
         "interleaved-ddp-bert-adamw": [
@@ -233,7 +264,8 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
         found[name] = {
             "scenario": scenario_file(base),
             "overrides": [star(ranks), *overrides],
-            "onednn": name != "gpipe-bf16",  # what its kernels take in 16 bits for small matrices is not profiled
+            # what kernels take in 16 bits for small matrices is not profiled
+            "onednn": name not in ("gpipe-bf16", "interleaved-zero3-large-bf16"),
         }
     return found
 
@@ -257,6 +289,7 @@ FEW = [
     "1f1b-gs-adamw",
     "1f1b-gs-tied-clipped-adamw",
     "interleaved-gs-uneven-clipped-large-adamw",
+    "interleaved-zero3-large-recompute-adamw",
 ]
 """Every schedule and optimizer, stages with replicas and with owners, tied ones of both, and recomputed stages once: a
 plain gpipe trains in bf16 and, with statistics of its batch, exactly."""

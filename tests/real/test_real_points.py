@@ -26,6 +26,7 @@ from points import (
     SHARDED_REPLICAS,
     STREAMED,
     SUMMED_EXPERTS,
+    UNDER_AUTOCAST,
     random_real_point,
 )
 from real_runs import planted, predicted, predicted_peaks, run_cases
@@ -60,6 +61,7 @@ MANY = [
         PUSHED_EXPERTS,
         SUMMED_EXPERTS,
         EXPERTS_ON_TWO_LEVELS,
+        UNDER_AUTOCAST,
     )
 ]
 """The same in the slow test: 900 points."""
@@ -205,7 +207,7 @@ def differences_of_training(case: Case, seen: dict[str, Any]) -> Iterator[str]:
         return
     if workload.optimizer == "adam" and workload.weight_decay:
         return
-    rounded = (workload.precision, scenario.policies.compress, workload.reduce_precision)
+    rounded = (workload.precision, workload.autocast, scenario.policies.compress, workload.reduce_precision)
     tolerance = max(EXACT[precision] for precision in rounded if precision)
     tolerance = max(tolerance, EXACT["fp32"] if has_norms_in_fp32(scenario) else 0)
     if workload.model.name == "resnet-digits" and workload.precision == "fp32":

@@ -2,7 +2,7 @@
 
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, default_plan
-from gssim.scenario.checks.experts import adapters_in_trace
+from gssim.scenario.checks.experts import variant_in_trace
 from gssim.scenario.context_slices import fused_attention, uncombined_reason
 from gssim.scenario.scenario import Scenario
 from gssim.workload import Model, TokenInput
@@ -25,9 +25,9 @@ def check_context(scenario: Scenario, policies: Policies, file: str) -> None:
     if not isinstance(model.input, TokenInput) or model.input.classes is not None:
         raise UserError(f"{where}: '{model.name}' has no loss at each position of a sequence; leave it out")
     if not model.context_layers:
-        adapted, option = adapters_in_trace(scenario)
+        variant, option = variant_in_trace(scenario.workload)
         raise UserError(
-            f"{where}: workload.model: '{model.name}' is not traced on parts of sequences{adapted}; trace it again "
+            f"{where}: workload.model: '{model.name}' is not traced on parts of sequences{variant}; trace it again "
             f"with `gsreal trace{option}` (gsreal.methods.context_parallel tells which models can run so)"
         )
     _check_ring(plan, policies, length, file)

@@ -58,10 +58,11 @@ def _check_layers_of_parts(scenario: Scenario, policies: Policies, where: str, f
     if not any(layer.routed_experts for layer in model.expert_layers):
         raise UserError(f"{file}: plan.ep = {policies.ep}: '{model.name}' has no routed experts to divide; allowed: 1")
     uncut = "its blocks cannot be cut so" if any(layer.block for layer in model.layers) else "its layers are no blocks"
+    variant, option = variant_in_trace(scenario.workload)
     raise UserError(
-        f"{where}: the model file of '{model.name}' has no layers with cut blocks and divided experts "
+        f"{where}: the model file of '{model.name}' has no layers with cut blocks and divided experts{variant} "
         f"(workload.model.expert_sequence_layers): {uncut}, or it was traced before; allowed: 1, or trace it again "
-        "with `gsreal trace`"
+        f"with `gsreal trace{option}`"
     )
 
 
@@ -109,9 +110,9 @@ def _check_expert_load(scenario: Scenario, ranks: int, where: str, file: str) ->
     every = divided_expert_layers(workload.model, scenario.policies)
     layers = [layer for layer in every if layer.routed_experts]
     if not layers:
-        adapted, option = adapters_in_trace(scenario)
+        variant, option = variant_in_trace(workload)
         raise UserError(
-            f"{where}: the model file of '{workload.model.name}' has no layers with divided experts{adapted}: it has "
+            f"{where}: the model file of '{workload.model.name}' has no layers with divided experts{variant}: it has "
             "no routed experts, or fewer than 4, or they cannot be divided; allowed: 1, or trace it again with "
             f"`gsreal trace{option}`"
         )
@@ -131,6 +132,10 @@ def _check_rows(workload: Workload, file: str, *, parts: int) -> None:
                 raise UserError(f"{file}: {error}") from None
 
 
-def adapters_in_trace(scenario: Scenario) -> tuple[str, str]:
-    """Return what a model file that lacks layers lacks beside adapters, and the option that traces it; else nothing."""
-    return ("", "") if scenario.workload.adapters is None else (" with these adapters", " --adapters")
+def variant_in_trace(workload: Workload) -> tuple[str, str]:
+    """Return what a model file that lacks layers lacks beside adapters or under autocast, and the option that traces
+    it; else nothing.
+    """
+    if workload.adapters is not None:
+        return " with these adapters", " --adapters"
+    return ("", "") if workload.autocast is None else (" under autocast", f" --autocast {workload.autocast}")

@@ -89,11 +89,6 @@ def _check_sharded_stages(scenario: Scenario, file: str) -> None:
     """Refuse what sharded stages of a pipeline cannot do yet."""
     plan = scenario.plan
     where = f"{file}: plan.pp = {plan.pp}: method '{plan.method}'"
-    if schedule_of(plan, plan.pp) == "interleaved" and scenario.policies.parameters == "sharded":
-        raise UserError(
-            f"{where} cannot run yet with plan.schedule = 'interleaved': peaks of blocks that are freed and gathered "
-            "ahead are not predicted well enough; allowed: gpipe, 1f1b, or methods zero2 and gs"
-        )
     if scenario.policies.gradients == "push":
         if scenario.workload.loss_scale is not None:
             given = f"workload.loss_scale = {scenario.workload.loss_scale}"

@@ -2,7 +2,7 @@
 
 from gssim.errors import UserError
 from gssim.plan import Policies
-from gssim.scenario.checks.experts import adapters_in_trace, check_experts_of_parts
+from gssim.scenario.checks.experts import check_experts_of_parts, variant_in_trace
 from gssim.scenario.expert_load import routes_parts
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.vocabulary_slices import (
@@ -29,9 +29,9 @@ def _check_units(scenario: Scenario, policies: Policies, file: str) -> None:
     if not layers and model.uncut_reason is not None:
         raise UserError(f"{file}: plan.tp = {ranks}: blocks of '{model.name}' cannot be cut: {model.uncut_reason}")
     if not layers:
-        adapted, option = adapters_in_trace(scenario)
+        variant, option = variant_in_trace(scenario.workload)
         raise UserError(
-            f"{file}: workload.model: has no slices of its blocks{adapted} for {ranks} tensor-parallel ranks; "
+            f"{file}: workload.model: has no slices of its blocks{variant} for {ranks} tensor-parallel ranks; "
             f"trace it again with `gsreal trace{option}` (gsreal.methods.tensor_slices tells which blocks can be cut)"
         )
     if any(each.summed for layer in layers for each in layer.parameters):
@@ -125,9 +125,9 @@ def check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> N
     if not isinstance(model.input, TokenInput):
         raise UserError(f"{where}: the input of '{model.name}' is no sequence; leave it out")
     if not model.sequence_layers and not routes_parts(model, policies):
-        adapted, option = adapters_in_trace(scenario)
+        variant, option = variant_in_trace(scenario.workload)
         raise UserError(
-            f"{where}: workload.model: '{model.name}' is not traced with parts of sequences{adapted}; trace it again "
+            f"{where}: workload.model: '{model.name}' is not traced with parts of sequences{variant}; trace it again "
             f"with `gsreal trace{option}` (gsreal.methods.tensor_slices tells which blocks can run so)"
         )
     if (scenario.workload.sequence_length or 0) % policies.tp:

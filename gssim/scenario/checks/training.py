@@ -1,10 +1,13 @@
 """Checks of the training: optimizer, precisions, clipping, adapters, frozen layers, compiled blocks, recomputation."""
 
+from collections.abc import Iterable
+
 from gssim.errors import UserError
 from gssim.plan import METHODS, Policies
 from gssim.scenario.device_rates import has_master_copy, layer_profile
 from gssim.scenario.expert_load import routes_parts
 from gssim.scenario.scenario import Scenario
+from gssim.scenario.vocabulary_slices import shares_embedding
 from gssim.workload import TokenInput, Workload
 from gssim.workload.muon import all_matrices
 
@@ -59,41 +62,48 @@ def check_muon(scenario: Scenario, policies: Policies, file: str) -> None:
 
 
 def check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse adapters, autocast and frozen layers where plans divide the model's layers, or they do not run so."""
+    """Refuse adapters, autocast and frozen layers in plans that do not run with them."""
     workload, plan = scenario.workload, scenario.plan
     name = next((key for key in ("adapters", "autocast", "frozen") if getattr(workload, key) is not None), None)
     if name is None:
         return
-    where, variant = f"{file}: workload.{name}", "frozen layers" if name == "frozen" else name
-    traced = ("tp", "cp", "ep") if name == "adapters" else ()  # of such parts, layers with adapters are traced too
-    for key, value in (("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
-        if value > 1 and key not in traced:
-            raise UserError(
-                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without "
-                f"{variant}; leave one of them out"
-            )
-    runs = policies.partition == "data" and policies.sync_every_steps is None
+    where = f"{file}: workload.{name}"
+    runs = policies.partition == "data" and policies.sync_every_steps is None and not policies.compressor
     if name == "frozen":
-        if not runs or policies.compressor:
-            raise UserError(
-                f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside "
-                "frozen layers is not modelled; allowed: methods single, ddp, half, zero1, zero2, zero3 (fsdp), hsdp, "
-                "gs, gs_z3, gs_hier"
-            )
-        for key, threshold in (("push", scenario.push.threshold), ("publish", plan.publish.threshold)):
-            if threshold:
-                raise UserError(
-                    f"{where}: plan.{key}.threshold = {threshold:g}: gradient statistics are of a training of all "
-                    "layers; leave it out"
-                )
+        _check_frozen(scenario, policies, where, runs=runs)
         return
-    if not runs or policies.compressor:
+    if not runs:
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, half, zero1, zero2, "
             "zero3 (fsdp), hsdp, pipeline, gs, gs_z3 and gs_hier"
         )
     if name == "adapters":
         check_adapters(scenario, policies, where)
+    elif policies.tp > 1:
+        check_autocast(scenario, policies, where)
+
+
+def _check_frozen(scenario: Scenario, policies: Policies, where: str, *, runs: bool) -> None:
+    """Refuse frozen layers where plans divide the model's layers, or methods do not run with them (`runs`)."""
+    plan = scenario.plan
+    for key, value in (("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
+        if value > 1:
+            raise UserError(
+                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without frozen "
+                "layers; leave one of them out"
+            )
+    if not runs:
+        raise UserError(
+            f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside "
+            "frozen layers is not modelled; allowed: methods single, ddp, half, zero1, zero2, zero3 (fsdp), hsdp, "
+            "gs, gs_z3, gs_hier"
+        )
+    for key, threshold in (("push", scenario.push.threshold), ("publish", plan.publish.threshold)):
+        if threshold:
+            raise UserError(
+                f"{where}: plan.{key}.threshold = {threshold:g}: gradient statistics are of a training of all "
+                "layers; leave it out"
+            )
 
 
 def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
@@ -113,7 +123,7 @@ def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
                 "sequences with divided experts are traced without adapters; allowed: 1"
             )
     unknown = f"peaks of the first of plan.pp = {policies.pp} stages are not predicted well enough"
-    refused = (
+    refused: tuple[tuple[str, object, object, str], ...] = (
         ("plan.cp", policies.cp, 1, "slices with adapters are not traced on parts of sequences"),
         ("plan.embedding_parallel", plan.embedding_parallel, False, "parts of a frozen embedding are not modelled"),
         ("plan.loss_parallel", plan.loss_parallel, False, "parts of a frozen head are not modelled"),
@@ -122,7 +132,30 @@ def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
         ("plan.async_input_gradients", plan.async_input_gradients, False, "frozen weights have no gradients beside it"),
         ("plan.sequence_parallel", policies.pp > 1 and policies.sequence_parallel, False, unknown),
     )
-    for key, value, allowed, why in refused if policies.tp > 1 else ():
+    if policies.tp > 1:
+        _refuse_beside_slices(where, policies, refused)
+
+
+def check_autocast(scenario: Scenario, policies: Policies, where: str) -> None:
+    """Refuse what tensor-parallel ranks cannot do yet under autocast."""
+    plan, head = scenario.plan, "what a divided head casts is not modelled"
+    tied = plan.embedding_parallel and shares_embedding(scenario.workload.model)
+    _refuse_beside_slices(
+        where,
+        policies,
+        (
+            ("plan.loss_parallel", plan.loss_parallel, False, head),
+            ("plan.embedding_parallel", tied, False, f"the head has the weight of the embedding, and {head}"),
+            ("plan.gathered_inputs", plan.gathered_inputs, "kept", "maps keep casts of what is gathered"),
+        ),
+    )
+
+
+def _refuse_beside_slices(where: str, policies: Policies, refused: Iterable[tuple[str, object, object, str]]) -> None:
+    """Refuse values of keys but the allowed one, beside tensor parallelism; `refused`: key, value, allowed value, why
+    others are refused.
+    """
+    for key, value, allowed, why in refused:
         if value != allowed:
             said = [f"'{each}'" if isinstance(each, str) else str(each).lower() for each in (value, allowed)]
             raise UserError(
