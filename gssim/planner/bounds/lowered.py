@@ -22,8 +22,9 @@ from gssim.execution.cache import Shared
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import chance_of
 from gssim.program import Program, Task, TaskId
+from gssim.result import WAITING_PHASES
 from gssim.scenario import Scenario
-from gssim.simulation import WAITING_PHASES, outside_bytes
+from gssim.simulation import outside_bytes
 
 
 def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds) -> float:
