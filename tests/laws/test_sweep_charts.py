@@ -591,9 +591,12 @@ def test_the_command_writes_every_chart_twice_and_says_what_was_found(tmp_path, 
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "Who is fastest on which network?"
     assert "7 points: 7 fit" in said[1]
-    assert "1.80 times the speed" in said[2]
-    assert "Change of loss: not measured. 1 control (nothing pushed) among the points." in said[2]
-    assert sorted(map(Path, said[3:])) == sorted((tmp_path / "out").iterdir())
+    assert (
+        said[2] == "The fastest dense plan that fits is ddp, 1.10 s a step; the slowest, gs, takes 1.00 times as long."
+    )
+    assert "1.80 times the speed" in said[3]
+    assert "Change of loss: not measured. 1 control (nothing pushed) among the points." in said[3]
+    assert sorted(map(Path, said[4:])) == sorted((tmp_path / "out").iterdir())
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".png", ".svg"}
 
 

@@ -74,7 +74,8 @@ def steps(table: SweepTable) -> Chart | None:
     fewer = any(len(by_plan(members, layout)) > MOST_BARS for members in chosen.values())
     note = (
         "Predicted; plans that fit, the fastest first. Phases are means over ranks; exposed communication is what "
-        "compute waits for: messages, and slower ranks. All panels have the same axis."
+        "compute waits for: messages, and slower ranks."
+        + (" All panels have the same axis." if len(chosen) > 1 else "")
         + (" What thresholds change of the loss: not measured." if any(map(is_thresholded, rows)) else "")
         + (f" The {MOST_BARS} fastest plans of a setting." if fewer else "")
         + subset_note(len(chosen), len(settings))
