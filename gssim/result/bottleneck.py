@@ -4,6 +4,8 @@ from gssim.result.result import WAITING_PHASES, LinkUse, RankClass, Result
 
 COMPUTES_RATIO = 0.5
 """If some rank computes for at least this fraction of the step, the plan counts as compute-bound."""
+SHOWN_COMPRESSION_RATIO = 0.1
+"""Part of a step from which on selecting, encoding and decoding gradients is told apart from other compute."""
 
 
 def pace(result: Result) -> str:
@@ -15,7 +17,9 @@ def pace(result: Result) -> str:
     first = pace_setter(result)
     works = 1 - waiting_ratio(first)
     link = busiest_link(result)
-    parts = [f"{first.device} (rank {first.ranks[0]}) computes for {works:.0%} of the step"]
+    compresses = first.phases_s["compression"] / (sum(first.phases_s.values()) or 1.0)
+    of_it = f" ({compresses:.0%} to compress)" if compresses >= SHOWN_COMPRESSION_RATIO else ""
+    parts = [f"{first.device} (rank {first.ranks[0]}) computes for {works:.0%} of the step{of_it}"]
     if link is not None:
         parts.append(f"{link.name} is used for {link.utilisation_ratio:.0%}")
     if works < COMPUTES_RATIO:

@@ -67,6 +67,10 @@ def test_the_device_or_the_link_that_bounds_a_step_is_named(result, capsys):
     slow = ["plan.method=ddp", f"cluster={SCENARIOS / 'clusters/lab-2-hosts-30-mbit.toml'}"]
     print_result(simulate(load_scenario(SCENARIOS / "demo.toml", slow)).result)
     assert "bottleneck: device0 -> switch is used for " in capsys.readouterr().out
+    entry = replace(result.ranks[0], ranks=(0,), count=1)
+    packing = replace(entry, phases_s=entry.phases_s | {"compression": 9 * sum(entry.phases_s.values())})
+    print_result(replace(result, ranks=(packing,)))
+    assert "(90% to compress); " in capsys.readouterr().out
     print_result(simulate(load_scenario(SCENARIOS / "demo.toml", ["plan.method=single"])).result)
     assert "bottleneck" not in capsys.readouterr().out  # nothing else could be
 
