@@ -50,6 +50,6 @@ def waiting_ratio(ranks: RankClass) -> float:
 
 
 def busiest_link(result: Result) -> LinkUse | None:
-    """Return the link with the highest utilisation; None without communication."""
-    used = [link for link in result.links if link.bytes]
-    return max(used, key=lambda link: link.utilisation_ratio, default=None)
+    """Return the link with the highest utilisation, of equal ones the first by name; None without communication."""
+    used = (link for link in result.links if link.bytes)
+    return min(used, key=lambda link: (-link.utilisation_ratio, link.name), default=None)
