@@ -146,16 +146,19 @@ def ingest_command(
 
 @app.command("sweep")
 def sweep_command(
-    table: Annotated[Path, typer.Argument(help="Table of `gssim sweep --out FILE` (Parquet or CSV).")],
+    table: Annotated[
+        Path,
+        typer.Argument(help="Table of `gssim sweep --out FILE` (Parquet or CSV), or of `gssim search --json` (JSON)."),
+    ],
     out: Annotated[Path, typer.Option("--out", help="Folder for the charts, each as PNG and SVG.")],
 ) -> None:
-    """Draw the charts of a sweep: step time by threshold, fastest plans, Pareto fronts, memory, scaling."""
+    """Draw the charts of a sweep or a search: steps by phase and threshold, fastest plans, fronts, memory, scaling."""
     from analysis import charts
+    from analysis.html_report.contents import read_points
     from analysis.html_report.sweep import summary
-    from analysis.sweep_tables import read_table
 
     check_place(out / "memory_by_category.png")
-    sweep = read_table(table)
+    sweep = read_points(table)
     drawn = charts.sweep_charts(sweep)
     if not drawn:
         raise UserError(f"{table}: nothing to draw: none of its {len(sweep.rows)} points has a prediction")

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution.files import write_text
-from gssim.result import Result
+from gssim.result import Result, busiest_link, pace
 from gssim.units import human_bytes, human_seconds, lift, restored
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def print_result(result: Result) -> None:
     for line in (*_periods(result), *_band(result), *_target_density(result)):
         console.print(line, highlight=False)
     _print_fit(console, result)
+    if busiest_link(result) is not None:
+        console.print(f"bottleneck: {pace(result)}", highlight=False, markup=False)
     if result.idle_devices:
         console.print(f"idle: {idle_list(result.idle_devices)}", highlight=False, markup=False)
     for cost in result.provenance.get("uncounted", ()):
@@ -415,11 +417,10 @@ def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
 
 
 def _link_table(result: Result) -> Table:
-    """Return a table of the busiest links; the first is the bottleneck of the communication."""
+    """Return a table of the busiest links."""
     busiest = sorted(result.links, key=lambda link: (-link.utilisation_ratio, link.name))
     shown = [link for link in busiest[:SHOWN_LINKS] if link.bytes]
-    title = f"busiest links; bottleneck: {shown[0].name}"
-    table = folding(("link", "equal ones", "bytes", "used"), title=title)
+    table = folding(("link", "equal ones", "bytes", "used"), title="busiest links")
     for link in shown:
         table.add_row(link.name, str(link.count), human_bytes(link.bytes), f"{link.utilisation_ratio:.1%}")
     return table

@@ -8,7 +8,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
@@ -359,10 +359,11 @@ def validated(cls: type[T], data: object, *, file: str, under: str = "") -> T:
 def explain(error: ValidationError, cls: type, *, file: str, under: str = "") -> str:
     """Return one line for the first error: file, key path, value, what is allowed."""
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "unexpected_keyword_argument")
-    fault = faults[0]
+    same, others = _of_one_key(cls, faults)
+    fault = same[0]
     place, table = _walked(cls, fault["loc"], ends_in_key=fault["type"] == "unexpected_keyword_argument")
     path = _path((under, *place) if under else place)
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    more = f" (and {others} more)" if others else ""
     if fault["type"] == "unexpected_keyword_argument":
         return f"{file}: {path}: unknown key; {_allowed(table, place, cls)}{more}"
     if fault["type"] == "missing":
@@ -372,16 +373,38 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
             return f"{file}: {path}.kind: missing{more}"
         tag, tags = shown_value(fault["ctx"]["tag"]), fault["ctx"]["expected_tags"].replace("'", "")
         return f"{file}: {path}.kind = {tag}: allowed: {tags}{more}"
-    message = NOT_OF_THE_TYPE.get(fault["type"], fault["msg"].removeprefix("Value error, "))
+    message = ", or ".join(dict.fromkeys(_message(each) for each in same)).replace(", or Input should be", ", or")
     if fault["type"] == "literal_error" and isinstance(fault["input"], str):
         close = nearest_name(fault["input"], re.findall("'([^']*)'", fault["ctx"]["expected"]))
         message += f"; did you mean '{close}'?" if close else ""
-    if fault.get("ctx", {}).get("ge") == RANGES["number"][0]:
-        message = "must be more than 0"
     names_a_key = fault["type"] == "value_error" and isinstance(fault["input"], dict)
     shown = shown_value(fault["input"])
     value = "" if names_a_key and shown.endswith("...") else f" = {shown}"
     return f"{file}: {path}{value}: {message[0].lower()}{message[1:]}{more}"
+
+
+def _of_one_key(cls: type, faults: Sequence[Any]) -> tuple[list[Any], int]:
+    """Return the first error with those of the same key, whose value may be of several types; and how many others are.
+
+    If the value is an array, the errors of its entries say more than that it is none of the other types.
+    """
+    first = faults[0]
+    if first["type"] in ("unexpected_keyword_argument", "missing"):
+        return [first], len(faults) - 1
+    places = [_walked(cls, fault["loc"], ends_in_key=False)[0] for fault in faults]
+    key = places[0]
+    inside = [i for i, place in enumerate(places) if place[: len(key)] == key and len(place) > len(key)]
+    chosen = places[inside[0]] if inside else key
+    same = [fault for fault, place in zip(faults, places, strict=True) if place == chosen]
+    return same, sum(place not in (chosen, key) for place in places)
+
+
+def _message(fault: Any) -> str:
+    """Return an error's message, in the terms of TOML."""
+    if fault.get("ctx", {}).get("ge") == RANGES["number"][0]:
+        return "must be more than 0"
+    message: str = fault["msg"]
+    return NOT_OF_THE_TYPE.get(fault["type"], message.removeprefix("Value error, "))
 
 
 NOT_OF_THE_TYPE = {
@@ -389,6 +412,8 @@ NOT_OF_THE_TYPE = {
     "dict_type": "must be a table of keys",
     "tuple_type": "must be an array",
     "string_type": "must be a text",
+    "float_parsing": "Input should be a valid number",
+    "int_parsing": "Input should be a valid integer",
 }
 """Messages for pydantic's type errors, in the terms of TOML."""
 
@@ -411,6 +436,8 @@ def _walked(cls: type, location: tuple[Any, ...], *, ends_in_key: bool) -> tuple
         if isinstance(part, str) and "[" in part and not (ends_in_key and number == len(location)):
             continue
         options = _options(kind)
+        if len(options) > 1 and isinstance(part, str) and not any(map(is_dataclass, options)):
+            continue  # a type's name, such as `float`
         tagged = [option for option in options if _tag(option) == part] if len(options) > 1 else []
         if tagged:
             kind = tagged[0]

@@ -73,7 +73,10 @@ class Contents:
 def contents_of(folder: Path) -> Contents:
     """Return the contents of a folder and its subfolders; raise UserError where it is missing or has none."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
+        file = folder.is_file()
+        raise UserError(
+            f"{folder}: is a file; give its folder, {folder.parent}" if file else f"{folder}: no such folder"
+        )
     joined = join(find_results([folder]).files)
     predicted = tuple(file for file in joined.unmatched if file.result.source == "simulated")
     # of a table in two files (Parquet and CSV), only the Parquet file
@@ -105,12 +108,28 @@ def _searches(folder: Path) -> Iterable[SweepTable]:
             data = read_json(path)
         except UserError:  # no JSON: find_results has judged it
             continue
-        if not isinstance(data, list) or not data or not all(map(_is_found, data)):
-            continue
-        results = [validated(Result, each, file=f"{path}: [{number}]") for number, each in enumerate(data)]
-        files = [ResultFile(path, 0, result) for result in results]
-        if all(map(_is_whole, files)):
-            yield table_of_search(files, name=path.stem)
+        found = _plans_in(path, data)
+        if found is not None:
+            yield found
+
+
+def read_points(path: Path) -> SweepTable:
+    """Return the points of a sweep's table, or the plans that `gssim search --json` printed into a file."""
+    if path.suffix != ".json":
+        return read_table(path)
+    found = _plans_in(path, read_json(path))
+    if found is None:
+        raise UserError(f"{path}: no plans of a search; `gssim search --json` prints them")
+    return found
+
+
+def _plans_in(path: Path, data: object) -> SweepTable | None:
+    """Return the plans of a search in a file's JSON; None if it is anything else."""
+    if not isinstance(data, list) or not data or not all(map(_is_found, data)):
+        return None
+    results = [validated(Result, each, file=f"{path}: [{number}]") for number, each in enumerate(data)]
+    files = [ResultFile(path, 0, result) for result in results]
+    return table_of_search(files, name=path.stem) if all(map(_is_whole, files)) else None
 
 
 def _is_found(data: Any) -> bool:

@@ -30,6 +30,8 @@ from analysis.sweep_tables import (
 )
 
 MOST_SETTINGS = 40
+NAMED_SETTINGS = 6
+"""Largest number of settings whose fastest plans the summary names."""
 MOST_ROWS = 200
 MOST_REASONS = 10
 
@@ -66,7 +68,11 @@ def summary(sweep: SweepTable) -> list[str]:
     differ = f" They differ in {', '.join(sweep.axes)}." if sweep.axes else ""
     sentences = [f"{counted(len(sweep.rows), 'point')}: {counts['fits']:,} fit{f'; {rest}' if rest else ''}.{differ}"]
     layout = layout_of(sweep)
-    gains = [gain for rows in by_setting(sweep.fitting, layout).values() if (gain := best_gain(rows))]
+    settings = by_setting(sweep.fitting, layout)
+    if len(settings) <= NAMED_SETTINGS:
+        found = (_fastest_of(place, rows, layout) for place, rows in settings.items())
+        sentences += [sentence for sentence in found if sentence]
+    gains = [gain for rows in settings.values() if (gain := best_gain(rows))]
     if gains:
         faster = [gain for gain in gains if gain.speed_up_ratio > 1]
         best = max(gains, key=lambda gain: gain.speed_up_ratio)
@@ -80,6 +86,21 @@ def summary(sweep: SweepTable) -> list[str]:
             f"Change of loss: not measured. {_control(sweep)}"
         )
     return sentences
+
+
+def _fastest_of(place: Place, rows: Sequence[Row], layout: Layout) -> str:
+    """Return which dense plan of a setting is the fastest, in a sentence; empty where there are not two."""
+    timed = sorted((row for row in rows if is_dense(row)), key=lambda row: row["step_time_s"])
+    setting = layout.setting_label(place)
+    where = f"{setting}: the" if setting else "The"
+    if len(timed) < 2:
+        return ""
+    fast, slow = (layout.plan_label(layout.plan_of(row)) for row in (timed[0], timed[-1]))
+    times = timed[-1]["step_time_s"] / timed[0]["step_time_s"]
+    return (
+        f"{where} fastest dense plan that fits is {fast}, {seconds(timed[0]['step_time_s'])} a step; the slowest, "
+        f"{slow}, takes {times:.2f} times as long."
+    )
 
 
 def _control(sweep: SweepTable) -> str:

@@ -206,10 +206,8 @@ class IntraNodeReducer:
         label = f"reduce-scatter bucket {bucket.index}"
         labels = (f"issue {label}", "backward") if self.overlaps else (label, "exposed_communication")
         with self.observe(*labels, group=None if self.overlaps else group), self.protocol.exchange(label):
-            part, tag = (
-                gradient.new_empty(bucket.elements),
-                self.protocol.tag(MessageKind.REDUCE_INTRA_NODE, bucket.index),
-            )
+            part = gradient.new_empty(bucket.elements)
+            tag = self.protocol.tag(MessageKind.REDUCE_INTRA_NODE, bucket.index)
             wait = self._side_stream.begin(
                 lambda: reduce_scatter_v(part, gradient, bucket.node_ranges, group=group, tag=tag)
             )

@@ -45,7 +45,7 @@ class MasterCopy(torch.optim.Optimizer):
         self._seen = self._now()
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give every parameter with its master copy."""
+        """Yield every parameter with its master copy."""
         for group, copies in zip(self.param_groups, self.inner.param_groups, strict=True):
             yield from zip(group["params"], copies["params"], strict=True)
 

@@ -186,6 +186,11 @@ class Sent:
         """Bytes for each bucket, in the order in which they are sent."""
         return list(self.bytes_of.values())
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(self.bytes_of.values())
+
 
 class Pusher:
     """Pushes buckets to their owners; at most one is in flight."""

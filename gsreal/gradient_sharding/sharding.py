@@ -1,5 +1,7 @@
 """The optimizer that `shard_gradients` returns, and the autograd hooks by which it collects and pushes gradients."""
 
+import atexit
+import gc
 import sys
 import weakref
 from collections import Counter
@@ -32,6 +34,25 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BACKWARD = "a backward, and what it pushes"
 OPTIMIZERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Weak reference, by parameter, to the optimizer whose buckets have it."""
+
+
+LIVE: weakref.WeakSet["GradientSharding"] = weakref.WeakSet()
+"""All optimizers, which refer to their process groups."""
+
+
+@atexit.register
+def _release_destroyed_groups() -> None:
+    """Let go of groups that `destroy_process_group` has destroyed, so that their threads end before the interpreter.
+
+    gloo's threads are joined as the last reference to a group goes. One that outlives the interpreter aborts the
+    process if it then frees a tensor that Python has known, for which it needs the interpreter's lock.
+    """
+    if not dist.is_initialized():
+        for optimizer in list(LIVE):
+            for handle in optimizer._handles:
+                handle.remove()
+            vars(optimizer).clear()
+        gc.collect()
 
 
 class GradientSharding(torch.optim.Optimizer):
@@ -85,6 +106,7 @@ class GradientSharding(torch.optim.Optimizer):
         self._pushing = True
         """Whether the current backward pushes its gradients."""
         self._handles: list[RemovableHandle] = []
+        LIVE.add(self)
         self.is_replaced = False
         """Whether another optimizer owns the model's parameters now."""
         for bucket in buckets:

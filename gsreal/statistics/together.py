@@ -93,7 +93,7 @@ class Pushing(Replica):
         self.entries.clear()
         self.step(step, lambda _rank, _gradients: None)
         ranks = range(self.scenario.ranks)
-        encoding = self.push.encoding if self.push.selects and self._thresholds(step) else "dense"
+        encoding = self.push.encoding if self.push.selects and self._selects(step) else "dense"
         self.pushed_bytes = sum(
             self._message(encoding, int(self._entries(bucket, sender)[owner]), elements)
             for bucket, row in enumerate(self.elements.tolist())

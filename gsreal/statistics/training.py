@@ -68,10 +68,11 @@ class Replica:
         divides = self.push.aggregate == "received-weight"
         for name, parameter in self.parameters.items():
             contributions_of = [(rank, weight, gradients[name]) for rank, weight, gradients in contributions]
-            parameter.grad = self._added(name, contributions_of, divided=self._thresholds(step) and divides)
+            parameter.grad = self._added(name, contributions_of, divided=divides and self._selects(step))
         self.optimizer.step()
 
-    def _thresholds(self, step: int) -> bool:
+    def _selects(self, step: int) -> bool:
+        """Return whether a step pushes by a threshold: not during the warm-up."""
         return bool(self.push.threshold) and step >= self.push.warmup_steps
 
     def _added(self, name: str, contributions: list[tuple[int, float, Tensor]], *, divided: bool) -> Tensor:
@@ -93,7 +94,7 @@ class Replica:
         assert self.push.threshold is not None
         if self.push.error_feedback and (rank, name) in self.residuals:
             gradient = gradient + self.residuals[rank, name]
-        threshold = self._threshold(step, rank, name, gradient) if self._thresholds(step) else 0.0
+        threshold = self._threshold(step, rank, name, gradient) if self._selects(step) else 0.0
         reached, own = gradient.abs() >= threshold, self.owners[name] == rank
         sent = own | reached
         self.sent_elements += int((reached & ~own).sum())

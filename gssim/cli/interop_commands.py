@@ -110,7 +110,18 @@ def cluster_command(
             "output, or nodes of Kubernetes, which join them."
         ),
     ] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU of the hosts, such as h100 or a preset's name.")] = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--gpu", help="GPU of the hosts, such as h100 or a preset's name; repeated: of each host's file in turn."
+        ),
+    ] = None,
+    nic: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--nic", help="Network cards, a preset of links such as roce-100 or tcp-25g; repeated: of each host's file."
+        ),
+    ] = None,
     hosts: Annotated[int | None, typer.Option("--hosts", help="Number of equal hosts, without a switch file.")] = None,
     devices: Annotated[
         int | None, typer.Option("--devices", help="Devices of each host that are used, the first ones; default: all.")
@@ -136,7 +147,8 @@ def cluster_command(
     name = out.stem if out is not None else ""
     made = interop.cluster_of(
         files or [],
-        gpu=gpu,
+        gpus=gpu or [],
+        nics=nic or [],
         hosts=hosts,
         devices=devices,
         detect=detect,

@@ -12,7 +12,8 @@ from gssim import interop
 from gssim.errors import one_line
 from gssim.plan.methods import Method
 from gssim.plan.words import in_words
-from gssim.planner import PLAN, Found, Outcome, bound_by, memory_lack, reason
+from gssim.planner import PLAN, Found, Outcome, memory_lack, reason
+from gssim.result import bound_by
 from gssim.scenario.support import Support
 from gssim.terminal import PIPE_WIDTH, fits_width, folding, plain_console
 from gssim.units import human_bytes, human_seconds

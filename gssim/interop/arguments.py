@@ -116,10 +116,7 @@ def _joined(runs: Sequence[tuple[Command, Options]]) -> Options:
     found: Options = {}
     for name in dict.fromkeys(name for _, options in runs for name in options):
         values = tuple(dict.fromkeys(options.get(name) for _, options in runs))
-        is_open_value = len(values) > 1
-        found[name] = (
-            _undecided(values, f"in the commands of the lines {lines}: leave one") if is_open_value else values[0]
-        )
+        found[name] = _undecided(values, f"in the commands of the lines {lines}: leave one")
     return found
 
 

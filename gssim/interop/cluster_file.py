@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from gssim.cluster import Cluster
-from gssim.cluster.presets import expanded
+from gssim.cluster.presets import expanded, presets
 from gssim.cluster.topology import build
 from gssim.cluster.topology.kinds import Servers
 from gssim.errors import UserError, one_line
 from gssim.interop.fabric import Fabric, of_fabric_file
-from gssim.interop.hosts import Host, detected, first_devices, of_nccl_xml, of_server, of_smi_matrix
+from gssim.interop.hosts import CARDS_ASSUMED, Host, detected, first_devices, of_nccl_xml, of_server, of_smi_matrix
 from gssim.interop.nccl_tests import fitted_constants, nccl_table
 from gssim.interop.reading import read_bounded
 from gssim.interop.servers import server_of
@@ -34,7 +34,8 @@ class MadeCluster:
 def cluster_of(
     paths: Sequence[Path],
     *,
-    gpu: str | None = None,
+    gpus: Sequence[str] = (),
+    nics: Sequence[str] = (),
     hosts: int | None = None,
     devices: int | None = None,
     detect: bool = False,
@@ -44,20 +45,22 @@ def cluster_of(
 ) -> MadeCluster:
     """Return the cluster of hosts and switches that files describe.
 
-    `paths`: NCCL's XML or `nvidia-smi topo -m` of one or more hosts, and at most one file of switches. Without a host's
-    file, hosts are usual servers of `gpu` or, with `detect`, this machine. `hosts`: number of equal hosts, if no file
-    gives it. `devices`: how many devices of each host are used; None: all. `nccl_tests`: measured all-reduces to which
-    NCCL's constants are fitted. Raises UserError for files that are invalid or contradict each other.
+    `paths`: NCCL's XML or `nvidia-smi topo -m` of one or more hosts, and at most one file of switches. `gpus`: the GPU
+    of all hosts, or one for each file of a host; without such files, hosts are usual servers of these or, with
+    `detect`, this machine. `nics`: the preset of all hosts' network cards, or one for each. `hosts`: number of equal
+    hosts, if no file gives it. `devices`: how many devices of each host are used; None: all. `nccl_tests`: measured
+    all-reduces to which NCCL's constants are fitted. Raises UserError for files that are invalid or contradict each
+    other.
     """
     if not 0 < oversubscription < 1000:
         raise UserError(f"--oversubscription {oversubscription}: must be more than 0 and less than 1000")
-    described, fabric, listed = _read(paths, gpu)
+    described, fabric, listed = _read(paths, gpus)
     if detect:
         described.append(detected())
     if not described:
-        if gpu is None:
+        if not gpus:
             raise UserError("--gpu: missing; without a host's file it names the usual server, such as h100")
-        described = [of_server(server_of(gpu))]
+        described = [of_server(server_of(gpu)) for gpu in gpus]
     count = len(fabric.nodes) if fabric is not None else hosts or len(described)
     if hosts is not None and hosts != count:
         raise UserError(f"--hosts {hosts}: the file of switches names {count}")
@@ -65,14 +68,14 @@ def cluster_of(
         raise UserError(f"--hosts {count}: must be from 1 to 100000")
     if len(described) not in (1, count):
         raise UserError(f"{len(described)} files of hosts for {count} hosts: give one for all, or one for each")
-    described = [first_devices(host, devices) for host in described]
+    described = [first_devices(host, devices) for host in _with_cards(described, nics)]
     all_hosts = described * count if len(described) == 1 else described
     notes = [*listed, *dict.fromkeys(note for host in described for note in host.defaults)]
     if count > 1 and fabric is None:
         notes.append("fabric: one switch for all hosts; a file of switches tells another")
     if fabric is not None and fabric.tops != fabric.switches:
         notes.append(f"oversubscription = {oversubscription:g}: --oversubscription tells another")
-    title = name or (paths[0].stem if paths else "this machine" if detect else f"{count} x {gpu}")
+    title = name or (paths[0].stem if paths else "this machine" if detect else _title(gpus, count))
     data = cluster_tables(all_hosts, one_line(title, 100) or "cluster", fabric, oversubscription)
     cluster = validated(Cluster, data, file=str(paths[0]) if paths else "cluster")
     fitted = _fit_nccl(data, cluster, nccl_tests)
@@ -89,20 +92,60 @@ def _fit_nccl(data: dict[str, Any], cluster: Cluster, path: Path | None) -> list
     return [note]
 
 
-def _read(paths: Sequence[Path], gpu: str | None) -> tuple[list[Host], Fabric | None, list[str]]:
+def _title(gpus: Sequence[str], count: int) -> str:
+    """Return how many hosts of which GPUs there are.
+
+    >>> _title(["h100"], 4), _title(["a100", "a100", "v100"], 3)
+    ('4 x h100', '2 x a100, 1 x v100')
+    """
+    counts = {gpu: count if len(gpus) == 1 else gpus.count(gpu) for gpu in gpus}
+    return ", ".join(f"{number} x {gpu}" for gpu, number in counts.items())
+
+
+def _read(paths: Sequence[Path], gpus: Sequence[str]) -> tuple[list[Host], Fabric | None, list[str]]:
+    """Return the hosts and the switches of files, and notes on the latter."""
     described: list[Host] = []
     fabric: Fabric | None = None
+    texts = {path: read_bounded(path) for path in paths}
+    are_xml = {path: path.suffix == ".xml" or text.lstrip().startswith("<") for path, text in texts.items()}
+    are_hosts = {
+        path: are_xml[path] or ("GPU0" in text and path.suffix not in (".yaml", ".yml", ".json", ".conf"))
+        for path, text in texts.items()
+    }
+    count = sum(are_hosts[path] for path in paths)
+    if count and len(gpus) not in (0, 1, count):
+        raise UserError(f"--gpu: {len(gpus)} GPUs for {count} files of hosts: give one for all, or one for each")
     for path in paths:
-        text = read_bounded(path)
-        if path.suffix == ".xml" or text.lstrip().startswith("<"):
-            described.append(of_nccl_xml(text, file=str(path), gpu=gpu))
-        elif "GPU0" in text and path.suffix not in (".yaml", ".yml", ".json", ".conf"):
-            described.append(of_smi_matrix(text, file=str(path), gpu=gpu))
+        text = texts[path]
+        if are_hosts[path]:
+            gpu = gpus[min(len(described), len(gpus) - 1)] if gpus else None
+            described.append((of_nccl_xml if are_xml[path] else of_smi_matrix)(text, file=str(path), gpu=gpu))
         elif fabric is not None:
             raise UserError(f"{path}: a second file of switches; allowed: one")
         else:
             fabric = of_fabric_file(path, text)
     return described, fabric, fabric.listed if fabric is not None else []
+
+
+def _with_cards(hosts: Sequence[Host], nics: Sequence[str]) -> list[Host]:
+    """Return hosts with network cards of these presets: one for all hosts, or one for each; none: as described."""
+    if not nics:
+        return list(hosts)
+    for nic in nics:
+        if nic not in presets("links"):
+            raise UserError(f"--nic {nic}: no such preset; allowed: {', '.join(presets('links'))}")
+    if len(nics) not in (1, len(hosts)):
+        raise UserError(f"--nic: {len(nics)} presets for {len(hosts)} descriptions of hosts: give one, or one for each")
+    given = list(nics) * len(hosts) if len(nics) == 1 else nics
+    return [
+        replace(
+            host,
+            nics=host.nics or 1,
+            nic_link=nic,
+            defaults=[note for note in host.defaults if not note.startswith(CARDS_ASSUMED)],
+        )
+        for host, nic in zip(hosts, given, strict=True)
+    ]
 
 
 def cluster_tables(
@@ -126,7 +169,8 @@ def cluster_tables(
         "device_types": {host.device: host.device for host in hosts},
     }
     needs_network = len(hosts) > 1
-    groups = [_group(host, len(list(same)), needs_network) for host, same in groupby(hosts)]
+    alike = (list(same) for _, same in groupby(hosts, key=lambda host: replace(host, source="", defaults=[])))
+    groups = [_group(same[0], len(same), needs_network) for same in alike]
     shape = _shape(fabric, oversubscription) if needs_network else None
     has_pairs = any(host.inside == "links" for host in hosts)
     if not has_pairs and (shape is not None or not needs_network):

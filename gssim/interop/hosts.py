@@ -55,6 +55,8 @@ BETWEEN_PROCESSORS = (
     "paths over PCIe: one switch for all GPUs of a host, also between processors, whose link may be slower"
 )
 """What is assumed of a host whose GPUs without NVLinks hang at several processors."""
+CARDS_ASSUMED = "nic_link = "
+"""Beginning of the note on network cards that were assumed."""
 MOST_GPUS = 256
 """Largest number of GPUs in a matrix."""
 
@@ -266,7 +268,7 @@ def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:
     if header is None:
         raise UserError(f"{file}: has no GPU0; allowed: the output of `nvidia-smi topo -m`")
     if gpu is None:
-        raise UserError(f"{file}: does not name its GPUs; say --gpu ({', '.join(SERVERS)})")
+        raise UserError(f"{file}: does not name its GPUs; say --gpu, in turn for each ({', '.join(SERVERS)})")
     names = [cell.strip() for cell in header if re.fullmatch(r"(GPU|NIC|mlx5_)[0-9]+", cell.strip())]
     gpus = [name for name in names if name.startswith("GPU")]
     rows: dict[str, list[str]] = {}
@@ -286,6 +288,8 @@ def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:
     if not server.nics:
         server.nic_link = server.pcie_link = None
     server.defaults.append(f"rates: of the usual server of {gpu}, as the matrix has none")
+    if server.nics:
+        server.defaults.append(f"{CARDS_ASSUMED}{server.nic_link}: of the usual server of {gpu}; --nic names another")
     return server
 
 

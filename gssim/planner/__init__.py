@@ -5,5 +5,5 @@ from gssim.planner.batches import PLAN, Batches
 from gssim.planner.candidates import candidates
 from gssim.planner.explore import Outcome, judged
 from gssim.planner.objectives import FRONT_RATIO
-from gssim.planner.reasons import bound_by, full_ratio, memory_lack, reason
+from gssim.planner.reasons import full_ratio, memory_lack, reason
 from gssim.planner.search import Found, Search

@@ -1,41 +1,14 @@
-"""Explains a plan's step time and memory in words: its bottleneck device or link, and the tightest memory."""
+"""Explains a plan's step time and memory in words: what bounds it, the tightest memory, and how it compares."""
 
 from collections import Counter
 
-from gssim.result import LinkUse, RankClass, Result
-from gssim.simulation import WAITING_PHASES
+from gssim.result import Result, busiest_link, pace, pace_setter, waiting_ratio
 from gssim.units import human_bytes, human_seconds
-
-COMPUTES_RATIO = 0.5
-"""If some rank computes for at least this fraction of the step, the plan counts as compute-bound."""
 
 
 def reason(result: Result) -> str:
-    """Return the bottleneck of a plan, in one line.
-
-    The rank that waits least sets the pace. If even that rank waits for most of the step, links are the bottleneck, and
-    the busiest one is named.
-    """
-    pace = pace_setter(result)
-    works = 1 - waiting_ratio(pace)
-    link = busiest_link(result)
-    parts = [f"{pace.device} (rank {pace.ranks[0]}) computes for {works:.0%} of the step"]
-    if link is not None:
-        parts.append(f"{link.name} is used for {link.utilisation_ratio:.0%}")
-    if works < COMPUTES_RATIO:
-        parts.reverse()
-    waits = max(result.ranks, key=waiting_ratio)
-    if waiting_ratio(waits) > waiting_ratio(pace) + 0.05:
-        parts.append(f"{waits.device} (rank {waits.ranks[0]}) waits for {waiting_ratio(waits):.0%}")
-    return "; ".join([*parts, memory_reason(result)])
-
-
-def bound_by(result: Result) -> str:
-    """Return the bottleneck of a plan in a word or two: a device's compute, or a link."""
-    pace, link = pace_setter(result), busiest_link(result)
-    if link is None or waiting_ratio(pace) <= 1 - COMPUTES_RATIO:
-        return f"compute of {pace.device}"
-    return f"link {link.name}"
+    """Return the bottleneck of a plan and its tightest memory, in one line."""
+    return "; ".join(part for part in (pace(result), memory_reason(result)) if part)
 
 
 def why_worse(best: Result, other: Result) -> str:
@@ -83,23 +56,6 @@ def _used(result: Result) -> str:
     for each in result.ranks:
         counts[each.device] += each.count
     return " + ".join(f"{count} {name}" for name, count in counts.items())
-
-
-def pace_setter(result: Result) -> RankClass:
-    """Return the class of ranks that wait least."""
-    return min(result.ranks, key=waiting_ratio)
-
-
-def waiting_ratio(ranks: RankClass) -> float:
-    """Return the fraction of a step in which ranks wait, for others or for communication."""
-    whole_s = sum(ranks.phases_s.values())
-    return sum(ranks.phases_s[name] for name in WAITING_PHASES) / whole_s if whole_s else 0.0
-
-
-def busiest_link(result: Result) -> LinkUse | None:
-    """Return the link with the highest utilisation; None without communication."""
-    used = [link for link in result.links if link.bytes]
-    return max(used, key=lambda link: link.utilisation_ratio, default=None)
 
 
 def memory_reason(result: Result) -> str:

@@ -316,7 +316,8 @@ def _check_statistics(loaded: Loaded, space: SearchSpace) -> None:
         key = "least_density" if space.least_density is not None else "most_loss_change"
         raise UserError(
             f"{loaded.file}: search.{key} = {getattr(space, key):g}: workload.gradients is missing; densities "
-            "are predicted from gradient statistics (write them with `gsreal gradients`)"
+            "are predicted from gradient statistics (write them with `gsreal gradients`, or say 'transferred' to take "
+            "those of the model's family)"
         )
 
 

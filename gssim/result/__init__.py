@@ -1,5 +1,6 @@
 """The Result: one schema for simulated and real runs, and one step as a Chrome trace."""
 
+from gssim.result.bottleneck import bound_by, busiest_link, pace, pace_setter, waiting_ratio
 from gssim.result.result import (
     BUSY_RATIO,
     CATEGORIES,
@@ -10,6 +11,7 @@ from gssim.result.result import (
     PHASES,
     SCHEMA,
     UPDATE_PHASES,
+    WAITING_PHASES,
     Collective,
     Density,
     Division,

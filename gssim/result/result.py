@@ -45,6 +45,8 @@ BUSY_RATIO = 0.15
 DRIFT_RATIO = 0.1
 """A measurement whose `device_speed_ratio` differs from 1 by more than this ran at another speed than stated."""
 PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
+WAITING_PHASES = ("exposed_communication", "idle")
+"""Phases in which a device draws its idle power; in all others it draws its busy power."""
 EXPOSED_COPIES = "exposed_copies"
 """Phase that only measurements from profiler traces have: copies between host and device that nothing hides."""
 MEASURED_PHASES = (*PHASES, EXPOSED_COPIES)

@@ -11,11 +11,10 @@ from gssim.simulation.footprint import (
     tightest_margin,
     worst_misfit,
 )
-from gssim.simulation.report import WAITING_PHASES, energy_j
+from gssim.simulation.report import energy_j
 from gssim.simulation.run import Simulated, no_collection, program_of, simulate, traced
 
 __all__ = [
-    "WAITING_PHASES",
     "AllocatorPeaks",
     "MemoryFootprint",
     "Simulated",

@@ -26,10 +26,10 @@ from itertools import pairwise
 from gssim.engine import MEMORY_STEPS, memory_after
 from gssim.execution.cache import Shared
 from gssim.program import Program
-from gssim.result import Collective, LinkUse, RankClass, Result
+from gssim.result import WAITING_PHASES, Collective, LinkUse, RankClass, Result
 from gssim.scenario import Scenario
 from gssim.simulation.footprint import Peak
-from gssim.simulation.report import WAITING_PHASES, cost_usd, energy_j
+from gssim.simulation.report import cost_usd, energy_j
 
 SETTLED_RATIO = 1e-3
 """Largest difference of two periods, as a fraction, that counts as none; see [Note: settled]."""

@@ -14,14 +14,11 @@ import numpy as np
 from gssim.collectives import COPIES, Communication
 from gssim.engine import Machine, RankClass
 from gssim.program import Program, StepTraffic
-from gssim.result import Collective, LinkUse, merge_collectives
+from gssim.result import WAITING_PHASES, Collective, LinkUse, merge_collectives
 from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Scenario
 from gssim.simulation.footprint import SIZE_DIGITS, MemoryFootprint
 from gssim.units import Floats, Ints, kinds_of_rows
-
-WAITING_PHASES = ("exposed_communication", "idle")
-"""Phases in which a device draws its idle power; in all others it draws its busy power."""
 
 
 def cost_usd(scenario: Scenario, step_time_s: float) -> float | None:

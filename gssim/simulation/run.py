@@ -20,7 +20,17 @@ from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.execution.cache import Same, Shared
 from gssim.plan.buckets import fragment_steps
 from gssim.program import Program, Steps, StepTraffic, after_inner_steps, lowering_key, unmeasured_host_time
-from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
+from gssim.result import (
+    COMPUTE_PHASES,
+    PHASES,
+    UPDATE_PHASES,
+    WAITING_PHASES,
+    Density,
+    Result,
+    Span,
+    Step,
+    typical_phases,
+)
 from gssim.result.result import Band
 from gssim.scenario import Loaded, Scenario
 from gssim.scenario.device_rates import check_rates, with_profile_slowdowns
@@ -54,7 +64,6 @@ from gssim.simulation.periodic_run import (
     periodic_result,
 )
 from gssim.simulation.report import (
-    WAITING_PHASES,
     Carried,
     carried_by,
     collectives_of,

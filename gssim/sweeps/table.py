@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gssim.errors import UserError
 from gssim.execution.files import as_text_cell, check_place, check_text_name, write_files
-from gssim.result import CATEGORIES, PHASES, RankClass, Result
+from gssim.result import CATEGORIES, PHASES, RankClass, Result, busiest_link
 from gssim.result.result import imported_polars
 from gssim.units import human_bytes
 
@@ -84,7 +84,7 @@ def outcome(result: Result) -> Row:
     """Return the outcome of a prediction, with the columns of `RESULT_COLUMNS`."""
     needed, missing = _memory(result), result.does_not_fit
     of_host = " of its host's memory" if missing is not None and missing.memory == "host" else ""
-    busiest = min(result.links, key=lambda link: (-link.utilisation_ratio, link.name), default=None)
+    busiest = busiest_link(result)
     return {
         "status": "fits" if result.fits else "does not fit",
         "reason": missing

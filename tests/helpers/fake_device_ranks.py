@@ -182,6 +182,7 @@ def the_loop_of_the_readme_runs():
     assert wire.carried.total() > 150
     optimizer, loss = namespace["optimizer"], float(namespace["loss"])
     assert 0 < optimizer.sent.entries < optimizer.sent.offered
+    assert optimizer.sent.bytes == sum(optimizer.sent.by_bucket) > 0
     assert loss < 0.8 * float(torch.tensor(10.0).log())
 
 

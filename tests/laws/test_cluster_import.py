@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "scenarios/clusters"
 
 
-def made(folder, files, **options):
-    """Return the cluster that files make, loaded again, and the notes."""
+def made(folder, files, gpu=None, **options):
+    """Return the cluster that files make, loaded again, and the notes; `gpu`: of all hosts."""
     paths = []
     for name, text in files.items():
         (folder / name).write_text(text)
         paths.append(folder / name)
-    found = cluster_of(paths, **options)
+    found = cluster_of(paths, **({"gpus": [gpu]} if gpu else {}) | options)
     (folder / "made.toml").write_text(found.text)
     return load_cluster(folder / "made.toml"), found
 
@@ -53,6 +53,33 @@ def without_host_memory(cluster):
     """Return a cluster of servers whose hosts' memory is not known, as what NCCL writes does not tell of it."""
     servers = tuple(replace(each, host_memory=False, devices_per_memory_link=1) for each in cluster.topology.servers)
     return replace(cluster, topology=replace(cluster.topology, servers=servers), devices=(), switches=())
+
+
+def test_hosts_of_several_gpus_have_a_gpu_and_a_network_card_each(tmp_path):
+    """Two hosts of A100 and a DGX-1V behind 100 Gbit/s Ethernet: the matrix names neither GPUs nor rates."""
+    a100 = smi_matrix(dict.fromkeys(combinations(range(8), 2), "NV12"), nics=2)
+    v100 = smi_matrix({pair: f"NV{links}" for pair, links in CUBE_MESH.items()}, nics=1)
+    files = {"first.txt": a100, "second.txt": a100, "third.txt": v100}
+    cluster, _ = made(tmp_path, files, gpus=["a100", "a100", "v100"], nics=["roce-100"])
+    assert [each.type for each in cluster.devices] == ["a100-sxm-80"] * 16 + ["v100-sxm2-32"] * 8
+    assert {each.nic_link.bandwidth_bytes_per_s for each in cluster.topology.servers} == {11e9}
+    assert [each.nics for each in cluster.topology.servers] == [2, 1]
+    cluster, found = made(tmp_path, files, gpus=["a100", "a100", "v100"], nics=["tcp-100g", "tcp-100g", "tcp-25g"])
+    assert [each.nic_link.bandwidth_bytes_per_s for each in cluster.topology.servers] == [4.5e9, 2.6e9]
+    assert not any("ib-hdr-200" in note for note in found.notes)
+    cluster, _ = made(tmp_path, {}, gpus=["a100", "v100"])  # usual servers, a host of each
+    assert [each.device for each in cluster.topology.servers] == ["a100-sxm-80", "v100-sxm2-32"]
+    assert cluster.name == "1 x a100, 1 x v100"
+    _, found = made(tmp_path, {"first.txt": a100}, gpu="a100")
+    assert any("ib-hdr-200" in note and "--nic" in note for note in found.notes)
+    alone, _ = made(tmp_path, {"alone.txt": smi_matrix(dict.fromkeys(combinations(range(8), 2), "NV12"))}, gpu="a100")
+    assert not alone.topology.servers[0].nics
+    with pytest.raises(UserError, match="--gpu: 2 GPUs for 3 files"):
+        made(tmp_path, files, gpus=["a100", "v100"])
+    with pytest.raises(UserError, match="--nic infiniband: no such preset"):
+        made(tmp_path, files, gpu="a100", nics=["infiniband"])
+    with pytest.raises(UserError, match="--nic: 2 presets for 3"):
+        made(tmp_path, files, gpu="a100", nics=["roce-100", "tcp-25g"])
 
 
 @pytest.mark.parametrize(

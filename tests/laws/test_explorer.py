@@ -16,11 +16,12 @@ from sweep_tables import write as write_sweep
 from analysis.compare.comparison import compare, join
 from analysis.compare.table import ResultFile
 from analysis.compare.timeline import read_step
-from analysis.html_report.contents import Overlay, contents_of
+from analysis.html_report.contents import Overlay, contents_of, read_points
 from analysis.html_report.explorer import START, comparison_explorer, scripts, sweep_explorer, timeline_explorer
 from analysis.html_report.markup import Part, document, paragraph
 from analysis.ingest.job import ingest
 from analysis.sweep_tables import read_table
+from gssim.errors import UserError
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 
@@ -238,3 +239,9 @@ def test_the_plans_of_a_search_are_points_with_their_commands(tmp_path: Path) ->
     assert [row["variant"] for row in sweep.rows] == ["ddp, batch even"] + [
         f"ddp, tp {width}, batch even" for width in (2, 4, 8)
     ]
+    assert read_points(tmp_path / "found.json") == sweep  # which `analysis sweep` draws
+    (tmp_path / "one.json").write_text(json.dumps(found[0]))
+    with pytest.raises(UserError, match=r"one\.json: no plans of a search"):
+        read_points(tmp_path / "one.json")
+    with pytest.raises(UserError, match=f"is a file; give its folder, {re.escape(str(tmp_path))}"):
+        contents_of(tmp_path / "found.json")

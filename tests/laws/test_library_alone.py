@@ -68,3 +68,40 @@ def test_the_library_trains_with_all_else_of_the_project_blocked():
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert ended.stdout.splitlines()[-1] == "trained"
+
+
+LEAVING = """
+import atexit, tempfile, weakref
+
+import torch
+import torch.distributed as dist
+
+atexit.register(lambda: print("group", "alive" if group() is not None else "gone"))  # after what later imports register
+
+from gsreal.gradient_sharding import Push, shard_gradients
+
+file = tempfile.NamedTemporaryFile()
+dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+model = torch.nn.Linear(8, 8)
+optimizer = shard_gradients(model, lambda shard: torch.optim.AdamW(shard, lr=1e-3), push=Push(threshold=1e-3))
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+model(torch.randn(4, 8)).sum().backward()
+optimizer.clip_grad_norm_(1.0)
+optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_destroyed_group_ends_before_the_interpreter():
+    """One script in five aborted at its end: a thread of gloo's freed a tensor after the interpreter had ended."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVING],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "group gone\n"), ended.stderr

@@ -44,7 +44,7 @@ def test_constants_come_back_from_the_times_of_a_log(tmp_path, ranks):
     group = Group(ranks=ranks, bandwidth_bytes_per_s=300e9)
     path = tmp_path / "all_reduce.log"
     path.write_text(log(group, TRUE))
-    made = cluster_of([], gpu="a100", nccl_tests=path)
+    made = cluster_of([], gpus=["a100"], nccl_tests=path)
     written = tomllib.loads(made.text)["nccl"]
     assert written["generation"] == "ampere"
     assert written["bandwidth_ratio"] == pytest.approx(TRUE.bandwidth_ratio, rel=0.02)
@@ -84,11 +84,11 @@ def test_other_files_are_refused(tmp_path, text, message):
     path = tmp_path / "table"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
-        cluster_of([], gpu="a100", nccl_tests=path)
+        cluster_of([], gpus=["a100"], nccl_tests=path)
 
 
 def test_a_log_of_more_ranks_than_the_cluster_has_is_refused(tmp_path):
     path = tmp_path / "a.log"
     path.write_text(log(Group(ranks=16, nodes=2, bandwidth_bytes_per_s=300e9, network_bytes_per_s=25e9), TRUE))
     with pytest.raises(UserError, match="16 ranks: the cluster has 8 devices; allowed: 2 to that"):
-        cluster_of([], gpu="a100", nccl_tests=path)
+        cluster_of([], gpus=["a100"], nccl_tests=path)

@@ -129,7 +129,7 @@ def test_a_page_has_all_that_a_folder_holds(page: str) -> None:
     ):
         assert words in read.text, words
     without_scripts = SCRIPT.sub("", page)
-    assert without_scripts.count("<figure>") == without_scripts.count("data:image/") == 3 + 5 + 1
+    assert without_scripts.count("<figure>") == without_scripts.count("data:image/") == 3 + 6 + 1
 
 
 def test_speeds_on_the_page_stand_beside_density_loss_and_control(page: str) -> None:

@@ -1,4 +1,4 @@
-"""The printed table of collectives: those that many groups carry out alike have one row."""
+"""What is printed of a Result: what bounds its step, its ranks, and its collectives, equal ones in one row."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +58,21 @@ def test_phases_that_take_no_time_have_no_column(result, capsys):
 def test_a_step_without_collectives_has_no_table_of_them(result, capsys):
     print_result(replace(result, collectives=()))
     assert "collective" not in capsys.readouterr().out
+
+
+def test_the_device_or_the_link_that_bounds_a_step_is_named(result, capsys):
+    """The busiest link was called the bottleneck where a device computes for longer than the link is used."""
+    print_result(result)
+    assert f"bottleneck: {result.ranks[0].device} (rank 0) computes for " in capsys.readouterr().out
+    slow = ["plan.method=ddp", f"cluster={SCENARIOS / 'clusters/lab-2-hosts-30-mbit.toml'}"]
+    print_result(simulate(load_scenario(SCENARIOS / "demo.toml", slow)).result)
+    assert "bottleneck: device0 -> switch is used for " in capsys.readouterr().out
+    entry = replace(result.ranks[0], ranks=(0,), count=1)
+    packing = replace(entry, phases_s=entry.phases_s | {"compression": 9 * sum(entry.phases_s.values())})
+    print_result(replace(result, ranks=(packing,)))
+    assert "(90% to compress); " in capsys.readouterr().out
+    print_result(simulate(load_scenario(SCENARIOS / "demo.toml", ["plan.method=single"])).result)
+    assert "bottleneck" not in capsys.readouterr().out  # nothing else could be
 
 
 @pytest.mark.parametrize("columns", [80, 140])

@@ -22,6 +22,7 @@ from analysis.charts.drawing import Chart
 from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.memory import LOOKS, layout_by_memory, memory_by_category, parts_of
 from analysis.charts.sweeps.scaling import lines_of
+from analysis.charts.sweeps.steps import MOST_BARS, steps
 from analysis.charts.sweeps.thresholds import ENDS_OF_BANDS, draw_band
 from analysis.charts.sweeps.winners import who_wins
 from analysis.html_report.report import report
@@ -291,13 +292,14 @@ def test_a_sweep_has_the_charts_that_its_axes_allow(charts, tmp_path: Path) -> N
     assert list(charts) == [
         "step_time_by_threshold",
         "who_wins",
+        "step_time_by_plan",
         "time_and_memory",
         "time_and_cost",
         "memory_by_category",
     ]
     dense = [row for row in grid() if is_dense(row)]
     names = [chart.name for chart in sweep_charts(made([row | {"cost_usd_per_step": None} for row in dense], tmp_path))]
-    assert names == ["time_and_memory", "memory_by_category"]
+    assert names == ["step_time_by_plan", "time_and_memory", "memory_by_category"]
     sizes = [
         make_row(
             "ddp", ranks=n, cluster=f"star-{n}", group=f"{n}", point=f"{n}", throughput_samples_per_s=10.0 * n**0.9
@@ -306,6 +308,30 @@ def test_a_sweep_has_the_charts_that_its_axes_allow(charts, tmp_path: Path) -> N
     ]
     assert [chart.name for chart in sweep_charts(made(sizes, tmp_path))][-1] == "scaling"
     assert sweep_charts(made([make_row("ddp", status="invalid", step_time_s=None)], tmp_path)) == []
+
+
+def test_steps_of_all_settings_are_bars_on_one_axis_in_their_phases(tmp_path: Path) -> None:
+    """What another link costs was in tables and fronts only, whose panels have axes of their own."""
+    phases = {"forward_s": 0.2, "backward_s": 0.4, "optimizer_s": 0.1, "compression_s": 0.0, "idle_s": 0.0}
+    rows = [
+        make_row(method, bandwidth=link, step_time_s=0.7 + waits_s, exposed_communication_s=waits_s, **phases)
+        for link, waits in ((1e9, (9.0, 4.0)), (1e10, (0.5, 0.6)))
+        for method, waits_s in zip(("ddp", "zero3"), waits, strict=True)
+    ]
+    table = made(rows, tmp_path)
+    chart = steps(table)
+    slow, fast = chart.figure.axes
+    assert slow.get_xlim() == fast.get_xlim()
+    labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in (slow, fast)]
+    assert labels == [["zero3", "ddp"], ["ddp", "zero3"]]
+    ends = [max(bar.get_x() + bar.get_width() for bar in axes.patches) for axes in (slow, fast)]
+    assert ends == pytest.approx([9.7, 1.3])
+    assert "zero3, 4.70 s, of which 85% is exposed communication" in chart.words
+    assert "not measured" not in " ".join(text.get_text() for text in chart.figure.texts)
+    many = [make_row("ddp", variant=f"v{n}", point=f"v{n}", step_time_s=1.0 + n) for n in range(20)]
+    assert len(steps(made(many, tmp_path)).figure.axes[0].get_yticklabels()) == MOST_BARS
+    bare = [row | dict.fromkeys((*phases, "exposed_communication_s")) for row in rows]
+    assert steps(made(bare, tmp_path)) is None
 
 
 def test_every_chart_asks_a_question_has_units_and_words(charts) -> None:
@@ -325,7 +351,7 @@ NO_UNIT = ("threshold on |gradient|", "threshold: gradients pushed", "bandwidth 
 
 
 def test_a_speed_up_stands_beside_density_loss_and_control(charts, tmp_path: Path) -> None:
-    for name in ("step_time_by_threshold", "who_wins", "time_and_memory"):
+    for name in ("step_time_by_threshold", "who_wins", "time_and_memory", "step_time_by_plan"):
         note = " ".join(text.get_text() for text in charts[name].figure.texts)
         assert "not measured" in note
         assert "No control" not in note
@@ -565,9 +591,12 @@ def test_the_command_writes_every_chart_twice_and_says_what_was_found(tmp_path, 
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "Who is fastest on which network?"
     assert "7 points: 7 fit" in said[1]
-    assert "1.80 times the speed" in said[2]
-    assert "Change of loss: not measured. 1 control (nothing pushed) among the points." in said[2]
-    assert sorted(map(Path, said[3:])) == sorted((tmp_path / "out").iterdir())
+    assert (
+        said[2] == "The fastest dense plan that fits is ddp, 1.10 s a step; the slowest, gs, takes 1.00 times as long."
+    )
+    assert "1.80 times the speed" in said[3]
+    assert "Change of loss: not measured. 1 control (nothing pushed) among the points." in said[3]
+    assert sorted(map(Path, said[4:])) == sorted((tmp_path / "out").iterdir())
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".png", ".svg"}
 
 

@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from gssim.errors import UserError
+from gssim.scenario import load_scenario
 from gssim.units import (
     EXAMPLES,
     UNITS,
@@ -19,6 +21,8 @@ from gssim.units import (
     spec,
     validated,
 )
+
+DEMO = Path(__file__).resolve().parents[2] / "scenarios/demo.toml"
 
 
 @spec
@@ -142,6 +146,27 @@ def test_what_is_no_table_is_refused():
 
 def test_a_choice_of_words_or_numbers_names_the_key_alone():
     assert fault({"mode": "fast"}).startswith("board.toml: mode = 'fast': ")
+
+
+def test_a_value_of_several_types_is_told_all_of_them_and_an_array_its_wrong_entry():
+    """Of a number or a word, one alternative was shown, and the other only counted."""
+
+    def said(override):
+        with pytest.raises(UserError) as error:
+            load_scenario(DEMO, [override])
+        return str(error.value).removeprefix(f"{DEMO}: ")
+
+    expected = "workload.loss_scale = 'off': input should be 'dynamic', or a valid number"
+    assert said("workload.loss_scale=off") == expected
+    assert (
+        said("workload.loss_scale=-1") == "workload.loss_scale = -1: input should be 'dynamic', or must be more than 0"
+    )
+    assert said("plan.shares.batch=fast") == (
+        "plan.shares.batch = 'fast': input should be 'even' or 'throughput', or must be an array"
+    )
+    assert said("plan.shares.batch=[0.5, -1]") == (
+        "plan.shares.batch[1] = -1: input should be greater than or equal to 0"
+    )
 
 
 def test_specs_are_frozen_and_validate_when_constructed():

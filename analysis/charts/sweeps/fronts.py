@@ -100,8 +100,7 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
     controlled = any(is_control(row) for rows in chosen.values() for row in rows)
     note = (
         "Predicted; plans that fit. Left and below is better. Line: the best of the dense plans: no other is faster "
-        "for less "
-        f"{price.label}."
+        f"at a lower {price.label}."
         + (
             f" Dotted: {kinds} plans (hollow) too, which do not exchange all gradients in every step; change of loss: "
             "not measured." + (" Asterisk: nothing is pushed." if controlled else " No control (threshold = inf) here.")

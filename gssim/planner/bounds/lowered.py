@@ -30,8 +30,9 @@ from gssim.execution.cache import Shared
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import chance_of
 from gssim.program import Chunk, Program, Task, TaskId, parts_of, unnumbered
+from gssim.result import WAITING_PHASES
 from gssim.scenario import Scenario
-from gssim.simulation import WAITING_PHASES, outside_bytes
+from gssim.simulation import outside_bytes
 
 Alone = Callable[[int, Communication], float]
 """Least seconds that a collective takes for the ranks of a role, once all of its members have arrived."""
