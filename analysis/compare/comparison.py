@@ -25,7 +25,7 @@ from typing import Any
 
 import polars as pl
 
-from analysis.compare.groups import group_of
+from analysis.compare.groups import groups_of
 from analysis.compare.table import (
     ResultFile,
     devices_by_rank,
@@ -321,7 +321,7 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
     naive_times = [naive(pair.predicted.result) for pair in pairs]
     repeats = pl.DataFrame(
         {
-            "group": [group_of(pair.predicted.result) for pair in pairs],
+            "group": groups_of([pair.predicted.result for pair in pairs]),
             "repeats": [len(pair.repeats) for pair in pairs],
             "noise_ratio": [noise_ratio_of(pair.measurements) for pair in pairs],
             f"{EXPOSED_COPIES}_measured_s": [pair.measured.result.phases_s.get(EXPOSED_COPIES) for pair in pairs],
