@@ -34,8 +34,11 @@ from gssim.units import excess
 OF_THE_CLUSTER = ("ranks", "devices")
 """Facts that require loading the point's scenario."""
 FACTS = ("group", "variant", *OF_THE_CLUSTER)
-DECIDING = ("cluster", "workload.model", "workload.global_batch_size", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
-"""Prefixes of the keys that determine the number of ranks; they alone give a valid scenario."""
+DECIDING = (
+    *("cluster", "workload=", "workload.model", "workload.global_batch_size"),
+    *("plan=", "plan.method", "plan.ranks", "plan.dp_", "plan.tp", "plan.pp"),
+)
+"""Beginnings of the overrides that determine the number of ranks; they alone give a valid scenario."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,7 @@ def points_of(sweep: Sweep, *, file: Path, overrides: Sequence[str] = ()) -> tup
         raise UserError(f"{file}: has {why}")
     _check_conditions(sweep, groups, file, overrides)
     keys, shared = axis_keys(sweep), Shared()
+    _check_axes(sweep, groups, file, overrides)
     points = tuple(point for group in groups for point in _points(sweep, group, file, overrides, keys, shared))
     if not points:
         raise UserError(f"{file}: keep and skip leave out all of {count:,} points")
@@ -191,6 +195,24 @@ def _check_conditions(sweep: Sweep, groups: Sequence[Group], file: Path, overrid
             raise UserError(
                 f"{file}: '{text}': nothing sets {name}; {hint}allowed: keys that the scenario, set, variants or axes "
                 f"set, and {', '.join(FACTS)}"
+            )
+
+
+def _check_axes(sweep: Sweep, groups: Sequence[Group], file: Path, overrides: Sequence[str]) -> None:
+    """Raise UserError for an override that takes the place of an axis of several values, or of a table around one.
+
+    Points that are named by these values would be one, and a table would show values that no point has.
+    """
+    several: dict[str, bool] = {}
+    for dimension in (each for group in groups for variant in _variants(sweep, group) for each in variant.dimensions):
+        for key in dimension[0]:
+            several[key] = several.get(key, False) or len(dimension) > 1
+    for key in (parsed_override(override)[0] for override in overrides):
+        around = (axis for axis in several if axis.startswith(f"{key}.") or (axis == key and several[axis]))
+        if axis := next(around, None):
+            raise UserError(
+                f"{file}: {key}: takes the place of the sweep's axis {axis}, by whose values its points are named; "
+                "choose points with --only, or change the axis in a copy of the file"
             )
 
 
