@@ -2,6 +2,7 @@
 
 import math
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from strategies import write_files
 from gssim.errors import UserError
 from gssim.execution.cache import Shared
 from gssim.scenario import load_scenario
+from gssim.scenario.overrides import as_overrides
 from gssim.scenario.sweep import Facts, axis_keys, condition, load_sweep, points_of, values_between
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
@@ -23,6 +25,11 @@ def written(folder, text):
     path = folder / "sweep.toml"
     path.write_text(BASE + text)
     return path
+
+
+def written_beside(folder, text):
+    (folder / "sweep.toml").write_text(BASE + text)
+    return folder / "sweep.toml"
 
 
 def points_in(path, overrides=()):
@@ -148,6 +155,22 @@ def test_an_override_does_not_take_the_place_of_an_axis(tmp_path, override, axis
         return
     with pytest.raises(UserError, match=rf"takes the place of the sweep's axis {re.escape(axis)}, by whose values"):
         points_in(path, [override])
+
+
+def test_what_a_file_or_table_replaces_is_no_value_of_its_points(tmp_path):
+    """A cluster of the scenario's own has keys that another group's cluster file replaces."""
+    pair = tomllib.loads((written(tmp_path, "").parent / "pair.toml").read_text())
+    inline = "\n".join(as_overrides({"cluster": pair}))
+    text = (tmp_path / "scenario.toml").read_text().replace('cluster = "pair.toml"', "")
+    (tmp_path / "scenario.toml").write_text(f"{inline}\n{text}")
+    groups = (
+        "[[groups]]\nname = 'own'\naxes = { cluster.backend = ['gloo', 'nccl'] }\n"
+        "[[groups]]\nname = 'file'\nset = { cluster = 'pair.toml' }\n"
+    )
+    path = written_beside(tmp_path, groups)
+    assert [each["cluster.backend"] for each in values_in(path)] == ["gloo", "nccl", None]
+    chosen = written_beside(tmp_path, "skip = \"plan.method == 'ddp'\"\n")
+    assert len(points_in(chosen, ['plan={method="gs"}'])) == 1
 
 
 # What is left out -----------------------------------------------------------------------------------------------------

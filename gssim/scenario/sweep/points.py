@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -259,17 +260,17 @@ def _points(
     """Yield a group's points that the conditions keep."""
     scenario = _beside(group.scenario or sweep.scenario, file)
     written = dict(flat(read_toml(scenario)[1]))
-    last = dict(map(parsed_override, overrides))
+    last = [dict([parsed_override(override)]) for override in overrides]
     choice = Choice((*sweep.keep, *group.keep), (*sweep.skip, *group.skip), file)
     for variant in _variants(sweep, group):
         fixed = [override for table in variant.tables for override in _located(table, file)]
-        values = written | {key: value for table in variant.tables for key, value in flat(table)}
+        values = reduce(_replacing, (dict(flat(table)) for table in variant.tables), written)
         stem = SEPARATOR.join([group.name, *([variant.name] if variant.name else [])])
         places = [[_NamedPlace(place, file) for place in dimension] for dimension in variant.dimensions]
         for combined in itertools.product(*places):
             name = SEPARATOR.join([stem, *(place.label for place in combined)])
             own = [override for place in combined for override in place.overrides]
-            known = {**values, **{key: value for place in combined for key, value in place.values.items()}, **last}
+            known = reduce(_replacing, (*(place.values for place in combined), *last), values)
             point = Point(
                 name,
                 scenario,
@@ -280,6 +281,12 @@ def _points(
             facts = Facts(group.name, variant.name, point.file, point.overrides, shared)
             if choice.takes(known, facts):
                 yield point
+
+
+def _replacing(values: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by key with further ones in their place; a table or file replaces all that is set inside of it."""
+    inside = tuple(f"{key}." for key in further)
+    return {key: value for key, value in values.items() if not key.startswith(inside)} | dict(flat(further))
 
 
 class _NamedPlace:
