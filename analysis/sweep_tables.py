@@ -34,6 +34,8 @@ from gssim.units import human_bytes, human_seconds
 
 THRESHOLD = "plan.push.threshold"
 METHOD = "plan.method"
+SAMPLES, TOKENS = "workload.global_batch_size", "workload.sequence_length"
+"""Keys that change what a step does: step times are compared among points that have them in common, axes or not."""
 BANDWIDTH = "bandwidth_bytes_per_s"
 """Suffix of the axes that are bandwidths."""
 FITS = "fits"
@@ -96,7 +98,7 @@ def read_table(path: Path) -> SweepTable:
     nested = [name for name, kind in frame.schema.items() if kind.is_nested() or kind == pl.Object]
     if nested:
         raise UserError(f"{path}: {nested[0]}: holds tables or lists; a sweep's table holds numbers and texts")
-    rows = tuple(_checked(row, path) for row in frame.iter_rows(named=True))
+    rows = tuple(_with_samples(_checked(row, path)) for row in frame.iter_rows(named=True))
     if not rows:
         raise UserError(f"{path}: a table without points")
     try:
@@ -115,7 +117,11 @@ def table_from(files: Sequence[ResultFile], *, name: str) -> SweepTable:
     columns = columns_of({key: kind_of(thresholds) for key in axes})
     questions = list(dict.fromkeys(str(result.scenario.get("question") or "") for result in results))
     frame = table_of(rows, columns)
-    return SweepTable(name, questions[0] if len(questions) == 1 else "", axes, tuple(frame.iter_rows(named=True)))
+    whole = [
+        _with_samples(row | {TOKENS: result.scenario.get("workload", {}).get("sequence_length")})
+        for row, result in zip(frame.iter_rows(named=True), results, strict=True)
+    ]
+    return SweepTable(name, questions[0] if len(questions) == 1 else "", axes, tuple(whole))
 
 
 def table_of_search(files: Sequence[ResultFile], *, name: str) -> SweepTable:
@@ -150,6 +156,13 @@ def _row(result: Result) -> Row:
         THRESHOLD: None if threshold is None else float(threshold),
         **outcome(result),
     }
+
+
+def _with_samples(row: Row) -> Row:
+    """Return the row with the samples of a step, which a variant or a group may have changed without an axis."""
+    rate, step_time_s = row["throughput_samples_per_s"], row["step_time_s"]
+    samples = None if rate is None or step_time_s is None else round(rate * step_time_s)
+    return {SAMPLES: samples, TOKENS: None, **row}
 
 
 def _columns(path: Path) -> list[str]:
@@ -295,7 +308,8 @@ def layout_of(table: SweepTable, *, without: Sequence[str] = ()) -> Layout:
     """Return the layout of the predicted points of a table; `without`: columns that are the axis of a chart."""
     rows = table.answered
     axes = [axis for axis in table.axes if not axis.startswith(PLAN)]
-    candidates = [column for column in (*axes, "group", "cluster", "model") if column not in without]
+    workload = [column for column in (SAMPLES, TOKENS) if column not in axes]
+    candidates = [column for column in (*axes, "group", "cluster", "model", *workload) if column not in without]
     settings = distinguishing_columns(rows, candidates)
     # labels need the group where groups differ in the keys that they have: four servers belong to one cluster in one
     # group, and to another in the next

@@ -25,7 +25,7 @@ from typing import Any
 
 import polars as pl
 
-from analysis.compare.groups import group_of
+from analysis.compare.groups import groups_of
 from analysis.compare.table import (
     ResultFile,
     devices_by_rank,
@@ -321,7 +321,7 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
     naive_times = [naive(pair.predicted.result) for pair in pairs]
     repeats = pl.DataFrame(
         {
-            "group": [group_of(pair.predicted.result) for pair in pairs],
+            "group": groups_of([pair.predicted.result for pair in pairs]),
             "repeats": [len(pair.repeats) for pair in pairs],
             "noise_ratio": [noise_ratio_of(pair.measurements) for pair in pairs],
             f"{EXPOSED_COPIES}_measured_s": [pair.measured.result.phases_s.get(EXPOSED_COPIES) for pair in pairs],
@@ -376,7 +376,7 @@ def _side(results: Sequence[Result], side: str) -> pl.DataFrame:
 
 def _effects(pairs: Sequence[Pair]) -> pl.DataFrame:
     """Return the effect of the threshold relative to dense training, a row for each pair; nulls without a threshold."""
-    pair_effects = effects([pair.measured.result for pair in pairs], [pair.predicted.result for pair in pairs])
+    pair_effects = effects(pairs)
     rows = [
         (effect.dense, effect.speed_up_predicted_ratio, effect.speed_up_measured_ratio, effect.loss_change_ratio)
         if effect
@@ -512,26 +512,26 @@ class Effect:
     """Relative change of the mean loss of the last steps; None where a run has no losses."""
 
 
-def effects(measured: Sequence[Result], predicted: Sequence[Result]) -> list[Effect | None]:
-    """Return the effect of each thresholded run; None for others, and without a dense run of the same training.
-
-    `measured` and `predicted` are of the same scenarios, in the same order.
-    """
-    pairs = list(zip(measured, predicted, strict=True))
-    return [_effect(pair, pairs) if is_thresholded(pair[0]) else None for pair in pairs]
+def effects(pairs: Sequence[Pair]) -> list[Effect | None]:
+    """Return the effect of each thresholded run; None for others, and without a dense run of the same training."""
+    return [_effect(pair, pairs) if is_thresholded(pair.measured.result) else None for pair in pairs]
 
 
-def _effect(pair: tuple[Result, Result], pairs: Sequence[tuple[Result, Result]]) -> Effect | None:
-    real, simulated = pair
-    same = [other for other in pairs if _is_dense(other[0]) and _training_key(other[0]) == _training_key(real)]
-    dense = min(same, key=lambda other: (method_of(other[0]) != method_of(real), name_of(other[0])), default=None)
+def _effect(pair: Pair, pairs: Sequence[Pair]) -> Effect | None:
+    real, key = pair.measured.result, _training_key(pair.measured.result)
+    same = [each for each in pairs if _is_dense(each.measured.result) and _training_key(each.measured.result) == key]
+
+    def distance(other: Pair) -> tuple[bool, str]:
+        return method_of(other.measured.result) != method_of(real), name_of(other.measured.result)
+
+    dense = min(same, key=distance, default=None)
     if dense is None:
         return None
     return Effect(
-        dense=name_of(dense[0]),
-        speed_up_measured_ratio=dense[0].step_time_s / real.step_time_s,
-        speed_up_predicted_ratio=dense[1].step_time_s / simulated.step_time_s,
-        loss_change_ratio=_change(last_loss(real), last_loss(dense[0])),
+        dense=name_of(dense.measured.result),
+        speed_up_measured_ratio=step_time_of(dense.measurements) / step_time_of(pair.measurements),
+        speed_up_predicted_ratio=dense.predicted.result.step_time_s / pair.predicted.result.step_time_s,
+        loss_change_ratio=_change(last_loss(real), last_loss(dense.measured.result)),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import polars as pl
 
-from analysis.compare.table import sweep_group
+from analysis.compare.table import sweep_group, told_apart
 from gssim.result import Result
 from gssim.scenario.sweep import SEPARATOR
 
@@ -94,6 +94,20 @@ def group_of(result: Result) -> str:
     workload = result.scenario.get("workload", {})
     parts = [_name(result.scenario.get("cluster")), _name(workload.get("model"))]
     return ", ".join(part for part in parts if part) or UNNAMED
+
+
+def groups_of(results: Sequence[Result]) -> list[str]:
+    """Return the group of each scenario; groups whose scenarios differ in model or batch are one for each of these.
+
+    A step of fewer samples is faster, which says nothing about plans.
+    """
+    workloads = [result.scenario.get("workload") or {} for result in results]
+    return told_apart(
+        [group_of(result) for result in results],
+        [_name(workload.get("model")) or UNNAMED for workload in workloads],
+        [f"batch {workload.get('global_batch_size')}" for workload in workloads],
+        [f"{workload.get('sequence_length')} tokens" for workload in workloads],
+    )
 
 
 def variant_of(name: str) -> str:

@@ -14,7 +14,7 @@ from math import inf
 import polars as pl
 
 from analysis.compare.comparison import Pair, last_loss, noise_ratio_of, step_time_of
-from analysis.compare.groups import group_of
+from analysis.compare.groups import groups_of
 from analysis.compare.table import devices_by_rank, method_of, name_of, threshold_of
 from gssim.plan import METHODS
 from gssim.result import Result
@@ -48,9 +48,9 @@ COLUMNS = {
 def rival_table(pairs: Sequence[Pair]) -> pl.DataFrame:
     """Return a row for each Gradient Sharding scenario and each of its dense rivals that was measured too."""
     trainings: dict[tuple[str, str], list[Pair]] = defaultdict(list)
-    for pair in pairs:
-        result = pair.predicted.result
-        trainings[group_of(result), _training_key(result)].append(pair)
+    groups = groups_of([pair.predicted.result for pair in pairs])
+    for pair, group in zip(pairs, groups, strict=True):
+        trainings[group, _training_key(pair.predicted.result)].append(pair)
 
     def distance(rival: Pair, ours: Pair) -> tuple[int, str]:
         plan, other = ours.predicted.result.scenario["plan"], rival.predicted.result.scenario["plan"]
@@ -58,8 +58,8 @@ def rival_table(pairs: Sequence[Pair]) -> pl.DataFrame:
 
     rows = [
         # the rival whose plan differs in the fewest keys; of several, the first by name
-        _row(pair, min(rivals, key=partial(distance, ours=pair)))
-        for same in trainings.values()
+        _row(group, pair, min(rivals, key=partial(distance, ours=pair)))
+        for (group, _), same in trainings.items()
         for pair in same
         if method_of(pair.predicted.result) in GRADIENT_SHARDING
         for method in DENSE
@@ -75,13 +75,13 @@ def _training_key(result: Result) -> str:
     return json.dumps(parts, sort_keys=True, default=str)
 
 
-def _row(pair: Pair, rival: Pair) -> tuple[object, ...]:
+def _row(group: str, pair: Pair, rival: Pair) -> tuple[object, ...]:
     predicted, measured = pair.predicted.result, pair.measured.result
     noise = [noise_ratio_of(each.measurements) for each in (pair, rival)]
     losses = last_loss(measured), last_loss(rival.measured.result)
     threshold = threshold_of(predicted)
     return (
-        group_of(predicted),
+        group,
         name_of(predicted),
         predicted.scenario_id,
         method_of(predicted),

@@ -22,6 +22,7 @@ from gssim.result import (
     Collective,
     Density,
     Held,
+    Periods,
     RankClass,
     Result,
     Span,
@@ -30,7 +31,7 @@ from gssim.result import (
     merge_collectives,
     typical_phases,
 )
-from gssim.scenario import Loaded
+from gssim.scenario import Loaded, Scenario
 from gssim.units import validated
 
 ENDING_TOGETHER = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "barrier")
@@ -147,16 +148,18 @@ def _of_ranks(traces: Sequence[RankTrace], loaded: Loaded) -> Ingested:
     times = [fmean(step) for step in zip(*rank_times, strict=True)]
     if min(times) <= 0:
         raise UserError(f"{traces[0].path}: a step of no length")
-    total = scenario.workload.global_batch_size
-    phases = [_phases(trace, counted) for trace in traces]
+    total, outer = scenario.workload.global_batch_size, _outer_steps(traces[0].path, scenario, meetings, counted)
+    phases = [_phases(trace, counted, outer, scenario.policies.sync_every_steps or 1) for trace in traces]
     mean = {
         name: fmean(each.get(name, 0.0) for each in phases)
         for name in MEASURED_PHASES
         if name in PHASES or any(name in each for each in phases)
     }
-    collectives, steady = _collectives(meetings, counted)
-    if steady < len(counted):
-        partial["steps with other collectives than most"] += len(counted) - steady
+    compared = outer or list(counted)
+    collectives, steady = _collectives(meetings, compared)
+    if steady < len(compared):
+        partial["steps with other collectives than most"] += len(compared) - steady
+    periods = _periods(scenario, times, counted, outer, collectives)
     notes = tuple(f"{count} x {what}" for what, count in partial.items())
     offsets_s = _offsets(traces, meetings)
     devices = scenario.cluster.devices
@@ -189,17 +192,71 @@ def _of_ranks(traces: Sequence[RankTrace], loaded: Loaded) -> Ingested:
             )
         )
     result = loaded.measured(
-        times, mean, density=Density(), collectives=collectives, ranks=tuple(ranks), provenance=provenance
+        times,
+        mean,
+        step_time_s=None if periods is None else periods.step_time_s,
+        periods=periods,
+        density=Density(),
+        collectives=collectives,
+        ranks=tuple(ranks),
+        provenance=provenance,
     )
     typical = counted[sorted(range(len(times)), key=lambda step: (times[step], step))[len(times) // 2]]
     return Ingested(result, chrome_trace(_step(traces, typical, offsets_s, result), result), notes)
 
 
+# Periods --------------------------------------------------------------------------------------------------------------
+
+
+def _outer_steps(path: Path, scenario: Scenario, meetings: Sequence[Meeting], counted: range) -> list[int]:
+    """Return the steps in which replicas exchange parameters; none where ranks synchronize in every step.
+
+    A recording does not tell the number of a step in the training, so they are recognized by what is sent. Raises
+    UserError where inner or outer steps are missing, or if fragments are exchanged in several steps of a period.
+    """
+    every = scenario.policies.sync_every_steps
+    if every is None:
+        return []
+    if scenario.policies.in_fragments:
+        raise UserError(
+            f"{path}: method {scenario.plan.method!r} exchanges fragments in several steps of a period, which a "
+            "recording does not tell apart; methods that synchronize all parameters at once can be ingested"
+        )
+    outer = sorted({each.step for each in meetings if scenario.policies.joins_replicas(each.group)})
+    if not outer or (every > 1 and len(outer) == len(counted)):
+        raise UserError(
+            f"{path}: in {'none' if not outer else 'all'} of {len(counted)} steps after the first are parameters "
+            f"exchanged between replicas, but plan.sync_every_steps = {every}; record a whole period: {every + 1} steps"
+        )
+    return outer
+
+
+def _periods(
+    scenario: Scenario,
+    times_s: Sequence[float],
+    counted: range,
+    outer: Sequence[int],
+    collectives: Sequence[Collective],
+) -> Periods | None:
+    """Return the times of inner and outer steps; None where ranks synchronize in every step."""
+    if not outer:
+        return None
+    inner_s = [time_s for step, time_s in zip(counted, times_s, strict=True) if step not in outer]
+    joining = [each for each in collectives if scenario.policies.joins_replicas(each.group)]
+    return Periods(
+        every_steps=scenario.policies.sync_every_steps or 1,
+        inner_step_time_s=median(inner_s) if inner_s else None,
+        outer_step_time_s=median(time_s for step, time_s in zip(counted, times_s, strict=True) if step in outer),
+        outer_bytes=float(sum(each.bytes * each.count for each in joining)),
+    )
+
+
 # Phases ---------------------------------------------------------------------------------------------------------------
 
 
-def _phases(trace: RankTrace, counted: range) -> dict[str, float]:
-    """Return a rank's seconds by phase in a typical step; see `gssim.result.typical_phases`.
+def _phases(trace: RankTrace, counted: range, outer: Sequence[int], every: int) -> dict[str, float]:
+    """Return a rank's seconds by phase in a typical step (see `gssim.result.typical_phases`) or, where some steps are
+    outer ones, in the mean step of a period of `every`.
 
     Steps are laid end to end, so that the time between recorded steps belongs to none.
     """
@@ -212,7 +269,13 @@ def _phases(trace: RankTrace, counted: range) -> dict[str, float]:
         for piece in trace.pieces
         if (start_s := max(piece.start_s, began_s)) < (end_s := min(piece.end_s, ended_s))
     ]
-    return typical_phases(spans, ends_s)
+    if not outer or every == 1:
+        return typical_phases(spans, ends_s)
+    inner_s, outer_s = (
+        typical_phases(spans, ends_s, [(step in outer) is kind for step in counted]) for kind in (False, True)
+    )
+    names = dict.fromkeys((*inner_s, *outer_s))
+    return {name: ((every - 1) * inner_s.get(name, 0.0) + outer_s.get(name, 0.0)) / every for name in names}
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------
@@ -247,10 +310,12 @@ def _inside(time_s: float, bounds_s: tuple[float, float]) -> bool:
     return bounds_s[0] <= time_s < bounds_s[1]
 
 
-def _collectives(meetings: Sequence[Meeting], counted: range) -> tuple[tuple[Collective, ...], int]:
-    """Return the collectives of most steps, and the number of steps that have just these."""
+def _collectives(meetings: Sequence[Meeting], counted: Sequence[int]) -> tuple[tuple[Collective, ...], int]:
+    """Return the collectives of most of these steps, and the number of steps that have just these."""
     by_step: dict[int, list[Collective]] = {step: [] for step in counted}
     for meeting in meetings:
+        if meeting.step not in by_step:
+            continue
         entry = Collective(kind=meeting.kind, group=meeting.group, bytes=meeting.size_bytes, count=1)
         by_step[meeting.step].append(entry)
     steps = Counter(merge_collectives(entries) for entries in by_step.values())

@@ -188,10 +188,21 @@ def sent_bytes(result: Result) -> float:
     """Return the bytes that a rank sends in a step, mean over ranks, from the calls of the process group.
 
     Assumes rings for reduce-scatter, all-gather and all-reduce, and direct messages otherwise; data-dependent messages
-    were counted as they were sent.
+    were counted as they were sent. Where ranks synchronize periodically, collectives are those of an outer step, of
+    which inner steps have only those inside replicas; if fragments are synchronized, those of a whole period.
     """
     ranks = sum(entry.count for entry in result.ranks)
-    return sum(map(total_sent_bytes, result.collectives)) / ranks
+    return sum(total_sent_bytes(entry) / _steps_of(entry, result) for entry in result.collectives) / ranks
+
+
+def _steps_of(entry: Collective, result: Result) -> int:
+    """Return the number of steps in which these calls of a collective happen once."""
+    if result.periods is None:
+        return 1
+    plan = result.scenario["plan"]
+    replica_size = (plan.get("dp_shard") or 1) * (plan.get("tp") or 1)  # ranks of a replica follow each other
+    inside = entry.group[0] // replica_size == entry.group[-1] // replica_size
+    return 1 if inside and not result.periods.begin_steps else result.periods.every_steps
 
 
 def total_sent_bytes(entry: Collective) -> float:

@@ -33,14 +33,13 @@ class NcclTable:
 def nccl_table(path: Path) -> NcclTable:
     """Return the table of a log of nccl-tests' `all_reduce_perf`, or of a CSV file.
 
-    A CSV file has columns whose names begin with `size` (bytes) and `time`, the latter with its unit: `time_us`,
-    `time(ns)`. Raises UserError for other files, and for fewer than four sizes.
+    A CSV file has a column of bytes (`size`, `size_bytes`, `size(B)`) and one whose name begins with `time` and ends in
+    its unit: `time_us`, `time(ns)`. Raises UserError for other files, logs of other collectives, and for fewer than
+    four sizes.
     """
     text = read_bounded(path)
     if re.search(r"^#\s+size\s+count\s+type", text, re.MULTILINE):
-        # lines such as `1048576 262144 float sum -1 92.8 11.3 19.8 0 ...`: bytes first, microseconds after the root
-        line = re.compile(r"^\s*(\d+)\s+\d+\s+\S+\s+\S+\s+-?\d+\s+([0-9.]+)\s", re.MULTILINE)
-        rows = [(float(size), float(time) * 1e-6) for size, time in line.findall(text) if float(size) and float(time)]
+        rows = _rows_of_log(text, str(path))
     else:
         rows = _rows_of_csv(text, str(path))
     if len({size for size, _ in rows}) < 4:
@@ -49,17 +48,44 @@ def nccl_table(path: Path) -> NcclTable:
     return NcclTable(path.name, tuple(rows), len(listed) or None)
 
 
+def _rows_of_log(text: str, file: str) -> list[tuple[float, float]]:
+    """Return sizes and times of a log's lines, such as `1048576 262144 float sum -1 92.8 11.3 19.8 0 ...`.
+
+    Logs of old releases have no column `root`. Those of all collectives look alike: all-gathers and broadcasts have no
+    reduction, reductions to one rank have that as their root, and reduce-scatters and all-gathers reach less on the bus
+    than the algorithm, all-reduces of several ranks never.
+    """
+    root = r"(-?\d+)\s+" if re.search(r"^#\s+size\s+count\s+type.*\broot\b", text, re.MULTILINE) else "()"
+    number = r"([0-9.]+)\s+"
+    line = re.compile(rf"^\s*(\d+)\s+\d+\s+\S+\s+(\S+)\s+{root}{number}{number}([0-9.]+)", re.MULTILINE)
+    rows = [row for row in line.findall(text) if float(row[0]) and float(row[3])]
+    rates = [(float(algorithm), float(bus)) for *_, algorithm, bus in rows]
+    on_bus = [bus / algorithm for algorithm, bus in rates if bus and algorithm >= LEAST_GB_PER_S]
+    rootless = all(root in ("", "-1") for _, _, root, *_ in rows)
+    if any(reduction == "none" for _, reduction, *_ in rows) or not rootless or min(on_bus, default=1.0) < LEAST_BUS:
+        raise UserError(f"{file}: is a log of another collective; a log of nccl-tests' all_reduce_perf is needed")
+    return [(float(size), float(time_us) * 1e-6) for size, _, _, time_us, *_ in rows]
+
+
+LEAST_GB_PER_S = 0.5
+"""Least rate whose two decimals in a log say how much less the bus reaches."""
+LEAST_BUS = 0.95
+"""A log in which the bus reaches a smaller part of the algorithm's rate is not of all-reduces, whose part is 2(n-1)/n;
+that of reduce-scatters and all-gathers is (n-1)/n."""
+
+
 def _rows_of_csv(text: str, file: str) -> list[tuple[float, float]]:
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     header = next(csv.reader(lines[:1]), [])
-    size = next((i for i, name in enumerate(header) if name.strip().lower().startswith("size")), None)
+    in_bytes = re.compile(r"size(\W*_?\(?(b|bytes?)\)?)?")  # a size in MB is decimal to some, binary to others
+    size = next((i for i, name in enumerate(header) if in_bytes.fullmatch(name.strip().lower())), None)
     units = [re.fullmatch(r"time\W*_?\(?(ns|us|ms|s)\)?", name.strip().lower()) for name in header]
     time = next((i for i, match in enumerate(units) if match), None)
     if size is None or time is None:
         columns = one_line(", ".join(header), 60)
         raise UserError(
             f"{file}: columns {columns!r}: no log of nccl-tests' all_reduce_perf, and no CSV file with columns `size` "
-            "(bytes) and `time_us`, `time_ns`, `time_ms` or `time_s`"
+            "or `size_bytes`, and `time_us`, `time_ns`, `time_ms` or `time_s`"
         )
     unit = units[time]
     assert unit is not None

@@ -75,7 +75,7 @@ def chrome_trace(step: Step, result: Result) -> str:
     """Return a step as Chrome-trace JSON: a process for each rank, a thread for each of its streams, times in us.
 
     `result`: Result of the step's run. `otherData` identifies it, contains it in full if it was measured, and gives the
-    start of the step on the time axis.
+    start of the step on the time axis, and the time of a simulated step.
     """
     return json.dumps(_trace(step, result)) + "\n"
 
@@ -96,8 +96,9 @@ def _trace(step: Step, result: Result) -> dict[str, Any]:
     ]
     about = {key: getattr(result, key) for key in ("source", "scenario_id", "calibration_id", "step_time_s")}
     about["name"] = result.scenario.get("name")
-    if result.periods is not None and result.periods.begin_steps:  # the trace shows a whole period
-        about["step_time_s"] = result.periods.every_steps * result.step_time_s
+    if result.source == "simulated" and (result.periods is not None or result.step_times_s):
+        # the trace shows a whole period or, of unequal steps, one of them, and the Result has their mean or median
+        about["step_time_s"] = max(end_s for _, end_s in step.bounds_s.values())
     if result.source == "measured":
         about["result"] = result.to_dict()  # so that the trace alone can be compared
     about["step_start_s"] = -zero.zero / TICKS_PER_S

@@ -148,9 +148,17 @@ def extrapolated(scenario: Scenario, few: Result, more: Result, counts: tuple[in
 
 def _collectives(few: Sequence[Collective], more: Sequence[Collective], periods: int) -> tuple[Collective, ...]:
     """Return the collectives of all micro-batches: each further period adds the same ones."""
-    before = {(each.kind, each.group, each.bytes): each.count for each in few}
-    counts = {each: each.count - before.get((each.kind, each.group, each.bytes), 0) for each in more}
-    return tuple(replace(each, count=each.count + periods * further) for each, further in counts.items())
+    before = {(each.kind, each.group, each.bytes): each for each in few}
+    return tuple(_with_further(before.get((each.kind, each.group, each.bytes)), each, periods) for each in more)
+
+
+def _with_further(before: Collective | None, after: Collective, periods: int) -> Collective:
+    """Return a collective's calls, and what routers let these carry, after so many further periods."""
+    count, carried_bytes = (0, 0.0) if before is None else (before.count, before.payload_bytes)
+    payload_bytes = after.payload_bytes
+    if payload_bytes is not None:
+        payload_bytes += periods * (payload_bytes - (carried_bytes or 0.0))
+    return replace(after, count=after.count + periods * (after.count - count), payload_bytes=payload_bytes)
 
 
 def _ranks(few: Sequence[RankClass], more: Sequence[RankClass], periods: float) -> tuple[RankClass, ...]:

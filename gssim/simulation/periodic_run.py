@@ -23,7 +23,7 @@ from gssim.execution.cache import Shared
 from gssim.plan.buckets import fragment_steps
 from gssim.result import PHASES, Collective, Periods, Result, fragment_periods
 from gssim.scenario import Scenario
-from gssim.simulation.report import Carried, cost_usd, energy_j
+from gssim.simulation.report import Carried, cost_usd, energy_j, in_step_of
 from gssim.units import Floats
 
 Slowed = tuple[tuple[int, float], ...]
@@ -215,6 +215,7 @@ def _of_mean_step(
         varies: whether periods differ from each other.
     """
     every = periods.every_steps
+    links = in_step_of(whole.links, every * step_time_s / whole.step_time_s)  # other periods may have slow ranks
     ranks = tuple(
         replace(
             each,
@@ -239,7 +240,7 @@ def _of_mean_step(
         does_not_fit=max(misfits, key=lambda fit: fit.excess_bytes, default=None),
         throughput_samples_per_s=scenario.workload.global_batch_size / step_time_s,
         periods=periods,
-        links=tuple(replace(link, bytes=link.bytes / every) for link in whole.links),
+        links=tuple(replace(link, bytes=link.bytes / every) for link in links),
         ranks=ranks,
         cost_usd_per_step=cost_usd(scenario, step_time_s),
         energy_j_per_step=energy_j(scenario, step_time_s, ranks),

@@ -6,6 +6,7 @@ they compute or wait.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -144,6 +145,11 @@ def links_of(
     return tuple(uses)
 
 
+def in_step_of(links: Sequence[LinkUse], ratio: float) -> tuple[LinkUse, ...]:
+    """Return what links carry, as a part of what they could in a step that takes `ratio` times as long."""
+    return tuple(replace(link, utilisation_ratio=link.utilisation_ratio / ratio) for link in links)
+
+
 SHARE_DIGITS = 9
 
 
@@ -211,3 +217,22 @@ def rank_classes(
     return tuple(
         RankOutcome(ranks=tuple(sorted(ranks)), count=len(ranks), **outcome) for outcome, ranks in found.values()
     )
+
+
+def with_phases_of(
+    ranks: Sequence[RankOutcome], others: Sequence[RankOutcome], *, scale: float
+) -> tuple[RankOutcome, ...]:
+    """Return the outcomes of ranks with the phases that the same ranks have in another step, times `scale`.
+
+    Ranks of one entry whose phases differ in that step (one of them is slow) have an entry each.
+    """
+    phases_of = {rank: each.phases_s for each in others for rank in each.ranks}
+    found = []
+    for each in ranks:
+        by_phases: dict[tuple[float, ...], list[int]] = defaultdict(list)
+        for rank in each.ranks:
+            by_phases[tuple(phases_of[rank].values())].append(rank)
+        for same in by_phases.values():
+            phases_s = {name: value * scale for name, value in phases_of[same[0]].items()}
+            found.append(replace(each, ranks=tuple(same), count=len(same), phases_s=phases_s))
+    return tuple(found)

@@ -69,10 +69,12 @@ from gssim.simulation.report import (
     collectives_of,
     cost_usd,
     energy_j,
+    in_step_of,
     links_of,
     mean_excess_bytes,
     mean_over_typical,
     rank_classes,
+    with_phases_of,
 )
 from gssim.simulation.timeline import step_of
 from gssim.simulation.varying_run import Segment, StepReport, simulate_steps
@@ -421,8 +423,8 @@ def _distinct_steps(loaded: Loaded) -> Sequence[int]:
 
 
 def _varying(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
-    """Return the prediction where steps differ. Values by rank are those at the end of the run; phases, a median
-    step's.
+    """Return the prediction where steps differ. Shares, memory and bytes are those at the end of the run; phases, and
+    the step by which links are measured, are a median step's.
     """
     scenario = loaded.scenario
     by_segment: dict[Segment, Simulated] = {}
@@ -455,6 +457,8 @@ def _varying(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
             step_time_p10_s=sorted(times_s)[len(times_s) // 10],
             step_times_s=times_s,
             phases_s={name: value * scale for name, value in typical.result.phases_s.items()},
+            ranks=with_phases_of(last.result.ranks, typical.result.ranks, scale=scale),
+            links=in_step_of(last.result.links, step_time_s / last.result.step_time_s),
             fits=not misfits,
             does_not_fit=max(misfits, key=lambda fit: fit.excess_bytes, default=None),
             margin=min(margins, key=lambda margin: margin.margin_bytes, default=None),

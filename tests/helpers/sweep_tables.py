@@ -54,6 +54,8 @@ def make_row(method: str, threshold: float | None = None, bandwidth: float = 1e9
         "slowest_link_utilisation_ratio": 0.8,
         "cost_usd_per_step": 1e-4 * sum(phases_s.values()),
     }
+    if changes.get("step_time_s"):  # of as many samples
+        row["throughput_samples_per_s"] = 32 / changes["step_time_s"]
     return row | changes
 
 

@@ -67,6 +67,33 @@ def test_a_thresholds_speed_stands_beside_what_it_did_to_the_loss(how: dict[str,
     assert other["loss_change_measured_ratio"] == pytest.approx(0.25)  # of the last fifth: 2.5 to 2
 
 
+def test_plans_are_ranked_among_those_of_their_own_batch_and_model() -> None:
+    def workload(samples: int, model: str) -> dict[str, Any]:
+        return {"cluster": {"name": "pair"}, "workload": {"global_batch_size": samples, "model": {"name": model}}}
+
+    cases = [(8, "gpt", 0.1), (8, "gpt", 0.11), (32, "gpt", 0.4), (32, "gpt", 0.44), (32, "bert", 0.2)]
+    files = [
+        in_file(make_result(source, scenario_id=str(n), name=f"{n}", step_time_s=time_s, scenario=workload(*of)))
+        for n, (*of, time_s) in enumerate(cases)
+        for source in ("simulated", "measured")
+    ]
+    groups = group_table(compare(join(files).pairs))
+    names = ["pair, bert", "pair, gpt, batch 32", "pair, gpt, batch 8", "all"]
+    assert groups.select("group", "n", "pairs").rows() == list(zip(names, (1, 2, 2, 5), (0, 1, 1, 2), strict=True))
+
+
+def test_a_speed_up_is_that_of_the_step_times_beside_it_where_runs_were_repeated() -> None:
+    runs = [("simulated", None, 0.1, 0.1), ("measured", 0, 0.1, 0.1), ("measured", 1, 0.3, 0.1)]
+    files = [
+        in_file(make_result(source, scenario_id=name, name=name, repeat=repeat, threshold=at, step_time_s=time_s))
+        for source, repeat, *times_s in runs
+        for name, at, time_s in zip(("dense", "other"), (None, 1e-3), times_s, strict=True)
+    ]
+    dense, other = compare(join(files).pairs).iter_rows(named=True)
+    assert dense["step_time_measured_s"] == pytest.approx(0.2)
+    assert other["speed_up_measured_ratio"] == pytest.approx(2)
+
+
 @pytest.mark.parametrize("how", [{"steps": 11}, {"devices": ("gpu", "gpu")}])
 def test_runs_of_another_training_or_machine_are_no_measure_of_a_threshold(how: dict[str, Any]) -> None:
     assert thresholded_and_dense(threshold=1e-3, **how)[1]["speed_up_over"] is None

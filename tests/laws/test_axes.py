@@ -2,6 +2,7 @@
 
 import math
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from strategies import write_files
 from gssim.errors import UserError
 from gssim.execution.cache import Shared
 from gssim.scenario import load_scenario
+from gssim.scenario.overrides import as_overrides
 from gssim.scenario.sweep import Facts, axis_keys, condition, load_sweep, points_of, values_between
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
@@ -23,6 +25,11 @@ def written(folder, text):
     path = folder / "sweep.toml"
     path.write_text(BASE + text)
     return path
+
+
+def written_beside(folder, text):
+    (folder / "sweep.toml").write_text(BASE + text)
+    return folder / "sweep.toml"
 
 
 def points_in(path, overrides=()):
@@ -129,6 +136,43 @@ def test_tables_show_what_a_point_has_wherever_that_is_set(tmp_path):
     assert [dict(zip(keys, p.values, strict=True))["run.seed"] for p in points_in(path, ["run.seed=9"])] == [9] * 3
 
 
+@pytest.mark.parametrize(
+    ("override", "axis"),
+    [
+        ("run.steps=9", "run.steps"),
+        ("run={steps=9}", "run.seed"),
+        ("cluster=pair.toml", "cluster.links.0.latency_s"),
+        ("run.warmup_steps=2", None),
+        ("cluster.links.0.bandwidth_bytes_per_s=1e6", None),
+        ("run.seed=9", None),  # it has one value, and so has the override
+    ],
+)
+def test_an_override_does_not_take_the_place_of_an_axis(tmp_path, override, axis):
+    """Its points would keep their names, and a table their values, whatever was predicted."""
+    path = written(tmp_path, "[axes]\nrun.seed = [1]\nrun.steps = [2, 3]\ncluster.links.0.latency_s = [1e-5, 1e-4]\n")
+    if axis is None:
+        assert len(points_in(path, [override])) == 4
+        return
+    with pytest.raises(UserError, match=rf"takes the place of the sweep's axis {re.escape(axis)}, by whose values"):
+        points_in(path, [override])
+
+
+def test_what_a_file_or_table_replaces_is_no_value_of_its_points(tmp_path):
+    """A cluster of the scenario's own has keys that another group's cluster file replaces."""
+    pair = tomllib.loads((written(tmp_path, "").parent / "pair.toml").read_text())
+    inline = "\n".join(as_overrides({"cluster": pair}))
+    text = (tmp_path / "scenario.toml").read_text().replace('cluster = "pair.toml"', "")
+    (tmp_path / "scenario.toml").write_text(f"{inline}\n{text}")
+    groups = (
+        "[[groups]]\nname = 'own'\naxes = { cluster.backend = ['gloo', 'nccl'] }\n"
+        "[[groups]]\nname = 'file'\nset = { cluster = 'pair.toml' }\n"
+    )
+    path = written_beside(tmp_path, groups)
+    assert [each["cluster.backend"] for each in values_in(path)] == ["gloo", "nccl", None]
+    chosen = written_beside(tmp_path, "skip = \"plan.method == 'ddp'\"\n")
+    assert len(points_in(chosen, ['plan={method="gs"}'])) == 1
+
+
 # What is left out -----------------------------------------------------------------------------------------------------
 
 
@@ -152,6 +196,14 @@ def test_a_point_has_its_size_whatever_else_it_takes_to_be_a_scenario():
     found = Facts("hosts", None, SCENARIOS / "demo.toml", words, Shared()).sizes()
     assert found == {"ranks": 1024, "devices": 1024}
     assert Facts("hosts", None, SCENARIOS / "demo.toml", cluster, Shared()).sizes() is None
+
+
+def test_conditions_on_ranks_know_those_that_take_part(tmp_path):
+    text = "keep = 'ranks < devices'\n[axes]\nplan.ranks = [1, 2]\n"
+    assert [point.name for point in points_in(written(tmp_path, text))] == ["sweep--ranks-1"]
+    table = "plan={method='ddp', ranks=1}"
+    words = ("cluster=pair.toml", table)
+    assert Facts("a", None, tmp_path / "scenario.toml", words, Shared()).sizes() == {"ranks": 1, "devices": 2}
 
 
 def test_a_point_that_is_no_scenario_is_not_left_out_by_what_it_does_not_have(tmp_path):

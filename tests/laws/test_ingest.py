@@ -72,6 +72,54 @@ def test_the_step_as_a_trace_has_both_ranks_on_one_clock(tmp_path):
     assert again.result == ingest(two_ranks(tmp_path), LOADED).result
 
 
+LOCAL = (*NCCL, "plan.method=local_sgd", "plan.sync_every_steps=4")
+
+
+def apart(rank, outer):
+    """Return a rank's steps of 10 ms of compute; in the `outer` ones an all-reduce takes 4 ms more."""
+    made, t = Writer(rank), 0
+    for number in range(9):
+        length = 14_000 if number in outer else 10_000
+        made.step(number, t, t + length)
+        made.kernel(t, t + 10_000, launched_us=t + 10)
+        if number in outer:
+            made.nccl(t + 10_000, t + 14_000, launched_us=t + 20)
+        t += length
+    return made
+
+
+def test_steps_of_ranks_that_synchronize_periodically_are_those_of_a_period(tmp_path):
+    """Whatever steps were recorded: here one outer step of eight, where every fourth is one."""
+    loaded = load_scenario(DEMO, LOCAL)
+    result = ingest([apart(rank, {5}).write(tmp_path) for rank in range(2)], loaded).result
+    assert result.step_time_s == near(11 * MS)
+    assert sum(result.phases_s.values()) == near(11 * MS)
+    assert result.phases_s["exposed_communication"] == near(1 * MS)
+    assert [rank.phases_s for rank in result.ranks] == [near(result.phases_s)] * 2
+    periods = result.periods
+    assert (periods.every_steps, periods.inner_step_time_s, periods.outer_step_time_s) == (
+        4,
+        near(10 * MS),
+        near(14 * MS),
+    )
+    assert result.collectives == (Collective(kind="all-reduce", group=(0, 1), bytes=2000, count=1),)
+    assert periods.outer_bytes == 2000
+
+
+@pytest.mark.parametrize(
+    ("changes", "outer", "said"),
+    [
+        ((), (), r"in none of 8 steps .* plan.sync_every_steps = 4; record a whole period: 5 steps"),
+        ((), range(9), r"in all of 8 steps .* plan.sync_every_steps = 4"),
+        (("plan.method=streaming_diloco",), {4}, "'streaming_diloco' exchanges fragments in several steps"),
+    ],
+)
+def test_recordings_without_inner_or_outer_steps_are_refused(tmp_path, changes, outer, said):
+    loaded = load_scenario(DEMO, (*LOCAL, *changes))
+    with pytest.raises(UserError, match=said):
+        ingest([apart(rank, outer).write(tmp_path) for rank in range(2)], loaded)
+
+
 def test_a_host_that_runs_ahead_measures_the_gpus_steps(tmp_path):
     made = Writer(0, 1)
     for number in range(5):

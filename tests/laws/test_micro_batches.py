@@ -192,6 +192,19 @@ def test_periods_count_only_once_the_pace_has_settled(model: str, count: int, pl
         assert peaks[1][rank] == pytest.approx(peak)
 
 
+def test_rows_of_experts_are_extrapolated_with_their_exchanges():
+    model = load_model(SCENARIOS / "models" / "mixture-byte-1m.toml")
+    workload = {"model": model, "global_batch_size": 32, "sequence_length": 32, "expert_load": {"skew": 0.5}}
+    whole, short = whole_and_extrapolated(
+        scenario_of(star(2), {"method": "zero1", "ep": 2, "micro_batches": 16}, **workload)
+    )
+    assert short.provenance["simulated_micro_batches"] < 16
+    assert any(each.payload_bytes for each in whole.collectives)
+    assert [each.key for each in short.collectives] == [each.key for each in whole.collectives]
+    for one, other in zip(short.collectives, whole.collectives, strict=True):
+        assert one.payload_bytes == (None if other.payload_bytes is None else pytest.approx(other.payload_bytes))
+
+
 def test_few_or_uneven_micro_batches_are_all_simulated():
     uneven = accumulated("ddp", 5, batch=8)  # of 8 samples
     for scenario in (accumulated("ddp", 3, batch=6), uneven):

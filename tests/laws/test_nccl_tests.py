@@ -78,6 +78,9 @@ def test_a_csv_file_gives_what_its_log_gives(tmp_path):
         ("size,time_us\n8,1\n16,2\n32,3\n", "3 sizes with a time: four constants need at least four"),
         ("size,time_us\n8,1\n16,fast\n", "line 3: '16,fast': size and time are numbers"),
         (HEAD.format(ranks=""), "0 sizes with a time"),
+        ("size_MB,time_us\n1,10\n2,20\n4,40\n8,80\n", "columns 'size_MB, time_us'"),
+        ("size (KiB),time_us\n1,10\n2,20\n4,40\n8,80\n", "columns 'size .KiB., time_us'"),
+        ("size_elements,time_us\n1,10\n2,20\n4,40\n8,80\n", "columns 'size_elements, time_us'"),
     ],
 )
 def test_other_files_are_refused(tmp_path, text, message):
@@ -85,6 +88,31 @@ def test_other_files_are_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         cluster_of([], gpus=["a100"], nccl_tests=path)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "root", "bus"), [("none", -1, 0.75), ("sum", -1, 0.75), ("none", 0, 1.0), ("sum", 0, 1.0)]
+)
+def test_a_log_of_another_collective_is_refused(tmp_path, reduction, root, bus):
+    rows = [f"{size} {size // 4} float {reduction} {root} {size / 1e4:.2f} 10.00 {10 * bus:.2f} 0" for size in SIZES]
+    path = tmp_path / "a.log"
+    path.write_text(HEAD.format(ranks="") + "\n".join(rows) + "\n")
+    with pytest.raises(
+        UserError, match=r"a\.log: is a log of another collective; a log of nccl-tests' all_reduce_perf"
+    ):
+        nccl_table(path)
+
+
+def test_a_log_without_roots_has_its_times_in_the_same_column(tmp_path):
+    # as old releases wrote it, where times of many microseconds have no decimals
+    head = HEAD.format(ranks="").replace("    root", "").replace("#wrong", " error")
+    sizes = [2**k for k in range(26, 32)]
+    rows = [
+        f"{size} {size // 4} float sum {size // 4096} 4.10 7.17 0e+00 {size // 2048} 2.05 3.58 0e+00" for size in sizes
+    ]
+    path = tmp_path / "old.log"
+    path.write_text(head + "\n".join(rows) + "\n")
+    assert nccl_table(path).rows == tuple((size, pytest.approx(size / 4096 * 1e-6)) for size in sizes)
 
 
 def test_a_log_of_more_ranks_than_the_cluster_has_is_refused(tmp_path):

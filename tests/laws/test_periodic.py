@@ -9,7 +9,10 @@ from strategies import loaded_of, scenario_of, star, tiny_model
 
 from analysis.compare.comparison import PERIODIC_COLUMNS, compare, join
 from analysis.compare.table import ResultFile
+from analysis.compare.timeline import read_step
+from analysis.study.rows import sent_bytes
 from gssim.errors import UserError
+from gssim.result import chrome_trace
 from gssim.simulation import simulate, traced
 
 BANDWIDTH = 1e5
@@ -150,6 +153,36 @@ def test_a_trace_shows_an_inner_and_an_outer_step(method):
     assert "outer step bucket 0" in labels
     forwards = [label for label in labels if label.startswith("forward")]
     assert 2 * sum("(inner step)" in label for label in forwards) == len(forwards)
+
+
+@pytest.mark.parametrize(
+    "slowdowns", [(), ({"rank": 1, "first_step": 6, "compute_ratio": 3.0},)], ids=["equal", "slow"]
+)
+@pytest.mark.parametrize("method", [*METHODS, "streaming_diloco", "ddp"])
+def test_a_step_that_is_read_from_a_trace_is_as_long_as_what_the_trace_shows(tmp_path, method, slowdowns):
+    periods = {} if method == "ddp" else {"sync_every_steps": 4}
+    found = simulated(method, run={"slowdowns": slowdowns}, **periods)
+    step = traced(found)
+    (tmp_path / "trace.json").write_text(chrome_trace(step, found.result))
+    read = read_step(tmp_path / "trace.json")
+    assert read.time_s == pytest.approx(max(end_s for _, end_s in step.bounds_s.values()), rel=1e-5)
+    assert max(block.end_s for lane in read.lanes for block in lane.blocks) == pytest.approx(read.time_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *({"method": method} for method in ("ddp", "zero1", "zero2", "zero3", "gs")),
+        *({"method": method, "sync_every_steps": 4} for method in ("local_sgd", "streaming_diloco", "sparse_loco")),
+        *({"method": "diloco", "sync_every_steps": every, "dp_shard": 2} for every in (1, 3)),
+        {"method": "streaming_diloco", "sync_every_steps": 4, "dp_shard": 2},
+    ],
+    ids=lambda plan: "-".join(map(str, plan.values())),
+)
+def test_bytes_that_a_study_counts_from_calls_are_those_that_links_carry_in_a_mean_step(plan):
+    found = simulated(plan["method"], cluster=star(4), **{key: each for key, each in plan.items() if key != "method"})
+    carried_bytes = sum(each.count * each.bytes_sent for each in found.result.ranks) / 4
+    assert sent_bytes(found.result) == pytest.approx(carried_bytes)
 
 
 REFUSED = {

@@ -57,6 +57,22 @@ def test_a_slow_rank_makes_exactly_its_steps_longer(method):
     assert slow.divisions == ()
 
 
+@pytest.mark.parametrize("method", [*METHODS, "local_sgd", "diloco"])
+def test_phases_of_ranks_and_use_of_links_are_those_of_the_step_that_is_reported(method):
+    periods = {"sync_every_steps": 2} if method in ("local_sgd", "diloco") else {}
+    always = {"rank": 1, "first_step": 4, "compute_ratio": 2.0}
+    plain, slow = result_of(method, **periods), result_of(method, slowdowns=[always], **periods)
+    assert slow.step_time_s > 1.3 * plain.step_time_s
+    phases = {rank: each.phases_s for each in slow.ranks for rank in each.ranks}
+    for own in phases.values():
+        assert sum(own.values()) == pytest.approx(slow.step_time_s)
+    for name, mean_s in slow.phases_s.items():
+        assert mean_s == pytest.approx((phases[0][name] + phases[1][name]) / 2)
+    assert phases[1]["forward"] == pytest.approx(2 * phases[0]["forward"], rel=0.01)
+    for link in slow.links:
+        assert link.utilisation_ratio == pytest.approx(link.bytes / FAST_NETWORK["bandwidth"] / slow.step_time_s)
+
+
 def test_a_ratio_of_one_changes_nothing_and_overlapping_slow_downs_multiply():
     plain = result_of()
     one = result_of(slowdowns=[HALF_SPEED | {"compute_ratio": 1.0}])
@@ -79,7 +95,7 @@ def test_with_replanning_the_slow_down_is_answered_within_three_steps_and_so_is_
     assert after == pytest.approx(before)
     compute_s = sum(result_of(method).phases_s[name] for name in ("forward", "backward"))
     assert during == pytest.approx(before + compute_s / 3, rel=0.05)  # 2/3 of the work on the fast rank, not 1/2
-    assert [entry.batch_share for entry in mended.ranks] == [0.5]
+    assert {entry.batch_share for entry in mended.ranks} == {0.5}
 
 
 TWICE = {"batch": (0.75, 0.25)}

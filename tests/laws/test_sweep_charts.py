@@ -117,6 +117,17 @@ def test_settings_are_told_apart_by_what_varies_and_plans_by_their_policies(tmp_
     assert one.settings == ()
 
 
+def test_steps_of_other_batches_are_settings_of_their_own_where_no_axis_says_so(tmp_path: Path) -> None:
+    """A group or variant may change the batch; its step is no faster for having fewer samples."""
+    small = make_row("ddp", variant="small", point="small", step_time_s=0.1, throughput_samples_per_s=80.0)
+    table = made([make_row("ddp"), make_row("gs", 1e-3), small], tmp_path)
+    layout = layout_of(table)
+    assert layout.settings == ("workload.global_batch_size",)
+    labels = [layout.setting_label(place) for place in by_setting(table.rows, layout)]
+    assert labels == ["global_batch_size 32", "global_batch_size 8"]
+    assert layout_of(made(grid(), tmp_path)).settings == (LINK,)
+
+
 def test_variants_that_differ_in_more_than_the_threshold_are_plans_of_their_own(tmp_path: Path) -> None:
     rows = [make_row("gs", 1e-3), make_row("gs", 1e-3, variant="gs-ef", point="ef")]
     assert layout_of(made(rows, tmp_path)).plans == ("method", "variant")
@@ -138,13 +149,14 @@ def test_settings_of_clusters_with_other_keys_are_named_by_their_group(tmp_path:
 
 
 COUNT = "cluster.topology.devices.0.count"
+RATE = "throughput_samples_per_s"
 
 
 def many_clusters(folder: Path) -> SweepTable:
     """Return stars of several sizes on 40 rates, and a tree on three of them."""
     rates = tuple(1e8 * 1.2**i for i in range(40))
     stars = [
-        row | {COUNT: n, "ranks": n, "group": "stars", "cluster": "star", "throughput_samples_per_s": 10.0 * n}
+        row | {COUNT: n, "ranks": n, "group": "stars", "cluster": "star"} | {RATE: n / 2 * row[RATE]}
         for n in (2, 4, 8)
         for row in grid(rates)
     ]

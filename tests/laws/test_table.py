@@ -2,6 +2,7 @@
 
 import builtins
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -105,6 +106,20 @@ def test_no_figure_of_a_point_is_cut_off_in_a_narrow_terminal(columns, result, c
     assert "…" not in said
     assert all(len(line) <= columns for line in said.splitlines())
     assert f"{result.throughput_samples_per_s:.4g}" in said
+
+
+def test_of_many_points_those_of_the_highest_throughput_are_shown(result, capsys):
+    """The step of the smallest batch is the shortest, and says little."""
+    rows = [
+        {"point": f"a--{n}", "group": "a", "variant": f"{n}"}
+        | outcome(replace(result, step_time_s=1.0 + n, throughput_samples_per_s=10.0 + n))
+        for n in range(60)
+    ]
+    print_table(table_of(rows, columns_of({})), "")
+    said = capsys.readouterr().out
+    assert "60 points: 60 fit; the fastest of those that fit" in said
+    shown = [line.split("│")[1].strip() for line in said.splitlines() if line.startswith("│")]
+    assert shown == [f"a--{n}" for n in range(59, 47, -1)]
 
 
 def test_why_points_have_no_prediction_is_printed_once_for_each_reason(result, capsys):

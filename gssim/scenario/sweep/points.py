@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ from gssim.units import excess
 OF_THE_CLUSTER = ("ranks", "devices")
 """Facts that require loading the point's scenario."""
 FACTS = ("group", "variant", *OF_THE_CLUSTER)
-DECIDING = ("cluster", "workload.model", "workload.global_batch_size", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
-"""Prefixes of the keys that determine the number of ranks; they alone give a valid scenario."""
+DECIDING = (
+    *("cluster", "workload=", "workload.model", "workload.global_batch_size"),
+    *("plan=", "plan.method", "plan.ranks", "plan.dp_", "plan.tp", "plan.pp"),
+)
+"""Beginnings of the overrides that determine the number of ranks; they alone give a valid scenario."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,7 @@ def points_of(sweep: Sweep, *, file: Path, overrides: Sequence[str] = ()) -> tup
         raise UserError(f"{file}: has {why}")
     _check_conditions(sweep, groups, file, overrides)
     keys, shared = axis_keys(sweep), Shared()
+    _check_axes(sweep, groups, file, overrides)
     points = tuple(point for group in groups for point in _points(sweep, group, file, overrides, keys, shared))
     if not points:
         raise UserError(f"{file}: keep and skip leave out all of {count:,} points")
@@ -194,6 +199,24 @@ def _check_conditions(sweep: Sweep, groups: Sequence[Group], file: Path, overrid
             )
 
 
+def _check_axes(sweep: Sweep, groups: Sequence[Group], file: Path, overrides: Sequence[str]) -> None:
+    """Raise UserError for an override that takes the place of an axis of several values, or of a table around one.
+
+    Points that are named by these values would be one, and a table would show values that no point has.
+    """
+    several: dict[str, bool] = {}
+    for dimension in (each for group in groups for variant in _variants(sweep, group) for each in variant.dimensions):
+        for key in dimension[0]:
+            several[key] = several.get(key, False) or len(dimension) > 1
+    for key in (parsed_override(override)[0] for override in overrides):
+        around = (axis for axis in several if axis.startswith(f"{key}.") or (axis == key and several[axis]))
+        if axis := next(around, None):
+            raise UserError(
+                f"{file}: {key}: takes the place of the sweep's axis {axis}, by whose values its points are named; "
+                "choose points with --only, or change the axis in a copy of the file"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class _Variant:
     """A variant of a group: overrides, and axes to combine."""
@@ -237,17 +260,17 @@ def _points(
     """Yield a group's points that the conditions keep."""
     scenario = _beside(group.scenario or sweep.scenario, file)
     written = dict(flat(read_toml(scenario)[1]))
-    last = dict(map(parsed_override, overrides))
+    last = [dict([parsed_override(override)]) for override in overrides]
     choice = Choice((*sweep.keep, *group.keep), (*sweep.skip, *group.skip), file)
     for variant in _variants(sweep, group):
         fixed = [override for table in variant.tables for override in _located(table, file)]
-        values = written | {key: value for table in variant.tables for key, value in flat(table)}
+        values = reduce(_replacing, (dict(flat(table)) for table in variant.tables), written)
         stem = SEPARATOR.join([group.name, *([variant.name] if variant.name else [])])
         places = [[_NamedPlace(place, file) for place in dimension] for dimension in variant.dimensions]
         for combined in itertools.product(*places):
             name = SEPARATOR.join([stem, *(place.label for place in combined)])
             own = [override for place in combined for override in place.overrides]
-            known = {**values, **{key: value for place in combined for key, value in place.values.items()}, **last}
+            known = reduce(_replacing, (*(place.values for place in combined), *last), values)
             point = Point(
                 name,
                 scenario,
@@ -258,6 +281,12 @@ def _points(
             facts = Facts(group.name, variant.name, point.file, point.overrides, shared)
             if choice.takes(known, facts):
                 yield point
+
+
+def _replacing(values: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by key with further ones in their place; a table or file replaces all that is set inside of it."""
+    inside = tuple(f"{key}." for key in further)
+    return {key: value for key, value in values.items() if not key.startswith(inside)} | dict(flat(further))
 
 
 class _NamedPlace:
