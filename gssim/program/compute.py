@@ -69,19 +69,21 @@ def _sends_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
         micro_batch.sends_gradients
         and policies.parameters == "replicated"
         and policies.gradients in ("all-reduce", "push")
+        and not low.reduces_after_backward
     )
 
 
-def _bucket_events(low: Lowering) -> dict[tuple[int, str], list[Event]]:
+def _bucket_events(low: Lowering, micro_batch: MicroBatch) -> dict[tuple[int, str], list[Event]]:
     """Return the allocations of buckets that do not exist all through the run.
 
     Those of pushed gradients are allocated with their first gradient, and freed once sent. DeepSpeed's buffers exist
-    from the begin of the backward to its end.
+    from the begin of the first backward, or of every one that is reduced, to the end of one that is.
     """
     events: dict[tuple[int, str], list[Event]] = {}
-    if low.policies.frees_gradients:
+    if low.policies.frees_gradients and (micro_batch.first or micro_batch.sent_before):
         events[low.layers[-1].index, "b"] = [Event(0, low.freed_buffers_bytes, "buckets")]
-    for bucket in low.buckets if low.policies.gradients == "push" else ():
+    pushed = low.policies.gradients == "push" and _sends_in_buckets(low, micro_batch)
+    for bucket in low.buckets if pushed else ():
         layer, position = bucket.started
         size = float(bucket.elements * low.value_bytes)
         events.setdefault((layer, "b"), []).append(Event(position, size, "buckets"))
@@ -142,7 +144,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
             own.layers, value_bytes=low.value_bytes, given_back=given_back, given_back_of_experts=of_experts
         )
     always_kept = _gradient_events(low, 0, 0)
-    buckets = _bucket_events(low) if in_buckets else {}
+    buckets = _bucket_events(low, micro_batch)
 
     hook_s = hook_time_s(low, rank) if in_buckets else 0.0
     excess = pause_excess(low.device(rank), low.scenario.workload)

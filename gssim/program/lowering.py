@@ -617,12 +617,13 @@ class Lowering:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Gradient buckets by PyTorch's or DeepSpeed's rule, in the order in which they are complete.
+        """Gradient buckets by PyTorch's or DeepSpeed's rule, in the order in which they are reduced: as they are
+        complete, or, after the backward, in the model's order.
 
         Where parameters are sharded, buckets are FSDP2's units: each block from the last to the first, then everything
         outside blocks.
         """
-        order = gradient_order(self.layers)
+        order = gradient_order(self.layers)[:: -1 if self.reduces_after_backward else 1]
         members = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in order]
         if self.policies.ep > 1 and self.policies.gradients != "push":  # those of experts are reduced over fewer ranks
             members = [member for member in members if not member[1].of_experts]
@@ -796,6 +797,15 @@ class Lowering:
         (gradient_accumulation_fusion).
         """
         return self._shards_optimizer_state and self.policies.zero1_implementation == "megatron"
+
+    @property
+    def reduces_after_backward(self) -> bool:
+        """Whether gradients are all complete before the first of them is reduced and freed.
+
+        Source: DeepSpeed, runtime/zero/stage_1_and_2.py, process_gradients: stage 1 without overlap_comm.
+        """
+        frees = self.policies.frees_gradients and self.policies.gradient_sync == "step"
+        return frees and not self.scenario.plan.overlap
 
     @property
     def part_gradient_bytes(self) -> float:

@@ -7,11 +7,15 @@ thread, or a stream of its own) casts the sum back into the bucket and frees the
 default_hooks.py, _compress_hook. A wider format (`workload.reduce_precision`) is handled in the same way. Gradients
 that are kept in the format of the reduction (`workload.gradient_precision`) are reduced in place.
 
-[Note: freed gradients] Under DeepSpeed's ZeRO-1 and ZeRO-2, a bucket is a part of a buffer that exists during the
-backward. It is copied once more for its all-reduce, and what the rank updates of the sum is copied to the gradients of
-the rank's part. These are kept until the update; if later micro-batches are reduced too, theirs are added after each
-backward. Source: DeepSpeed, runtime/zero/stage_1_and_2.py: average_tensor with use_multi_rank_bucket_allreduce (its
-default), allreduce_bucket, copy_grads_in_partition, independent_gradient_partition_epilogue.
+[Note: freed gradients] Under DeepSpeed's ZeRO-1 and ZeRO-2, a bucket is a part of a buffer that exists from the first
+backward whose gradients are to be reduced in it to the end of the one that reduces them. It is divided there and copied
+once more for its all-reduce; what the rank updates of the sum is copied back, and then to the gradients of the rank's
+part. These are kept until the update; if later micro-batches are reduced too, theirs are added after each backward.
+A copy in another precision (`workload.reduce_precision`) lives as long as the other copy, and the sum is cast back.
+Buckets are reduced as soon as they are full, but for ZeRO-1 without overlap (DeepSpeed's default), which reduces all
+after the backward, in the model's order, so that all gradients exist at once. Source: DeepSpeed,
+runtime/zero/stage_1_and_2.py: process_gradients, reduce_gradients, average_tensor with use_multi_rank_bucket_allreduce
+(its default), allreduce_bucket, copy_grads_in_partition, independent_gradient_partition_epilogue.
 """
 
 from collections.abc import Sequence
@@ -38,15 +42,16 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     """DDP: each bucket is all-reduced once complete, behind the rest of the backward, which ends when all are reduced.
 
     Buckets may be compressed; see [Note: compression], and [Note: compressors] in `compressed`. They may be freed; see
-    [Note: freed gradients]. Module buffers are
-    broadcast in a forward that follows an all-reduce; under no_sync they are left as they are (DistributedDataParallel,
-    require_forward_param_sync). All forwards of a pipeline run under no_sync
-    (PipelineStage.forward_maybe_with_nosync), so only the very first one broadcasts.
+    [Note: freed gradients]. Module buffers are broadcast in a forward that follows an all-reduce; under no_sync they
+    are left as they are (DistributedDataParallel, require_forward_param_sync). All forwards of a pipeline run under
+    no_sync (PipelineStage.forward_maybe_with_nosync), so only the very first one broadcasts.
     """
     if (micro_batch.first or micro_batch.sent_before) and not low.stages:
         tasks = [*broadcast_buffers(low), *tasks]
     if not micro_batch.sends_gradients:
         return tasks
+    if low.policies.frees_gradients:
+        return _reduce_and_free(low, rank, tasks, micro_batch)
     device, workload = low.device(rank), low.scenario.workload
     hooked = low.policies.compress is not None or low.reduces_cast_gradients
     precision = low.policies.compress or low.reduce_precision
@@ -74,9 +79,6 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
         exchange = Communication(kind, low.group, reduced_bytes, half_precision=summed)
         task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))
         reduction = [task]
-        if low.policies.frees_gradients:
-            copy = _copy_of_bucket(low, device, task.id, bucket, micro_batch)
-            reduction = [copy, replace(task, after=(copy.id,))]
         if casts:
             reduction = _in_hook(low, bucket, _with_casts(low, device, bucket, task, precision))
         parts.insert_after(index, reduction)
@@ -85,11 +87,25 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
         return [*parts.merged(), *rounds[0], *rounds[1]]
     reductions += _reduce_experts(low, device, parts, precision, casts=casts)
     wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(reductions))
-    if low.policies.frees_gradients:
-        own_bytes = low.part_gradient_bytes if _adds_to_part(micro_batch) else 0.0
-        freed = [(low.freed_buffers_bytes, "buckets"), (own_bytes, "gradients")]
-        wait = replace(wait, need=footprint([Event(0, -size, what) for size, what in freed if size]))
     return [*parts.merged(), wait]
+
+
+def _reduce_and_free(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
+    """All-reduce the buckets of a micro-batch whose gradients are then freed; see [Note: freed gradients]."""
+    parts, ends = BackwardParts(low, tasks), []
+    after_backward: list[Task] = []
+    for bucket in low.buckets:
+        reduction = _copies_and_reduction(low, rank, bucket, micro_batch)
+        if low.reduces_after_backward:
+            after_backward += reduction
+        else:
+            parts.insert_after(parts.at(bucket.complete), reduction)
+        ends.append(reduction[-1].id)
+    added_bytes = low.part_gradient_bytes if _adds_to_part(micro_batch) else 0.0
+    freed = [(low.freed_buffers_bytes, "buckets"), (added_bytes, "gradients")]
+    need = footprint([Event(0, -size, what) for size, what in freed if size])
+    wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(ends), need=need)
+    return [*parts.merged(), *after_backward, wait]
 
 
 def _adds_to_part(micro_batch: MicroBatch) -> bool:
@@ -97,25 +113,40 @@ def _adds_to_part(micro_batch: MicroBatch) -> bool:
     return micro_batch.sent_before and not micro_batch.first
 
 
-def _copy_of_bucket(
-    low: Lowering, device: DeviceType, reduction: TaskId, bucket: Bucket, micro_batch: MicroBatch
-) -> Task:
-    """Return the task of the further copies of a bucket, with all their time; see [Note: freed gradients].
+def _copies_and_reduction(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> list[Task]:
+    """Return the tasks of a bucket whose gradients are freed: its copies, with all their time, and its all-reduce.
 
     The first one of a micro-batch also allocates the gradients of the rank's part. A tensor that is larger than the
-    buffers stays alive meanwhile. The host frees a copy once its all-reduce is issued.
+    buffers is not copied into them, but stays alive meanwhile. The host frees further copies once the all-reduce is
+    issued.
     """
-    size = float(bucket.elements * low.value_bytes)
-    own_bytes = size / len(low.group)
-    part_bytes = low.part_gradient_bytes if bucket.index == 0 else 0.0
-    alive = size if size > low.scenario.plan.bucket_bytes else 0.0
-    events = [(0, part_bytes, "gradients"), (1, alive, "gradients"), (1, size, "communication")]
-    events += [(2, -alive, "gradients"), (2, -size, "communication")]
-    duration_s = cost.copy_time_s(device, size + own_bytes)
+    plan, device = low.scenario.plan, low.device(rank)
+    size, reduced_bytes = (
+        float(bucket.elements * each) for each in (low.value_bytes, PRECISION_BYTES[low.reduce_precision])
+    )
+    own_bytes, is_larger = size / len(low.group), size > plan.bucket_bytes
+    casts = low.reduces_cast_gradients
+    # into the buffer, divided there, and out of it; of what the rank updates, back, and to its part
+    moved_bytes = size * (2 if is_larger else 3) + 2 * own_bytes + casts * (size + reduced_bytes)
+    duration_s = cost.copy_time_s(device, moved_bytes)
     if _adds_to_part(micro_batch):
         duration_s += cost.accumulation_time_s(device, own_bytes, tensors=1)
-    need = footprint([Event(*event) for event in events if event[1]])
-    return Task(reduction.serving("copy-in"), "backward", duration_s=duration_s, need=need)
+
+    copied_bytes = size + casts * reduced_bytes
+    part_bytes = low.part_gradient_bytes if bucket.index == 0 else 0.0
+    events = [(0, part_bytes, "gradients"), (1, copied_bytes, "communication"), (2, -copied_bytes, "communication")]
+    if low.reduces_after_backward:
+        events.append((2 if is_larger else 0, -size, "gradients"))
+    elif is_larger:  # the backward gave it back
+        events += [(1, size, "gradients"), (2, -size, "gradients")]
+    need = footprint([Event(*event) for event in sorted(events) if event[1]])
+
+    reduction = TaskId("all-reduce", bucket=bucket.index)
+    copy = Task(reduction.serving("copy-in"), "backward", duration_s=duration_s, need=need)
+    stream = "communication" if plan.overlap else "compute"
+    summed = low.reduce_precision if PRECISION_BYTES[low.reduce_precision] == HALF_BYTES else ""
+    exchange = Communication("all-reduce", low.group, reduced_bytes, half_precision=summed)
+    return [copy, collective_task(reduction, exchange, stream, after=(copy.id,))]
 
 
 def _reduce_experts(
