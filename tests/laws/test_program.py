@@ -121,7 +121,7 @@ def test_buckets_that_are_complete_at_the_same_moment_travel_in_order(plan, over
     names = [label for label in labels(scenario) if label.startswith(kind)]
     assert names == [f"{kind} bucket {i}" for i in range(6)]
     machine, _ = machine_of(scenario, steps=2)
-    assert machine.env.now > 0
+    assert all(ends_s[-1] > 0 for ends_s in machine.ends_s)
 
 
 @pytest.mark.parametrize(("method", "hooked"), [("single", 0), ("ddp", 6), ("zero2", 0), ("gs", 6)])
