@@ -180,6 +180,8 @@ def _refuse_precisions(scenario: Scenario, to: str) -> None:
     reduced = reduce_precision(workload)
     if to == "torchtitan" and shards:
         _refuse(to, "workload.reduce_precision", reduced, reduced == "fp32", "fp32")
+    elif to == "deepspeed" and scenario.policies.cp > 1:  # whatever its other keys say
+        _refuse(to, "workload.reduce_precision", reduced, reduced == "fp32", "fp32 where ranks divide sequences")
     elif reduced != workload.precision:
         said = reduced in DTYPES and (to == "deepspeed" or (to == "torchrun" and shards))
         _refuse(to, "workload.reduce_precision", reduced, said, "leave it out")
@@ -249,7 +251,7 @@ def _deepspeed(scenario: Scenario, notes: list[str]) -> Exported:
     }
     if workload.clip_norm is not None:
         data["gradient_clipping"] = workload.clip_norm
-    data |= _deepspeed_precision(workload)
+    data |= _deepspeed_precision(workload, divides_sequences=policies.cp > 1)
     if policies.tp > 1:
         data["tensor_parallel"] = {"autotp_size": policies.tp}
     if policies.cp > 1:
@@ -286,13 +288,13 @@ def _optimizer_notes(workload: Workload, reason: str, *, has_kind: bool) -> list
     return [note_of(f"workload.{name}", getattr(workload, name), reason) for name in names]
 
 
-def _deepspeed_precision(workload: Workload) -> dict[str, Any]:
-    """Return DeepSpeed's tables and keys of precisions."""
+def _deepspeed_precision(workload: Workload, *, divides_sequences: bool) -> dict[str, Any]:
+    """Return DeepSpeed's tables and keys of precisions; gradients of divided sequences are reduced in fp32 anyway."""
     data: dict[str, Any] = {}
     if workload.precision != "fp32":
         fixed = {"loss_scale": workload.loss_scale} if isinstance(workload.loss_scale, float) else {}
         data[workload.precision] = {"enabled": True} | fixed
-    if reduce_precision(workload) != workload.precision:
+    if reduce_precision(workload) != workload.precision and not divides_sequences:
         data["communication_data_type"] = reduce_precision(workload)
     return data
 

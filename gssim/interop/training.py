@@ -331,6 +331,8 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     method = next(entry.value for entry in entries if entry.key == "plan.method")
     if not METHODS[method].can_replicate:
         training.reduce_precision = None  # nothing is reduced
+    else:
+        _reduce_divided_sequences(training, keys, overrides)
     if tp.value > 1 and method != "single":
         entries.append(Entry.of("plan.tp", tp))
     if pp.value > 1:
@@ -355,6 +357,23 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
         origin = training.world.origin if training.world else "what the file says"
         entries.append(Entry("plan.ranks", ranks, f"{origin}; the cluster has {len(cluster.devices)} devices"))
     return [*batch, *entries]
+
+
+def _reduce_divided_sequences(training: Training, keys: Keys, overrides: dict[str, Any]) -> None:
+    """Set the precision in which DeepSpeed reduces gradients where ranks divide sequences: fp32, whatever others are.
+
+    Source: DeepSpeed, runtime/engine.py: seq_parallel_communication_data_type.
+    """
+    cp = training.cp
+    is_divided = cp is not None and overrides.get("plan.cp", cp.value) > 1
+    precision = overrides.get("workload.precision", training.precision.value if training.precision else "fp32")
+    if training.zero1_implementation != "deepspeed" or cp is None or not is_divided or precision == "fp32":
+        return
+    given = training.reduce_precision
+    if given is not None and given.value != "fp32":
+        keys.note(given.key, "no effect beside divided sequences, whose gradients are reduced in fp32")
+    origin = f"{cp.origin}: seq_parallel_communication_data_type is not given: fp32"
+    training.reduce_precision = Value("fp32", origin)
 
 
 def _zero_implementation(

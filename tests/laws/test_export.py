@@ -56,7 +56,7 @@ ROUND = [
         | EMBEDDING
         | FP32,
     ),
-    ("deepspeed", {"plan.method": "zero3", "plan.cp": 4}),
+    ("deepspeed", {"plan.method": "zero3", "plan.cp": 4} | FP32),
     ("accelerate", {"plan.method": "ddp", "workload.precision": "fp32", "workload.autocast": "bf16"}),
 ]
 
@@ -80,7 +80,7 @@ def test_what_comes_back_is_the_same_scenario(tmp_path, to, changes):
 
 
 def test_deepspeeds_mesh_needs_both_of_its_sizes():
-    scenario = scenario_with({"plan.method": "zero3", "plan.cp": 4})
+    scenario = scenario_with({"plan.method": "zero3", "plan.cp": 4} | FP32)
     written = json.loads(export_scenario(scenario, "deepspeed").text)
     assert (written["data_parallel_size"], written["sequence_parallel_size"]) == (4, 4)
 
@@ -125,6 +125,7 @@ def test_every_method_is_written_or_refused(to, method):
         ("torchtitan", {"plan.method": "zero3", "workload.tf32": True, "workload.precision": "fp32"}, "workload.tf32"),
         ("deepspeed", {"plan.method": "zero3", "plan.cp": 2, "plan.context_exchange": "ring"}, "context_exchange"),
         ("deepspeed", {"plan.method": "zero3", "plan.cp": 2, "plan.tp": 2}, "plan.tp"),
+        ("deepspeed", {"plan.method": "zero3", "plan.cp": 2}, "allowed: fp32"),
         ("deepspeed", {"plan.method": "hsdp", "plan.dp_replicate": 16, "plan.dp_shard": 1}, "plan.dp_shard"),
         ("deepspeed", {"plan.method": "ddp", "workload.gradient_precision": "fp32"}, "gradient_precision"),
         ("accelerate", {"plan.method": "zero3", "plan.overlap": False}, "plan.overlap"),

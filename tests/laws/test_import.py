@@ -215,6 +215,20 @@ def test_deepspeeds_sequence_parallelism_is_ulysses(tmp_path):
     assert (tables["plan"]["method"], tables["plan"]["micro_batches"]) == ("zero3", 4)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("given", [None, "fp16", "fp32"])
+def test_deepspeed_reduces_gradients_of_divided_sequences_in_fp32(tmp_path, stage, given):
+    """runtime/engine.py: seq_parallel_communication_data_type takes the place of communication_data_type."""
+    file = DEEPSPEED | {"zero_optimization": {"stage": stage}}
+    file |= {"communication_data_type": given} if given else {}
+    divided = {"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 16}
+    tables, found = imported(tmp_path, file | divided, name="ds.json")
+    assert (tables["workload"]["precision"], tables["workload"]["reduce_precision"]) == ("bf16", "fp32")
+    assert any("no effect beside divided sequences" in line for line in found.listed) == (given == "fp16")
+    tables, _ = imported(tmp_path, file, name="ds.json")
+    assert tables["workload"].get("reduce_precision") == given
+
+
 def test_accelerates_sequence_parallelism_is_ulysses_under_deepspeed(tmp_path):
     sizes = "parallelism_config:\n  parallelism_config_sp_size: 4\n  parallelism_config_dp_shard_size: 2\n"
     sizes += "  parallelism_config_sp_backend: deepspeed\n  parallelism_config_sp_seq_length: 4096\n"
