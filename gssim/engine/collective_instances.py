@@ -192,19 +192,33 @@ def _arranged(
     scheduler.route_rings(list(dict.fromkeys(each.groups for each, _ in program.exchanges)))
     kinds = {groups: scheduler.kinds(groups) for groups in repeated_groups(program)}
     schedules = _ScheduleCache(scheduler, Choice(router, conditions))
+    by_place: tuple[Groups, ...] = ()
     while True:
         by_kinds = tuple((groups, tuple(kind.tolist())) for groups, kind in kinds.items())
-        key = (Same(program), contention_groups(cluster), by_kinds, unfolded)
-        classes = shared.once(
-            "classes", key, partial(classes_of, cluster, program, kinds=kinds, unfolded=unfolded), most=MAX_ARRANGEMENTS
-        )
+        key = (Same(program), contention_groups(cluster), by_kinds, by_place, unfolded)
+        found = partial(classes_of, cluster, program, kinds=kinds, by_place=by_place, unfolded=unfolded)
+        classes = shared.once("classes", key, found, most=MAX_ARRANGEMENTS)
         instances, equal = _instances(program, classes, schedules)
+        if unequal := _paired_among_equals(program, instances):
+            by_place = (*by_place, *unequal)
+            continue
         stages = _stages_of(instances)
         network = Network(env, router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
         finer_kinds = {} if unfolded else _refined_kinds(kinds, instances, network, router)
         if not finer_kinds:
             return _Shared(classes, instances, equal), network
         kinds |= finer_kinds
+
+
+def _paired_among_equals(program: Program, instances: Instances) -> list[Groups]:
+    """Return the groups of all-to-alls that start pair by pair, and of which some members are taken for equal."""
+    found = {
+        communication.groups
+        for communication, _ in program.exchanges
+        for each in instances[id(communication)]
+        if each.pairs and len(each.classes) < len(communication.group) <= MAX_PAIRED
+    }
+    return sorted(found)
 
 
 def _stages_of(instances: Instances) -> list[Stage]:

@@ -4,9 +4,12 @@
 groups are one class too. Two groups are equal if their members are equal, position by position, and their networks are
 (`kinds`); two ranks are equal only if their groups are. So members of equal groups arrive at their collectives at the
 same times, and these start together.
+
+[Note: places] In an all-to-all whose messages start pair by pair (see [Note: pairs] in `rendezvous`), a rank leaves
+when its own messages have arrived. When that is depends on its place in the group, so its members are not equal.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,13 +57,19 @@ class Classes:
 
 
 def classes_of(
-    cluster: Cluster, program: Program, *, kinds: Mapping[Groups, Ints] | None = None, unfolded: bool = False
+    cluster: Cluster,
+    program: Program,
+    *,
+    kinds: Mapping[Groups, Ints] | None = None,
+    by_place: Collection[Groups] = (),
+    unfolded: bool = False,
 ) -> Classes:
     """Return the classes of ranks with equal roles, memberships, groups and hosts.
 
     Ranks on devices whose speed varies randomly have classes of their own. Classes are found by colour refinement until
     it is stable: hosts and groups are coloured by their ranks' colours, then ranks by those of their hosts and groups.
-    `kinds`: initial colours of groups; by default all are equal.
+    `kinds`: initial colours of groups; by default all are equal. `by_place`: groups whose members are unequal; see
+    [Note: places].
     """
     ranks = len(program.role_of)
     roles = np.array(program.role_of, dtype=np.int64)
@@ -75,6 +84,10 @@ def classes_of(
         if sum(map(len, groups)) < ranks:
             inside = np.isin(np.arange(ranks), np.concatenate([np.array(group) for group in groups]))
             roles = np.unique(2 * roles + inside, return_inverse=True)[1]
+    for groups in by_place:
+        place = np.zeros(ranks, np.int64)
+        place[np.array(groups)] = 1 + np.arange(len(groups[0]))
+        roles = np.unique(roles * (len(groups[0]) + 1) + place, return_inverse=True)[1]
     partitions = [(np.array(groups), (kinds or {}).get(groups, np.zeros(len(groups), np.int64))) for groups in repeated]
     coupled = any(has_contention(each) for each in types.values())
     while True:

@@ -1,5 +1,6 @@
 """Laws and closed forms: sequences divided among context-parallel ranks; Jacobs et al. 2023, arXiv 2309.14509."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -314,3 +315,20 @@ def test_images_have_no_sequences():
     model = load_model(FOLDER / "scenarios" / "models" / "resnet-digits.toml")
     with pytest.raises(UserError, match="no loss at each position"):
         scenario({"method": "ddp", "cp": 2}, model=model, sequence_length=None)
+
+
+@pytest.mark.parametrize(
+    ("axis", "model", "names", "slowest"),
+    [("cp", "gpt-byte-1m", "fast slow fast slow", 0), ("ep", "mixture-byte-1m", "slow fast slow slow", 1)],
+)
+def test_members_of_an_exchange_that_starts_pair_by_pair_are_not_equal(axis, model, names, slowest):
+    """Of equal devices, each leaves it once its own messages have arrived, which depends on its place (gloo)."""
+    fast, slow = (device_type(peak_flop_per_s={"fp32": rate}, memory_bandwidth_bytes_per_s=1e10) for rate in (2e9, 1e9))
+    cluster = star(4, types={"fast": fast, "slow": slow}, type_names=names.split(), bandwidth=1e8)
+    links = list(cluster.links)
+    links[slowest] = replace(links[slowest], bandwidth_bytes_per_s=2e7)
+    workload = {"model": load_model(FOLDER / f"scenarios/models/{model}.toml"), "sequence_length": 48}
+    asked = scenario_of(
+        replace(cluster, links=tuple(links)), {"method": "zero2", axis: 4}, global_batch_size=24, **workload
+    )
+    assert_same_as_unfolded(simulate(loaded_of(asked)).result, simulate(loaded_of(asked), unfolded=True).result)
