@@ -159,6 +159,22 @@ def test_gradients_that_are_reduced_in_the_last_micro_batch_need_not_stay_to_its
     assert 0.9 * peak_bytes <= bound <= peak_bytes
 
 
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize("pipeline", [{}, {"pp": 2, "micro_batches": 2}])
+def test_a_slow_rank_that_attends_to_fewer_positions_takes_less_than_its_even_part(exchange, pipeline):
+    """The first ranks of a plain division: they were counted with an even part of the attention."""
+    plan = {"method": "ddp", "cp": 2, "context_exchange": exchange, "context_split": "plain"} | pipeline
+    ranks = 2 * plan.get("pp", 1)
+    types = {"slow": device_type(peak_flop_per_s={"fp32": 1e9}), "fast": device_type(peak_flop_per_s={"fp32": 1e12})}
+    cluster = star(ranks, types=types, type_names=["slow", "fast"] * (ranks // 2), bandwidth=1e12)
+    gpt = load_model(ROOT / "scenarios/models/gpt-byte-1m.toml")
+    loaded = loaded_of(scenario_of(cluster, plan, model=gpt, sequence_length=256, global_batch_size=4))
+    bounds, step_s = Bounds(loaded.scenario), simulate(loaded).result.step_time_s
+    first = bounds.of(loaded.scenario.plan)
+    assert first.time_s <= step_s
+    assert bounds.closer(loaded.scenario.plan, first).time_s <= step_s
+
+
 @pytest.mark.parametrize(
     ("devices", "plans"),
     [(4, 5), pytest.param(4, 80, marks=pytest.mark.slow), pytest.param(8, 60, marks=pytest.mark.slow)],

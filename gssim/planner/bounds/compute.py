@@ -40,7 +40,7 @@ class ComputeBounds:
         for rank, samples in dict.fromkeys(kinds):
             part = self.parts.part(plan, policies, rank)
             parts = splitting.split(samples, splitting.even(plan.micro_batches))
-            found[rank, samples] = sum(
+            found[rank, samples] = self.parts.attended_ratio(policies, rank) * sum(
                 parts.count(size) * self.micro_batch_s(rank, size, plan.recompute, part, issued=issued)
                 for size in set(parts)
                 if size

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TypeVar, cast
 
 from gssim.errors import UserError
-from gssim.plan import Plan, Policies, resolve, splitting
+from gssim.plan import Plan, Policies, resolve, ring_blocks, splitting
 from gssim.scenario import (
     Scenario,
     divided_expert_layers,
@@ -24,7 +24,7 @@ from gssim.scenario.stages import stage_cut_error
 from gssim.scenario.tensor_slices import model_slice
 from gssim.scenario.vocabulary_slices import DividedVocabulary, divided_vocabulary
 from gssim.units import PRECISION_BYTES
-from gssim.workload import Layer, LayerInstance, unrolled
+from gssim.workload import Layer, LayerInstance, TokenInput, unrolled
 
 T = TypeVar("T")
 
@@ -121,18 +121,31 @@ class ModelParts:
         return self.once(key, lambda: self._new_slice(key, parts, position, positions, divided, again))
 
     def alike(self, policies: Policies) -> tuple[int, ...]:
-        """Return, for each rank, the first rank that has the same part of the model on the same type of device."""
+        """Return, for each rank, the first rank that has the same part of the model, and of attention, on the same type
+        of device.
+        """
 
         def found() -> tuple[int, ...]:
             mesh, kinds, first = policies.mesh, list[Hashable](), dict[Hashable, int]()
             for rank in range(policies.ranks):
                 slice_of = rank % mesh.tp if policies.slices == "shares" else 0
-                experts = self.expert_position(policies, rank)
-                kinds.append((self.names[rank], mesh.place(rank).pp, slice_of, experts))
+                experts, attended = self.expert_position(policies, rank), self.attended_ratio(policies, rank)
+                kinds.append((self.names[rank], mesh.place(rank).pp, slice_of, experts, attended))
                 first.setdefault(kinds[-1], rank)
             return tuple(first[kind] for kind in kinds)
 
-        return self.once(("alike", policies.mesh, policies.slices), found)
+        return self.once(("alike", policies.mesh, policies.slices, policies.ring, policies.zigzag), found)
+
+    def attended_ratio(self, policies: Policies, rank: int) -> float:
+        """Return a lower bound of a rank's compute, as a fraction of that with an equal part of the attention.
+
+        The first ranks of a plain division attend to fewer positions, in proportion if attention were all they do.
+        """
+        source = self.model.input
+        if not policies.ring or policies.zigzag or not isinstance(source, TokenInput) or source.task != "next-token":
+            return 1.0
+        blocks = ring_blocks(policies.mesh.place(rank).cp, ranks=policies.cp, causal=True, zigzag=False)
+        return min(1.0, sum(block.work for block in blocks if block) / (policies.cp / 2))
 
     def expert_position(self, policies: Policies, rank: int) -> int:
         """Return a rank's position among those that divide experts; 0 if none do."""

@@ -74,8 +74,10 @@ class PipelineBounds:
             part, _ = self.memory.held_stage(plan, policies, rank)
         else:
             part = self.parts.part(plan, policies, rank)
+        attended = self.parts.attended_ratio(policies, rank)
         issued_s, own_s = (
-            self.compute.passes_s(rank, samples, plan.recompute, part, issued=issued) for issued in (True, False)
+            [attended * pass_s for pass_s in self.compute.passes_s(rank, samples, plan.recompute, part, issued=issued)]
+            for issued in (True, False)
         )
         collectives, chance = self.traffic.collectives(plan, policies), least_chance(self.parts.with_plan(plan))
         forward_s, backward_s = (
