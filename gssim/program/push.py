@@ -10,6 +10,7 @@ import numpy as np
 
 from gssim import collectives, cost
 from gssim.collectives import Communication
+from gssim.execution.cache import Same
 from gssim.memory import Event, Footprint, footprint
 from gssim.plan import encodings
 from gssim.program.compute import BackwardParts, hook_time_s
@@ -283,9 +284,24 @@ def push_group_collective(
     place, owned = low.place(rank), low.division(bucket).owned
     alike = [place] if low.sends_by_data else [other for other in range(low.places) if owned[other] == owned[place]]
     own = task if len(alike) == low.places else task._replace(place=alike[0])
-    group, *beside = (low.push_groups[each] for each in alike)
+    if "pair_bytes" in parts:
+        matrix = parts.pop("pair_bytes")
+        return own, _exchange_in_groups(low, kind, tuple(alike), size_bytes, Same(matrix), **parts)
+    return own, _in_push_groups(low, kind, alike, size_bytes, **parts)
+
+
+@once_a_step
+def _exchange_in_groups(
+    low: Lowering, /, kind: str, places: tuple[int, ...], size_bytes: float, matrix: Same, **parts: Any
+) -> Communication:
+    """Return one object for all owners: uneven exchanges are told apart by object identity."""
+    return _in_push_groups(low, kind, places, size_bytes, pair_bytes=matrix.value, **parts)
+
+
+def _in_push_groups(low: Lowering, kind: str, places: Sequence[int], size_bytes: float, **parts: Any) -> Communication:
+    group, *beside = (low.push_groups[each] for each in places)
     at_once = low.places if low.sends_by_data else 1
-    return own, Communication(kind, group, size_bytes, beside=tuple(beside), at_once=at_once, **parts)
+    return Communication(kind, group, size_bytes, beside=tuple(beside), at_once=at_once, **parts)
 
 
 def _carried_as(low: Lowering) -> str:

@@ -157,6 +157,7 @@ DIVIDED = "plan.sequence_parallel=true"
         combined(UNEQUAL, *PUSHED),
         combined(PAIRS, *PUSHED, "plan.pp=2", "plan.dp_shard=4", "plan.schedule=interleaved", "plan.recompute=full"),
         (RING, *PUSHED, "plan.recompute=selective", "plan.overlap=false"),
+        (PAIRS, *PUSHED, "plan.shares.shards=[0.3, 0.7]"),
         (UNEQUAL, *PUSHED, "plan.pp=2", "plan.dp_shard=4", *THRESHOLDED),
     ],
 )
