@@ -143,11 +143,12 @@ def test_no_plan_of_deepspeeds_first_two_stages_is_better_than_its_bounds(stage,
     [
         ("mixture-byte-1m", {"ep": 4, "recompute": "full"}, 24),
         ("gpt2-124m", {"recompute": "full"}, 128),
+        ("gpt2-124m", {"recompute": "full", "gradient_sync": "micro-batch"}, 128),
         pytest.param("llama3.2-1b", {}, 128, marks=pytest.mark.slow),
         pytest.param("llama3.2-1b", {"method": "zero2"}, 128, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_that_are_reduced_in_the_last_micro_batch_need_not_stay_to_its_end(model, plan, length):
+def test_gradients_that_are_reduced_need_not_stay_to_the_end_of_a_micro_batch(model, plan, length):
     own = {"method": "ddp", "micro_batches": 2} | plan
     model_file = load_model(ROOT / f"scenarios/models/{model}.toml")
     loaded = loaded_of(

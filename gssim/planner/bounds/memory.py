@@ -321,9 +321,8 @@ class MemoryBounds:
         kept = elements * value if replicated else owned * value
         if offload == "parameters":
             kept = 0.0
-        if (
-            policies.gradients == "all-reduce" and not policies.frees_gradients
-        ):  # gradients of divided experts are not in buckets
+        # gradients of divided experts are not in buckets, and no bucket exists all the time where gradients are freed
+        if policies.gradients == "all-reduce" and not policies.frees_gradients:
             kept += (elements - part.expert_elements * (policies.ep > 1)) * value
         if offload is None:
             kept += owned * master if replicated and master > value else 0.0
@@ -338,13 +337,14 @@ class MemoryBounds:
         """Return the bytes per element of gradients that later micro-batches start with, and the bytes of a rank's
         shards.
 
-        Gradients that are to be all-reduced are in buckets as well.
+        Gradients that are to be all-reduced are in buckets as well, and only there once they were reduced before.
         """
         if policies.pp > 1 or policies.zero1_implementation == "megatron":
             return 0, 0.0
-        frees = policies.frees_gradients and policies.gradient_sync == "micro-batch"
-        if not frees and (policies.gradient_sync == "step" or policies.gradients in ("local", "all-reduce")):
+        if policies.gradient_sync == "step" or policies.gradients == "local":
             return min(self.parts.value, self.parts.reduced), 0.0
+        if policies.gradients == "all-reduce" and not policies.frees_gradients:
+            return 0, 0.0
         return 0, owned * self.parts.value
 
     def _transient_bytes(
