@@ -203,11 +203,11 @@ def differences_of_training(case: Case, seen: dict[str, Any]) -> Iterator[str]:
     # a load is dealt out to parts of sequences, not to whole
     if scenario.policies.ep > 1 and max(scenario.policies.cp, scenario.policies.tp) > 1:
         return
-    if workload.optimizer.startswith("adam") and workload.precision != "fp64":
+    rounded = (workload.precision, workload.autocast, scenario.policies.compress, workload.reduce_precision)
+    if workload.optimizer.startswith("adam") and {*rounded} - {None} != {"fp64"}:
         return
     if workload.optimizer == "adam" and workload.weight_decay:
         return
-    rounded = (workload.precision, workload.autocast, scenario.policies.compress, workload.reduce_precision)
     tolerance = max(EXACT[precision] for precision in rounded if precision)
     tolerance = max(tolerance, EXACT["fp32"] if has_norms_in_fp32(scenario) else 0)
     if workload.model.name == "resnet-digits" and workload.precision == "fp32":
