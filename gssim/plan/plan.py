@@ -373,13 +373,14 @@ class Plan:
     """For `zero1`. `torch`: ZeroRedundancyOptimizer updates whole tensors, each broadcast by the rank that updates it.
     `deepspeed`: all parameters lie in one flat buffer, padded, of which each rank updates an even part, with a master
     copy of it whatever the precision; parts are all-gathered in buckets of 5e8 elements. Gradients are all-reduced in
-    buckets of at most `bucket_bytes`, and then freed: a rank keeps those of its part (predicted only). `megatron`:
-    Megatron-LM's distributed optimizer: the same parts, but gradients exist in one buffer alone, to which the products
-    that compute them add, and which is reduce-scattered, not all-reduced (predicted only)."""
+    buckets of at most `bucket_bytes`, without `overlap` only after the backward, and then freed: a rank keeps those of
+    its part (predicted only). `megatron`: Megatron-LM's distributed optimizer: the same parts, but gradients exist in
+    one buffer alone, to which the products that compute them add, and which is reduce-scattered, not all-reduced
+    (predicted only)."""
     zero2_implementation: Literal["torch", "deepspeed"] = "torch"
     """For `zero2`. `torch`: FSDP2 gathers the parameters of each block in every micro-batch, and reduce-scatters its
-    gradients. `deepspeed`: as `zero1_implementation = "deepspeed"`, but gradients are all-reduced and freed after every
-    micro-batch (predicted only)."""
+    gradients. `deepspeed`: as `zero1_implementation = "deepspeed"`, but gradients are all-reduced and freed in the
+    backward of every micro-batch, with `overlap` or without (predicted only)."""
     offload: Literal["optimizer", "parameters"] | None = None
     """State that each rank keeps in its host's memory, where the host's cores update it. `parameters`: FSDP2's
     CPUOffloadPolicy: shards of parameters, their gradients and the optimizer's state; a shard is copied to the device
