@@ -212,13 +212,13 @@ def _arranged(
 
 def _paired_among_equals(program: Program, instances: Instances) -> list[Groups]:
     """Return the groups of all-to-alls that start pair by pair, and of which some members are taken for equal."""
-    found = {
+    found = [
         communication.groups
         for communication, _ in program.exchanges
         for each in instances[id(communication)]
         if each.pairs and len(each.classes) < len(communication.group) <= MAX_PAIRED
-    }
-    return sorted(found)
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _stages_of(instances: Instances) -> list[Stage]:

@@ -332,3 +332,11 @@ def test_members_of_an_exchange_that_starts_pair_by_pair_are_not_equal(axis, mod
         replace(cluster, links=tuple(links)), {"method": "zero2", axis: 4}, global_batch_size=24, **workload
     )
     assert_same_as_unfolded(simulate(loaded_of(asked)).result, simulate(loaded_of(asked), unfolded=True).result)
+
+
+def test_groups_that_start_pair_by_pair_with_other_samples_are_told_apart():
+    fast, slow = (device_type(peak_flop_per_s={"fp32": rate}) for rate in (2e9, 1e9))
+    cluster = star(8, types={"fast": fast, "slow": slow}, type_names=["fast", "slow", "slow", "slow"] * 2)
+    plan = {"method": "ddp", "cp": 4, "shares": {"batch": (0.25, 0.75)}}
+    asked = scenario_of(cluster, plan, model=GPT, sequence_length=LENGTH, global_batch_size=SAMPLES)
+    assert_same_as_unfolded(simulate(loaded_of(asked)).result, simulate(loaded_of(asked), unfolded=True).result)
