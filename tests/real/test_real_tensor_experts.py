@@ -95,6 +95,13 @@ def qwen() -> list[str]:
     return [f"workload.model={small('small-qwen3-moe')}"]
 
 
+def adapted(kind: str, targets: str = "query-value") -> list[str]:
+    """Return the overrides that train low-rank adapters beside linear maps of a small mixture, and nothing else."""
+    from test_real_expert_adapters import model_of
+
+    return [f"workload.model={model_of(kind)}", f"workload.adapters={{rank=4, alpha=8, targets='{targets}'}}"]
+
+
 def on_two_ranks() -> dict[str, list[str]]:
     """One tensor group, which divides the experts."""
     every = [*TWO, *TENSOR]
@@ -106,6 +113,10 @@ def on_two_ranks() -> dict[str, list[str]]:
             *[*every, *mixtral(), *SGD, *SKEWED, *FULL, "plan.micro_batches=2"]
         ],
         "qwen-router-sgd": [*every, *qwen(), *SGD, *ROUTER],
+        "adapters-full-router-sgd": [*every, *adapted("mixture"), *SGD, *ROUTER, *FULL],
+        "adapters-mixtral-selective-skewed-load-sgd": [
+            *[*every, *adapted("mixtral", "all-linear"), *SGD, *SKEWED, *SELECTIVE]
+        ],
         "qwen-selective-balanced-load-sgd": [*every, *qwen(), *SGD, *LOAD, *SELECTIVE],
     }
 
@@ -138,6 +149,13 @@ def on_four_ranks() -> dict[str, list[str]]:
         "context-zero3-skewed-load-sgd": [*FOUR, *CONTEXT, *ZERO3, *MIXTURE, *SGD, *SKEWED],
         "ring-vocabulary-zero2-router-adamw": [*TWO, *RING, *ZERO2, *MIXTURE, *ADAMW64, *ROUTER, *VOCABULARY],
         "ring-full-zero1-skewed-load-sgd": [*FOUR, *RING, *ZERO1, *MIXTURE, *SGD, *SKEWED, *FULL],
+        "adapters-ddp-clipped-router-adamw": [*TWO, *DDP, *adapted("mixture"), *ADAMW64, *ROUTER, *CLIPPED],
+        "adapters-mixtral-zero3-skewed-load-sgd": [*TWO, *ZERO3, *adapted("mixtral", "all-linear"), *SGD, *SKEWED],
+        "adapters-qwen-zero1-full-skewed-load-sgd": [
+            *[*FOUR, *ZERO1, *adapted("qwen", "all-linear"), *SGD, *SKEWED, *FULL]
+        ],
+        "adapters-gs-skewed-load-sgd": [*TWO, *GS, *adapted("mixture"), *SGD, *SKEWED],
+        "adapters-gs-sharded-router-sgd": [*TWO, *GS_Z3, *adapted("mixtral"), *SGD, *ROUTER],
         "gs-router-adamw": [*TWO, *GS, *MIXTURE, *ADAMW64, *ROUTER],
         "gs-uneven-router-sgd": [*TWO, *GS, *MIXTURE, *SGD, *ROUTER, "plan.shares.shards=[0.7,0.3]"],
         "gs-all-full-accumulated-skewed-load-sgd": [
@@ -193,9 +211,10 @@ FEW = (
     "clipped-ddp-router-adamw",
     "mixtral-all-zero3-skewed-load-sgd",
     "gs-published-vocabulary-mixtral-skewed-load-sgd",
+    "adapters-mixtral-zero3-skewed-load-sgd",
 )
 """Not slow, on four ranks: one group that divides the experts, and two that each do, with and without shards, and with
-owners of gradients."""
+owners of gradients; and with adapters."""
 WORLDS = {"2": (2, on_two_ranks), "4": (4, on_four_ranks), "4-others": (4, on_four_ranks), "8": (8, on_eight_ranks)}
 
 
