@@ -30,10 +30,13 @@ from gssim.workload import LayerInstance, gradient_order, unrolled
 
 def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Train by Gradient Sharding with the plan's shares and threshold; buckets in the traced order of gradients."""
-    policies, model = scenario.policies, scenario.workload.model
-    if policies.tp > 1 or policies.cp > 1:
-        model = held_slice(scenario, 0)  # gradients of slices, and of parts of sequences, come in another order
-    layers = held_experts(scenario, 0, 0) if policies.ep > 1 else unrolled(model)
+    policies = scenario.policies
+    divides = policies.tp > 1 or policies.cp > 1
+    # gradients of slices, of parts of sequences, and beside divided experts come in another order
+    if policies.ep > 1:
+        layers = held_experts(scenario, 0, 0)
+    else:
+        layers = unrolled(held_slice(scenario, 0) if divides else scenario.workload.model)
     optimizer = pushing_optimizer(scenario, module, layers, timeline, device)
 
     def syncing(leaves: bool) -> AbstractContextManager[None]:

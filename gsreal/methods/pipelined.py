@@ -39,7 +39,7 @@ from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import autocast, loss_of
 from gsreal.run.rank import gather_json, wire_device
 from gssim.plan import DDP_BUCKET_BYTES, MIB, REPLICA_AXES
-from gssim.scenario import Scenario, held_layers, held_slice, of_no_sample, schedule_of, tied_parameters
+from gssim.scenario import Scenario, held_experts, held_layers, held_slice, of_no_sample, schedule_of, tied_parameters
 from gssim.workload import LayerInstance, unrolled
 
 
@@ -402,7 +402,9 @@ def _pushed_layers(scenario: Scenario) -> Sequence[Sequence[LayerInstance]]:
     """
     if scenario.policies.cp == scenario.policies.tp == 1 or scenario.policies.gradients != "push":
         return scenario.stages
-    return held_layers(unrolled(held_slice(scenario, 0)), scenario.stage_ranges)
+    divides_experts = scenario.policies.tp > 1 and scenario.policies.ep > 1  # cut blocks then have other layers
+    held = held_experts(scenario, 0, 0) if divides_experts else unrolled(held_slice(scenario, 0))
+    return held_layers(held, scenario.stage_ranges)
 
 
 def _optimizer(

@@ -232,8 +232,9 @@ def expert_sequence_steps(model: Model, lengths: Lengths, where: str) -> Steps |
     first, more, last = TRACED_ROWS
     parts = _sliced(lengths, units, parts=TRACED_RANKS)
     traced = [replace(step, experts=2, rows=first) for step in parts.traced]
+    again = [replace(step, experts=2, rows=first) for step in parts.of_second_rank]
     traced += [replace(traced[-1], rows=more), replace(traced[-1], experts=_more_than_two(experts))]
-    return Steps(traced, replace(parts.checked, experts=2, rows=last))
+    return Steps(traced, replace(parts.checked, experts=2, rows=last), again)
 
 
 DIVIDED_STEPS: dict[str, Callable[[Model, Lengths, str], Steps | None]] = {

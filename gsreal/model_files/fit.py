@@ -70,6 +70,15 @@ TERMS_WITH_ADAPTERS: dict[str, Terms] = {
     "sequence_layers": {"": SCORES, "u": SCORES, "a": TOKENS, "ua": TOKENS, "p": SAMPLES},
     "context_layers": {"": SAMPLES, "u": SAMPLES, "p": TOKENS, "up": SAMPLES},
     "expert_layers": {"": SCORES, "a": TOKENS, "u": CONSTANT, "r": CONSTANT},
+    "expert_sequence_layers": {
+        "": SCORES,
+        "u": SCORES,
+        "a": TOKENS,
+        "ua": TOKENS,
+        "p": SAMPLES,
+        "r": CONSTANT,
+        "e": CONSTANT,
+    },
 }
 """The same for layers with adapters, of any rank."""
 
@@ -177,8 +186,9 @@ def _frozen_parameters(everything: Mapping[Shape, Record], index: int, module: s
     parameters = []
     for name, (layer, _) in first.frozen.items():
         if layer == index:
-            sizes, cut, *_ = _sizes_of_one({key: record.frozen[name][1] for key, record in everything.items()})
-            parameters.append(Parameter(_short(name, module), sizes, end, end, cut))
+            shapes = {key: record.frozen[name][1] for key, record in everything.items()}
+            sizes, cut, _, of_experts = _sizes_of_one(shapes)
+            parameters.append(Parameter(_short(name, module), sizes, end, end, cut, of_experts=of_experts))
     return tuple(parameters)
 
 

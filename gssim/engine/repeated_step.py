@@ -13,16 +13,13 @@ others in one of their first collectives.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from gssim.engine.task_groups import TaskGroup
+from gssim.engine.task_groups import Ranks, TaskGroup
 from gssim.program import Program, TaskId
 from gssim.units import Floats, Ints
-
-if TYPE_CHECKING:
-    from gssim.engine.vectorised_walk import Ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +59,7 @@ class _Order:
 class CollectivesOfStep(Protocol):
     """What is known of a step's collectives."""
 
-    def instance_of(self, ranks: "Ranks", name: TaskId) -> Ints:
+    def instance_of(self, ranks: Ranks, name: TaskId) -> Ints:
         """Return the number of the instance that each rank of a task group joins."""
 
     def delays_s(self, name: TaskId) -> Floats | None:
@@ -72,7 +69,7 @@ class CollectivesOfStep(Protocol):
         """Return the number of instances."""
 
 
-def repeated_step(program: Program, every: Sequence["Ranks"], collectives: CollectivesOfStep) -> RepeatedStep | None:
+def repeated_step(program: Program, every: Sequence[Ranks], collectives: CollectivesOfStep) -> RepeatedStep | None:
     """Return the steps after the first, once all ranks have ended the first one; None if they have to be walked."""
     orders = [order for ranks in every if (order := program.once(_order_of, ranks.task_group)) is not None]
     if len(orders) < len(every):
@@ -125,7 +122,7 @@ before."""
 
 def _latest_arrivals(
     name: TaskId,
-    groups: Sequence[tuple["Ranks", "_Order"]],
+    groups: Sequence[tuple[Ranks, _Order]],
     times: Sequence[StepTimes],
     collectives: CollectivesOfStep,
 ) -> tuple[Floats, Floats]:
@@ -163,7 +160,7 @@ def _order_of(_program: Program, task_group: TaskGroup) -> _Order | None:
     )
 
 
-def _second_step(ranks: "Ranks", order: _Order, step_s: float, moved_ends_s: Mapping[int, Floats]) -> StepTimes:
+def _second_step(ranks: Ranks, order: _Order, step_s: float, moved_ends_s: Mapping[int, Floats]) -> StepTimes:
     """Return the times of the second step, given the tasks that join collectives which do not end as in the first one.
 
     Once every stream goes on as it did in the first step, the rest of the step is that of the first.

@@ -94,3 +94,29 @@ def _segments(tasks: Sequence[Task], stream: str, first: int) -> list[Segment]:
         Segment(first + i, stream, tuple(part), tasks[part[0]].after, tasks[part[-1]].communication)
         for i, part in enumerate(parts)
     ]
+
+
+class Ranks:
+    """Classes of a task group as positions in vectors, with the begin and end of every task in every step."""
+
+    def __init__(self, task_group: TaskGroup, classes: Sequence[int], columns: Sequence[int], steps: int) -> None:
+        count, segments = len(classes), len(task_group.segments)
+        self.task_group, self.classes, self.columns = task_group, np.array(classes), columns
+        self.duration_s = task_group.duration_s[:, columns]
+        self.takes_time: list[bool] = np.any(self.duration_s, axis=1).tolist()
+        self.issued_s = np.zeros(count)
+        """For each rank, the time at which its host finished issuing the latest task that has an `issue`."""
+        self.now_s = {stream: np.zeros(count) for stream in task_group.streams}
+        self.began_s, self.ended_s = np.zeros((2, steps, len(task_group.tasks), count))
+        self.wait_s = np.zeros((steps, len(task_group.tasks), count))
+        """Time at which the compute stream began to wait for others before a task."""
+        self.awaited = np.full((steps, len(task_group.tasks), count), -1)
+        """Index of the dependency that was waited for; -1: none."""
+        self.place = {task.id: place for place, task in enumerate(task_group.tasks)}
+        needed = np.array([len(each.after) for each in task_group.segments])
+        self.needed = np.broadcast_to(needed[None, :, None], (steps, segments, count)).copy()
+        """Number of dependencies that have not ended, by step and segment."""
+        for stream in task_group.streams.values():
+            self.needed[1:, stream[0].number] += 1
+            for segment in stream[1:]:
+                self.needed[:, segment.number] += 1

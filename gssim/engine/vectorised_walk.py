@@ -27,7 +27,7 @@ from gssim.engine.memory_tracker import group_peaks_of
 from gssim.engine.rendezvous import carry_out, delays_of_collective, links_used_in_turn
 from gssim.engine.repeated_step import repeated_step
 from gssim.engine.state import MachineState, TaskSpan
-from gssim.engine.task_groups import Segment, TaskGroup, task_groups_of
+from gssim.engine.task_groups import Ranks, Segment, TaskGroup, task_groups_of
 from gssim.program import Program, TaskId
 from gssim.result import PHASES
 from gssim.units import Floats, Ints, distinct
@@ -66,32 +66,6 @@ class _KnownTimes:
         for delay_s in self.delays_s:
             ends_s = ends_s + delay_s
         return ends_s
-
-
-class Ranks:
-    """Classes of a task group as positions in vectors, with the begin and end of every task in every step."""
-
-    def __init__(self, task_group: TaskGroup, classes: Sequence[int], columns: Sequence[int], steps: int) -> None:
-        count, segments = len(classes), len(task_group.segments)
-        self.task_group, self.classes, self.columns = task_group, np.array(classes), columns
-        self.duration_s = task_group.duration_s[:, columns]
-        self.takes_time: list[bool] = np.any(self.duration_s, axis=1).tolist()
-        self.issued_s = np.zeros(count)
-        """For each rank, the time at which its host finished issuing the latest task that has an `issue`."""
-        self.now_s = {stream: np.zeros(count) for stream in task_group.streams}
-        self.began_s, self.ended_s = np.zeros((2, steps, len(task_group.tasks), count))
-        self.wait_s = np.zeros((steps, len(task_group.tasks), count))
-        """Time at which the compute stream began to wait for others before a task."""
-        self.awaited = np.full((steps, len(task_group.tasks), count), -1)
-        """Index of the dependency that was waited for; -1: none."""
-        self.place = {task.id: place for place, task in enumerate(task_group.tasks)}
-        needed = np.array([len(each.after) for each in task_group.segments])
-        self.needed = np.broadcast_to(needed[None, :, None], (steps, segments, count)).copy()
-        """Number of dependencies that have not ended, by step and segment."""
-        for stream in task_group.streams.values():
-            self.needed[1:, stream[0].number] += 1
-            for segment in stream[1:]:
-                self.needed[:, segment.number] += 1
 
 
 class VectorisedWalk:

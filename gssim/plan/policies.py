@@ -410,10 +410,6 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
 
 def _refuse_pushed_experts(plan: Plan, policies: Policies, where: str) -> None:
     """Refuse what owners of divided experts cannot be combined with yet."""
-    if policies.tp > 1:
-        raise UserError(
-            f"{where}: cannot run yet with plan.tp = {policies.tp} and method '{plan.method}'; allowed today: 1"
-        )
     if plan.shares.shards in ("memory", "cost"):
         raise UserError(
             f"{where}: plan.shares.shards = '{plan.shares.shards}': what ranks that divide experts own is not weighed "

@@ -175,6 +175,8 @@ class Exploration:
 class Waiting:
     """A plan in the queue; the most promising plan compares as the least."""
 
+    is_later: bool
+    """Whether the plan pushes by a threshold: the others go first, see `Queue`."""
     objective: float
     index: int
     bound: Bound = field(compare=False)
@@ -185,12 +187,24 @@ class Waiting:
     """Whether the bound is that of the lowered plan, the tightest one."""
 
 
+def _is_thresholded(candidate: Candidate) -> bool:
+    return candidate.plan.push.threshold is not None
+
+
 class Queue:
-    """Priority queue of plans to simulate: the scenario's own plan first, the others by lower bound."""
+    """Priority queue of plans to simulate: the scenario's own plan first, the others by lower bound.
+
+    Plans that push by a threshold follow those that do not: they are many times as many, take longest to simulate, and
+    have the lowest bounds, as little can be pushed. A search that is ended early has then compared the dense plans.
+    """
 
     def __init__(self, plans: Iterable[tuple[Bound, Candidate]], closer: Callable[[Plan, Bound], Bound]) -> None:
-        entries = [(Waiting(bound.objective, each.index, bound, each, False)) for bound, each in plans]
-        self._heap = [replace(each, objective=-math.inf) if each.index == 0 else each for each in entries]
+        entries = [
+            Waiting(_is_thresholded(each), bound.objective, each.index, bound, each, False) for bound, each in plans
+        ]
+        self._heap = [
+            replace(each, is_later=False, objective=-math.inf) if each.index == 0 else each for each in entries
+        ]
         heapify(self._heap)
         self._closer = closer
 
@@ -209,7 +223,8 @@ class Queue:
 
     def wait(self, candidate: Candidate, bound: Bound) -> None:
         """Put a plan that takes long to simulate back into the queue, with its tightest bound."""
-        heappush(self._heap, Waiting(bound.objective, candidate.index, bound, candidate, True, True))
+        later = _is_thresholded(candidate)
+        heappush(self._heap, Waiting(later, bound.objective, candidate.index, bound, candidate, True, True))
 
     def next_objective(self) -> float:
         """Return the least lower bound in the queue."""
@@ -227,7 +242,7 @@ class Queue:
                 break
             else:
                 bound = self._closer(first.candidate.plan, first.bound)
-                heapreplace(self._heap, Waiting(bound.objective, first.index, bound, first.candidate, True))
+                heapreplace(self._heap, replace(first, objective=bound.objective, bound=bound, is_close=True))
         return ruled_out
 
 

@@ -1,4 +1,4 @@
-"""What bounds a step: the device that sets the pace, or the busiest link."""
+"""The bottleneck of a step: the device that sets the pace, or the busiest link."""
 
 from gssim.result.result import WAITING_PHASES, LinkUse, RankClass, Result
 

@@ -30,7 +30,8 @@ block; embeddings have none. If context-parallel ranks divide sequences, the cos
 the positions of a part. What an attention exchanges in its backward depends on which of its inputs get a gradient, so
 these layers are traced separately. So are layers with blocks cut among ranks: costs beside the cut columns or rows of a
 map grow with the units, and all ranks have partial gradients of the adapters' whole matrices. Divided routed experts
-are frozen: ranks exchange rows and gradients of rows, but no gradients of weights.
+are frozen: ranks exchange rows and gradients of rows, but no gradients of weights. Beside cut blocks and divided
+experts, routers that have adapters are not traced: their costs grow with the rank times the positions of a part.
 
 [Note: autocast] Under torch.autocast (automatic mixed precision) parameters, their gradients and the residual stream
 stay in fp32, while operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
@@ -193,6 +194,8 @@ class AdaptedLayers:
     expert_layers: tuple[Layer, ...] = ()
     """The layers with their routed experts divided among ranks, see [Note: routed rows], as functions of the adapters'
     LoRA rank a too; empty: not traced so."""
+    expert_sequence_layers: tuple[Layer, ...] = ()
+    """`sequence_layers` with routed experts divided too, see [Note: experts of parts]; empty: not traced so."""
 
 
 @spec
@@ -393,7 +396,12 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
         held = sliced_layer(layer, rank, None)
         parameters = tuple(replace(parameter, sliced_dimension=None) for parameter in held.parameters)
         once[id(layer)] = replace(held, parameters=parameters)
-    divided = (*found.sliced_layers, *found.sequence_layers, *found.expert_layers)
+    divided = (
+        *found.sliced_layers,
+        *found.sequence_layers,
+        *found.expert_layers,
+        *found.expert_sequence_layers,
+    )
     once |= {id(layer): layer_of_rank(layer, rank) for layer in divided}
     return replace(
         whole,
@@ -404,7 +412,7 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
         sliced_layers=tuple(once[id(layer)] for layer in found.sliced_layers),
         sequence_layers=tuple(once[id(layer)] for layer in found.sequence_layers),
         expert_layers=tuple(once[id(layer)] for layer in found.expert_layers),
-        expert_sequence_layers=(),
+        expert_sequence_layers=tuple(once[id(layer)] for layer in found.expert_sequence_layers),
         context_layers=tuple(once[id(layer)] for layer in found.context_layers),
     )
 

@@ -23,7 +23,8 @@ DEVICES = [
 ]  # fmt: skip
 LINKS = [
     "nvlink1-p100", "nvlink2-v100", "nvlink2-v100-4", "nvlink3-a100", "nvlink4-h100", "nvlink4-gh200", "nvlink5-b200",
-    "pcie3x16", "pcie3x8", "pcie4x16", "pcie4x16-8-gpus", "pcie5x16", "qpi-skl", "upi-spr", "xgmi-epyc", "ib-edr-100", "ib-hdr-200", "ib-ndr-400", "efa-400x8", "roce-100",
+    "pcie3x16", "pcie3x8", "pcie4x16", "pcie4x16-8-gpus", "pcie5x16", "qpi-skl", "upi-spr", "xgmi-epyc", "ib-edr-100", "ib-hdr-200", "ib-ndr-400", "efa-400x8", "roce-25",
+    "roce-100",
     "tcp-1g", "tcp-10g", "tcp-25g", "tcp-25g-rtx2080ti", "tcp-50g-t4", "tcp-100g", "tcp-100g-v100", "tcp-100g-a100-40",
     "tcp-100g-a100-80", "wan-1g", "ici-v2",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ import shlex
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import run
@@ -24,7 +25,8 @@ from gssim.cli.reports import print_found
 from gssim.errors import UserError
 from gssim.plan import METHODS
 from gssim.planner import FRONT_RATIO, Batches, Search, candidates
-from gssim.planner.bounds import Bounds
+from gssim.planner.bounds import Bound, Bounds
+from gssim.planner.explore import Queue
 from gssim.scenario import SearchSpace, load_model
 
 
@@ -385,6 +387,28 @@ def test_a_search_that_is_out_of_time_tells_how_many_plans_are_open():
     assert workers.simulated == 0
     assert found.counts.left > 0
     assert not found.best
+
+
+def test_plans_without_a_threshold_go_first_though_bounds_of_thresholds_are_lower():
+    """Of 22,000 plans, 200 s judged thresholds alone: the best one's step was twice as long as a dense plan's."""
+
+    def plan(index, threshold):
+        return SimpleNamespace(index=index, plan=SimpleNamespace(push=SimpleNamespace(threshold=threshold)))
+
+    bounded = [
+        (1.0, plan(0, 1e-3)),
+        (9.0, plan(1, None)),
+        (2.0, plan(2, 1e-3)),
+        (3.0, plan(3, None)),
+        (1.5, plan(4, 1.0)),
+    ]
+    queue = Queue([(Bound(bound, bound, 0.5), each) for bound, each in bounded], lambda _plan, bound: bound)
+    order = []
+    while (first := queue.next(lambda _candidate, _bound: False)[0]) is not None:
+        order.append(first.index)
+        if first.index == 3 and not first.is_lowered:
+            queue.wait(first.candidate, Bound(10.0, 10.0, 0.5))  # of those that take long to simulate
+    assert order == [0, 3, 1, 3, 4, 2]  # the scenario's own plan is always the first
 
 
 def test_thresholds_are_searched_under_the_density_that_is_asked_for():

@@ -12,7 +12,7 @@ from strategies import loaded_of, scenario_of, star
 
 from gssim.errors import UserError
 from gssim.planner.bounds import Bounds
-from gssim.scenario import load_model
+from gssim.scenario import held_experts, load_model
 from gssim.simulation import simulate
 from gssim.workload import Model, unrolled
 
@@ -72,6 +72,24 @@ def test_each_token_is_sent_once_whatever_the_tensor_ranks(tp, cp, dp, ep, load)
     assert len({rank % tp for rank in group}) == tp  # ranks of a tensor group are the first to be taken
 
 
+@pytest.mark.parametrize(("model", "ranks", "ep"), [(MIXTURE, 4, 2), (MIXTURE, 4, 4), (MIXTRAL, 8, 2), (MIXTRAL, 8, 4)])
+def test_gradients_are_pushed_among_ranks_with_the_same_slices_and_those_with_the_same_experts(model, ranks, ep):
+    """Of n ranks that hold N elements of a slice, all push (n-1) * N, and of r that hold E of experts (r-1) * E."""
+    held = held_experts(scenario({"method": "gs", "ep": ep}, ranks, model=model), 0, 0)
+    parameters = [parameter for each in held for parameter in each.layer.parameters]
+    dense = sum(each.elements for each in parameters if not each.of_experts)
+    experts = sum(each.elements for each in parameters if each.of_experts)
+    assert experts == elements_of(model, ".experts.") // ep
+    rows = carried(result_of({"method": "ddp", "ep": ep}, ranks, model=model), "all-to-all-v")
+    pushed = carried(result_of({"method": "gs", "ep": ep}, ranks, model=model), "all-to-all-v")
+    wanted: dict[tuple[int, ...], int] = {}
+    for stride, size in ((2, dense), (ep, experts)):
+        for first in range(stride if stride < ranks else 0):
+            group = tuple(range(first, ranks, stride))
+            wanted[group] = wanted.get(group, 0) + (len(group) - 1) * size * VALUE_BYTES
+    assert {group: size - rows.get(group, 0) for group, size in pushed.items() if size != rows.get(group)} == wanted
+
+
 @pytest.mark.parametrize(("model", "times"), [(MIXTURE, 2), (MIXTRAL, 1)], ids=name_of)
 def test_tokens_of_a_part_are_gathered_for_attention_and_shared_experts_alone(model, times):
     """Each is gathered twice, and reduce-scattered twice; first and last of all, sequences are divided and joined."""
@@ -116,6 +134,8 @@ def test_gradients_are_reduced_over_those_that_hold_them(ranks, ep):
     [
         ("zero1", "balanced", 1, 1),
         ("zero3", SKEWED, 1, 2),
+        ("gs", SKEWED, 1, 1),
+        pytest.param("gs_z3", "balanced", 1, 2, marks=pytest.mark.slow),
         pytest.param("ddp", SKEWED, 2, 1, marks=pytest.mark.slow),
         pytest.param("zero2", "balanced", 2, 2, marks=pytest.mark.slow),
     ],
@@ -124,7 +144,8 @@ def test_gradients_are_reduced_over_those_that_hold_them(ranks, ep):
 def test_ranks_that_are_alike_are_predicted_once_and_as_if_each_were_apart(method, load, pp, cp):
     plan = {"method": method, "ep": 4, "pp": pp, "cp": cp, "micro_batches": pp}
     plan |= {"embedding_parallel": True, "loss_parallel": True}
-    loaded = loaded_of(scenario(plan, 8 * pp, expert_load=load, clip_norm=1.0))
+    norm = {} if method in ("gs", "gs_z3") else {"clip_norm": 1.0}
+    loaded = loaded_of(scenario(plan, 8 * pp, expert_load=load, **norm))
     assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
 
 
@@ -168,7 +189,16 @@ def test_inputs_that_are_gathered_again_are_not_kept(model):
         ({"cp": 2, "ep": 4}, {"model": MIXTRAL}, "is traced at one sequence length alone"),
         ({"tp_overlap": True}, {}, r"plan\.tp_overlap = true: exchanges beside products are not known yet"),
         ({"async_input_gradients": True}, {}, r"plan\.async_input_gradients = true"),
-        ({"method": "gs"}, {}, "cannot run yet with plan.tp = 2 and method 'gs'"),
+        (
+            {"method": "gs", "shares": {"shards": "memory"}},
+            {},
+            r"plan\.shares\.shards = 'memory': what ranks that divide experts own is not weighed",
+        ),
+        (
+            {"method": "gs"},
+            {"clip_norm": 1.0},
+            r"workload\.clip_norm = 1: cannot run yet with method 'gs' and plan\.tp",
+        ),
         (
             {"method": "gs_tp", "tp": 4, "ep": 4, "shares": {"shards": [0.4, 0.2, 0.2, 0.2]}},
             {},
@@ -215,10 +245,19 @@ def test_bounds_of_pipelines_know_the_rows_that_are_exchanged(backend, tensor_ra
 
 @pytest.mark.parametrize(
     ("method", "stages", "load"),
-    [("ddp", 1, SKEWED), ("zero3", 1, "balanced"), ("zero1", 2, SKEWED), ("ddp", 2, "balanced")],
+    [
+        ("ddp", 1, SKEWED),
+        ("zero3", 1, "balanced"),
+        ("zero1", 2, SKEWED),
+        ("ddp", 2, "balanced"),
+        ("gs", 1, SKEWED),
+        ("gs_z3", 1, "balanced"),
+        ("gs", 2, SKEWED),
+    ],
     ids=str,
 )
 def test_bounds_of_the_search_are_below_what_is_predicted(method, stages, load):
-    plan = {"pp": stages, "dp_replicate": 2, "micro_batches": 2} if stages > 1 else {}
+    replicas = "dp_shard" if method == "gs" else "dp_replicate"
+    plan = {"pp": stages, replicas: 2, "micro_batches": 2} if stages > 1 else {}
     asked = scenario({"method": method, "ep": 4, **plan}, 8, expert_load=load)
     assert assert_bounds_below_prediction(asked).full_ratio > 0

@@ -215,12 +215,37 @@ def test_divided_experts_beside_adapters_multiply_as_whole_ones_and_give_no_grad
             assert (2 * coefficient, powers) == (of_all, others)
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_what_divided_experts_beside_adapters_cannot_do_is_refused_in_one_line(axis: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["plan.cp=2"], r"plan\.ep = 2 with plan\.cp = 2: parts .*; allowed: 1"),
+        (["plan.tp=2"], r"plan\.etp = 2: experts that tensor ranks cut besides are not known"),
+        (
+            [
+                f"workload.model={SMALL / 'expert-adapters-mixture.toml'}",
+                *("workload.adapters.targets=all-linear", "plan.tp=2", "plan.etp=1", "plan.sequence_parallel=true"),
+            ],
+            r"no layers with cut blocks and divided experts with these adapters .* its blocks cannot be cut so, .* 1,",
+        ),
+    ],
+)
+def test_what_divided_experts_beside_adapters_cannot_do_is_refused_in_one_line(
+    changes: list[str], message: str
+) -> None:
+    """Of our mixture, routers have adapters too, whose costs grow with positions of a part times the rank."""
     base = [f"workload.model={MIXTURE}", "workload.sequence_length=24", "workload.adapters={rank=4}", "run.steps=3"]
-    with pytest.raises(UserError, match=rf"plan\.ep = 2 with plan\.{axis} = 2: parts .*; allowed: 1") as refused:
-        load_scenario(SCENARIOS / "demo.toml", [star(4), *base, "plan.method=ddp", "plan.ep=2", f"plan.{axis}=2"])
+    with pytest.raises(UserError, match=message) as refused:
+        load_scenario(SCENARIOS / "demo.toml", [star(4), *base, "plan.method=ddp", "plan.ep=2", *changes])
     assert "\n" not in str(refused.value)
+
+
+def test_frozen_experts_beside_cut_blocks_and_adapters_are_as_many_as_a_rank_holds() -> None:
+    """Else they were counted as units of the cut blocks, and peaks were a sixth too low."""
+    model = with_adapters(load_model(MIXTURE), Adapters(rank=RANK))
+    layers = unrolled(replace(model, layers=model.expert_sequence_layers))
+    frozen = [each for layer in layers for each in layer.layer.frozen_parameters if ".experts." in each.name]
+    assert frozen
+    assert all(each.held(1, experts=4).shape[0] == 4 for each in frozen)
 
 
 def test_a_file_without_divided_experts_with_adapters_is_refused_there_alone(tmp_path: Path) -> None:

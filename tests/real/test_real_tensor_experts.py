@@ -31,6 +31,7 @@ SKEWED = [*LOAD, "workload.expert_load.skew=0.7"]
 MIXTURE = [f"workload.model={SCENARIOS}/models/mixture-byte-1m.toml"]
 """With an expert that all tokens take, in fp32 and fp64; the others, of Hugging Face, in fp32 alone."""
 TWO, FOUR, EIGHT = ["plan.ep=2"], ["plan.ep=4"], ["plan.ep=8"]
+GS, GS_Z3 = ["plan.method=gs"], ["plan.method=gs_z3"]
 TENSOR, DDP, ZERO1, ZERO2, ZERO3 = ([f"plan.method={name}"] for name in ("tensor", "ddp", "zero1", "zero2", "zero3"))
 HSDP = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]
 FULL, SELECTIVE, CLIPPED = ["plan.recompute=full"], ["plan.recompute=selective"], ["workload.clip_norm=0.05"]
@@ -94,6 +95,13 @@ def qwen() -> list[str]:
     return [f"workload.model={small('small-qwen3-moe')}"]
 
 
+def adapted(kind: str, targets: str = "query-value") -> list[str]:
+    """Return the overrides that train low-rank adapters beside linear maps of a small mixture, and nothing else."""
+    from test_real_expert_adapters import model_of
+
+    return [f"workload.model={model_of(kind)}", f"workload.adapters={{rank=4, alpha=8, targets='{targets}'}}"]
+
+
 def on_two_ranks() -> dict[str, list[str]]:
     """One tensor group, which divides the experts."""
     every = [*TWO, *TENSOR]
@@ -105,6 +113,10 @@ def on_two_ranks() -> dict[str, list[str]]:
             *[*every, *mixtral(), *SGD, *SKEWED, *FULL, "plan.micro_batches=2"]
         ],
         "qwen-router-sgd": [*every, *qwen(), *SGD, *ROUTER],
+        "adapters-full-router-sgd": [*every, *adapted("mixture"), *SGD, *ROUTER, *FULL],
+        "adapters-mixtral-selective-skewed-load-sgd": [
+            *[*every, *adapted("mixtral", "all-linear"), *SGD, *SKEWED, *SELECTIVE]
+        ],
         "qwen-selective-balanced-load-sgd": [*every, *qwen(), *SGD, *LOAD, *SELECTIVE],
     }
 
@@ -137,6 +149,25 @@ def on_four_ranks() -> dict[str, list[str]]:
         "context-zero3-skewed-load-sgd": [*FOUR, *CONTEXT, *ZERO3, *MIXTURE, *SGD, *SKEWED],
         "ring-vocabulary-zero2-router-adamw": [*TWO, *RING, *ZERO2, *MIXTURE, *ADAMW64, *ROUTER, *VOCABULARY],
         "ring-full-zero1-skewed-load-sgd": [*FOUR, *RING, *ZERO1, *MIXTURE, *SGD, *SKEWED, *FULL],
+        "adapters-ddp-clipped-router-adamw": [*TWO, *DDP, *adapted("mixture"), *ADAMW64, *ROUTER, *CLIPPED],
+        "adapters-mixtral-zero3-skewed-load-sgd": [*TWO, *ZERO3, *adapted("mixtral", "all-linear"), *SGD, *SKEWED],
+        "adapters-qwen-zero1-full-skewed-load-sgd": [
+            *[*FOUR, *ZERO1, *adapted("qwen", "all-linear"), *SGD, *SKEWED, *FULL]
+        ],
+        "adapters-gs-skewed-load-sgd": [*TWO, *GS, *adapted("mixture"), *SGD, *SKEWED],
+        "adapters-gs-sharded-router-sgd": [*TWO, *GS_Z3, *adapted("mixtral"), *SGD, *ROUTER],
+        "gs-router-adamw": [*TWO, *GS, *MIXTURE, *ADAMW64, *ROUTER],
+        "gs-uneven-router-sgd": [*TWO, *GS, *MIXTURE, *SGD, *ROUTER, "plan.shares.shards=[0.7,0.3]"],
+        "gs-all-full-accumulated-skewed-load-sgd": [
+            *[*FOUR, *GS, *MIXTURE, *SGD, *SKEWED, *FULL, "plan.micro_batches=2", "plan.gradient_sync=micro-batch"]
+        ],
+        "gs-published-vocabulary-mixtral-skewed-load-sgd": [
+            *[*TWO, *GS, *mixtral(), *SGD, *SKEWED, *VOCABULARY, "plan.publish.overlap=true"]
+        ],
+        "gs-backend-skewed-load-sgd": [*TWO, *GS, *MIXTURE, *SGD, *SKEWED, "plan.exchange=backend"],
+        "gs-sharded-skewed-load-sgd": [*TWO, *GS_Z3, *MIXTURE, *SGD, *SKEWED],
+        "gs-qwen-sharded-all-router-sgd": [*FOUR, *GS_Z3, *qwen(), *SGD, *ROUTER],
+        "gs-levels-router-sgd": [*TWO, "plan.method=gs_hier", *HSDP[1:2], "plan.dp_shard=1", *MIXTURE, *SGD, *ROUTER],
         "staged-router-adamw": [*TWO, *STAGED, "plan.method=pipeline", *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
         "staged-interleaved-skewed-load-sgd": [
             *[*TWO, *STAGED, "plan.method=pipeline", *MIXTURE, *SGD, *SKEWED, "plan.schedule=interleaved"]
@@ -164,13 +195,26 @@ def on_eight_ranks() -> dict[str, list[str]]:
         "staged-qwen-full-zero3-skewed-load-sgd": [*FOUR, *STAGED, *ZERO3, *qwen(), *SGD, *SKEWED, *FULL],
         "staged-ring-ddp-skewed-load-sgd": [*FOUR, *STAGED, *RING, *DDP, *MIXTURE, *SGD, *SKEWED],
         "context-hsdp-router-adamw": [*TWO, *CONTEXT, *HSDP[:2], *MIXTURE, *ADAMW64, *ROUTER],
+        "gs-staged-skewed-load-sgd": [*TWO, *STAGED, *GS, "plan.dp_shard=2", *MIXTURE, *SGD, *SKEWED],
+        "gs-staged-interleaved-full-router-adamw": [
+            *[*FOUR, *STAGED, *GS, "plan.dp_shard=2", *MIXTURE, *ADAMW64, *ROUTER, *FULL, "plan.schedule=interleaved"]
+        ],
+        "gs-context-router-adamw": [*TWO, *CONTEXT, *GS, *MIXTURE, *ADAMW64, *ROUTER],
+        "gs-ring-sharded-all-router-sgd": [*FOUR, *RING, *GS_Z3, *MIXTURE, *SGD, *ROUTER],
+        "gs-levels-skewed-load-sgd": [*TWO, "plan.method=gs_hier", *HSDP[1:], *MIXTURE, *SGD, *SKEWED],
         "four-zero2-skewed-load-sgd": [*FOUR, *OF_FOUR, *ZERO2, *MIXTURE, *SGD, *SKEWED],
         "four-mixtral-ddp-router-sgd": [*EIGHT, *OF_FOUR, *DDP, *mixtral(), *SGD, *ROUTER],
     }
 
 
-FEW = ("clipped-ddp-router-adamw", "mixtral-all-zero3-skewed-load-sgd")
-"""Not slow, on four ranks: one group that divides the experts, and two that each do, with and without shards."""
+FEW = (
+    "clipped-ddp-router-adamw",
+    "mixtral-all-zero3-skewed-load-sgd",
+    "gs-published-vocabulary-mixtral-skewed-load-sgd",
+    "adapters-mixtral-zero3-skewed-load-sgd",
+)
+"""Not slow, on four ranks: one group that divides the experts, and two that each do, with and without shards, and with
+owners of gradients; and with adapters."""
 WORLDS = {"2": (2, on_two_ranks), "4": (4, on_four_ranks), "4-others": (4, on_four_ranks), "8": (8, on_eight_ranks)}
 
 

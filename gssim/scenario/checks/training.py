@@ -116,12 +116,11 @@ def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
             f"{where}: plan.push.threshold = {scenario.push.threshold:g}: adapters have no gradient statistics; "
             "leave it out"
         )
-    for key, ranks in (("tp", policies.tp), ("cp", policies.cp)):
-        if policies.ep > 1 and ranks > 1:
-            raise UserError(
-                f"{where}: cannot run yet beside plan.ep = {policies.ep} with plan.{key} = {ranks}: parts of blocks or "
-                "sequences with divided experts are traced without adapters; allowed: 1"
-            )
+    if policies.ep > 1 and policies.cp > 1:
+        raise UserError(
+            f"{where}: cannot run yet beside plan.ep = {policies.ep} with plan.cp = {policies.cp}: parts of sequences "
+            "with divided experts are traced without adapters; allowed: 1"
+        )
     unknown = f"peaks of the first of plan.pp = {policies.pp} stages are not predicted well enough"
     refused: tuple[tuple[str, object, object, str], ...] = (
         ("plan.cp", policies.cp, 1, "slices with adapters are not traced on parts of sequences"),
