@@ -249,6 +249,10 @@ class OutlineWalk:
         """Latest end of a stream's first step."""
         self._further_s = inf
         """Earliest time, in any step after the first, at which a stream did something other than wait."""
+        self._is_undecided = False
+        """Whether all streams have ended the first step, and it is not known yet whether all others repeat that."""
+        self._held: _Stream | None = None
+        """The stream that ended the first step last, if no other ended it later; it goes on when that is known."""
         self.repeated_s: float | None = None
         """Duration of the first step, once all others are known to repeat it; see [Note: repeated step]."""
         self._prepared: dict[CollectiveInstance, PreparedTransfer | None] = {}
@@ -413,8 +417,13 @@ class OutlineWalk:
         self._count_bytes()
 
     def _run_ready(self) -> None:
-        while self._ready and self.repeated_s is None:
-            self._advance(self._ready.popleft())
+        while self.repeated_s is None:
+            if self._ready:
+                self._advance(self._ready.popleft())
+            elif self._is_undecided:
+                self._compare_further_steps()
+            else:
+                break
         if not self._left and not self.finished.triggered:
             self.finished.succeed()
 
@@ -447,14 +456,12 @@ class OutlineWalk:
             place, step = 0, step + 1
             stream.place, stream.now_s, stream.step = place, now_s, step
             self._end_step(stream)
-            if self.repeated_s is not None:
+            if stream is self._held:
                 return
         self._left -= 1
 
     def _end_step(self, stream: _Stream) -> None:
-        """Record the end of a stream's step; if all streams have ended the first step, check whether later ones repeat
-        it.
-        """
+        """Record the end of a stream's step."""
         if stream.computes:
             stream.rank.ends_s.append(stream.now_s)
         if stream.step > 1 or self.steps == 1:
@@ -463,13 +470,24 @@ class OutlineWalk:
             self._further_s = min(self._further_s, stream.now_s)
         self._first_end_s = max(self._first_end_s, stream.now_s)
         self._in_first -= 1
-        if self._in_first:
-            return
+        if not self._in_first:
+            self._is_undecided = True
+            if stream.now_s == self._first_end_s:
+                self._held = stream
+
+    def _compare_further_steps(self) -> None:
+        """Check whether all steps after the first repeat it, once all streams that ended it before the last one have
+        gone on for as long as they need not wait.
+        """
         step_s = max(rank.ends_s[0] for rank in self.ranks)
         is_in_time = self._first_end_s <= step_s <= self._further_s
+        self._is_undecided = False
         if is_in_time and not any(stream.is_issued_ahead for stream in self._streams):
             self.repeated_s = step_s
             self.finished.succeed()
+        elif self._held is not None:
+            self._ready.append(self._held)
+            self._held = None
 
     def _repeat(self, step_s: float) -> None:
         """Derive all further steps from the first; see [Note: repeated step]."""

@@ -99,6 +99,9 @@ def combined(*changes):
         (RING, *TWO),
         (UNEQUAL, *THREE),
         combined(UNEQUAL, *TWO),
+        # the first stage ends before the last one, and gathers its parameters meanwhile
+        (PAIRS, "plan.method=fsdp", "plan.pp=2", "plan.dp_shard=4", *MANY, "workload.clip_norm=1.0"),
+        combined(UNEQUAL, "plan.method=zero2", "plan.pp=4", "plan.dp_shard=2", *MANY, "workload.clip_norm=1.0"),
         (PAIRS, "plan.pp=2", "plan.micro_batches=2", "plan.ranks=2", "workload.global_batch_size=8"),
         (
             PAIRS,
