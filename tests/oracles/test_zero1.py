@@ -372,11 +372,19 @@ def test_deepspeeds_buckets_hold_no_more_than_their_limit_and_a_larger_tensor_is
         ({"pp": 2, "micro_batches": 2}, r"plan.pp = 2: DeepSpeed's pipelines take no ZeRO-2"),
         ({"gradient_sync": "step"}, "gradients are freed after every micro-batch"),
         ({"compress": "bf16"}, r"plan.zero2_implementation = 'deepspeed'; allowed with 'torch'"),
+        ({"zero1_implementation": "megatron"}, "plan.zero1_implementation = 'megatron' is for 'zero1'"),
+        ({"optimizer_state": "replicated"}, "each rank updates a part; allowed: 'sharded'"),
     ],
 )
 def test_deepspeeds_second_stage_is_refused_where_there_is_none(more: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said):
         scenario_of(star(4), FLAT2 | more, global_batch_size=8)
+
+
+@pytest.mark.parametrize("plan", [FLAT, FLAT2])
+def test_deepspeeds_stages_keep_no_gradients_in_another_precision(plan: dict[str, Any]):
+    with pytest.raises(UserError, match="keeps no whole gradients until the update"):
+        scenario_of(star(4), plan, global_batch_size=8, precision="bf16", gradient_precision="fp32")
 
 
 MEGATRON = {"method": "zero1", "zero1_implementation": "megatron"}

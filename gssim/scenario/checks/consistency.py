@@ -74,6 +74,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     check_context(scenario, policies, file)
     check_recompute(scenario, policies, file)
     kept_whole = policies.partition == "data" and policies.parameters == "replicated" and policies.gradients != "push"
+    kept_whole = kept_whole and not policies.frees_gradients
     if scenario.workload.gradient_precision is not None and not kept_whole:
         raise UserError(
             f"{file}: workload.gradient_precision = '{scenario.workload.gradient_precision}': method '{plan.method}' "
