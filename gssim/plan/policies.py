@@ -366,11 +366,14 @@ def _refuse_freed_gradients(plan: Plan, policies: Policies, file: str) -> None:
     if plan.method != "zero2":
         raise UserError(f"{where}: method '{plan.method}' is not 'zero2'; leave it out")
     if plan.zero1_implementation != "torch":
-        said = plan.zero1_implementation
-        raise UserError(f"{where}: plan.zero1_implementation = '{said}' is for 'zero1'; leave one of them out")
+        raise UserError(
+            f"{where}: plan.zero1_implementation = '{plan.zero1_implementation}' is for 'zero1'; leave one of them out"
+        )
     if policies.optimizer_state != "sharded":
-        said = policies.optimizer_state
-        raise UserError(f"{where}: plan.optimizer_state = '{said}': each rank updates a part; allowed: 'sharded'")
+        raise UserError(
+            f"{where}: plan.optimizer_state = '{policies.optimizer_state}': each rank updates a part; allowed: "
+            "'sharded'"
+        )
     for axis, why in (("pp", "DeepSpeed's pipelines take no ZeRO-2"), ("ep", "it cannot run yet beside that")):
         if getattr(policies, axis) > 1:
             raise UserError(f"{where}: plan.{axis} = {getattr(policies, axis)}: {why}; allowed: 1, or 'torch'")
