@@ -150,8 +150,8 @@ def _does_not_fit(
         what = f"must hold {human_bytes(-room[rank])} more than it may, without any shard"
     else:
         what = (
-            f"has the least room, {human_bytes(room[rank])}, and all devices together lack "
-            f"{human_bytes(whole - sum(room))} of the {human_bytes(whole)} of the sharded state"
+            f"has the least room, {human_bytes(room[rank])}, and all together lack "
+            f"{human_bytes(whole - sum(room))} of the {human_bytes(whole)} of sharded state"
         )
     limit = f"({USABLE_RATIO:.0%} of its memory)"
     return UserError(f"plan.shares.shards = '{policy}': device '{name}' {limit} {what}; {hint}")

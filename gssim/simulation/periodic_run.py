@@ -24,6 +24,7 @@ from gssim.plan.buckets import fragment_steps
 from gssim.result import PHASES, Collective, Periods, Result, fragment_periods
 from gssim.scenario import Scenario
 from gssim.simulation.report import Carried, cost_usd, energy_j, in_step_of
+from gssim.simulation.varying_run import comparable_s
 from gssim.units import Floats
 
 Slowed = tuple[tuple[int, float], ...]
@@ -113,7 +114,7 @@ def periodic_result(
             counted.append(by_slowed[key])
             outer_s.append(float(counted[-1].outer_s.mean()))
             times_s.append(outer_s[-1])
-    ordered = sorted(counted, key=lambda each: each.result.step_time_s)
+    ordered = sorted(counted, key=lambda each: comparable_s(each.result.step_time_s))
     typical = ordered[(len(ordered) - 1) // 2]
     result = typical.result
     periods = Periods(

@@ -41,8 +41,8 @@ class VaryingRun:
 
     @property
     def typical(self) -> CountedStep:
-        """A step of median length."""
-        ordered = sorted(range(len(self.steps)), key=lambda step: (self.steps[step].time_s, step))
+        """A step of median length, of equally long ones the earliest."""
+        ordered = sorted(range(len(self.steps)), key=lambda step: (comparable_s(self.steps[step].time_s), step))
         return self.steps[ordered[(len(ordered) - 1) // 2]]
 
     @property
@@ -51,6 +51,15 @@ class VaryingRun:
         if self.divisions:
             return Segment(self.divisions[-1].samples, self.divisions[-1].shard_shares, ())
         return Segment(self.steps[0].segment.samples, self.steps[0].segment.shard_shares, ())
+
+
+def comparable_s(time_s: float) -> float:
+    """Return a time without the digits in which equal ones differ, by the order in which their parts were added up.
+
+    >>> comparable_s(0.1 + 0.2) == comparable_s(0.3)
+    True
+    """
+    return float(f"{time_s:.9g}")
 
 
 class StepReport(NamedTuple):

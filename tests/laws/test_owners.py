@@ -194,7 +194,7 @@ def test_what_fits_on_no_device_is_refused_in_one_line_with_its_name_and_the_exc
     ]
     tight = {"fast": device_type(memory_bytes=(max(held) + 100.0) / USABLE_RATIO)}
     cluster = cluster_of([("d0", "sw"), ("d1", "sw")], devices=2, types=tight)
-    with pytest.raises(UserError, match=r"has the least room, 100 B, and all devices together lack"):
+    with pytest.raises(UserError, match=r"has the least room, 100 B, and all together lack"):
         check(owning(policy, cluster), file="test")
 
 
