@@ -5,7 +5,7 @@ they compute or wait.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -175,6 +175,12 @@ def _equal_members(
             yield rank_class, rank_class.members[kinds == kind]
 
 
+def _parts_of_step(phases_s: Mapping[str, float]) -> tuple[float, ...]:
+    """Return phases as parts of the step, without the digits in which equal ranks differ: a phase is a sum of many."""
+    whole_s = sum(phases_s.values()) or 1.0
+    return tuple(round(phase_s / whole_s, SHARE_DIGITS) for phase_s in phases_s.values())
+
+
 def rank_classes(
     scenario: Scenario,
     machine: Machine,
@@ -206,7 +212,7 @@ def rank_classes(
             "batch_share": batch_sizes[rank] / total,
             "shard_share": shard_shares[rank],
         }
-        key = (*outcome.values(), footprint.reported_key, *own_phases_s.values(), *on_host.items())
+        key = (*outcome.values(), footprint.reported_key, *_parts_of_step(own_phases_s), *on_host.items())
         if key in found:
             found[key][1].extend(same.tolist())
             continue
@@ -231,7 +237,7 @@ def with_phases_of(
     for each in ranks:
         by_phases: dict[tuple[float, ...], list[int]] = defaultdict(list)
         for rank in each.ranks:
-            by_phases[tuple(phases_of[rank].values())].append(rank)
+            by_phases[_parts_of_step(phases_of[rank])].append(rank)
         for same in by_phases.values():
             phases_s = {name: value * scale for name, value in phases_of[same[0]].items()}
             found.append(replace(each, ranks=tuple(same), count=len(same), phases_s=phases_s))

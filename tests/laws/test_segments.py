@@ -13,6 +13,7 @@ from gssim.result import Result
 from gssim.scenario import Loaded, Scenario, load_model
 from gssim.scenario.ownership import USABLE_RATIO, held_bytes, owned_bytes
 from gssim.simulation import simulate
+from gssim.simulation.report import with_phases_of
 from gssim.terminal import print_result
 from gssim.units import validated
 
@@ -71,6 +72,18 @@ def test_phases_of_ranks_and_use_of_links_are_those_of_the_step_that_is_reported
     assert phases[1]["forward"] == pytest.approx(2 * phases[0]["forward"], rel=0.01)
     for link in slow.links:
         assert link.utilisation_ratio == pytest.approx(link.bytes / FAST_NETWORK["bandwidth"] / slow.step_time_s)
+
+
+def test_ranks_whose_times_were_added_up_in_another_order_share_an_entry():
+    """0.1 + 0.2 is not 0.3 in floating point, and a phase is a sum of many times."""
+    (both,) = result_of("ddp").ranks
+    first, second, slow = (
+        replace(both, ranks=(rank,), count=1, phases_s=both.phases_s | {"forward": forward_s})
+        for rank, forward_s in enumerate((0.1 + 0.2, 0.3, 0.301))
+    )
+    three = replace(both, ranks=(0, 1, 2), count=3)
+    found = with_phases_of([three], [first, second, slow], scale=1.0)
+    assert [each.ranks for each in found] == [(0, 1), (2,)]
 
 
 def test_a_ratio_of_one_changes_nothing_and_overlapping_slow_downs_multiply():
