@@ -167,7 +167,9 @@ class Found:
                 yield each.name, {"plan": each.candidate.override, "why": f"cannot run: {each.refusal}"}
             else:
                 value = objective_of(each.result, self.space.objective)
-                yield each.name, _compared(best, each.candidate, each.result, value)
+                same = each.result.scenario_id == best.result.scenario_id and each.name != OWN
+                found = _compared(best, each.candidate, each.result, value)
+                yield each.name, found | ({"why": "the same: these shares are its own"} if same else {})
 
     def _placed(self, outcome: Outcome, rank: int | None) -> Result:
         place: dict[str, Any] = {
