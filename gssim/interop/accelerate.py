@@ -443,6 +443,13 @@ FILLED = ("train_*batch_size*", "gradient_accumulation_steps", "gradient_clippin
 """Keys of a DeepSpeed file that Hugging Face's Trainer fills in if they are "auto"."""
 
 
+OF_ENGINE = (
+    *("sharding", "zero1_implementation", "bucket_elements", "overlap", "gradient_sync"),
+    *("offload", "reduce_precision"),
+)
+"""Fields of a training that a DeepSpeed file decides, whatever the program's own file says."""
+
+
 def deepspeed_file(keys: Keys, key: str, name: str, *, fills: str = "", precision: str = "") -> Training | None:
     """Return the training in a DeepSpeed file that a key names, searched beside the file or in the working directory.
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from gssim.cluster import Cluster
-from gssim.interop.accelerate import ACCELERATE, deepspeed_file, read_fsdp, under_autocast
+from gssim.interop.accelerate import ACCELERATE, OF_ENGINE, deepspeed_file, read_fsdp, under_autocast
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
 from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in
 
@@ -284,15 +284,7 @@ def _axolotl_deepspeed(keys: Keys, training: Training, file: str) -> None:
     found = deepspeed_file(keys, "deepspeed", file, fills="axolotl", precision=on[0] if on else "")
     if found is None:
         return
-    for name in (
-        "sharding",
-        "zero1_implementation",
-        "bucket_elements",
-        "overlap",
-        "gradient_sync",
-        "offload",
-        "reduce_precision",
-    ):
+    for name in OF_ENGINE:
         setattr(training, name, getattr(found, name))
     for name in ("dp_shard", "tp", "loss_scale"):
         setattr(training, name, getattr(training, name, None) or getattr(found, name))

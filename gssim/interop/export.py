@@ -144,7 +144,7 @@ def _read_back_method(scenario: Scenario) -> str:
     plan, policies = scenario.plan, scenario.policies
     if policies.dp_replicate * policies.dp_shard * policies.cp == 1:
         return "pipeline" if policies.pp > 1 else "tensor" if policies.tp > 1 else "single"
-    if plan.method not in SHARDED:
+    if plan.method not in SHARDED or plan.zero2_implementation == "deepspeed":
         return plan.method
     if policies.shards == 1:
         return "ddp"

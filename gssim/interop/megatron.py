@@ -3,7 +3,7 @@
 Names are those of Megatron-LM core 0.16, written with hyphens and without the leading ones.
 """
 
-from gssim.interop.accelerate import deepspeed, deepspeed_file, read_ulysses
+from gssim.interop.accelerate import OF_ENGINE, deepspeed, deepspeed_file, read_ulysses
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Undecided, Value, listed, refused
 from gssim.interop.training import PRECISIONS, Training, optimizer_in
 
@@ -448,19 +448,9 @@ def _deepspeed(keys: Keys, training: Training) -> None:
     if inner is None:
         return
     training.bucket_parameters = None
-    for name in (
-        "sharding",
-        "zero1_implementation",
-        "bucket_elements",
-        "overlap",
-        "gradient_sync",
-        "offload",
-        "clip_norm",
-        "loss_scale",
-        "dp_shard",
-    ):
+    for name in (*OF_ENGINE, "clip_norm", "loss_scale", "dp_shard"):
         setattr(training, name, getattr(inner, name))
-    training.gradient_precision, training.reduce_precision = None, inner.reduce_precision
+    training.gradient_precision = None
     if on_host is not None:
         training.offload = training.offload or Value("optimizer", on_host.origin)
     for name in ("global_batch", "micro_batch", "precision"):

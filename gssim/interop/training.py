@@ -16,7 +16,7 @@ from gssim.errors import UserError
 from gssim.interop.reading import Keys, Value
 from gssim.plan import METHODS
 from gssim.scenario.vocabulary_slices import shares_embedding, undivided_embedding_reason, undivided_loss_reason
-from gssim.units import PRECISION_BYTES
+from gssim.units import PRECISION_BYTES, Precision
 from gssim.workload import HuggingFace, ImageInput, Model, unrolled
 
 OPTIMIZERS: dict[str, tuple[str, str, str | None]] = {
@@ -366,8 +366,8 @@ def _reduce_divided_sequences(training: Training, keys: Keys, overrides: dict[st
     """
     cp = training.cp
     is_divided = cp is not None and overrides.get("plan.cp", cp.value) > 1
-    precision = overrides.get("workload.precision", training.precision.value if training.precision else "fp32")
-    if training.zero1_implementation != "deepspeed" or cp is None or not is_divided or precision == "fp32":
+    is_engine = training.zero1_implementation == "deepspeed"
+    if not is_engine or cp is None or not is_divided or _precision_of(training, overrides) == "fp32":
         return
     given = training.reduce_precision
     if given is not None and given.value != "fp32":
@@ -398,13 +398,13 @@ def _zero_implementation(
     elements = training.bucket_elements
     if elements is None or pp > 1:
         return [entry]
-    size_bytes = elements.value * _value_bytes(training, overrides)
+    size_bytes = elements.value * PRECISION_BYTES[_precision_of(training, overrides)]
     return [entry, Entry("plan.bucket_bytes", size_bytes, elements.origin)]
 
 
-def _value_bytes(training: Training, overrides: dict[str, Any]) -> int:
-    precision = overrides.get("workload.precision") or (training.precision.value if training.precision else "fp32")
-    return PRECISION_BYTES[precision]
+def _precision_of(training: Training, overrides: dict[str, Any]) -> Precision:
+    asked: Precision | None = overrides.get("workload.precision")
+    return asked or (training.precision.value if training.precision else "fp32")
 
 
 MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS = 40_000_000, 1_000_000
@@ -425,7 +425,7 @@ def _megatron_bucket(training: Training, method: str, dp: int, overrides: dict[s
     if training.overlap is not None and not training.overlap.value:
         return [Entry("plan.bucket_bytes", ONE_BUCKET, f"{training.overlap.origin}: one bucket, after the backward")]
     count = parameters.value or max(MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS * dp)
-    size_bytes = count * _value_bytes(training, overrides)
+    size_bytes = count * PRECISION_BYTES[_precision_of(training, overrides)]
     return [Entry("plan.bucket_bytes", size_bytes, f"{parameters.origin}: {count} parameters")]
 
 

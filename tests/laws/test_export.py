@@ -107,6 +107,10 @@ def test_every_method_is_written_or_refused(to, method):
     assert bool(written) == (method in EXPORTS[to][0]) or "_implementation" in said
 
 
+def test_stage_2_is_read_back_as_stage_2():
+    assert not any("plan.method" in note for note in export_scenario(scenario_with(ZERO2), "deepspeed").notes)
+
+
 @pytest.mark.parametrize(
     ("to", "changes", "said"),
     [

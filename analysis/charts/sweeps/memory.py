@@ -7,20 +7,17 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from analysis.charts.drawing import (
     BYTE_UNITS,
     LABEL_POINTS,
     STYLE,
     Chart,
-    add_axes,
     draw_bar,
-    label_width_in,
     plain,
     unit_for,
 )
-from analysis.charts.sweeps.panels import Size, listed, sheet, subset_note
+from analysis.charts.sweeps.panels import bar_sheet, frame_bars, listed, subset_note
 from analysis.sweep_tables import (
     FITS,
     THRESHOLD,
@@ -37,7 +34,7 @@ from gssim.result import CATEGORIES
 from gssim.units import human_bytes
 
 TITLE = "What fills the tightest device's memory, and how much is left?"
-BAR_IN, PANEL_IN, MOST_PANELS, MOST_BARS = 0.3, 4.2, 8, 16
+PANEL_IN, MOST_PANELS, MOST_BARS = 4.2, 8, 16
 BEYOND_RATIO = 3.0
 """Capacities above this multiple of the needed memory are written, not drawn, to keep the bars long enough."""
 SAME_RATIO = 0.01
@@ -92,11 +89,7 @@ def memory_by_category(table: SweepTable) -> Chart | None:
     chosen = {place: settings[place] for place in representative(list(settings), MOST_PANELS)}
     bars = {place: _bars(rows, layout) for place, rows in chosen.items()}
     shown = _shown([row for rows in bars.values() for _, row in rows])
-    labels_in = max(label_width_in(label) for rows in bars.values() for label, _ in rows)
-    texts_in = max(label_width_in(_needed(row)) for rows in bars.values() for _, row in rows)
-    size = Size(
-        PANEL_IN, BAR_IN * max(map(len, bars.values())), left=labels_in + 0.35, right=texts_in + 0.3, below=0.65
-    )
+    texts = [[(label, _needed(row)) for label, row in rows] for rows in bars.values()]
     note = (
         "Predicted: each plan's rank that has least to spare, at its peak; of several thresholds (and networks, "
         "where they are not told apart) the one that needs most. "
@@ -105,10 +98,9 @@ def memory_by_category(table: SweepTable) -> Chart | None:
     )
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in chosen]
-        figure, boxes = sheet(titles, size, across=2, heading=TITLE, note=note, legend=_legend(bars, shown))
-        for (left, bottom, wide, high), rows in zip(boxes, bars.values(), strict=True):
-            used_in = BAR_IN * len(rows)
-            _panel(add_axes(figure, (left, bottom + high - used_in, wide, used_in)), rows, shown)
+        figure, every = bar_sheet(titles, texts, PANEL_IN, heading=TITLE, note=note, legend=_legend(bars, shown))
+        for axes, rows in zip(every, bars.values(), strict=True):
+            _panel(axes, rows, shown)
     return Chart("memory_by_category", TITLE, figure, _words(bars, layout))
 
 
@@ -182,13 +174,7 @@ def _panel(axes: Axes, bars: Sequence[tuple[str, Row]], shown: Sequence[str]) ->
             fontweight="normal" if fits else "bold",
             annotation_clip=False,
         )
-    axes.set_yticks(range(len(bars)), [plain(label) for label, _ in bars], fontsize=LABEL_POINTS)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(bars) - 0.5, -0.5)
-    axes.set_xlim(0, 1.03 * longest / factor or 1.0)
-    axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.set_xlabel(f"memory ({unit})")
-    axes.grid(axis="x", color="0.9", linewidth=0.6)
+    frame_bars(axes, [label for label, _ in bars], 1.03 * longest / factor, f"memory ({unit})")
 
 
 def _near(bars: Sequence[tuple[str, Row]]) -> list[float]:

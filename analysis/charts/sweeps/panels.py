@@ -11,7 +11,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from analysis.charts.accuracy import log_ticks
-from analysis.charts.drawing import LABEL_POINTS, LOG_FROM_RATIO, MARKS, label_width_in, new_figure, plain, wrapped
+from analysis.charts.drawing import (
+    LABEL_POINTS,
+    LOG_FROM_RATIO,
+    MARKS,
+    add_axes,
+    label_width_in,
+    new_figure,
+    plain,
+    wrapped,
+)
 from analysis.study.findings import percentage
 from analysis.sweep_tables import Layout, Place, Row, SweepTable, by_plan, is_compressed
 
@@ -137,6 +146,44 @@ def sheet(
         place: dict[str, Any] = {"x": left / width_in, "y": (bottom + high + 0.08) / height_in}
         figure.text(**place, s=plain(text), fontsize=10, fontweight="bold", va="bottom")
     return figure, boxes
+
+
+BAR_IN = 0.3
+
+
+def bar_sheet(
+    titles: Sequence[str],
+    bars: Sequence[Sequence[tuple[str, str]]],
+    wide_in: float,
+    *,
+    heading: str,
+    note: str,
+    legend: Sequence[tuple[Artist, str]],
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels of horizontal bars, `wide_in` inches wide, and the axes of each.
+
+    `bars`: of each panel, the bars' labels and the texts at their ends.
+    """
+    labels_in = max(label_width_in(label) for panel in bars for label, _ in panel)
+    texts_in = max(label_width_in(text) for panel in bars for _, text in panel)
+    size = Size(wide_in, BAR_IN * max(map(len, bars)), left=labels_in + 0.35, right=texts_in + 0.3, below=0.65)
+    figure, boxes = sheet(titles, size, across=2, heading=heading, note=note, legend=legend)
+    used_in = [BAR_IN * len(panel) for panel in bars]
+    return figure, [
+        add_axes(figure, (left, bottom + high - used, wide, used))
+        for (left, bottom, wide, high), used in zip(boxes, used_in, strict=True)
+    ]
+
+
+def frame_bars(axes: Axes, labels: Sequence[str], longest: float, name: str) -> None:
+    """Label the axes of horizontal bars, the first at the top; `name`: of the quantity, which ends at `longest`."""
+    axes.set_yticks(range(len(labels)), [plain(label) for label in labels], fontsize=LABEL_POINTS)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_xlim(0, longest or 1.0)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.set_xlabel(name)
+    axes.grid(axis="x", color="0.9", linewidth=0.6)
 
 
 def subset_note(drawn: int, there: int, things: str = "settings") -> str:

@@ -6,21 +6,17 @@ import matplotlib as mpl
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from analysis.charts.drawing import (
     LABEL_POINTS,
     STYLE,
     TIME_UNITS,
     Chart,
-    add_axes,
     draw_bar,
-    label_width_in,
-    plain,
     unit_for,
 )
 from analysis.charts.step_phases import DARK_PHASES, PHASE_COLOURS
-from analysis.charts.sweeps.panels import Size, sheet, subset_note, threshold_words
+from analysis.charts.sweeps.panels import bar_sheet, frame_bars, subset_note, threshold_words
 from analysis.sweep_tables import (
     THRESHOLD,
     Layout,
@@ -39,7 +35,7 @@ from gssim.result import PHASES
 from gssim.units import human_seconds
 
 TITLE = "How long is a step, and what is it made of?"
-BAR_IN, PANEL_IN, MOST_PANELS, MOST_BARS = 0.3, 3.6, 8, 8
+PANEL_IN, MOST_PANELS, MOST_BARS = 3.6, 8, 8
 HATCHES = {
     "forward": "",
     "backward": "////",
@@ -66,11 +62,7 @@ def steps(table: SweepTable) -> Chart | None:
     chosen = {place: settings[place] for place in representative(list(settings), MOST_PANELS)}
     panels = {place: _bars(members, layout) for place, members in chosen.items()}
     longest_s = max(row["step_time_s"] for bars in panels.values() for _, row in bars)
-    labels_in = max(label_width_in(label) for bars in panels.values() for label, _ in bars)
-    texts_in = max(label_width_in(human_seconds(row["step_time_s"])) for bars in panels.values() for _, row in bars)
-    size = Size(
-        PANEL_IN, BAR_IN * max(map(len, panels.values())), left=labels_in + 0.35, right=texts_in + 0.3, below=0.65
-    )
+    texts = [[(label, human_seconds(row["step_time_s"])) for label, row in bars] for bars in panels.values()]
     fewer = any(len(by_plan(members, layout)) > MOST_BARS for members in chosen.values())
     note = (
         "Predicted; plans that fit, the fastest first. Phases are means over ranks; exposed communication is what "
@@ -83,10 +75,9 @@ def steps(table: SweepTable) -> Chart | None:
     shown = [phase for phase in PHASES if any(row.get(f"{phase}_s") for bars in panels.values() for _, row in bars)]
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in chosen]
-        figure, boxes = sheet(titles, size, across=2, heading=TITLE, note=note, legend=_legend(shown))
-        for (left, bottom, wide, high), bars in zip(boxes, panels.values(), strict=True):
-            used_in = BAR_IN * len(bars)
-            _panel(add_axes(figure, (left, bottom + high - used_in, wide, used_in)), bars, longest_s)
+        figure, every = bar_sheet(titles, texts, PANEL_IN, heading=TITLE, note=note, legend=_legend(shown))
+        for axes, bars in zip(every, panels.values(), strict=True):
+            _panel(axes, bars, longest_s)
     return Chart("step_time_by_plan", TITLE, figure, _words(panels, layout))
 
 
@@ -122,13 +113,7 @@ def _panel(axes: Axes, bars: Bars, longest_s: float) -> None:
             fontsize=LABEL_POINTS - 0.5,
             annotation_clip=False,
         )
-    axes.set_yticks(range(len(bars)), [plain(label) for label, _ in bars], fontsize=LABEL_POINTS)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(bars) - 0.5, -0.5)
-    axes.set_xlim(0, 1.005 * longest_s / factor or 1.0)
-    axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.set_xlabel(f"time of one step ({unit})")
-    axes.grid(axis="x", color="0.9", linewidth=0.6)
+    frame_bars(axes, [label for label, _ in bars], 1.005 * longest_s / factor, f"time of one step ({unit})")
 
 
 def _legend(shown: Sequence[str]) -> list[tuple[Artist, str]]:
