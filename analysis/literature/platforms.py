@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from gssim.cluster import GENERATIONS, Cluster, presets
 from gssim.cluster.topology import CUBE_MESH_DEVICES
-from gssim.units import FlopPerSecond, PositiveFloat, PositiveInt, Precision, Seconds, spec, validated
+from gssim.units import BytesPerSecond, FlopPerSecond, PositiveFloat, PositiveInt, Precision, Seconds, spec, validated
 
 FILE = "platforms.toml"
 
@@ -39,6 +39,8 @@ class Platform:
     """Rate of flash attention relative to linear layers; see `Software`."""
     first_attention_ratio: PositiveFloat = 1.0
     """The same ratio for the first version of FlashAttention (Triton)."""
+    host_core_bytes_per_s: BytesPerSecond | None = None
+    """Rate at which one core of the host reads or writes memory; absent: what it moves takes no time."""
     calls: dict[str, tuple[Seconds, Seconds]] = field(default_factory=dict)
     """Measured time of an empty collective inside a server, by kind: a fixed part, and one for each other rank."""
     exchange_fixed_s: dict[str, Seconds] = field(default_factory=dict)

@@ -222,6 +222,8 @@ class Software:
     Megatron-LM's, allocates one of its own in each backward (core/tensor_parallel/layers.py, grad_weight)."""
     receives_in_flight: bool = False
     """Stages of a pipeline have receive buffers only for messages in flight (`plan.receive_buffers`)."""
+    serial_messages: bool = False
+    """Stages of a pipeline send and receive one message at a time, as DeepSpeed's PipelineEngine."""
     context_ranks: int = 1
     """Ranks that share each sequence, with ring attention: sizes are those of a rank's part of the sequence."""
     float8_maps: bool = False
@@ -261,7 +263,11 @@ class Software:
     flash_calls: int = 1
     """Operations that the host launches for the forward of flash attention."""
     message_calls: int = 0
-    """The same for a message between stages of a pipeline, at both ends."""
+    """The same for a message between stages of a pipeline, at both ends; without those of `unpacking_calls`."""
+    unpacking_calls: int = 0
+    """Those of the receiver that only the computation with what came waits for."""
+    host_passes: int = 0
+    """How many times the receiving host reads or writes memory of the whole message's size."""
     rotary_calls: int = 0
     """The same to turn queries and keys of a `gpt` by their positions; 0: positions are learned."""
     checks_norms_over: int | None = None

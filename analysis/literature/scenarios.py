@@ -129,6 +129,11 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
         overheads_s = (device.operation_overhead_s for device in known.values())
         posting_s = software.message_calls * (software.operation_overhead_s or max(overheads_s))
         cluster["backend_cost"] = {"posting_s": posting_s, "source": f"{run.source}: messages between stages"}
+        if software.unpacking_calls:
+            cluster["backend_cost"]["unpacking_s"] = posting_s * software.unpacking_calls / software.message_calls
+        if platform is not None and platform.host_core_bytes_per_s is not None:
+            whole = run.tp if software.partitioned else 1  # of a message, of which a tensor rank sends its part
+            cluster["backend_cost"]["unpacking_byte_s"] = software.host_passes * whole / platform.host_core_bytes_per_s
     kept = run.deferred_outputs
     if software.operation_overhead_s is None and not software.dummy_gradients and not kept:
         return cluster
@@ -285,6 +290,8 @@ def plan_of(run: Run) -> dict[str, Any]:
         plan["stages"] = list(stages_of(run))
         filled = "1f1b" if run.micro_batches >= run.pp else "gpipe"
         plan["schedule"] = "interleaved" if run.chunks > 1 else filled
+        if run.software.serial_messages:
+            plan["schedule"] = "deepspeed"
     if (run.method == "ddp" or run.flat_optimizer) and not run.overlap:
         plan["bucket_bytes"] = ONE_BUCKET
     return plan

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _batch_p2p, _wait_batch_p2p
 from torch.distributed.tensor import DTensor
 
 from gsreal.gradient_sharding import GradientSharding
@@ -39,6 +40,7 @@ from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import autocast, loss_of
 from gsreal.run.rank import gather_json, wire_device
 from gssim.plan import DDP_BUCKET_BYTES, MIB, REPLICA_AXES
+from gssim.plan.pipeline_schedule import schedule
 from gssim.scenario import Scenario, held_experts, held_layers, held_slice, of_no_sample, schedule_of, tied_parameters
 from gssim.workload import LayerInstance, unrolled
 
@@ -139,6 +141,54 @@ class ObservedStage(PipelineStage):
             self.timeline.between(
                 "wait for all-reduce", "exposed_communication", self.last_gradient[0], group=self.replicas
             )
+
+
+class ScheduleOfActions(PipelineScheduleSingle):
+    """Runs the actions that `gssim.plan.schedule` lists for a stage, for schedules that torch does not have."""
+
+    def __init__(self, stage: PipelineStage, count: int, name: str, **settings: Any) -> None:
+        super().__init__(stage, count, **settings)
+        stages = stage.num_stages
+        self.actions = schedule(name, ranks=stages, stages=stages, micro_batches=count)[stage.stage_index]
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Run one step on the given micro-batches."""
+        stage, last = self._stage, self._n_microbatches - 1
+        arguments, keywords = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        self._initialize_stage(arguments[0], keywords[0], target_mbs[0] if target_mbs else None, loss_kwargs)
+        operations = {
+            ("receive", "activation"): stage.get_fwd_recv_ops,
+            ("send", "activation"): stage.get_fwd_send_ops,
+            ("receive", "gradient"): stage.get_bwd_recv_ops,
+            ("send", "gradient"): stage.get_bwd_send_ops,
+        }
+        posted: list[dist.Work] = []
+        for action in self.actions:
+            number = action.micro_batch
+            if action.kind == "forward":
+                output = stage.forward_one_chunk(
+                    number, arguments[number], keywords[number], save_forward_output=return_outputs
+                )
+                self._maybe_compute_loss(stage, output, target_mbs, number, loss_kwargs)
+                del output  # the stage keeps what the backward needs
+            elif action.kind == "backward":
+                stage.backward_one_chunk(number, loss=self._maybe_get_loss(stage, number), last_backward=number == last)
+            elif action.kind == "wait":
+                _wait_batch_p2p(posted)
+                posted.clear()
+            elif action.kind in ("send", "receive"):
+                (message,) = action.messages
+                posted += _batch_p2p(operations[action.kind, message.kind](message.micro_batch))
+        self._update_losses(stage, losses)
+        stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
 
 
 @dataclass
@@ -440,6 +490,8 @@ def _schedule(scenario: Scenario, stages: list[ObservedStage], losses: Losses) -
     count, name = scenario.plan.micro_batches, schedule_of(scenario.plan, scenario.policies.pp)
     if name == "interleaved":
         return ScheduleInterleaved1F1B(list(stages), count, **settings)
+    if name == "deepspeed":
+        return ScheduleOfActions(stages[0], count, name, **settings)
     return {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name](stages[0], count, **settings)
 
 

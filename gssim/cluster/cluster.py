@@ -233,6 +233,10 @@ class BackendCost:
     posting_limit_bytes: PositiveBytes | None = None
     """Bytes that the sockets buffer at once; the backend's thread posts the rest while the caller continues. Absent:
     sockets buffer everything."""
+    unpacking_s: Seconds = 0.0
+    """Host time of a stage of a pipeline to unpack a message that it received before it computes, whatever its size."""
+    unpacking_byte_s: Seconds = 0.0
+    """The same for each byte of the message."""
     measured_s: dict[str, Curve] = field(default_factory=dict)
     """By kind: the time of a collective of all ranks, by size in bytes. It replaces any formula, with log-log
     interpolation; smaller sizes take as long as the smallest, and beyond the largest, time is proportional to size.
@@ -248,8 +252,9 @@ class BackendCost:
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data without absent costs."""
-        optional = ("overhead_rank_s", "message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s")
+        optional = {"overhead_rank_s", "message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s"}
         data: dict[str, Any] = inner(self)
+        optional |= {"unpacking_s", "unpacking_byte_s"}
         return {key: value for key, value in data.items() if value or key not in optional}
 
 

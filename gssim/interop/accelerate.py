@@ -187,6 +187,7 @@ def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
     training.zero1_implementation = "deepspeed"
     # runtime/pipe/engine.py keeps a buffer for each micro-batch in flight, and one for a gradient
     training.receive_buffers = Value("in-flight", "DeepSpeed's pipelines have buffers for what is in flight")
+    training.schedule = Value("deepspeed", "DeepSpeed's PipelineEngine")
     training.sharding = Value("none", "zero_optimization.stage is not given: 0")
     if stage is not None and stage.value > 3:
         keys.refuse("zero_optimization.stage", "must be from 0 to 3", replaced_by=METHODS)
@@ -445,7 +446,7 @@ FILLED = ("train_*batch_size*", "gradient_accumulation_steps", "gradient_clippin
 
 OF_ENGINE = (
     *("sharding", "zero1_implementation", "bucket_elements", "overlap", "gradient_sync"),
-    *("offload", "reduce_precision"),
+    *("offload", "reduce_precision", "schedule"),
 )
 """Fields of a training that a DeepSpeed file decides, whatever the program's own file says."""
 

@@ -445,6 +445,7 @@ def _torchtitan_parallelism(scenario: Scenario, micro: int, many: int, notes: li
         schedule = plan.schedule or ("1f1b" if many >= policies.pp else "gpipe")
         if plan.schedule is None:
             notes.append(note_of("plan.schedule", schedule, "is the default, and in the file"))
+        _refuse("torchtitan", "plan.schedule", schedule, schedule in schedules, ", ".join(schedules))
         table["pipeline_parallel_degree"] = policies.pp
         table["pipeline_parallel_schedule"] = schedules[schedule]
         table["pipeline_parallel_microbatch_size"] = micro

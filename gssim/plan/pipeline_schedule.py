@@ -1,16 +1,17 @@
 """Pipeline schedules (GPipe, 1F1B, interleaved 1F1B): each rank's order of forwards, backwards, sends, receives, waits.
 
 They reproduce torch.distributed.pipelining (torch 2.13, schedules.py: ScheduleGPipe, Schedule1F1B and
-ScheduleInterleaved1F1B) statement by statement; tests compare them to torch's own loops. Stage i is on rank i modulo
-the ranks. The first stage receives no activations; the last sends none.
+ScheduleInterleaved1F1B) statement by statement; tests compare them to torch's own loops. DeepSpeed's 1F1B is a fourth.
+Stage i is on rank i modulo the ranks. The first stage receives no activations; the last sends none.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+ScheduleName = Literal["gpipe", "1f1b", "deepspeed", "interleaved"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 class Message(NamedTuple):
@@ -59,7 +60,7 @@ def schedule(
     refuse(name, ranks=ranks, stages=stages, micro_batches=micro_batches)
     if name == "interleaved":
         return _interleaved(ranks, stages // ranks, micro_batches, sharded=sharded, frees_sent=frees_sent)
-    single = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}[name]
+    single = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "deepspeed": _deepspeed}[name]
     reduced = [(Action("reduce", stage),) if sharded else () for stage in range(stages)]
     return tuple((*single(stage, stages, micro_batches), *reduced[stage]) for stage in range(stages))
 
@@ -200,6 +201,36 @@ def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> It
         do.post("send", *sends)
         do.assign("send_work", *sends)
     do.wait(*sends)
+    do.unbind_all()
+    yield from do.actions
+
+
+def _deepspeed(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
+    """1F1B of DeepSpeed's PipelineEngine (runtime/pipe/schedule.py, TrainSchedule): one message at a time.
+
+    In even steps the even stages run forward and the odd ones backward, in odd steps the reverse, so that the stages of
+    a pair exchange what they made in the step before: first the gradient goes back, then the activation forward. A rank
+    waits for each message, the sent ones too, before the next and before it computes.
+    """
+    do = _Recorder(stage, stages)
+    sends: tuple[Message, ...] = ()
+    for step in range(2 * (micro_batches + stages - 1)):
+        forward = (step - stage) % 2 == 0
+        micro_batch = (step - stage) // 2 if forward else (step + stage + 1) // 2 - stages
+        computes = 0 <= micro_batch < micro_batches
+        received = do.received("activation" if forward else "gradient", micro_batch) if computes else ()
+        exchanged = (("send", sends), ("receive", received))
+        for kind, messages in exchanged if forward else reversed(exchanged):
+            do.post(kind, *messages)
+            do.wait(*messages)
+        do.assign("sent")
+        sends = ()
+        if computes and forward:
+            sends = do.forward(micro_batch)
+            do.assign("output")
+        elif computes:
+            sends = do.backward(micro_batch)
+            do.assign("sent", *sends)
     do.unbind_all()
     yield from do.actions
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gssim.plan.methods import MethodName
+from gssim.plan.pipeline_schedule import ScheduleName
 from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveFloat, PositiveInt, Recompute, Threshold, spec
 
 Partition = Literal["data", "weight-gradient"]
@@ -428,8 +429,10 @@ class Plan:
     operation."""
     micro_batches: PositiveInt = 1
     """Parts in which each rank processes its samples, one after another, before an update (gradient accumulation)."""
-    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
-    """Schedule of a pipeline; absent: 1f1b, or gpipe where there are fewer micro-batches than stages."""
+    schedule: ScheduleName | None = None
+    """Schedule of a pipeline. `deepspeed`: the 1F1B of DeepSpeed's PipelineEngine, in which a stage sends or receives
+    one message at a time; there may be fewer micro-batches than stages. Absent: 1f1b, or gpipe where there are fewer
+    micro-batches than stages."""
     stages: tuple[PositiveInt, ...] | None = None
     """Layers of each pipeline stage; the loss is part of the last and is not counted. Absent: balanced, one stage a
     rank, two where interleaved. Interleaved plans may give each rank more."""

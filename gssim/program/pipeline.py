@@ -194,6 +194,7 @@ class _ScheduleWriter:
         if self.pushes_last:
             micro_batch = replace(micro_batch, sends_gradients=False)
         stage = None if low is self.low else action.stage
+        self.unpack(action)
         self.add(*self.copies.pop(action.stage, ()))
         gathered = self.gathered_for(action) if low.reduces_after_schedule else None
         # all micro-batches have the same size; those whose gradients are pushed may have messages of their own
@@ -215,6 +216,20 @@ class _ScheduleWriter:
             self.deferred += [task for task in part if is_reduction(task)]
             part = [task for task in part if not is_reduction(task)]
         self.add(*part)
+
+    def unpack(self, action: Action) -> None:
+        """Append the host's unpacking of the message that a forward or backward needs, if it was received."""
+        cost, source = self.low.scenario.cluster.backend_cost, action.stage - 1
+        if action.kind == "backward":
+            source = action.stage + 1
+        if cost is None or self.for_memory or source in self.stages or not 0 <= source < len(self.low.all_stages):
+            return
+        kind = "activation" if action.kind == "forward" else "gradient"
+        message = Message(kind, source, action.micro_batch)
+        duration_s = cost.unpacking_s + cost.unpacking_byte_s * self.size_bytes(message)
+        if duration_s:
+            own = self.message_id(message).serving("unpack")
+            self.add(Task(own, "exposed_communication", duration_s=duration_s))
 
     def stage_in_ids(self, number: int) -> int | None:
         """Return the stage number for identities of tasks: None if the rank has only one stage."""

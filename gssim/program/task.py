@@ -60,7 +60,7 @@ before it, in which a rank does not communicate. `load-batch`: the training loop
 backward and update. `other`: a task of a program written by hand, with `layer` as its label."""
 BufferAction = Literal["issue", "cast", "issue-cast", "accumulate", "copy-in", "copy-out", "take"]
 PushAction = Literal["begin", "post", "threshold", "counts", "put", "wait", "hand-over", "await"]
-MessageAction = Literal["send", "receive", "release", "return", "overlap"]
+MessageAction = Literal["send", "receive", "unpack", "release", "return", "overlap"]
 Action = Literal["", BufferAction, PushAction, MessageAction]
 """What a task does for the operation that it serves; empty if the task is the operation itself."""
 Pass = Literal["", "forward", "recompute", "backward"]

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gssim.plan import METHODS, MethodName
+from gssim.plan.pipeline_schedule import ScheduleName
 from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Recompute, Threshold, spec
 
 Objective = Literal["step-time", "cost", "energy"]
@@ -35,7 +36,7 @@ class SearchSpace:
     sequence_parallel: Annotated[tuple[bool, ...], Field(min_length=1)] | None = None
     """Whether to use sequence parallelism (`plan.sequence_parallel`) with tensor parallelism; list both to try both.
     Absent: as in the scenario's plan, or where tensor-parallel ranks divide experts."""
-    schedules: Annotated[tuple[Literal["gpipe", "1f1b", "interleaved"], ...], Field(min_length=1)] | None = None
+    schedules: Annotated[tuple[ScheduleName, ...], Field(min_length=1)] | None = None
     """Schedules of pipelines. Absent: the scenario's own."""
     micro_batches: Choice | None = None
     """Numbers of micro-batches. Absent: powers of two, up to the samples of each part of an evenly split batch."""

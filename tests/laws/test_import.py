@@ -440,13 +440,14 @@ def test_megatron_yaml_is_the_script(tmp_path):
     assert by_yaml == by_script
 
 
-def test_pipelines_of_deepspeed_keep_buffers_for_what_is_in_flight(tmp_path):
+def test_pipelines_of_deepspeed_have_its_schedule_and_buffers_for_what_is_in_flight(tmp_path):
     text = json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4})
     plans = []
     for ranks in (1, 2):
         options = {"model": "gpt3-1.3b", "overrides": [f"plan.pp={ranks}", "workload.sequence_length=128"]}
         plans.append(imported(tmp_path, text, name="ds.json", **options)[0]["plan"])
     assert [plan.get("receive_buffers") for plan in plans] == [None, "in-flight"]
+    assert [plan.get("schedule") for plan in plans] == [None, "deepspeed"]
 
 
 def test_megatron_pipelines_of_few_micro_batches_are_gpipe(tmp_path):

@@ -1,6 +1,7 @@
 """Pipelines as predicted: the bubble's closed form, what is held, who gets which layers, and what is sent."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from point_checks import assert_same_as_unfolded
 from strategies import clusters, device_type, loaded_of, machine_of, scenario_of, star
 
+from gssim.cluster.cluster import BackendCost
 from gssim.errors import UserError
 from gssim.program import lower
 from gssim.result import CATEGORIES, Result
@@ -71,7 +73,7 @@ def predicted(scenario: Scenario) -> Result:
 # The bubble ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "deepspeed"])
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 7), (3, 4), (4, 4), (4, 16), (8, 9)])
 def test_a_step_of_equal_stages_takes_as_many_turns_as_micro_batches_and_other_stages(schedule, ranks, micro_batches):
     """Huang et al. 2019 (GPipe), Narayanan et al. 2021, section 2.2: (m + p - 1)(tf + tb); bubble (p-1)/(m+p-1)."""
@@ -115,10 +117,31 @@ def test_a_slow_link_makes_the_step_longer_by_what_it_cannot_hide():
     assert predicted(made).step_time_s == pytest.approx(2 * (FORWARD_S + BACKWARD_S) + 2 * message_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("unpacking_s", [0.0, 3e-4])
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+def test_messages_of_deepspeeds_schedule_go_one_at_a_time_and_are_unpacked(micro_batches, unpacking_s):
+    """Two stages, m micro-batches: in each turn, one message there and one back, of which neither is hidden."""
+    cluster = star(2, bandwidth=1e4, latency_s=0.0)  # so that gloo's notices take no time
+    if unpacking_s:
+        cost = BackendCost(unpacking_s=unpacking_s - 16 * 1e-5, unpacking_byte_s=1e-5, source="made by hand")
+        cluster = replace(cluster, backend_cost=cost)
+    made = scenario_of(
+        cluster,
+        {"method": "pipeline", "schedule": "deepspeed", "micro_batches": micro_batches},
+        model=chain(2),
+        global_batch_size=micro_batches,
+        sequence_length=1,
+        optimizer="sgd",
+    )
+    turn_s, message_s = FORWARD_S + BACKWARD_S + unpacking_s, 16 / 1e4
+    expected_s = (micro_batches + 1) * turn_s + 2 * micro_batches * message_s
+    assert predicted(made).step_time_s == pytest.approx(expected_s, rel=1e-9)
+
+
 @settings(deadline=None, max_examples=examples(40))
 @given(st.data())
 def test_every_pipeline_ends_and_computes_everything_once(data):
-    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "deepspeed", "interleaved"]))
     ranks = data.draw(st.integers(2, 4))
     local = data.draw(st.integers(1, 3)) if schedule == "interleaved" else 1
     micro_batches = ranks * data.draw(st.integers(1, 3))
@@ -137,7 +160,7 @@ def test_every_pipeline_ends_and_computes_everything_once(data):
 @given(st.data())
 def test_the_second_step_on_unequal_devices_and_slow_links_is_like_every_later_one(data):
     """Ranks begin a step when they have done the one before, so that steps overlap between ranks."""
-    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "deepspeed", "interleaved"]))
     ranks = data.draw(st.integers(2, 4))
     plan = {"method": "pipeline", "micro_batches": 4, "schedule": schedule}
     plan |= {"stages": [1] * 4} if schedule == "interleaved" else {}

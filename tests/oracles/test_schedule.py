@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gssim.plan import Action
 from gssim.plan.pipeline_schedule import SCHEDULES, Message, in_flight, schedule
 
-GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED = SCHEDULES
+GPIPE, ONE_FORWARD_ONE_BACKWARD, _, INTERLEAVED = SCHEDULES
 
 
 @st.composite

@@ -29,7 +29,7 @@ BF16_TOLERANCE = 2e-2
 """Relative to the largest parameter: AdamW takes steps of equal length whichever way a rounded gradient points, five of
 1e-3 to either side."""
 PIPELINE = ["plan.method=pipeline"]
-SCHEDULES = {name: [*PIPELINE, f'plan.schedule="{name}"'] for name in ("gpipe", "1f1b", "interleaved")}
+SCHEDULES = {name: [*PIPELINE, f'plan.schedule="{name}"'] for name in ("gpipe", "1f1b", "deepspeed", "interleaved")}
 FOUR, SIX = ["plan.micro_batches=4"], ["plan.micro_batches=6"]
 BASE = {"resnet": "resnet-digits.toml", "vit": "resnet-digits.toml", "bert": "small-bert.toml", "large": "demo.toml"}
 
@@ -106,6 +106,8 @@ CASES: dict[int, dict[str, list[str]]] = {
     3: {
         "1f1b-bert-adamw": [*GPT, *ADAMW64, *SCHEDULES["1f1b"], *FOUR],
         "interleaved-sgd": [*GPT, *SGD, *SCHEDULES["interleaved"], *SIX],
+        "deepspeed-adamw": [*GPT, *ADAMW64, *SCHEDULES["deepspeed"], *SIX],
+        "deepspeed-short-sgd": [*GPT, *SGD, *SCHEDULES["deepspeed"], "plan.micro_batches=2"],
     },
     4: {
         "1f1b-ddp-tied-sgd": [*GPT, *SGD, *REPLICATED, "plan.micro_batches=3", small("gpt-tied")],
@@ -149,6 +151,14 @@ CASES: dict[int, dict[str, list[str]]] = {
             *SHARDED["zero3"],
             "plan.micro_batches=3",
             "workload.clip_norm=0.05",
+            small("gpt-tied"),
+        ],
+        "deepspeed-ddp-tied-sgd": [
+            *GPT,
+            *SGD,
+            *REPLICATED,
+            "plan.micro_batches=3",
+            "plan.schedule=deepspeed",
             small("gpt-tied"),
         ],
         "1f1b-gs-adamw": [*GPT, *ADAMW64, *GS, "plan.micro_batches=3"],
@@ -286,6 +296,7 @@ FEW = [
     "1f1b-tied-head-clipped-sgd",
     "gpipe-batch-norm-resnet-sgd",
     "1f1b-ddp-tied-sgd",
+    "deepspeed-ddp-tied-sgd",
     "1f1b-gs-adamw",
     "1f1b-gs-tied-clipped-adamw",
     "interleaved-gs-uneven-clipped-large-adamw",

@@ -8,8 +8,7 @@ examples/ds_pretrain_transgan_pipe.sh, megatron/model/trans_gan_gen.py): twelve 
 image, then twelve narrow ones within the 256 windows of the last one, nothing recomputed. That its machines are
 P3.8xlarge follows from the rates that its script gives them.
 
-Sailor: plans that name the GPUs of every stage and replica. Each tensor rank sends whole activations to the next stage:
-the time of the row whose stages are joined by 1 Gbit/s shows it.
+Sailor: plans that name the GPUs of every stage and replica, run by its own copy of DeepSpeed's PipelineEngine.
 
 vTrain: GPT plans on A100 of 80 GB by Megatron-DeepSpeed, fp16, full recomputation.
 """
@@ -144,6 +143,16 @@ def _blocks_of_partition(partition: str, pp: int, *, generator: bool = False) ->
 SAILOR_SEQUENCE = 2048
 SAILOR_RECOMPUTED = ("mit",)
 """Clusters, of GPUs with little memory, on which blocks are recomputed."""
+SAILOR_SENDER_CALLS = 7
+"""Calls for a message between stages that reach the device or a peer (deepspeed/pipe_engine.py): a copy of the tensor
+rank's part, its description, an empty tensor in the output's place; for both, a send and a wait."""
+SAILOR_RECEIVER_CALLS = 15
+"""The same on the receiver: for part and description, a receive, a wait and two copies; the description to the host,
+twice; zeros to the device, the part into them, the gather over the tensor ranks, a wait, and a copy of the result
+(deepspeed/utils.py, reconstruct_tensor)."""
+SAILOR_HOST_PASSES = 3
+"""The receiver makes a tensor of zeros of the whole message on the host, for each message: the system clears new pages,
+one thread fills them (torchrun gives a rank no more), and they are copied to the device."""
 SAILOR_MODELS = {
     "OPT-350": replace(
         gpt(layers=24, hidden=1024, heads=16, vocabulary=50272, sequence_length=SAILOR_SEQUENCE), rectified=True
@@ -186,8 +195,12 @@ def sailor(record: Mapping[str, str], identity: str) -> Run:
             fused_softmax=False,
             early_stop=False,
             in_place_loss=True,
+            partitioned=tp > 1 and pp > 1,
+            serial_messages=True,
             receives_in_flight=True,
-            message_calls=MEGATRON_MESSAGE_CALLS,
+            message_calls=SAILOR_SENDER_CALLS,
+            unpacking_calls=SAILOR_RECEIVER_CALLS,
+            host_passes=SAILOR_HOST_PASSES,
         ),
         method=method_of(dp, tp, pp),
         dp=dp,
