@@ -300,8 +300,7 @@ class _ScheduleWriter:
             self.latest = known.id
             return
         if known is None:
-            stage = self.stages[message.source].stages[0]
-            category = stage.output[1] if message.kind == "activation" else "temporaries"
+            category = "activations" if message.kind == "activation" else "temporaries"
             need = release_of(self.size_bytes(message), category)
         else:
             need = known.need
@@ -334,7 +333,7 @@ def replicas_of(low: Lowering, samples: int) -> Sequence[Sequence[int]]:
 def _output_bytes(low: Lowering, samples: int) -> Sequence[float]:
     """Return the size of every stage's output, in bytes, for a micro-batch of `samples` samples."""
     length = low.scenario.workload.sequence_length or 1
-    return [low.traced_scale * stage.output[0].at(b=samples, s=length) for stage in low.all_stages]
+    return [low.traced_scale * stage.output_bytes.at(b=samples, s=length) for stage in low.all_stages]
 
 
 def stage_buffers(low: Lowering, rank: int) -> dict[str, float]:

@@ -68,12 +68,10 @@ class Stage:
         return (*layers, *beside, self.received, self.shared, place, None if output is None else Same(output))
 
     @property
-    def output(self) -> tuple[Polynomial, str]:
-        """Size and category of the stage's output."""
+    def output_bytes(self) -> Polynomial:
+        """Size of the stage's output."""
         place, buffer = self.output_place
-        if buffer is None:
-            return self.layers[place].layer.output_bytes, "activations"
-        return buffer.size_bytes, buffer.category
+        return self.layers[place].layer.output_bytes if buffer is None else buffer.size_bytes
 
 
 def stages_of(layers: Sequence[Sequence[LayerInstance]]) -> tuple[Stage, ...]:
@@ -82,7 +80,7 @@ def stages_of(layers: Sequence[Sequence[LayerInstance]]) -> tuple[Stage, ...]:
     afters = [*(stage[0] for stage in layers[1:]), None]
     stages: list[Stage] = []
     for number, (stage, before, after) in enumerate(zip(layers, befores, afters, strict=True)):
-        received = stages[-1].output[0] if stages else None
+        received = stages[-1].output_bytes if stages else None
         stages.append(Stage(number, tuple(stage), before, after, received))
     return tuple(stages)
 
@@ -122,7 +120,10 @@ def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale
             if key not in cached:  # repetitions share their events
                 size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
                 born = buffer.born.position
-                cached[key] = Event(born, size, buffer.category), Event(freed.position, -size, buffer.category)
+                # a trace may show the output as freed by the next layer's forward, a temporary: the schedule keeps it
+                is_output = freed is RELEASED and buffer.born.phase == "f"
+                category = "activations" if is_output else buffer.category
+                cached[key] = Event(born, size, category), Event(freed.position, -size, category)
             events[number, buffer.born.phase].append(cached[key][0])
             if freed.phase == "end":
                 end.append(cached[key][1])

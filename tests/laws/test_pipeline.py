@@ -25,6 +25,7 @@ from gssim.workload import Model, unrolled
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 GPT, BERT, RESNET = (load_model(MODELS / f"{name}.toml") for name in ("gpt-byte-1m", "bert-byte-1m", "resnet-digits"))
+AUTOCAST = load_model(MODELS.parents[1] / "tests" / "helpers" / "models" / "of_tests" / "divided-autocast-bert.toml")
 FORWARD_S, BACKWARD_S = 0.001, 0.002
 """Of one layer of the chain, for a micro-batch of one sample of one token, on a device of 1 GFLOP/s."""
 
@@ -61,7 +62,8 @@ def pipelined(ranks: int, micro_batches: int, *, model: Model, samples: int = 1,
         {"method": "pipeline", "micro_batches": micro_batches} | plan,
         model=model,
         global_batch_size=micro_batches * samples,
-        sequence_length=None if model is RESNET else 1,
+        sequence_length=None if model is RESNET else 24 if model is AUTOCAST else 1,  # which it was traced at
+        autocast="bf16" if model is AUTOCAST else None,
         optimizer="sgd",
     )
 
@@ -182,7 +184,8 @@ def test_the_second_step_on_unequal_devices_and_slow_links_is_like_every_later_o
         pytest.param(schedule, model, marks=[] if place == number else pytest.mark.slow)
         for place, schedule in enumerate(("gpipe", "1f1b", "interleaved"))
         for number, model in enumerate((GPT, BERT, RESNET))
-    ],
+    ]
+    + [("deepspeed", AUTOCAST)],
     ids=lambda each: each if isinstance(each, str) else each.name,
 )
 def test_all_that_a_step_takes_it_gives_back(model, schedule, recompute):

@@ -193,7 +193,7 @@ class MemoryBounds:
         length = self.parts.workload.sequence_length or 1
         stride = policies.ranks // policies.pp
         stages = [self.held_stage(plan, policies, place * stride)[1] for place in range(policies.pp - 1)]
-        return [self._scale * stage.output[0].at(b=samples, s=length) for stage in stages]
+        return [self._scale * stage.output_bytes.at(b=samples, s=length) for stage in stages]
 
     def sums(
         self, plan: Plan, policies: Policies, rank: int, phase: str, samples: int
@@ -261,7 +261,7 @@ class MemoryBounds:
         if stage.received is not None:
             sizes.append((stage.received, in_flight if few else plan.micro_batches))
         if stage.after is not None:
-            sizes.append((stage.output[0], 1 if few else plan.micro_batches))
+            sizes.append((stage.output_bytes, 1 if few else plan.micro_batches))
         length = self.parts.workload.sequence_length or 1
         return self._scale * sum(count * size.at(b=samples, s=length) for size, count in sizes)
 
