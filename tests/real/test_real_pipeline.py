@@ -161,6 +161,23 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.schedule=deepspeed",
             small("gpt-tied"),
         ],
+        "deepspeed-zero3-tied-clipped-sgd": [
+            *GPT,
+            *SGD,
+            *SHARDED["zero3"],
+            "plan.micro_batches=3",
+            "plan.schedule=deepspeed",
+            "workload.clip_norm=0.05",
+            small("gpt-tied"),
+        ],
+        "deepspeed-gs-recompute-adamw": [
+            *GPT,
+            *ADAMW64,
+            *GS,
+            "plan.micro_batches=3",
+            "plan.schedule=deepspeed",
+            "plan.recompute=full",
+        ],
         "1f1b-gs-adamw": [*GPT, *ADAMW64, *GS, "plan.micro_batches=3"],
         "1f1b-gs-tied-clipped-adamw": [
             *GPT,
