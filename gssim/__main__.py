@@ -1,20 +1,14 @@
 """The commands of the simulator: `gssim`, or `python -m gssim`."""
 
-import atexit
 import gc
 
-OBJECTS_PER_COLLECTION = 2**20
-"""As in worker processes: see `gssim.execution.executor`."""
+from gssim.garbage import OBJECTS_PER_COLLECTION, end_without_collection
 
 
 def main() -> None:
-    """Run the command line; interrupted while its modules are imported, exit as after any interrupt.
-
-    Collections of garbage would take a quarter of the time of `gssim run`: they look through all modules and whole
-    simulations, several times at the process's end, which frees everything anyway.
-    """
+    """Run the command line; interrupted while its modules are imported, exit as after any interrupt."""
     gc.set_threshold(OBJECTS_PER_COLLECTION)
-    atexit.register(gc.freeze)
+    end_without_collection()
     try:
         from gssim.cli import main as run
     except KeyboardInterrupt:
