@@ -1,8 +1,11 @@
 """The commands of `analysis`: `python -m analysis COMMAND`."""
 
+from gssim.garbage import end_without_collection
+
 
 def main() -> None:
     """Run the command line; interrupted while its modules are imported, exit as after any interrupt."""
+    end_without_collection()
     try:
         from analysis.cli import main as run
     except KeyboardInterrupt:

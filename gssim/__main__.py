@@ -1,8 +1,14 @@
 """The commands of the simulator: `gssim`, or `python -m gssim`."""
 
+import gc
+
+from gssim.garbage import OBJECTS_PER_COLLECTION, end_without_collection
+
 
 def main() -> None:
     """Run the command line; interrupted while its modules are imported, exit as after any interrupt."""
+    gc.set_threshold(OBJECTS_PER_COLLECTION)
+    end_without_collection()
     try:
         from gssim.cli import main as run
     except KeyboardInterrupt:

@@ -16,6 +16,7 @@ from multiprocessing.resource_tracker import ensure_running
 from typing import Any, Protocol
 
 from gssim.errors import RunFailedError, UserError
+from gssim.garbage import OBJECTS_PER_COLLECTION
 from gssim.units import excess, whole_number
 
 LOOK_S = 0.2
@@ -191,13 +192,6 @@ def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection], env
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-OBJECTS_PER_COLLECTION = 2**20
-"""Number of new objects after which a worker process looks for garbage: about 100 MB. Few of the objects that work
-leaves behind are in cycles, and most others are cached: with the usual threshold, an eighth of a search would be spent
-on looking through them.
-"""
 
 
 class DaskWorkers:

@@ -146,7 +146,10 @@ class _Transfer:
         self.rate: Floats
         self.single = len(remaining) == 1
         """Whether there is only one session; plain numbers are then faster than arrays."""
-        self.going = remaining > 0
+        self.going: Bools
+        """Of several sessions: which have not ended."""
+        if not self.single:
+            self.going = remaining > 0
         self.limit: Ints
         """The link that limits each session's rate."""
         self.links, self.link_bits = sessions.links, sessions.link_bits
@@ -168,8 +171,11 @@ class _Transfer:
     def settle(self, now_s: float) -> Ints:
         """End the sessions whose rest is below the clock's resolution; return the links that they free."""
         slack_s = 1e-12 + 2 * math.ulp(now_s)
-        if self.single and self.remaining[0] > self.rate[0] * slack_s + NEGLIGIBLE_BYTES:
-            return NO_LINKS
+        if self.single:
+            if self.remaining[0] > self.rate[0] * slack_s + NEGLIGIBLE_BYTES:
+                return NO_LINKS
+            self.remaining[0] = 0.0
+            return self.sessions.link
         ended = self.going & (self.remaining <= self.rate * slack_s + NEGLIGIBLE_BYTES)
         if not ended.any():
             return NO_LINKS
@@ -190,6 +196,8 @@ class _Transfer:
 
     def is_limited_by(self, links: Bools) -> bool:
         """Return whether one of the marked links limits an unfinished session; the last mark is for `NOWHERE`."""
+        if self.single:
+            return bool(links[self.limit[0]]) and not self.is_over
         return bool(links[self.limit[self.remaining > 0]].any())
 
 
@@ -534,7 +542,9 @@ class Network:
         now_s = self.env.now
         for transfer in transfers:
             transfer.advance(now_s)
-        rates, limit = self._rates([t.sessions for t in transfers], [t.remaining > 0 for t in transfers])
+        is_whole = all(each.single and each.remaining[0] > 0 for each in transfers)
+        going = None if is_whole else [each.remaining > 0 for each in transfers]
+        rates, limit = self._rates([each.sessions for each in transfers], going)
         start = 0
         for transfer in transfers:
             end = start + len(transfer.remaining)
@@ -589,7 +599,9 @@ class Network:
             other.advance(self.env.now)
         freed = np.zeros(len(self.capacity) + 1, dtype=bool)
         for other in touched:
-            freed[other.settle(self.env.now)] = True
+            links = other.settle(self.env.now)
+            if len(links):
+                freed[links] = True
         left: list[_Transfer] = []
         for other in touched:
             if other.is_over:

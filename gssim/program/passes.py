@@ -44,7 +44,7 @@ from gssim.program.sharded import (
     reduce_scatter_gradients,
     run_stage,
 )
-from gssim.program.stage_boundary import stages_of
+from gssim.program.stage_boundary import Stage, stages_of
 from gssim.program.task import (
     Chunk,
     Collectives,
@@ -80,25 +80,29 @@ identity (the model)."""
 _DEVICE_TYPES: TypeAdapter[Mapping[str, DeviceType]] = TypeAdapter(Mapping[str, DeviceType])
 
 
-def lowering_key(scenario: Scenario, statistics: GradientStatistics | None, shared: Shared) -> tuple[Hashable, ...]:
+def lowering_key(
+    scenario: Scenario, statistics: GradientStatistics | None, shared: Shared, *, any_count: bool = False
+) -> tuple[Hashable, ...]:
     """Return a cache key that is equal for scenarios with equal programs.
 
     Of the cluster, the key holds only the devices and the backend's costs. Wiring affects a program only through shard
-    sizes that are derived from it, and these are in the key.
+    sizes that are derived from it, and these are in the key. `any_count`: the key does not hold the number of
+    micro-batches, nor the samples.
     """
-    cluster, workload, ranks = scenario.cluster, scenario.workload, scenario.ranks
+    cluster, workload, plan, ranks = scenario.cluster, scenario.workload, scenario.plan, scenario.ranks
+    not_read = NOT_READ | {"global_batch_size"} if any_count else NOT_READ
     return (
         shared.once("devices", (Same(cluster), ranks), lambda: _devices(cluster, ranks)),
         cluster.backend,
         Same(workload.model),
-        tuple(getattr(workload, field.name) for field in fields(workload) if field.name not in NOT_READ),
-        scenario.plan,
+        tuple(getattr(workload, field.name) for field in fields(workload) if field.name not in not_read),
+        replace(plan, micro_batches=1) if any_count else plan,
         scenario.policies,
-        scenario.batch_sizes,
+        () if any_count else scenario.batch_sizes,
         scenario.shard_shares,
         (scenario.run.steps, scenario.run.warmup_steps),
         Same(statistics),
-        (cluster.host, tuple(device.host for device in cluster.devices[:ranks])) if scenario.plan.offload else None,
+        (cluster.host, tuple(device.host for device in cluster.devices[:ranks])) if plan.offload else None,
     )
 
 
@@ -171,7 +175,7 @@ class Steps:
         shared = shared or Shared()
         self._lowerings = [
             replace(low, shared=shared, slowed_steps=slowed_steps)
-            for low in _lowerings(scenario, statistics, 0, scenario.policies.tp // self._copies, slowed)
+            for low in _lowerings(scenario, statistics, 0, scenario.policies.tp // self._copies, slowed, shared)
         ]
         self._forget()
 
@@ -403,13 +407,18 @@ def _slices_are_equal(scenario: Scenario) -> bool:
 
 
 def _lowerings(
-    scenario: Scenario, statistics: GradientStatistics | None, step: int, slices: int, slowed: Mapping[int, float]
+    scenario: Scenario,
+    statistics: GradientStatistics | None,
+    step: int,
+    slices: int,
+    slowed: Mapping[int, float],
+    shared: Shared,
 ) -> Iterator[Lowering]:
     """Yield a lowering for each part of the model, shared by the ranks that hold it; only for the first `slices` tensor
     slices.
     """
     mesh = scenario.policies.mesh
-    by_part = [stages_of(_held_stages(scenario, part)) if mesh.pp > 1 else () for part in range(slices)]
+    by_part = [_stages(scenario, part, shared) if mesh.pp > 1 else () for part in range(slices)]
     for place in range(mesh.pp):
         for part, stages in enumerate(by_part):
             group = mesh.group(place * mesh.replica_ranks * mesh.tp + part, *REPLICA_AXES)
@@ -423,6 +432,14 @@ def _lowerings(
                 tensor_part=part,
                 slowed=slowed,
             )
+
+
+def _stages(scenario: Scenario, part: int, shared: Shared) -> tuple[Stage, ...]:
+    """Return the stages as a rank with tensor slice `part` holds them; any number of micro-batches shares them."""
+    if scenario.policies.ep > 1:  # the rows of experts depend on the samples
+        return stages_of(_held_stages(scenario, part))
+    key = (_first_of_any_count(scenario, shared), part, scenario.stage_ranges)
+    return shared.once("pipeline stages", key, lambda: stages_of(_held_stages(scenario, part)))
 
 
 def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstance]]:
@@ -611,17 +628,42 @@ def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequen
 
     Two stages are equal if their layers are equal one by one, if the layers next to them are (see [Note: borders] in
     `stage_boundary`), and if the whole-model layers that they are parts of are equal. Their tensor groups carry out
-    equal collectives.
+    equal collectives. Programs that differ in their number of micro-batches share them: a prediction that extrapolates
+    lowers four.
     """
     (stage,) = low.stages
     whole_layers = tuple(Same(low.whole_layer(each)) for each in low.layers)
-    kind = low.compute_kind(rank, micro_batch)
-    key = (Same(low.scenario), low.tensor_part, kind, whole_layers, stage.likeness, low.slowed.get(rank))
+    kind, scenario = low.compute_kind(rank, micro_batch), Same(low.scenario)
+    if len(set(low.batch_sizes)) == 1:  # so that the groups are the same, however many samples that are
+        kind, scenario = kind._replace(batch_size=0), _first_of_any_count(low.scenario, low.shared)
+    key = (scenario, low.tensor_part, kind, whole_layers, stage.likeness, low.slowed.get(rank))
     names = tuple(each.module for each in low.layers)
     first, tasks = low.shared.once("stages", key, lambda: (names, compute(low, rank, micro_batch)))
     if first == names:
         return tasks
-    own = dict(zip(first, names, strict=True))
+    return low.shared.large.once(
+        ("renamed stage", key, stage.number),
+        lambda: _renamed(low, rank, tasks, dict(zip(first, names, strict=True))),
+        weight=lambda renamed: ELEMENTS_PER_TASK * len(renamed),
+    )
+
+
+ELEMENTS_PER_TASK = 10
+"""About how many elements of a large value take as much memory as a task."""
+
+
+def _first_of_any_count(scenario: Scenario, shared: Shared) -> Same:
+    """Return the first scenario that differs only in its number of micro-batches."""
+
+    def first() -> Same:
+        key = lowering_key(scenario, None, shared, any_count=True)
+        return shared.once("first of any count", key, lambda: Same(scenario))
+
+    return shared.once("scenarios of any count", Same(scenario), first)
+
+
+def _renamed(low: Lowering, rank: int, tasks: Sequence[Task], own: Mapping[str, str]) -> Sequence[Task]:
+    """Return the tasks of an equal stage with this stage's layers and groups; `own`: its layers' names, by theirs."""
     exchanges: dict[int, Communication] = {}
     result: list[Task] = []
     for task in tasks:
