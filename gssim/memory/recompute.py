@@ -184,7 +184,6 @@ def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
     It does so if the model holds it to the end of its forward, or if the layers in between pass on something else
     (position codes) or their own input. It has the size of the layer's output. A block adds to its input, so the
     block's output must be as large; otherwise the block takes something else (a part of the sequence).
-    takes something else (a part of the sequence).
     """
     size = layer.output_bytes
     if not following or not following[-1].is_recomputed or following[-1].output_bytes != size:

@@ -525,6 +525,10 @@ class Lowering:
         changes = enumerate((size, -size), start=position) if size else ()
         return tuple(Event(place, change, "communication", **event) for place, change in changes)
 
+    def stages_messages(self, device: DeviceType) -> bool:
+        """Return whether messages of a device are copied to host memory, from where gloo sends them."""
+        return self.scenario.cluster.backend == "gloo" and device.kind == "cuda"
+
     @cached_property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
         """Micro-batches of each rank's samples, in order."""

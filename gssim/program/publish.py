@@ -275,8 +275,7 @@ def _overlaps(low: Lowering) -> bool:
 
     This excludes GPUs on gloo: messages are copied through host memory, which the host waits for.
     """
-    staged = low.scenario.cluster.backend == "gloo" and low.device(low.group[0]).kind == "cuda"
-    return low.policies.publish_overlaps and not staged
+    return low.policies.publish_overlaps and not low.stages_messages(low.device(low.group[0]))
 
 
 def _side_stream(low: Lowering, rank: int) -> str:

@@ -186,7 +186,8 @@ def _push_bucket(
         sent_bytes, received_bytes = matrix.sent[own], matrix.received[own]
     packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -float(offered), "buckets")
     adding = _accumulation_memory(low, bucket, rank, micro_batch)
-    posted, released = _exchange_memory(low, packed, adding, sent_bytes, received_bytes)
+    staged = low.stages_messages(low.device(rank))
+    posted, sent, released = _exchange_memory(low, packed, adding, sent_bytes, received_bytes, staged=staged)
     ready = tasks[-1].id
     if not low.policies.point_to_point:  # the backend's all-to-all posts from a flat copy, in its own thread
         posting_s = cost.copy_time_s(low.device(rank), sent_bytes)
@@ -200,7 +201,8 @@ def _push_bucket(
         begun = (ready if low.policies.point_to_point else post.id,)
         tasks.append(collective_task(push, exchange, "communication", communication=communication, after=begun))
     else:
-        tasks.append(collective_task(push, exchange, communication=communication, after=(post.id,)))
+        after = (post.id,)
+        tasks.append(collective_task(push, exchange, communication=communication, after=after, need=footprint(sent)))
     add_s = _add_s(low, bucket, rank, micro_batch, received_bytes)
     add = TaskId("add", bucket=bucket.index)
     return tasks, [Task(add, "compression", duration_s=add_s, after=(push,), need=footprint(released))]
@@ -310,20 +312,32 @@ def _carried_as(low: Lowering) -> str:
 
 
 def _exchange_memory(
-    low: Lowering, packed: Event, adding: Sequence[Event], sent_bytes: float, received_bytes: float
-) -> tuple[list[Event], list[Event]]:
-    """Return the memory events of posting a push, and those of its completion and addition.
+    low: Lowering,
+    packed: Event,
+    adding: Sequence[Event],
+    sent_bytes: float,
+    received_bytes: float,
+    *,
+    staged: bool,
+) -> tuple[list[Event], list[Event], list[Event]]:
+    """Return the memory events of posting a push, of its end where nothing overlaps with it, and of its addition.
 
-    `packed` frees the send buffer once the messages are sent; receive buffers are freed once their messages are added.
-    The backend's all-to-all holds a flat copy of the sent messages and another of the received ones until it is waited
-    for.
+    `packed` frees the send buffer once the messages are sent, or, where they are `staged` in host memory, once they
+    are copied there; receive buffers are freed once their messages are added. The backend's all-to-all holds a flat
+    copy of the sent messages and another of the received ones until it is waited for, on the host if staged.
     """
-    if low.policies.point_to_point:
-        added = [packed, *adding, Event(5, -received_bytes, "communication")]
-        return [Event(0, received_bytes, "communication")], added
-    copies = received_bytes + sent_bytes
-    added = [Event(0, -copies, "communication"), *adding, Event(5, -received_bytes, "communication")]
-    return [Event(0, copies + received_bytes, "communication"), packed], added
+    received, dropped = Event(0, received_bytes, "communication"), Event(5, -received_bytes, "communication")
+    copies = 0.0 if low.policies.point_to_point else received_bytes + sent_bytes
+    if staged:
+        flat_bytes = sent_bytes if copies else 0.0
+        flat = [Event(1, flat_bytes, "communication"), Event(2, -flat_bytes, "communication")]
+        freed = [packed._replace(position=3)]  # `push` holds the messages until it returns
+        at_post, at_end = (freed, []) if low.scenario.plan.overlap else ([], freed)
+        return [received, *flat, *at_post], at_end, [*adding, dropped]
+    if not copies:
+        return [received], [], [packed, *adding, dropped]
+    posted = [Event(0, copies + received_bytes, "communication"), packed]
+    return posted, [], [Event(0, -copies, "communication"), *adding, dropped]
 
 
 def _accumulation_memory(low: Lowering, bucket: Bucket, rank: int, micro_batch: MicroBatch) -> list[Event]:

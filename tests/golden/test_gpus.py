@@ -36,14 +36,12 @@ OTHERWISE = {
     "1-single-full": (0.013, 0.03),
     "1-single-sel": (0.014, 0.03),
     "1-single-resnet": (0.021, 0.2),  # no profile of it: cuDNN's workspace is unknown
-    "large-four-ranks--gs": (0.01, 0.045),  # a segment of 20 MiB
     "1-compiled": (0.01, 0.07),
     "2-compiled-ddp": (0.012, 0.05),
     "2-compiled-fsdp": (0.011, 0.07),
-    "2-compiled-gs": (0.024, 0.09),
+    "2-compiled-gs": (0.017, 0.09),
     "2-muon-ddp": (0.01, 0.04),
     "2-diloco-int8": (0.01, 0.055),
-    "2-gsz3-full": (0.034, 0.03),
 }
 """By name, of peaks of 81 to 470 MiB: a block that is not split may be 1 MiB larger than what is in it."""
 

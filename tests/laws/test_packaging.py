@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -98,8 +97,10 @@ def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-deps", "--no-index", "--quiet", wheel, folder=folder,
     )  # fmt: skip
     (packages,) = folder.glob("lib/python*/site-packages")
-    # files like __editable__*.pth have no effect in a folder that is added by such a file
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # files like __editable__*.pth have no effect in a folder that is added by such a file; nor have those by which this
+    # environment may itself take packages from another
+    folders = [path for path in sys.path if Path(path).name == "site-packages"]
+    (packages / "dependencies.pth").write_text("\n".join(folders) + "\n")
     return programs
 
 
@@ -159,7 +160,6 @@ def test_another_tools_file_is_imported_and_predicted(clean: Path, tmp_path: Pat
     assert "step" in call(clean / "gssim", "run", "theirs.toml", folder=tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.slow  # they import torch and the charts' packages, from elsewhere
 def test_the_other_programs_start(clean: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")

@@ -37,6 +37,7 @@ from points import (
 from gssim.engine import machine
 from gssim.errors import UserError
 from gssim.execution.cache import Shared
+from gssim.network import Network
 from gssim.planner import with_suggested_changes
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
@@ -84,18 +85,10 @@ USUAL_DEVICES, MOST_DEVICES = 8, 32
 """Of its points, four in five have at most so many devices, one in five more."""
 LONGEST_REFUSAL = 300
 SLOWER = 1e-9
-ANOMALIES: dict[tuple[int, str], tuple[float, str]] = {
-    (11471, "devices"): (
-        0.01,
-        "on the link between two sites, exchanges of a pipeline's stages meet others' than before",
-    ),
-    (21001, "devices"): (
-        0.012,
-        "with one of three ranks faster, they no longer begin exchanges of rows together: pair by pair, a slow rank's ends "
-        "0.05 ms later in each",
-    ),
-}
-"""By seed and what there is more of: by what part the step is longer than without, at most 2 %, and why."""
+NO_PAIR_IN_TURN = mock.patch.object(Network, "latency_s", return_value=math.inf)
+"""Patch under which the two messages of a pair in gloo's all-to-alls never follow one another ([Note: pairs] of
+`engine.rendezvous`): no notice travels in time. Where a faster rank arrives so much earlier than another that they do,
+an exchange takes the sum of both instead of the longer one. More is then not always faster."""
 
 
 @dataclass
@@ -146,8 +139,10 @@ def faults_at(path: Path, seed: int, shared: Shared) -> Iterator[str]:
         if name == "devices" and loaded.scenario.plan.shares.shards == "compute":
             continue  # the paper's rule gives a faster device more to own, whether or not that is any faster
         slower = slower_by(loaded, faster(cluster), simulated.result.step_time_s)
-        bound, _ = ANOMALIES.get((seed, name), (SLOWER, ""))
-        if slower > bound:
+        if slower > SLOWER:
+            with NO_PAIR_IN_TURN:
+                slower = slower_by(loaded, faster(cluster), simulate(loaded, spread=False).result.step_time_s)
+        if slower > SLOWER:
             yield f"with faster {name} the step is longer by {slower:.3%}"
     if seed % 10 == 3:  # what `gssim run` shows
         result = with_suggested_changes(loaded, simulated.result)
@@ -233,9 +228,11 @@ def test_phases_of_ranks_that_wait_for_each_other_through_others_alone_sum_to_th
     assert list(faults_at(path, 0, Shared())) == []
 
 
-def test_exceptions_to_more_being_faster_are_small_and_have_reasons():
-    for seed, what in ANOMALIES:
-        bound, reason = ANOMALIES[seed, what]
-        assert what in ("links", "devices")
-        assert SLOWER < bound <= 0.02
-        assert len(reason) > 20
+def test_a_faster_rank_is_slower_only_where_the_messages_of_pairs_then_follow_one_another(tmp_path):
+    seed = 21351  # three ranks that exchange experts' rows, of which the first then arrives earlier than the others
+    path = tmp_path / "three.toml"
+    path.write_text(tomli_w.dumps(random_point(seed, most_devices=devices_of(seed))))
+    loaded = load_scenario(path)
+    alike_s = simulate(loaded, spread=False).result.step_time_s
+    assert slower_by(loaded, faster_devices(loaded.scenario.cluster), alike_s) > SLOWER
+    assert list(faults_at(path, seed, Shared())) == []

@@ -1,3 +1,4 @@
+import pytest
 from strategies import device_type, loaded_of, machine_of, scenario_of, star, tiny_model
 
 from gssim.cluster import Curve, LayerProfile
@@ -162,13 +163,22 @@ def test_gs_holds_a_buckets_gradients_only_until_they_are_pushed():
     assert machine.memory[0].peak["buckets"] == PARAMETERS
 
 
-def test_a_buckets_buffer_lives_from_its_first_gradient():
-    _, program = machine_of(scenario_of(star(2), {"method": "gs"}))
+@pytest.mark.parametrize(
+    ("kind", "plan", "last"),
+    [
+        ("cpu", {}, "add bucket 0"),
+        ("cpu", {"overlap": False}, "add bucket 0"),
+        ("cuda", {}, "post push bucket 0"),
+        ("cuda", {"exchange": "backend"}, "post push bucket 0"),
+        ("cuda", {"overlap": False}, "push bucket 0"),
+    ],
+)
+def test_a_buckets_buffer_lives_from_its_first_gradient_until_nothing_is_sent_from_it(kind, plan, last):
+    """gloo sends what is on a GPU from a copy in host memory."""
+    gpus = star(2, types={"fast": device_type(kind=kind)})
+    _, program = machine_of(scenario_of(gpus, {"method": "gs"} | plan))
     held = {task.label: dict(task.need.kept).get("buckets", 0) for task in program.tasks[0]}
-    assert {label: size for label, size in held.items() if size} == {
-        "backward head": PARAMETERS,
-        "add bucket 0": -PARAMETERS,
-    }
+    assert {label: size for label, size in held.items() if size} == {"backward head": PARAMETERS, last: -PARAMETERS}
 
 
 def test_states_and_temporaries_of_optimizers():

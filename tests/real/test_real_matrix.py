@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from real_runs import predicted, run_cases, scenario_file
+from real_runs import SCENARIOS, predicted, run_cases, scenario_file
 
 from gssim.errors import UserError
 from gssim.scenario import load_scenario, read_toml
@@ -69,9 +69,8 @@ def command(*arguments: str) -> None:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with all model files and a cluster of four ranks with profiles of their layers."""
     folder = tmp_path_factory.mktemp("matrix")
-    shipped = Path(scenario_file("models"))
     for name in {model for model, _, _ in MODELS.values()} - set(LARGER):
-        (folder / f"{name}.toml").write_text((shipped / f"{name}.toml").read_text())
+        (folder / f"{name}.toml").write_text((SCENARIOS / "models" / f"{name}.toml").read_text())
     for name, (factory, *settings) in LARGER.items():
         inputs = settings[settings.index(next(s for s in settings if s.startswith("--"))) :]
         arguments = [part for setting in settings if "=" in setting for part in ("--argument", setting)]
