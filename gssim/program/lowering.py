@@ -799,6 +799,15 @@ class Lowering:
         return self._shards_optimizer_state and self.policies.zero1_implementation == "megatron"
 
     @property
+    def copies_part(self) -> bool:
+        """Whether a rank updates a copy of its part of all parameters, whatever their precision.
+
+        Megatron-LM's part of fp32 parameters is a view of them. Sources: DeepSpeed, runtime/zero/stage_1_and_2.py,
+        single_partition_of_fp32_groups; Megatron-LM, core/optimizer/distrib_optimizer.py, shard_fp32_groups.
+        """
+        return bool(self.flat_part) and (self.has_master_copy or not self.has_one_gradient_buffer)
+
+    @property
     def reduces_after_backward(self) -> bool:
         """Whether gradients are all complete before the first of them is reduced and freed.
 

@@ -214,9 +214,8 @@ def _update(
     )
     casts = 0 if holds_shards(low) or low.offload else 1 + _casts_gradients(low)  # shards are cast when gathered
     duration_s += cost.master_copy_time_s(device, workload, elements=elements, tensors=len(owned), casts=casts)
-    if (
-        low.flat_part and not low.has_master_copy and not low.offload
-    ):  # gradients are copied to the part, and the part to the parameters
+    if low.copies_part and not (low.has_master_copy or low.offload):
+        # gradients are copied to the part, and the part to the parameters
         duration_s += 2 * cost.copy_time_s(device, elements * low.master_bytes)
     if low.has_one_gradient_buffer:  # the buffer is zeroed before each step: writes only
         zeroed = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
@@ -429,7 +428,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
             value_bytes=low.value_bytes,
         ),
     }
-    if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish or low.flat_part:
+    if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish or low.copies_part:
         held["master_copy"] = float(sum(_copied(low, owned)) * low.master_bytes)
     if policies.gradients == "all-reduce" and not policies.frees_gradients:
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
