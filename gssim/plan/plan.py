@@ -386,7 +386,8 @@ class Plan:
     CPUOffloadPolicy: shards of parameters, their gradients and the optimizer's state; a shard is copied to the device
     before each gather, its gradients are copied back after each reduction. `optimizer`: the optimizer's state and the
     master copy, as DeepSpeed's `offload_optimizer`: gradients of what a rank updates are copied to the host, updated
-    parameters back (predicted only). On a CPU, which is its own host, `parameters` changes nothing. Absent: none."""
+    parameters back; with an implementation `deepspeed` they are accumulated there, copied both ways in between
+    (predicted only). On a CPU, which is its own host, `parameters` changes nothing. Absent: none."""
     receive_buffers: Literal["micro-batch", "in-flight"] = "micro-batch"
     """For pipelines. `micro-batch`: a stage keeps a buffer for every micro-batch's input, and for every gradient of its
     output, all step (torch's PipelineStage). `in-flight`: it has buffers for inputs whose backward is still to come,

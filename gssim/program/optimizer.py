@@ -10,7 +10,7 @@ from gssim.program.clipping import clip_gradients, divides_master_gradients, uns
 from gssim.program.compressed import compressor_tensors
 from gssim.program.lowering import Lowering, once_a_step
 from gssim.program.messages import threshold_memory
-from gssim.program.offload import around_update, host_bytes, updating_device
+from gssim.program.offload import around_update, copy_buffer_bytes, host_bytes, updating_device
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
 from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
@@ -432,6 +432,8 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         held["master_copy"] = float(sum(_copied(low, owned)) * low.master_bytes)
     if policies.gradients == "all-reduce" and not policies.frees_gradients:
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
+    if copied_bytes := copy_buffer_bytes(low):
+        held["communication"] = copied_bytes
     held |= outer_memory(low, rank)
     held |= {name: sum(sizes) for name, sizes in compressor_tensors(low).items()}
     held |= threshold_memory(low, rank)

@@ -210,6 +210,31 @@ def test_accumulated_gradients_are_added_by_the_host(scenario_of):
     assert gradients[0] < gradients[1]  # copied away in each micro-batch, or kept whole until the last
 
 
+@pytest.mark.parametrize(("method", "copies"), [("zero1", (0, 1)), ("zero2", (2, 2))])
+def test_deepspeed_accumulates_gradients_on_the_host(scenario_of, method, copies):
+    """`copies`: of a part in the workload's precision, to the host and from it, beside those of each update in fp32."""
+    plan = {"plan.method": method, f"plan.{method}_implementation": "deepspeed", "workload.precision": "bf16"}
+    once, thrice, kept = (
+        simulate(scenario_of(plan | more, devices=2))
+        for more in (
+            {"plan.offload": "optimizer"},
+            {"plan.offload": "optimizer", "plan.micro_batches": 3, "workload.global_batch_size": 12},
+            {},
+        )
+    )
+    part, host = elements_of(scenario_of({})) / 2, "server0/memory"
+    for result, (to_host, from_host) in ((once, (0, 0)), (thrice, copies)):
+        links = {each.name: each.bytes for each in result.links}
+        assert links[f"server0/port0 -> {host}"] == pytest.approx((4 + 2 * to_host) * part, rel=1e-6)
+        assert links[f"{host} -> server0/port0"] == pytest.approx((4 + 2 * from_host) * part, rel=1e-6)
+    largest = 50257 * 768
+    (on_host,), (accumulating,) = ({each.host_bytes["gradients"] for each in r.ranks} for r in (once, thrice))
+    assert on_host == pytest.approx(4 * part + 2 * largest, rel=1e-6)
+    assert accumulating - on_host == pytest.approx(2 * part, rel=1e-6)
+    copied = [result.ranks[0].peak_by_category_bytes.get("communication", 0.0) for result in (once, kept)]
+    assert copied[0] - copied[1] == 2 * largest
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
