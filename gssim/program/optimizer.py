@@ -17,6 +17,7 @@ from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Bucket, Issue, Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
 from gssim.scenario.tensor_slices import native_parameters, native_tensors
+from gssim.units import PRECISION_BYTES
 from gssim.workload import implementation_on, optimizer_state_bytes
 from gssim.workload.muon import Matrix, largest_temporaries
 from gssim.workload.optimizers import COUNTS_STEPS, optimizer_temporary_bytes, state_tensor_bytes
@@ -254,6 +255,9 @@ def _groups_updated_together(low: Lowering, owned: Sequence[int]) -> Sequence[Se
 
 def _casts_gradients(low: Lowering) -> bool:
     """Return whether the optimizer copies gradients into its own precision; shards' gradients are in it already."""
+    kept = low.scenario.workload.gradient_precision
+    if kept is not None and PRECISION_BYTES[kept] == low.master_bytes:
+        return False
     if low.has_one_gradient_buffer and low.buffer_value_bytes == low.master_bytes:
         return False
     return bool(low.flat_part) or (
@@ -432,6 +436,10 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         held["master_copy"] = float(sum(_copied(low, owned)) * low.master_bytes)
     if policies.gradients == "all-reduce" and not policies.frees_gradients:
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
+    if workload.gradient_precision is not None and not low.has_one_gradient_buffer:
+        # in a buffer that lives as long as the run; what they take beyond their size in the training precision
+        more_bytes = PRECISION_BYTES[workload.gradient_precision] - low.value_bytes
+        held["gradients"] = float(sum(parameter.elements for _, parameter in low.parameters) * more_bytes)
     if copied_bytes := copy_buffer_bytes(low):
         held["communication"] = copied_bytes
     held |= outer_memory(low, rank)
