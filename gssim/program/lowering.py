@@ -799,6 +799,18 @@ class Lowering:
         return self._shards_optimizer_state and self.policies.zero1_implementation == "megatron"
 
     @property
+    def casts_gradients(self) -> bool:
+        """Whether the optimizer copies gradients into its own precision; shards' gradients are in it already."""
+        kept = self.scenario.workload.gradient_precision
+        if kept is not None and PRECISION_BYTES[kept] == self.master_bytes:
+            return False
+        if self.has_one_gradient_buffer and self.buffer_value_bytes == self.master_bytes:
+            return False
+        return bool(self.flat_part) or (
+            self.has_master_copy and self.policies.gradients in ("local", "periodic", "all-reduce")
+        )
+
+    @property
     def copies_part(self) -> bool:
         """Whether a rank updates a copy of its part of all parameters, whatever their precision.
 

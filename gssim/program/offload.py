@@ -99,8 +99,9 @@ def around_update(low: Lowering, rank: int, update: Task, owned_of: Callable[[in
     need = footprint([Event(0, cast_bytes, "temporaries"), Event(1, -cast_bytes, "temporaries")])
     gradients = TaskId(COPY_TO_HOST, layer="gradients", part=part)
     parameters = TaskId(COPY_TO_DEVICE, layer="parameters", part=part)
-    cast = [Task(gradients.serving("cast"), "optimizer", duration_s=cast_s)] if cast_s else []
-    before = [*cast, copy(low, gradients, size_bytes, ranks=equal, need=need)]
+    casts = cast_s and low.casts_gradients
+    cast = [Task(gradients.serving("cast"), "optimizer", duration_s=cast_s)] if casts else []
+    before = [*cast, copy(low, gradients, size_bytes, ranks=equal, need=need if low.casts_gradients else NOTHING)]
     cast = [Task(parameters.serving("cast"), "optimizer", duration_s=cast_s)] if cast_s else []
     behind = [copy(low, parameters, size_bytes, ranks=equal, need=need), *cast]
     return [*(before if low.policies.gradients != "reduce-scatter" else []), update, *behind]

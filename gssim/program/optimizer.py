@@ -196,7 +196,7 @@ def _update(
         )
         for group in groups
     )
-    cast = float(elements * low.master_bytes) if _casts_gradients(low) else 0.0
+    cast = float(elements * low.master_bytes) if low.casts_gradients else 0.0
     whole = tuple(float(n * low.master_bytes) for n in owned)
     of_matrix = largest_temporaries(matrices, value_bytes=low.master_bytes)
     of_groups = (tuple(float(n * low.master_bytes) for n in group) for group in groups)
@@ -213,7 +213,7 @@ def _update(
     duration_s = cost.optimizer_time_s(
         device, workload, elements=elements, tensors=len(owned), sharded_tensors=distributed, matrices=matrices
     )
-    casts = 0 if holds_shards(low) or low.offload else 1 + _casts_gradients(low)  # shards are cast when gathered
+    casts = 0 if holds_shards(low) or low.offload else 1 + low.casts_gradients  # shards are cast when gathered
     duration_s += cost.master_copy_time_s(device, workload, elements=elements, tensors=len(owned), casts=casts)
     if low.copies_part and not (low.has_master_copy or low.offload):
         # gradients are copied to the part, and the part to the parameters
@@ -251,18 +251,6 @@ def _groups_updated_together(low: Lowering, owned: Sequence[int]) -> Sequence[Se
         group = ((instance.layer.name, parameter.name) in native, id(parameter) in of_experts)
         groups.setdefault(group, []).append(elements)
     return list(groups.values())
-
-
-def _casts_gradients(low: Lowering) -> bool:
-    """Return whether the optimizer copies gradients into its own precision; shards' gradients are in it already."""
-    kept = low.scenario.workload.gradient_precision
-    if kept is not None and PRECISION_BYTES[kept] == low.master_bytes:
-        return False
-    if low.has_one_gradient_buffer and low.buffer_value_bytes == low.master_bytes:
-        return False
-    return bool(low.flat_part) or (
-        low.has_master_copy and low.policies.gradients in ("local", "periodic", "all-reduce")
-    )
 
 
 def holds_shards(low: Lowering) -> bool:

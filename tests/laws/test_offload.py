@@ -77,6 +77,13 @@ def test_an_offloaded_optimizer_takes_a_copy_each_way_and_the_hosts_bandwidth(sc
     assert offloaded.ranks[0].bytes_sent == whole.ranks[0].bytes_sent
 
 
+def test_gradients_that_are_kept_in_fp32_are_copied_as_they_are(scenario_of):
+    plan = {"plan.method": "single", "plan.offload": "optimizer", "workload.precision": "bf16"}
+    cast, kept = (simulate(scenario_of(plan | more)) for more in ({}, {"workload.gradient_precision": "fp32"}))
+    casts_s = [each.phases_s["optimizer"] - update_s(elements_of(scenario_of({})), 1) for each in (cast, kept)]
+    assert casts_s[0] == pytest.approx(2 * casts_s[1], rel=1e-6)  # of parameters alone
+
+
 def test_copies_that_share_a_link_take_turns_on_it(scenario_of):
     changes = {"plan.method": "ddp", "plan.offload": "optimizer"}
     own = simulate(scenario_of(changes, devices=4))
