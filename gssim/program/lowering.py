@@ -799,10 +799,15 @@ class Lowering:
         return self._shards_optimizer_state and self.policies.zero1_implementation == "megatron"
 
     @property
+    def kept_value_bytes(self) -> int:
+        """Bytes of an element of the gradients that a replica keeps until the update."""
+        precision = self.scenario.workload.gradient_precision
+        return PRECISION_BYTES[precision] if precision else self.value_bytes
+
+    @property
     def casts_gradients(self) -> bool:
         """Whether the optimizer copies gradients into its own precision; shards' gradients are in it already."""
-        kept = self.scenario.workload.gradient_precision
-        if kept is not None and PRECISION_BYTES[kept] == self.master_bytes:
+        if self.scenario.workload.gradient_precision is not None and self.kept_value_bytes == self.master_bytes:
             return False
         if self.has_one_gradient_buffer and self.buffer_value_bytes == self.master_bytes:
             return False
@@ -849,8 +854,7 @@ class Lowering:
     @property
     def buffer_value_bytes(self) -> int:
         """Bytes of an element of a gradient bucket. A single gradient buffer may have a precision of its own."""
-        precision = self.scenario.workload.gradient_precision
-        return PRECISION_BYTES[precision] if precision and self.has_one_gradient_buffer else self.value_bytes
+        return self.kept_value_bytes if self.has_one_gradient_buffer else self.value_bytes
 
     def owned_elements(self, rank: int) -> tuple[int, ...]:
         """Return the elements of every tensor that a rank updates, where whole tensors are assigned to ranks."""

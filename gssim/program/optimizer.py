@@ -17,7 +17,6 @@ from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Bucket, Issue, Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
 from gssim.scenario.tensor_slices import native_parameters, native_tensors
-from gssim.units import PRECISION_BYTES
 from gssim.workload import implementation_on, optimizer_state_bytes
 from gssim.workload.muon import Matrix, largest_temporaries
 from gssim.workload.optimizers import COUNTS_STEPS, optimizer_temporary_bytes, state_tensor_bytes
@@ -426,7 +425,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
     if workload.gradient_precision is not None and not low.has_one_gradient_buffer:
         # in a buffer that lives as long as the run; what they take beyond their size in the training precision
-        more_bytes = PRECISION_BYTES[workload.gradient_precision] - low.value_bytes
+        more_bytes = low.kept_value_bytes - low.value_bytes
         held["gradients"] = float(sum(parameter.elements for _, parameter in low.parameters) * more_bytes)
     if copied_bytes := copy_buffer_bytes(low):
         held["communication"] = copied_bytes

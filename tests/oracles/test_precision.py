@@ -149,6 +149,12 @@ def test_gradients_in_fp32_take_two_bytes_more_and_are_not_cast_for_the_update()
     sizes = {"elements": ELEMENTS, "tensors": tensors, "casts": 1}
     cast_s = cost.master_copy_time_s(scenario.cluster.type_of(0), scenario.workload, **sizes)
     assert more.step_time_s == pytest.approx(plain.step_time_s - cast_s)
+    clipped, more_clipped = (
+        simulate(loaded_of(replace(each, workload=replace(each.workload, clip_norm=1.0)))).result.step_time_s
+        for each in (scenario, kept)
+    )
+    read_s = 2 * ELEMENTS / scenario.cluster.type_of(0).memory_bandwidth_bytes_per_s
+    assert more_clipped - more.step_time_s == pytest.approx(clipped - plain.step_time_s + 3 * read_s)  # and written
     in_fp32 = tiny("ddp", "fp32", gradient_precision="fp32")
     assert simulate(loaded_of(in_fp32)).result.ranks == simulate(loaded_of(tiny("ddp", "fp32"))).result.ranks
     with pytest.raises(UserError, match=r"gradient_precision = 'fp32': method 'zero3' keeps no whole gradients"):
