@@ -109,7 +109,7 @@ def shard_gradients(
     False: pushes, too, are awaited as soon as they are started. `publish_overlaps`: let the next forward start while
     published parameters are in flight, each module waiting for its own. Any other code that reads parameters between
     `step` and the forward (a moving average, a norm, `torch.save`) must then call `optimizer.finish()` first, or it
-    reads old values.
+    reads old values; what it writes without that is refused as they arrive.
 
     Raises ValueError if parameters, units and options do not fit together, or differ between ranks.
     """
@@ -211,7 +211,9 @@ def shard_gradients(
         observe=observe,
         overlaps=overlap is not False,
     )
-    publisher = Publisher(publish, pusher, buckets, overlaps=publish_overlaps, intra_node=hierarchy.intra_node)
+    publisher = Publisher(
+        publish, pusher, buckets, overlaps=publish_overlaps, names=names, intra_node=hierarchy.intra_node
+    )
     if publish_overlaps and parameters == "replicated":
         WaitBeforeForward(model, list(buckets), publisher)
     reducer = IntraNodeReducer(hierarchy, device, overlap=overlaps_compute, observe=observe)

@@ -9,7 +9,7 @@ owner trains on the published values too, so that all replicas stay equal bit fo
 `WaitBeforeForward` delays each module's forward until its parameters have arrived.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -104,16 +104,17 @@ class Publisher:
         buckets: Sequence[Bucket],
         *,
         overlaps: bool,
+        names: Mapping[nn.Parameter, str],
         intra_node: dist.ProcessGroup | None = None,
     ) -> None:
-        """`intra_node`: this rank's node, if it has other ranks.
+        """`names`: of the parameters; `intra_node`: this rank's node, if it has other ranks.
 
         They exchange their parts after the exchange across nodes.
         """
         device = buckets[0].flat.device
         backend = backend_of(buckets[0].owners.group, device)
         self.intra_node = None if intra_node is None else separate_communicator(intra_node, backend, device)
-        self.rules, self.overlaps, self.protocol = rules, overlaps, pusher.protocol
+        self.rules, self.overlaps, self.protocol, self.names = rules, overlaps, pusher.protocol, names
         self.groups = {
             owners: separate_communicator(owners.group, backend, device) if buckets[0].is_replica else owners.group
             for owners in dict.fromkeys(bucket.owners for bucket in buckets)
@@ -124,6 +125,7 @@ class Publisher:
         self.encodings: dict[torch.dtype, Encoding] = {}
         self.reshard(pusher, buckets)
         self._arrivals: dict[Bucket, Callable[[], None]] = {}
+        self._versions: dict[Bucket, list[int]] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def reshard(self, pusher: Pusher, buckets: Sequence[Bucket]) -> None:
@@ -165,12 +167,26 @@ class Publisher:
         for bucket in order:
             self._start_or_run(bucket, partial(self._exchange, bucket, messages.pop(0), counts[bucket]))
 
+    def record_versions(self) -> None:
+        """Record the versions of parameters in flight: what is written to them now is lost when they arrive."""
+        self._versions = {bucket: [p._version for p in bucket.parameters] for bucket in self._arrivals}
+
     def wait(self, bucket: Bucket) -> None:
-        """Wait until a bucket's replica is complete (on a GPU: make the current stream wait for it)."""
+        """Wait until a bucket's replica is complete (on a GPU: make the current stream wait for it).
+
+        Raises RuntimeError if a parameter was written to while it was in flight.
+        """
         arrival = self._arrivals.pop(bucket, None)
-        if arrival is not None:
-            with self.protocol.exchange(f"publishing of bucket {bucket.index}"):
-                arrival()
+        if arrival is None:
+            return
+        with self.protocol.exchange(f"publishing of bucket {bucket.index}"):
+            arrival()
+        for parameter, version in zip(bucket.parameters, self._versions.pop(bucket, ()), strict=False):
+            if parameter._version != version:
+                raise RuntimeError(
+                    f"{self.names[parameter]} was written to while published parameters were in flight, which have "
+                    "replaced what was written: call finish() of what shard_gradients returned before"
+                )
 
     @property
     def in_flight(self) -> bool:

@@ -475,6 +475,7 @@ class GradientSharding(torch.optim.Optimizer):
         for bucket in self.buckets:
             if isinstance(bucket, Unit):
                 bucket.record_versions()
+        self.publisher.record_versions()
         self.guard.record_versions()
 
     def finish(self) -> None:

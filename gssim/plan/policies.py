@@ -85,10 +85,11 @@ class Policies:
     def cuts_natively(self) -> bool:
         """Whether blocks of linear maps are cut by DTensor: evenly, with whole sequences, and without replicas.
 
-        DistributedDataParallel and Gradient Sharding take no DTensors; replicas that synchronize periodically are cut
-        as DDP's are, which is faster. With parts of sequences blocks are cut as they are with replicas.
+        DistributedDataParallel, of a single replica too, and Gradient Sharding take no DTensors; replicas that
+        synchronize periodically are cut as DDP's are, which is faster. With parts of sequences blocks are cut as they
+        are with replicas.
         """
-        replicas = self.gradients in ("push", "periodic") or (self.gradients == "all-reduce" and self.data_ranks > 1)
+        replicas = self.gradients in ("push", "periodic", "all-reduce")
         whole = not self.sequence_parallel and self.cp == 1
         return self.tp > 1 and self.slices == "even" and whole and not replicas
 

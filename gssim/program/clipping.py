@@ -52,7 +52,7 @@ def clip_gradients(low: Lowering, rank: int, owned: Sequence[int], replicas: Seq
     device = gradient_device(low, rank)
     whole = low.policies.gradients in ("local", "periodic", "all-reduce") and not low.flat_part
     tensors = [parameter.elements for _, parameter in low.parameters] if whole else list(owned)
-    value_bytes = low.value_bytes if whole else low.master_bytes
+    value_bytes = low.kept_value_bytes if whole else low.master_bytes
     pass_s = cost.gradient_pass_s(device, elements=sum(tensors), tensors=len(tensors), value_bytes=value_bytes)
     norm = Task(NORM, "optimizer", duration_s=pass_s)
     scale = Task(CLIP, "optimizer", duration_s=2 * pass_s)  # reads and writes
@@ -71,7 +71,7 @@ def unscale_gradients(
     device, policies = gradient_device(low, rank), low.policies
     shards = policies.gradients == "reduce-scatter" or bool(low.flat_part)
     tensors = list(owned) if shards else [parameter.elements for _, parameter in low.parameters]
-    value_bytes = low.master_bytes if shards else low.value_bytes
+    value_bytes = low.master_bytes if shards else low.kept_value_bytes
     moved = (value_bytes, value_bytes)
     duration_s = cost.moving_time_s(device, value_bytes=moved, elements=sum(tensors), tensors=len(tensors))
     tasks = [Task(TaskId("unscale"), "optimizer", duration_s=duration_s)]

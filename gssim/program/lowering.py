@@ -803,6 +803,32 @@ class Lowering:
         return self._shards_optimizer_state and self.policies.zero1_implementation == "megatron"
 
     @property
+    def kept_value_bytes(self) -> int:
+        """Bytes of an element of the gradients that a replica keeps until the update."""
+        precision = self.scenario.workload.gradient_precision
+        return PRECISION_BYTES[precision] if precision else self.value_bytes
+
+    @property
+    def casts_gradients(self) -> bool:
+        """Whether the optimizer copies gradients into its own precision; shards' gradients are in it already."""
+        if self.scenario.workload.gradient_precision is not None and self.kept_value_bytes == self.master_bytes:
+            return False
+        if self.has_one_gradient_buffer and self.buffer_value_bytes == self.master_bytes:
+            return False
+        return bool(self.flat_part) or (
+            self.has_master_copy and self.policies.gradients in ("local", "periodic", "all-reduce")
+        )
+
+    @property
+    def copies_part(self) -> bool:
+        """Whether a rank updates a copy of its part of all parameters, whatever their precision.
+
+        Megatron-LM's part of fp32 parameters is a view of them. Sources: DeepSpeed, runtime/zero/stage_1_and_2.py,
+        single_partition_of_fp32_groups; Megatron-LM, core/optimizer/distrib_optimizer.py, shard_fp32_groups.
+        """
+        return bool(self.flat_part) and (self.has_master_copy or not self.has_one_gradient_buffer)
+
+    @property
     def reduces_after_backward(self) -> bool:
         """Whether gradients are all complete before the first of them is reduced and freed.
 
@@ -832,8 +858,7 @@ class Lowering:
     @property
     def buffer_value_bytes(self) -> int:
         """Bytes of an element of a gradient bucket. A single gradient buffer may have a precision of its own."""
-        precision = self.scenario.workload.gradient_precision
-        return PRECISION_BYTES[precision] if precision and self.has_one_gradient_buffer else self.value_bytes
+        return self.kept_value_bytes if self.has_one_gradient_buffer else self.value_bytes
 
     def owned_elements(self, rank: int) -> tuple[int, ...]:
         """Return the elements of every tensor that a rank updates, where whole tensors are assigned to ranks."""

@@ -12,6 +12,11 @@ Copies are in the optimizer's precision. Gradients of replicas are copied once a
 FSDP2; updated parameters are copied back after the update (DeepSpeed, runtime/zero/stage_1_and_2.py,
 async_inplace_copy_grad_to_fp32_buffer_from_gpu and step; its stage 3 copies updated parameters in 16 bits).
 
+DeepSpeed's stages 1 and 2 accumulate gradients in host memory, in the workload's precision: after each reduction, but
+in the first micro-batch, the rank's part of earlier gradients is copied to the device and added, and all but the last
+sums are copied to the host (async_accumulate_grad_in_cpu_via_gpu). Copies are made through a buffer of the size of the
+largest parameter, of which there is one on the host too (temp_grad_buffer_for_gpu_offload).
+
 Copies share links with each other and with network messages that take the same links. The ranks of a host share its
 memory bandwidth evenly, whether or not they update at the same time.
 
@@ -28,7 +33,7 @@ from gssim.collectives import TO_HOST, Communication
 from gssim.collectives.communication import FROM_HOST
 from gssim.memory import NOTHING, Event, Footprint, footprint
 from gssim.program.lowering import Lowering, once_a_run
-from gssim.program.task import Task, TaskId, collective_task
+from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
 
 COPY_TO_HOST: Final = "copy-to-host"
 COPY_TO_DEVICE: Final = "copy-to-device"
@@ -94,11 +99,28 @@ def around_update(low: Lowering, rank: int, update: Task, owned_of: Callable[[in
     need = footprint([Event(0, cast_bytes, "temporaries"), Event(1, -cast_bytes, "temporaries")])
     gradients = TaskId(COPY_TO_HOST, layer="gradients", part=part)
     parameters = TaskId(COPY_TO_DEVICE, layer="parameters", part=part)
-    cast = [Task(gradients.serving("cast"), "optimizer", duration_s=cast_s)] if cast_s else []
-    before = [*cast, copy(low, gradients, size_bytes, ranks=equal, need=need)]
+    casts = cast_s and low.casts_gradients
+    cast = [Task(gradients.serving("cast"), "optimizer", duration_s=cast_s)] if casts else []
+    before = [*cast, copy(low, gradients, size_bytes, ranks=equal, need=need if low.casts_gradients else NOTHING)]
     cast = [Task(parameters.serving("cast"), "optimizer", duration_s=cast_s)] if cast_s else []
     behind = [copy(low, parameters, size_bytes, ranks=equal, need=need), *cast]
     return [*(before if low.policies.gradients != "reduce-scatter" else []), update, *behind]
+
+
+def exchange_with_host(
+    low: Lowering, bucket: Bucket, own_bytes: float, micro_batch: MicroBatch, reduced: Task
+) -> list[Task]:
+    """Return the copies of a bucket's part of gradients that DeepSpeed accumulates on the host; see [Note: offload]."""
+    if not low.offload:
+        return []
+    part = TaskId(COPY_TO_DEVICE, layer="gradients", bucket=bucket.index)
+    made = [] if micro_batch.first else [part]
+    if not micro_batch.last:
+        made.append(part._replace(op=COPY_TO_HOST))
+    tasks = [reduced]
+    for own in made:
+        tasks.append(copy(low, own, own_bytes, stream=reduced.stream, after=(tasks[-1].id,)))
+    return tasks[1:]
 
 
 def host_bytes(low: Lowering, kept: dict[str, float], owned: Sequence[int]) -> dict[str, float]:
@@ -114,4 +136,18 @@ def host_bytes(low: Lowering, kept: dict[str, float], owned: Sequence[int]) -> d
     own_bytes = float(sum(owned) * low.master_bytes)
     if low.offload == "optimizer":
         held.setdefault("master_copy", own_bytes)
-    return {name: size for name, size in {**held, "gradients": own_bytes}.items() if size}
+    gradients_bytes = own_bytes
+    if low.policies.frees_gradients:
+        gradients_bytes += copy_buffer_bytes(low)
+        if low.scenario.plan.micro_batches > 1:  # what is accumulated
+            gradients_bytes += sum(owned) * low.value_bytes
+    return {name: size for name, size in {**held, "gradients": gradients_bytes}.items() if size}
+
+
+def copy_buffer_bytes(low: Lowering) -> float:
+    """Return the bytes of the buffer through which DeepSpeed's stages 1 and 2 copy gradients of an offloaded
+    optimizer.
+    """
+    if not (low.offload and low.policies.frees_gradients):
+        return 0.0
+    return float(max(parameter.elements for _, parameter in low.parameters) * low.value_bytes)

@@ -10,7 +10,7 @@ from gssim.program.clipping import clip_gradients, divides_master_gradients, uns
 from gssim.program.compressed import compressor_tensors
 from gssim.program.lowering import Lowering, once_a_step
 from gssim.program.messages import threshold_memory
-from gssim.program.offload import around_update, host_bytes, updating_device
+from gssim.program.offload import around_update, copy_buffer_bytes, host_bytes, updating_device
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
 from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
@@ -195,7 +195,7 @@ def _update(
         )
         for group in groups
     )
-    cast = float(elements * low.master_bytes) if _casts_gradients(low) else 0.0
+    cast = float(elements * low.master_bytes) if low.casts_gradients else 0.0
     whole = tuple(float(n * low.master_bytes) for n in owned)
     of_matrix = largest_temporaries(matrices, value_bytes=low.master_bytes)
     of_groups = (tuple(float(n * low.master_bytes) for n in group) for group in groups)
@@ -212,11 +212,10 @@ def _update(
     duration_s = cost.optimizer_time_s(
         device, workload, elements=elements, tensors=len(owned), sharded_tensors=distributed, matrices=matrices
     )
-    casts = 0 if holds_shards(low) or low.offload else 1 + _casts_gradients(low)  # shards are cast when gathered
+    casts = 0 if holds_shards(low) or low.offload else 1 + low.casts_gradients  # shards are cast when gathered
     duration_s += cost.master_copy_time_s(device, workload, elements=elements, tensors=len(owned), casts=casts)
-    if (
-        low.flat_part and not low.has_master_copy and not low.offload
-    ):  # gradients are copied to the part, and the part to the parameters
+    if low.copies_part and not (low.has_master_copy or low.offload):
+        # gradients are copied to the part, and the part to the parameters
         duration_s += 2 * cost.copy_time_s(device, elements * low.master_bytes)
     if low.has_one_gradient_buffer:  # the buffer is zeroed before each step: writes only
         zeroed = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
@@ -251,15 +250,6 @@ def _groups_updated_together(low: Lowering, owned: Sequence[int]) -> Sequence[Se
         group = ((instance.layer.name, parameter.name) in native, id(parameter) in of_experts)
         groups.setdefault(group, []).append(elements)
     return list(groups.values())
-
-
-def _casts_gradients(low: Lowering) -> bool:
-    """Return whether the optimizer copies gradients into its own precision; shards' gradients are in it already."""
-    if low.has_one_gradient_buffer and low.buffer_value_bytes == low.master_bytes:
-        return False
-    return bool(low.flat_part) or (
-        low.has_master_copy and low.policies.gradients in ("local", "periodic", "all-reduce")
-    )
 
 
 def holds_shards(low: Lowering) -> bool:
@@ -429,10 +419,16 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
             value_bytes=low.value_bytes,
         ),
     }
-    if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish or low.flat_part:
+    if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish or low.copies_part:
         held["master_copy"] = float(sum(_copied(low, owned)) * low.master_bytes)
     if policies.gradients == "all-reduce" and not policies.frees_gradients:
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
+    if workload.gradient_precision is not None and not low.has_one_gradient_buffer:
+        # in a buffer that lives as long as the run; what they take beyond their size in the training precision
+        more_bytes = low.kept_value_bytes - low.value_bytes
+        held["gradients"] = float(sum(parameter.elements for _, parameter in low.parameters) * more_bytes)
+    if copied_bytes := copy_buffer_bytes(low):
+        held["communication"] = copied_bytes
     held |= outer_memory(low, rank)
     held |= {name: sum(sizes) for name, sizes in compressor_tensors(low).items()}
     held |= threshold_memory(low, rank)

@@ -575,6 +575,8 @@ class _MicroBatchKind(NamedTuple):
     sends_gradients: bool
     own_messages: int
     """Index of the micro-batch if each micro-batch sends different entries; else 0."""
+    last: bool
+    """Whether it is the last one, if that matters."""
     gathered: Gathered | None
     """Which sharded parameters of a pipeline stage are already gathered; None without stages."""
 
@@ -605,6 +607,7 @@ def _unnumbered(
         micro_batch.first,
         micro_batch.sends_gradients,
         micro_batch.index if pushes and low.push.selects else 0,
+        micro_batch.last and low.offload is not None and policies.frees_gradients,
         gathered,
     )
     if kind not in alike.unnumbered:

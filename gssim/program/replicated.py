@@ -29,6 +29,7 @@ from gssim.program.compressed import HALF_BYTES, compress_bucket
 from gssim.program.compute import BackwardParts
 from gssim.program.experts import expert_reductions
 from gssim.program.lowering import Lowering
+from gssim.program.offload import exchange_with_host
 from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
 from gssim.units import PRECISION_BYTES, Precision
 
@@ -129,7 +130,7 @@ def _copies_and_reduction(low: Lowering, rank: int, bucket: Bucket, micro_batch:
     # into the buffer, divided there, and out of it; of what the rank updates, back, and to its part
     moved_bytes = size * (2 if is_larger else 3) + 2 * own_bytes + casts * (size + reduced_bytes)
     duration_s = cost.copy_time_s(device, moved_bytes)
-    if _adds_to_part(micro_batch):
+    if _adds_to_part(micro_batch) or (low.offload and not micro_batch.first):  # to what comes back from the host
         duration_s += cost.accumulation_time_s(device, own_bytes, tensors=1)
 
     copied_bytes = size + casts * reduced_bytes
@@ -142,11 +143,12 @@ def _copies_and_reduction(low: Lowering, rank: int, bucket: Bucket, micro_batch:
     need = footprint([Event(*event) for event in sorted(events) if event[1]])
 
     reduction = TaskId("all-reduce", bucket=bucket.index)
-    copy = Task(reduction.serving("copy-in"), "backward", duration_s=duration_s, need=need)
+    copied = Task(reduction.serving("copy-in"), "backward", duration_s=duration_s, need=need)
     stream = "communication" if plan.overlap else "compute"
     summed = low.reduce_precision if PRECISION_BYTES[low.reduce_precision] == HALF_BYTES else ""
     exchange = Communication("all-reduce", low.group, reduced_bytes, half_precision=summed)
-    return [copy, collective_task(reduction, exchange, stream, after=(copy.id,))]
+    reduced = collective_task(reduction, exchange, stream, after=(copied.id,))
+    return [copied, reduced, *exchange_with_host(low, bucket, own_bytes, micro_batch, reduced)]
 
 
 def _reduce_experts(

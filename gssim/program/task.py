@@ -702,6 +702,11 @@ class MicroBatch:
         return self.index == 0
 
     @property
+    def last(self) -> bool:
+        """Whether it is the last micro-batch of the step."""
+        return self.index + 1 == self.count
+
+    @property
     def accumulates(self) -> bool:
         """Whether its gradients are added to whole gradients that earlier micro-batches left."""
         return self.index > 0 and not self.sent_before

@@ -38,7 +38,6 @@ from gssim.program import Chunk, Program, Task, parts_of, unnumbered
 from gssim.result import CATEGORIES
 from gssim.result.result import Fit, Margin
 from gssim.scenario import Scenario
-from gssim.units import PRECISION_BYTES
 
 TOLERANCE_RATIO = 1e-3
 """Largest relative difference between the known peak of requested bytes and the peak without the middle. It is not 0
@@ -362,7 +361,7 @@ def footprints_of(
                 peak={**footprint.peak, **{name: footprint.peak.get(name, 0.0) + size for name, size in sizes.items()}},
                 reserved_bytes=footprint.reserved_bytes + more_bytes,
             )
-    return [_with_float_gradients(scenario, footprint) for footprint in footprints]
+    return footprints
 
 
 def allocator_overheads(scenario: Scenario, program: Program, peaks: Sequence[PeakOfRank]) -> Overheads:
@@ -403,28 +402,6 @@ def _overheads(
     return found
 
 
-def _float_gradient_bytes(scenario: Scenario, footprint: MemoryFootprint) -> float:
-    """Return how many bytes gradients take in `workload.gradient_precision` beyond their size in the training
-    precision.
-
-    A replica's gradients have as many elements as its parameters.
-    """
-    workload = scenario.workload
-    if workload.gradient_precision is None or scenario.plan.zero1_implementation == "megatron":
-        return 0.0  # the only gradients are the buckets, which have that precision already
-    ratio = PRECISION_BYTES[workload.gradient_precision] / PRECISION_BYTES[workload.precision]
-    return max(0.0, footprint.peak.get("parameters", 0.0) * (ratio - 1))
-
-
-def _with_float_gradients(scenario: Scenario, footprint: MemoryFootprint) -> MemoryFootprint:
-    """Return a footprint with gradients in `workload.gradient_precision`, in a buffer that lives as long as the run."""
-    more_bytes = _float_gradient_bytes(scenario, footprint)
-    if not more_bytes:
-        return footprint
-    peak = {**footprint.peak, "gradients": footprint.peak.get("gradients", 0.0) + more_bytes}
-    return replace(footprint, peak=peak, reserved_bytes=footprint.reserved_bytes + more_bytes)
-
-
 def _with_overhead(footprint: MemoryFootprint, overheads: Sequence[AllocatorOverhead]) -> MemoryFootprint:
     """Return a footprint with its allocator's overhead, interpolated between two known ones."""
     (largest_peak, *largest), (smallest_peak, *smallest) = overheads[0], overheads[-1]
@@ -454,7 +431,7 @@ def _communicators(program: Program) -> Counter[int]:
 
 def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Program) -> MemoryFootprint:
     """Return a rank's footprint if the allocator releases free segments once the device has no memory left."""
-    room = footprint.memory_bytes - footprint.outside_bytes - _float_gradient_bytes(scenario, footprint)
+    room = footprint.memory_bytes - footprint.outside_bytes
     if footprint.reserved_bytes <= room or footprint.allocated_bytes > room:
         return footprint
     expandable = scenario.cluster.type_of(footprint.rank).expandable_segments

@@ -140,7 +140,7 @@ class Workload:
     gradient_precision: Literal["fp32"] | None = None
     """Precision in which replicas keep gradients until the update; absent: `precision`. `fp32` beside 16-bit parameters
     is Megatron-LM's main_grad. Messages keep `precision` unless `reduce_precision` says otherwise; memory is that of
-    fp32 (predicted only)."""
+    fp32, and the update casts no gradients (predicted only)."""
     reduce_precision: Precision | None = None
     """Precision in which gradients are reduced over replicas or shards; absent: `precision`. It is FSDP2's
     `reduce_dtype`. DistributedDataParallel casts each bucket to a copy in it, sums the copy, and casts the sum back

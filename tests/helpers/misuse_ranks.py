@@ -396,6 +396,26 @@ def writes_to_parameters_that_have_no_values():
 
 
 @case
+def writes_to_parameters_that_are_in_flight():
+    def action(model, optimizer, inputs, targets, *, finishes=True):
+        loss(model, inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if finishes and hasattr(optimizer, "finish"):
+            optimizer.finish()
+        with torch.no_grad():
+            model[2].weight.clamp_(-0.2, 0.2)
+
+    forms = [{"publish_overlaps": True}, {"publish_overlaps": True, "publish": Publish(threshold=0.0)}]
+    alike(each_step(action), forms=forms)
+    for form in forms:
+        model = mlp()
+        optimizer = shard_gradients(model, SGD, **SMALL, **form)
+        words = "2.weight was written to while published parameters were in flight"
+        refused(words, each_step(partial(action, finishes=False)), model, optimizer, True)
+
+
+@case
 def states_that_ranks_load_differently():
     for form in REPLICATED:
         model = mlp()

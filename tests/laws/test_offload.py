@@ -77,6 +77,13 @@ def test_an_offloaded_optimizer_takes_a_copy_each_way_and_the_hosts_bandwidth(sc
     assert offloaded.ranks[0].bytes_sent == whole.ranks[0].bytes_sent
 
 
+def test_gradients_that_are_kept_in_fp32_are_copied_as_they_are(scenario_of):
+    plan = {"plan.method": "single", "plan.offload": "optimizer", "workload.precision": "bf16"}
+    cast, kept = (simulate(scenario_of(plan | more)) for more in ({}, {"workload.gradient_precision": "fp32"}))
+    casts_s = [each.phases_s["optimizer"] - update_s(elements_of(scenario_of({})), 1) for each in (cast, kept)]
+    assert casts_s[0] == pytest.approx(2 * casts_s[1], rel=1e-6)  # of parameters alone
+
+
 def test_copies_that_share_a_link_take_turns_on_it(scenario_of):
     changes = {"plan.method": "ddp", "plan.offload": "optimizer"}
     own = simulate(scenario_of(changes, devices=4))
@@ -208,6 +215,31 @@ def test_accumulated_gradients_are_added_by_the_host(scenario_of):
     assert twice.step_time_s > at_end.step_time_s
     gradients = [each.ranks[0].peak_by_category_bytes.get("gradients", 0.0) for each in (twice, at_end)]
     assert gradients[0] < gradients[1]  # copied away in each micro-batch, or kept whole until the last
+
+
+@pytest.mark.parametrize(("method", "copies"), [("zero1", (0, 1)), ("zero2", (2, 2))])
+def test_deepspeed_accumulates_gradients_on_the_host(scenario_of, method, copies):
+    """`copies`: of a part in the workload's precision, to the host and from it, beside those of each update in fp32."""
+    plan = {"plan.method": method, f"plan.{method}_implementation": "deepspeed", "workload.precision": "bf16"}
+    once, thrice, kept = (
+        simulate(scenario_of(plan | more, devices=2))
+        for more in (
+            {"plan.offload": "optimizer"},
+            {"plan.offload": "optimizer", "plan.micro_batches": 3, "workload.global_batch_size": 12},
+            {},
+        )
+    )
+    part, host = elements_of(scenario_of({})) / 2, "server0/memory"
+    for result, (to_host, from_host) in ((once, (0, 0)), (thrice, copies)):
+        links = {each.name: each.bytes for each in result.links}
+        assert links[f"server0/port0 -> {host}"] == pytest.approx((4 + 2 * to_host) * part, rel=1e-6)
+        assert links[f"{host} -> server0/port0"] == pytest.approx((4 + 2 * from_host) * part, rel=1e-6)
+    largest = 50257 * 768
+    (on_host,), (accumulating,) = ({each.host_bytes["gradients"] for each in r.ranks} for r in (once, thrice))
+    assert on_host == pytest.approx(4 * part + 2 * largest, rel=1e-6)
+    assert accumulating - on_host == pytest.approx(2 * part, rel=1e-6)
+    copied = [result.ranks[0].peak_by_category_bytes.get("communication", 0.0) for result in (once, kept)]
+    assert copied[0] - copied[1] == 2 * largest
 
 
 @pytest.mark.parametrize(

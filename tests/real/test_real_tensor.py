@@ -87,6 +87,8 @@ def on_two_ranks() -> dict[str, list[str]]:
         "gpt-llama-sgd": [llama, *GPT, *SGD, *tensor],  # it norms in fp32 whatever the precision
         "gpt-one-owner-adamw": [*GPT, *ADAMW64, "plan.method=gs", "plan.tp=2"],
         "gpt-one-owner-z3-adamw": [*GPT, *ADAMW64, "plan.method=gs_z3", "plan.tp=2"],
+        "gpt-one-replica-adamw": [*GPT, *ADAMW64, "plan.method=ddp", "plan.tp=2"],
+        "gpt-one-replica-zero1-sgd": [llama, *GPT, *SGD, "plan.method=zero1", "plan.tp=2"],
     }
 
 
@@ -102,7 +104,7 @@ def on_four_ranks() -> dict[str, list[str]]:
 
 
 ALIKE = ("gpt-even-sgd", "gpt-uneven-adamw", "gpt-even-recompute-sgd", "bert-even-adamw", "gpt-even-slowed-sgd")
-ALIKE += ("gpt-llama-sgd", "gpt-one-owner-adamw", "gpt-one-owner-z3-adamw")
+ALIKE += ("gpt-llama-sgd", "gpt-one-owner-adamw", "gpt-one-owner-z3-adamw", "gpt-one-replica-zero1-sgd")
 """Cases on two ranks that are slow: the others cut each kind of model, evenly and not, slow a rank and run again."""
 GROUPS = {
     "2": {name: case for name, case in cases_for(2).items() if name not in ALIKE},

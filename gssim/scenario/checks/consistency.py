@@ -2,7 +2,7 @@
 
 from gssim.cluster import applied, ends_of
 from gssim.errors import UserError
-from gssim.plan.policies import refuse_what_cannot_run
+from gssim.plan.policies import Policies, refuse_what_cannot_run
 from gssim.scenario.checks.contexts import check_context
 from gssim.scenario.checks.experts import check_experts
 from gssim.scenario.checks.gradients import (
@@ -73,13 +73,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     refuse_unused_exchange(plan, policies, file)
     check_context(scenario, policies, file)
     check_recompute(scenario, policies, file)
-    kept_whole = policies.partition == "data" and policies.parameters == "replicated" and policies.gradients != "push"
-    kept_whole = kept_whole and not policies.frees_gradients
-    if scenario.workload.gradient_precision is not None and not kept_whole:
-        raise UserError(
-            f"{file}: workload.gradient_precision = '{scenario.workload.gradient_precision}': method '{plan.method}' "
-            "keeps no whole gradients until the update; leave it out"
-        )
+    _check_kept_gradients(scenario, policies, file)
     check_maps(scenario, file)
     check_reduction(scenario, policies, file)
     check_loss_scale(scenario, policies, file)
@@ -97,3 +91,19 @@ def check(scenario: Scenario, *, file: str) -> None:
     check_replanning(scenario, policies, file)
     check_compressor(scenario, policies, file)
     check_offload(scenario, policies, file)
+
+
+def _check_kept_gradients(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Raise UserError if gradients are to be kept in a precision in which the plan has none."""
+    workload = scenario.workload
+    if workload.gradient_precision is None:
+        return
+    own = f"{file}: workload.gradient_precision = '{workload.gradient_precision}'"
+    kept_whole = policies.partition == "data" and policies.parameters == "replicated" and policies.gradients != "push"
+    if not kept_whole or policies.frees_gradients:
+        method = scenario.plan.method
+        raise UserError(f"{own}: method '{method}' keeps no whole gradients until the update; leave it out")
+    if workload.precision == "fp64":
+        raise UserError(
+            f"{own}: workload.precision = 'fp64' has more digits; allowed: fp32, bf16, fp16, or leave it out"
+        )
