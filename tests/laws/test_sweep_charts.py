@@ -340,6 +340,25 @@ def test_steps_of_all_settings_are_bars_on_one_axis_in_their_phases(tmp_path: Pa
     assert ends == pytest.approx([9.7, 1.3])
     assert "zero3, 4.70 s, of which 85% is exposed communication" in chart.words
     assert "not measured" not in " ".join(text.get_text() for text in chart.figure.texts)
+    slower = [row | {"step_time_s": 100 * row["step_time_s"], "point": f"far-{n}"} for n, row in enumerate(rows[:2])]
+    slower = [row | {LINK: 1e7, "exposed_communication_s": row["step_time_s"] - 0.7} for row in slower]
+    # a plan that takes a hundred times as long made slivers of the fast ones
+    far = [*rows, make_row("gs", bandwidth=1e9, step_time_s=470.0, exposed_communication_s=469.3, **phases), *slower]
+    apart = steps(made(far, tmp_path))
+    slow, fast, far_away = apart.figure.axes
+    assert slow.get_xlim() == fast.get_xlim()
+    assert 4 * 4.7 < slow.get_xlim()[1] < 1.02 * 4 * 4.7
+    assert far_away.get_xlim()[1] == pytest.approx(970, rel=0.02)
+    assert [text.get_text() for text in slow.texts] == ["4.70 s", "9.70 s", "470.00 s"]
+    notes = " ".join(text.get_text() for text in apart.figure.texts)
+    assert "Bars with a gap are cut" in notes
+    assert "Mind the different time axes" in notes
+    assert outside(apart.figure) == []
+    assert "waiting for slower ranks" not in legend(apart)
+    unequal = steps(made([row | {"imbalance_s": 0.3} for row in rows], tmp_path))
+    assert "exposed communication" in legend(unequal)
+    assert "waiting for slower ranks" in legend(unequal)
+    assert "zero3, 4.70 s, of which 79% is exposed communication, and 6% is waiting for slower ranks" in unequal.words
     many = [make_row("ddp", variant=f"v{n}", point=f"v{n}", step_time_s=1.0 + n) for n in range(20)]
     assert len(steps(made(many, tmp_path)).figure.axes[0].get_yticklabels()) == MOST_BARS
     bare = [row | dict.fromkeys((*phases, "exposed_communication_s")) for row in rows]
