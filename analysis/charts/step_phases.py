@@ -169,15 +169,17 @@ def phases(comparison: pl.DataFrame, *, note: str = "") -> Figure:
     return figure
 
 
-def magnitudes(values: Sequence[float]) -> list[list[int]]:
+def magnitudes(values: Sequence[float], ratio: float = LOG_FROM_RATIO) -> list[list[int]]:
     """Return the indices of `values` in groups of similar magnitude, largest first, in the original order within one.
+
+    `ratio`: largest ratio of two values of a group.
 
     >>> magnitudes([0.1, 2.0, 0.3])
     [[1], [0, 2]]
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(values)), key=lambda i: -values[i]):
-        if not groups or values[groups[-1][0]] > LOG_FROM_RATIO * values[i]:
+        if not groups or values[groups[-1][0]] > ratio * values[i]:
             groups.append([])
         groups[-1].append(i)
     return [sorted(group) for group in groups]

@@ -41,6 +41,7 @@ FIGURES = {
     "throughput_samples_per_s": ("throughput", "samples/s"),
     "margin_bytes": ("memory margin of the tightest device", "bytes"),
     "exposed_communication_s": ("exposed communication", "s"),
+    "imbalance_s": ("exposed communication, waiting for slower ranks", "s"),
     "bytes_sent_per_step": ("bytes sent in a step, all ranks", "bytes"),
     "push_density_ratio": ("push density", "ratio"),
     "ranks": ("ranks", ""),

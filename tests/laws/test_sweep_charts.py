@@ -327,7 +327,7 @@ def test_steps_of_all_settings_are_bars_on_one_axis_in_their_phases(tmp_path: Pa
     phases = {"forward_s": 0.2, "backward_s": 0.4, "optimizer_s": 0.1, "compression_s": 0.0, "idle_s": 0.0}
     rows = [
         make_row(method, bandwidth=link, step_time_s=0.7 + waits_s, exposed_communication_s=waits_s, **phases)
-        for link, waits in ((1e9, (9.0, 4.0)), (1e10, (0.5, 0.6)))
+        for link, waits in ((1e9, (9.0, 4.0)), (1e10, (1.5, 1.6)))
         for method, waits_s in zip(("ddp", "zero3"), waits, strict=True)
     ]
     table = made(rows, tmp_path)
@@ -337,7 +337,7 @@ def test_steps_of_all_settings_are_bars_on_one_axis_in_their_phases(tmp_path: Pa
     labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in (slow, fast)]
     assert labels == [["zero3", "ddp"], ["ddp", "zero3"]]
     ends = [max(bar.get_x() + bar.get_width() for bar in axes.patches) for axes in (slow, fast)]
-    assert ends == pytest.approx([9.7, 1.3])
+    assert ends == pytest.approx([9.7, 2.3])
     assert "zero3, 4.70 s, of which 85% is exposed communication" in chart.words
     assert "not measured" not in " ".join(text.get_text() for text in chart.figure.texts)
     slower = [row | {"step_time_s": 100 * row["step_time_s"], "point": f"far-{n}"} for n, row in enumerate(rows[:2])]
@@ -347,7 +347,7 @@ def test_steps_of_all_settings_are_bars_on_one_axis_in_their_phases(tmp_path: Pa
     apart = steps(made(far, tmp_path))
     slow, fast, far_away = apart.figure.axes
     assert slow.get_xlim() == fast.get_xlim()
-    assert 4 * 4.7 < slow.get_xlim()[1] < 1.02 * 4 * 4.7
+    assert 3 * 4.7 < slow.get_xlim()[1] < 1.02 * 3 * 4.7
     assert far_away.get_xlim()[1] == pytest.approx(970, rel=0.02)
     assert [text.get_text() for text in slow.texts] == ["4.70 s", "9.70 s", "470.00 s"]
     notes = " ".join(text.get_text() for text in apart.figure.texts)

@@ -40,7 +40,9 @@ from gssim.units import human_seconds
 
 TITLE = "How long is a step, and what is it made of?"
 PANEL_IN, MOST_PANELS, MOST_BARS = 3.6, 8, 8
-CUT_RATIO = 4
+SHARED_RATIO = 3
+"""Settings share an axis where the fastest plan of one takes at most this multiple of another's time."""
+CUT_RATIO = 3
 """An axis ends at this multiple of the fastest plan of its setting; of settings that share one, of the slowest's."""
 LEAST_IN = 0.01
 """Parts of a bar that are narrower, which nobody sees, are neither drawn nor explained."""
@@ -73,7 +75,7 @@ def steps(table: SweepTable) -> Chart | None:
     settings = by_setting(rows, layout)
     chosen = {place: settings[place] for place in representative(list(settings), MOST_PANELS)}
     panels = {place: _bars(members, layout) for place, members in chosen.items()}
-    groups = magnitudes([bars[0][1]["step_time_s"] for bars in panels.values()])
+    groups = magnitudes([bars[0][1]["step_time_s"] for bars in panels.values()], SHARED_RATIO)
     limits_s = _limits_s(list(panels.values()), groups)
     longest_s = [max(row["step_time_s"] for _, row in bars) for bars in panels.values()]
     cut = any(longest > limit for longest, limit in zip(longest_s, limits_s, strict=True))
