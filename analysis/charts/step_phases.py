@@ -164,8 +164,9 @@ def phases(comparison: pl.DataFrame, *, note: str = "") -> Figure:
             axes = add_axes(figure, (left_in, bottom, bar_in, panel_in))
             _phase_panel(axes, [rows[i] for i in group], [labels[i] for i in group])
             bottom -= between_in
-        copied = any(row.get(f"{EXPOSED_COPIES}_measured_s") for row in rows)
-        _phase_heading(figure, note, MEASURED_PHASES if copied else PHASES, several=len(groups) > 1)
+        columns = {phase: (f"{phase}_predicted_s", f"{phase}_measured_s") for phase in MEASURED_PHASES}
+        shown = [phase for phase, both in columns.items() if any(row.get(each) for row in rows for each in both)]
+        _phase_heading(figure, note, shown, several=len(groups) > 1)
     return figure
 
 

@@ -589,6 +589,19 @@ def test_legends_name_only_what_occurs(charts, tmp_path: Path) -> None:
     far = [row | {"capacity_bytes": 900 * GIB, "margin_bytes": 888 * GIB} for row in grid()]
     memory = memory_by_category(made(far, tmp_path))
     assert "memory of the device" in legend(charts["memory_by_category"])
+    # a legend with a line for each of a search's plans was longer than its chart
+    names = [f"zero{n % 3 + 1}, plan {n}" for n in range(23)]
+    times = [{"step_time_s": 1.0 + n / 10, "peak_reserved_bytes": (30 - min(n, 4)) * GIB} for n in range(23)]
+    rows = [
+        make_row(name.partition(",")[0], variant=name, point=name, **time)
+        for name, time in zip(names, times, strict=True)
+    ]
+    drawn = {chart.name: chart for chart in sweep_charts(made(rows, tmp_path))}["time_and_memory"]
+    on_the_line = names[:5]
+    assert legend(drawn) == ["zero1", "zero2", "zero3", "best of the dense plans", *on_the_line]
+    numbers = [text.get_text() for text in drawn.figure.axes[0].texts]
+    assert numbers == [str(n + 1) for n in range(len(on_the_line))]
+    assert outside(drawn.figure) == []
     assert legend(memory) == [name for name in legend(charts["memory_by_category"]) if name != "memory of the device"]
 
 
