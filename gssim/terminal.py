@@ -403,9 +403,13 @@ def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
     phases = [name for name in result.phases_s if any(entry.phases_s[name] for entry in result.ranks)]
     imbalances_s = [result.imbalance_s(entry) for entry in result.ranks]
     least_s = SHOWN_IMBALANCE_RATIO * result.step_time_s
-    unequal = max(imbalances_s) > least_s
+    shown = list(phases)
+    if max(imbalances_s) > least_s:
+        shown.insert(phases.index("exposed_communication") + 1, IMBALANCE)
     alike: dict[tuple[str, ...], list[int]] = {}
     for entry, imbalance_s in zip(result.ranks, imbalances_s, strict=True):
+        times = {phase: human_seconds(entry.phases_s[phase]) for phase in phases}
+        times[IMBALANCE] = human_seconds(imbalance_s) if imbalance_s > least_s else f"< {SHOWN_IMBALANCE_RATIO:.0%}"
         known = entry.peak_reserved_bytes is not None
         reserved = [human_bytes(entry.peak_reserved_bytes or 0.0), f"{entry.fragmentation_ratio or 0.0:.1%}"]
         cells = (
@@ -413,18 +417,17 @@ def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
             human_bytes(entry.peak_allocated_bytes),
             *((reserved if known else ["", ""]) if reserves else ()),
             *(human_bytes(entry.outside_bytes.get(name, 0.0)) for name in constants),
-            *(human_seconds(entry.phases_s[name]) for name in phases),
-            *([human_seconds(imbalance_s) if imbalance_s > least_s else LITTLE] if unequal else []),
+            *(times[name] for name in shown),
         )
         alike.setdefault(cells, []).extend(entry.ranks)
-    last = ["of it for slower ranks"] if unequal else []
-    heads = ["ranks", "device", *memory, *(name.replace("_", " ") for name in phases), *last]
+    heads = ["ranks", "device", *memory, *(name.replace("_", " ") for name in shown)]
     return heads, [[rank_list(sorted(ranks)), *cells] for cells, ranks in alike.items()]
 
 
 SHOWN_IMBALANCE_RATIO = 0.01
 """Least part of a step for which a rank waits for slower ones that is shown."""
-LITTLE = f"< {SHOWN_IMBALANCE_RATIO:.0%}"
+IMBALANCE = "of it for slower ranks"
+"""What `Result.imbalance_s` is, below exposed communication."""
 
 
 def _link_table(result: Result) -> Table:
