@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from gssim.cluster.presets import expected_errors
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution.files import write_text
 from gssim.result import Result, busiest_link, pace
@@ -72,6 +73,8 @@ def print_result(result: Result) -> None:
     )
     for line in (*_periods(result), *_band(result), *_target_density(result)):
         console.print(line, highlight=False)
+    for line in expected_errors_of(result):
+        console.print(line, highlight=False)
     _print_fit(console, result)
     if busiest_link(result) is not None:
         console.print(f"bottleneck: {pace(result)}", highlight=False, markup=False)
@@ -87,6 +90,13 @@ def print_result(result: Result) -> None:
         console.print(_collective_table(result, "one step" if result.periods is None else several))
     if any(link.bytes for link in result.links):
         console.print(_link_table(result))
+
+
+def expected_errors_of(result: Result) -> list[str]:
+    """Return a line on the errors of published runs on such devices; none where devices were measured, or for a run."""
+    types = result.scenario["cluster"]["device_types"]
+    said = expected_errors(str(types[entry.device]["source"]) for entry in result.ranks)
+    return [said] if said is not None and result.source == "simulated" else []
 
 
 def _print_fit(console: Console, result: Result) -> None:
