@@ -94,9 +94,11 @@ def print_result(result: Result) -> None:
 
 def expected_errors_of(result: Result) -> list[str]:
     """Return a line on the errors of published runs on such devices; none where devices were measured, or for a run."""
+    if result.source != "simulated":  # its devices are the machine's
+        return []
     types = result.scenario["cluster"]["device_types"]
     said = expected_errors(str(types[entry.device]["source"]) for entry in result.ranks)
-    return [said] if said is not None and result.source == "simulated" else []
+    return [] if said is None else [said]
 
 
 def _print_fit(console: Console, result: Result) -> None:

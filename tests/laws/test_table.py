@@ -69,6 +69,9 @@ def test_what_a_rank_waits_on_an_infinitely_fast_network_is_for_slower_ranks(met
     (row,) = [line for line in said if "of it for slower ranks" in line]
     assert row.split("│")[3].strip() == "< 1%"
     assert sum(line.startswith("errors on published runs") for line in said) == 1
+    ranks = tuple(replace(each, device="this machine's") for each in slow.ranks)
+    print_result(replace(slow, source="measured", ranks=ranks))
+    assert "errors on published runs" not in capsys.readouterr().out
 
 
 def test_memory_by_category_is_of_the_tightest_rank_and_fills_its_device(result):
