@@ -21,7 +21,7 @@ from gsreal.run.progress import DEFAULT_TIMEOUT_S
 from gssim.errors import UserError
 from gssim.execution.files import locked, remove_abandoned, scratch_folder
 from gssim.result import file_name
-from gssim.terminal import AsJson, Only, Overrides, ScenarioFile, run_command_line, unwinding, write_or_print
+from gssim.terminal import AsJson, Only, Overrides, ScenarioFile, activity, run_command_line, unwinding, write_or_print
 from gssim.units import excess
 
 if TYPE_CHECKING:
@@ -392,7 +392,11 @@ def gradients_command(
     check_factory(loaded.scenario.workload.model.module, where=loaded.file)
     check_data(loaded.scenario.workload, where=loaded.file)
     chosen = [] if thresholds is None else _numbers(thresholds, "--thresholds")
-    write_statistics(out, take_statistics(loaded.scenario, chosen, every=every, courses=courses, batches=batches))
+    steps = loaded.scenario.run.warmup_steps + loaded.scenario.run.steps
+    with activity("gsreal: gradients") as doing:
+        doing(f"training {loaded.scenario.name} for {steps} steps, densely and under thresholds")
+        statistics = take_statistics(loaded.scenario, chosen, every=every, courses=courses, batches=batches)
+    write_statistics(out, statistics)
 
 
 @app.command("calibrate")
@@ -648,7 +652,9 @@ def trace_command(
             file=sys.stderr,
         )
     tables: list[str] = []
-    traced = traced_model(request, on_counted=lambda counted: tables.append(counted_table(counted)))
+    with activity("gsreal: trace") as doing:
+        doing(f"tracing {model}")
+        traced = traced_model(request, on_counted=lambda counted: tables.append(counted_table(counted)))
     write_model(out, traced)
     print(*tables, sep="\n", file=sys.stderr)
     print(f"gsreal: {out}: {traced.elements:,} parameters in {len(traced.layers)} kinds of layer", file=sys.stderr)
