@@ -648,7 +648,8 @@ def trace_command(
     check_options(request)
     if model.endswith(".json") and (unused := unused_keys(Path(model))):
         print(
-            f"gsreal: {model}: without effect, as the architecture lacks the keys in transformers: {', '.join(unused)}",
+            f"gsreal: {model}: probably without effect, as the architecture's config in transformers does not declare "
+            f"them: {', '.join(unused)}",
             file=sys.stderr,
         )
     tables: list[str] = []

@@ -173,9 +173,9 @@ def _untraced(request: Request, where: str) -> Model:
     arguments = {**request.config, **given}
     if request.model.startswith("hf:"):
         unknown = config_file.unknown_keys(request.model.removeprefix("hf:"), given, where=where)
-        for key, meant in unknown.items():  # transformers would take it, and keep a default
-            hint = f"; did you mean {meant}?" if meant else ""
-            raise UserError(f"{where}: --argument {key}: the architecture has no such key in transformers{hint}")
+        for key, meant in unknown.items():
+            if meant is not None:  # transformers would take it, and keep the default of the one that was meant
+                raise UserError(f"{where}: --argument {key}: unknown to the architecture; did you mean {meant}?")
         if request.image is not None:
             arguments = {"num_labels": _classes(request, 10), **arguments}
         elif request.task == CLASSIFICATION:
