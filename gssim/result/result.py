@@ -517,11 +517,12 @@ class Result:
         """Return the ranks as a table: one row per class of equal ranks, with units in column names.
 
         `phase_*_s` are the phases of a step, `peak_*_bytes` the bytes of each memory category at the peak;
-        `imbalance_s`: see there. The step time and the scenario's name and id are in every row, so tables of several
-        Results can be stacked.
+        `imbalance_s`: see there. The step time, the method, and the scenario's name and id are in every row, so tables
+        of several Results can be stacked.
         """
         dataframe = imported_polars().DataFrame
         whole = {"scenario": self.scenario.get("name"), "scenario_id": self.scenario_id, "source": self.source}
+        whole["method"] = self.scenario.get("plan", {}).get("method")
         rows = []
         for rank_class in self.ranks:
             row = asdict(rank_class)
