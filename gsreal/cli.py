@@ -27,7 +27,7 @@ from gssim.units import excess
 if TYPE_CHECKING:
     from gsreal.calibrate.bench import Settings
     from gssim.result import Result
-    from gssim.scenario import Loaded
+    from gssim.scenario import Loaded, Scenario
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -95,6 +95,9 @@ def run_command(
     _check_writable(trace, out and out / name)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to resume from")
+    if "RANK" not in os.environ and is_emulated(ours):
+        text = "the file's devices are emulated ones: here each is a whole core, and links are this machine's"
+        print(f"gsreal: {text}; `gsreal lab {scenario}` emulates them", file=sys.stderr)
     with scratch_folder("gsreal-run-") as folder, _checkpoint_lock(checkpoint) as locks:
         if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             from gsreal.run.checkpoint import check_checkpoints
@@ -140,6 +143,11 @@ def _checkpoint_lock(folder: Path | None) -> Iterator[tuple[int, ...]]:
             yield (handle,)
         finally:
             remove_leftovers(folder)
+
+
+def is_emulated(scenario: "Scenario") -> bool:
+    """Return whether a rank's device is one that only the lab has."""
+    return any(scenario.cluster.type_of(rank).lab for rank in range(scenario.ranks))
 
 
 @app.command("lab")
