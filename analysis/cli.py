@@ -286,10 +286,14 @@ def literature_command(
         Path | None,
         typer.Option("--emit", metavar="FOLDER", help="Write the rows' scenarios, for `gssim run`, instead."),
     ] = None,
+    by_device: Annotated[
+        Path | None,
+        typer.Option("--by-device", help="File to write the errors by device preset to, which `gssim run` quotes."),
+    ] = None,
 ) -> None:
     """Predict published training runs row by row, with errors by source; or check published headline figures."""
-    if headlines and (files or jobs is not None or emit is not None):
-        raise UserError("--headlines: takes neither tables nor --jobs nor --emit")
+    if headlines and (files or jobs is not None or emit is not None or by_device is not None):
+        raise UserError("--headlines: takes neither tables nor --jobs, --emit or --by-device")
     if headlines:
         _check_headlines(scenarios, slow=slow, as_json=as_json)
         return
@@ -298,11 +302,11 @@ def literature_command(
     if slow:
         raise UserError("--slow: has no effect without --headlines")
     if emit is not None:
-        if as_json or jobs is not None:
-            raise UserError("--emit: predicts nothing; leave out --jobs and --json")
+        if as_json or jobs is not None or by_device is not None:
+            raise UserError("--emit: predicts nothing; leave out --jobs, --json and --by-device")
         _emit_scenarios(files, emit)
         return
-    _score_tables(files, jobs=jobs, as_json=as_json)
+    _score_tables(files, jobs=jobs, as_json=as_json, by_device=by_device)
 
 
 def _emit_scenarios(files: list[Path], folder: Path) -> None:
@@ -328,7 +332,7 @@ def _check_headlines(scenarios: Path, *, slow: bool, as_json: bool) -> None:
         print_headlines(headlines)
 
 
-def _score_tables(files: list[Path], *, jobs: int | None, as_json: bool) -> None:
+def _score_tables(files: list[Path], *, jobs: int | None, as_json: bool, by_device: Path | None) -> None:
     from analysis.literature import score as scoring
     from gssim.execution import checked_jobs
 
@@ -341,6 +345,8 @@ def _score_tables(files: list[Path], *, jobs: int | None, as_json: bool) -> None
         print(json.dumps(scoring.as_json(scores), indent=1))
     else:
         scoring.print_scores(scores)
+    if by_device is not None and not scores.interrupted:
+        write_text(by_device, scoring.preset_errors_toml(scoring.errors_by_preset(scores)))
     if scores.interrupted or scores.faults:
         raise typer.Exit(INTERRUPTED if scores.interrupted else 1)
 

@@ -117,11 +117,8 @@ def table_from(files: Sequence[ResultFile], *, name: str) -> SweepTable:
     columns = columns_of({key: kind_of(thresholds) for key in axes})
     questions = list(dict.fromkeys(str(result.scenario.get("question") or "") for result in results))
     frame = table_of(rows, columns)
-    whole = [
-        _with_samples(row | {TOKENS: result.scenario.get("workload", {}).get("sequence_length")})
-        for row, result in zip(frame.iter_rows(named=True), results, strict=True)
-    ]
-    return SweepTable(name, questions[0] if len(questions) == 1 else "", axes, tuple(whole))
+    whole = tuple(_with_samples(row) for row in frame.iter_rows(named=True))
+    return SweepTable(name, questions[0] if len(questions) == 1 else "", axes, whole)
 
 
 def table_of_search(files: Sequence[ResultFile], *, name: str) -> SweepTable:
@@ -159,10 +156,14 @@ def _row(result: Result) -> Row:
 
 
 def _with_samples(row: Row) -> Row:
-    """Return the row with the samples of a step, which a variant or a group may have changed without an axis."""
-    rate, step_time_s = row["throughput_samples_per_s"], row["step_time_s"]
-    samples = None if rate is None or step_time_s is None else round(rate * step_time_s)
-    return {SAMPLES: samples, TOKENS: None, **row}
+    """Return the row with the batch and sequence length of a step, which a variant or a group may have changed.
+
+    An older table has no column of them: samples are then those of the step's rate.
+    """
+    samples, rate, step_time_s = row["global_batch_size"], row["throughput_samples_per_s"], row["step_time_s"]
+    if samples is None and rate is not None and step_time_s is not None:
+        samples = round(rate * step_time_s)
+    return {SAMPLES: samples, TOKENS: row["sequence_length"], **row}
 
 
 def _columns(path: Path) -> list[str]:

@@ -21,13 +21,13 @@ from gsreal.run.progress import DEFAULT_TIMEOUT_S
 from gssim.errors import UserError
 from gssim.execution.files import locked, remove_abandoned, scratch_folder
 from gssim.result import file_name
-from gssim.terminal import AsJson, Only, Overrides, ScenarioFile, run_command_line, unwinding, write_or_print
+from gssim.terminal import AsJson, Only, Overrides, ScenarioFile, activity, run_command_line, unwinding, write_or_print
 from gssim.units import excess
 
 if TYPE_CHECKING:
     from gsreal.calibrate.bench import Settings
     from gssim.result import Result
-    from gssim.scenario import Loaded
+    from gssim.scenario import Loaded, Scenario
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -95,6 +95,9 @@ def run_command(
     _check_writable(trace, out and out / name)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to resume from")
+    if "RANK" not in os.environ and is_emulated(ours):
+        text = "the file's devices are emulated ones: here each is a whole core, and links are this machine's"
+        print(f"gsreal: {text}; `gsreal lab {scenario}` emulates them", file=sys.stderr)
     with scratch_folder("gsreal-run-") as folder, _checkpoint_lock(checkpoint) as locks:
         if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             from gsreal.run.checkpoint import check_checkpoints
@@ -140,6 +143,11 @@ def _checkpoint_lock(folder: Path | None) -> Iterator[tuple[int, ...]]:
             yield (handle,)
         finally:
             remove_leftovers(folder)
+
+
+def is_emulated(scenario: "Scenario") -> bool:
+    """Return whether a rank's device is one that only the lab has."""
+    return any(scenario.cluster.type_of(rank).lab for rank in range(scenario.ranks))
 
 
 @app.command("lab")
@@ -392,7 +400,11 @@ def gradients_command(
     check_factory(loaded.scenario.workload.model.module, where=loaded.file)
     check_data(loaded.scenario.workload, where=loaded.file)
     chosen = [] if thresholds is None else _numbers(thresholds, "--thresholds")
-    write_statistics(out, take_statistics(loaded.scenario, chosen, every=every, courses=courses, batches=batches))
+    steps = loaded.scenario.run.warmup_steps + loaded.scenario.run.steps
+    with activity("gsreal: gradients") as doing:
+        doing(f"training {loaded.scenario.name} for {steps} steps, densely and under thresholds")
+        statistics = take_statistics(loaded.scenario, chosen, every=every, courses=courses, batches=batches)
+    write_statistics(out, statistics)
 
 
 @app.command("calibrate")
@@ -644,11 +656,14 @@ def trace_command(
     check_options(request)
     if model.endswith(".json") and (unused := unused_keys(Path(model))):
         print(
-            f"gsreal: {model}: without effect, as the architecture lacks the keys in transformers: {', '.join(unused)}",
+            f"gsreal: {model}: probably without effect, as the architecture's config in transformers does not declare "
+            f"them: {', '.join(unused)}",
             file=sys.stderr,
         )
     tables: list[str] = []
-    traced = traced_model(request, on_counted=lambda counted: tables.append(counted_table(counted)))
+    with activity("gsreal: trace") as doing:
+        doing(f"tracing {model}")
+        traced = traced_model(request, on_counted=lambda counted: tables.append(counted_table(counted)))
     write_model(out, traced)
     print(*tables, sep="\n", file=sys.stderr)
     print(f"gsreal: {out}: {traced.elements:,} parameters in {len(traced.layers)} kinds of layer", file=sys.stderr)

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from gssim.cluster.presets import expected_errors
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution.files import write_text
 from gssim.result import Result, busiest_link, pace
@@ -72,6 +73,8 @@ def print_result(result: Result) -> None:
     )
     for line in (*_periods(result), *_band(result), *_target_density(result)):
         console.print(line, highlight=False)
+    for line in expected_errors_of(result):
+        console.print(line, highlight=False)
     _print_fit(console, result)
     if busiest_link(result) is not None:
         console.print(f"bottleneck: {pace(result)}", highlight=False, markup=False)
@@ -87,6 +90,15 @@ def print_result(result: Result) -> None:
         console.print(_collective_table(result, "one step" if result.periods is None else several))
     if any(link.bytes for link in result.links):
         console.print(_link_table(result))
+
+
+def expected_errors_of(result: Result) -> list[str]:
+    """Return a line on the errors of published runs on such devices; none where devices were measured, or for a run."""
+    if result.source != "simulated":  # its devices are the machine's
+        return []
+    types = result.scenario["cluster"]["device_types"]
+    said = expected_errors(str(types[entry.device]["source"]) for entry in result.ranks)
+    return [] if said is None else [said]
 
 
 def _print_fit(console: Console, result: Result) -> None:
@@ -401,8 +413,15 @@ def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
     constants = list(dict.fromkeys(name for entry in result.ranks for name in entry.outside_bytes))
     memory = ["peak allocated", *(["peak reserved", "unused of it"] if reserves else []), *constants]
     phases = [name for name in result.phases_s if any(entry.phases_s[name] for entry in result.ranks)]
+    imbalances_s = [result.imbalance_s(entry) for entry in result.ranks]
+    least_s = SHOWN_IMBALANCE_RATIO * result.step_time_s
+    shown = list(phases)
+    if max(imbalances_s) > least_s:
+        shown.insert(phases.index("exposed_communication") + 1, IMBALANCE)
     alike: dict[tuple[str, ...], list[int]] = {}
-    for entry in result.ranks:
+    for entry, imbalance_s in zip(result.ranks, imbalances_s, strict=True):
+        times = {phase: human_seconds(entry.phases_s[phase]) for phase in phases}
+        times[IMBALANCE] = human_seconds(imbalance_s) if imbalance_s > least_s else f"< {SHOWN_IMBALANCE_RATIO:.0%}"
         known = entry.peak_reserved_bytes is not None
         reserved = [human_bytes(entry.peak_reserved_bytes or 0.0), f"{entry.fragmentation_ratio or 0.0:.1%}"]
         cells = (
@@ -410,11 +429,17 @@ def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
             human_bytes(entry.peak_allocated_bytes),
             *((reserved if known else ["", ""]) if reserves else ()),
             *(human_bytes(entry.outside_bytes.get(name, 0.0)) for name in constants),
-            *(human_seconds(entry.phases_s[name]) for name in phases),
+            *(times[name] for name in shown),
         )
         alike.setdefault(cells, []).extend(entry.ranks)
-    heads = ["ranks", "device", *memory, *(name.replace("_", " ") for name in phases)]
+    heads = ["ranks", "device", *memory, *(name.replace("_", " ") for name in shown)]
     return heads, [[rank_list(sorted(ranks)), *cells] for cells, ranks in alike.items()]
+
+
+SHOWN_IMBALANCE_RATIO = 0.01
+"""Least part of a step for which a rank waits for slower ones that is shown."""
+IMBALANCE = "of it for slower ranks"
+"""What `Result.imbalance_s` is, below exposed communication."""
 
 
 def _link_table(result: Result) -> Table:

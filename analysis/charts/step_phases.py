@@ -60,7 +60,8 @@ def exposed_communication(comparison: pl.DataFrame) -> Figure | None:
     down = -(-len(groups) // across)
     width_in = across * (LEFT_IN + SIDE_IN) + RIGHT_IN
     note = (
-        "Exposed communication in one step, mean over ranks. Above the line the prediction is too high. Named: the "
+        "Exposed communication in one step, mean over ranks: what compute waits for, messages and slower ranks. Above "
+        "the line the prediction is too high. Named: the "
         f"worst {LABELLED} of a panel, by how much of a measured step they are off, where that is more than "
         f"{100 * LABELLED_FROM_RATIO:.0f} %."
     )
@@ -150,10 +151,13 @@ def phases(comparison: pl.DataFrame, *, note: str = "") -> Figure:
     labels = point_labels(comparison)
     rows = list(comparison.iter_rows(named=True))
     groups = magnitudes([max(_total_s(row, "predicted"), _total_s(row, "measured")) for row in rows])
+    columns = {phase: (f"{phase}_predicted_s", f"{phase}_measured_s") for phase in MEASURED_PHASES}
+    shown = [phase for phase, both in columns.items() if any(row.get(each) for row in rows for each in both)]
     with mpl.rc_context(STYLE):
         left_in = 0.3 + max(map(label_width_in, labels), default=0)
         bar_in, right_in = 6.6, 1.45
-        top_in, between_in, bottom_in = 1.25 + (NOTE_IN if note else 0.0), 0.85, 0.65
+        notes = bool(note) + ("exposed_communication" in shown)
+        top_in, between_in, bottom_in = 1.25 + NOTE_IN * notes, 0.85, 0.65
         heights_in = [0.68 * len(group) + 0.12 for group in groups]
         width_in = left_in + bar_in + right_in
         height_in = top_in + sum(heights_in) + between_in * (len(groups) - 1) + bottom_in
@@ -164,20 +168,21 @@ def phases(comparison: pl.DataFrame, *, note: str = "") -> Figure:
             axes = add_axes(figure, (left_in, bottom, bar_in, panel_in))
             _phase_panel(axes, [rows[i] for i in group], [labels[i] for i in group])
             bottom -= between_in
-        copied = any(row.get(f"{EXPOSED_COPIES}_measured_s") for row in rows)
-        _phase_heading(figure, note, MEASURED_PHASES if copied else PHASES, several=len(groups) > 1)
+        _phase_heading(figure, note, shown, several=len(groups) > 1)
     return figure
 
 
-def magnitudes(values: Sequence[float]) -> list[list[int]]:
+def magnitudes(values: Sequence[float], ratio: float = LOG_FROM_RATIO) -> list[list[int]]:
     """Return the indices of `values` in groups of similar magnitude, largest first, in the original order within one.
+
+    `ratio`: largest ratio of two values of a group.
 
     >>> magnitudes([0.1, 2.0, 0.3])
     [[1], [0, 2]]
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(values)), key=lambda i: -values[i]):
-        if not groups or values[groups[-1][0]] > LOG_FROM_RATIO * values[i]:
+        if not groups or values[groups[-1][0]] > ratio * values[i]:
             groups.append([])
         groups[-1].append(i)
     return [sorted(group) for group in groups]
@@ -196,8 +201,11 @@ def longest_phase(row: dict[str, Any]) -> str:
     return ", ".join(f"{side} {phase} ({100 * ratio:.0f} %)" for side, phase, ratio in longest)
 
 
+WAITS = "Exposed communication is what compute waits for: messages, and slower ranks."
+
+
 def _phase_heading(figure: Figure, which: str, shown: Sequence[str], *, several: bool) -> None:
-    notes = [which] if which else []
+    notes = [*([which] if which else []), *([WAITS] if "exposed_communication" in shown else [])]
     note = "Top bar of a pair (hatched): predicted; bottom bar (plain): measured. Means over ranks."
     if several:
         note += " Mind the different time axes."
@@ -277,8 +285,8 @@ def timeline(predicted: Step, measured: Step, *, names: tuple[str, str]) -> Figu
         axes = add_axes(figure, (TIMELINE_LEFT_IN, TIMELINE_BOTTOM_IN, PANEL_IN, panel_in))
         _timeline_panel(axes, sides, ranks, panel_in)
         left_out = len({*predicted.ranks, *measured.ranks}) - len(ranks)
-        copied = any(block.phase == EXPOSED_COPIES for lane in measured.lanes for block in lane.blocks)
-        _timeline_heading(figure, names, left_out, MEASURED_PHASES if copied else PHASES)
+        drawn = {block.phase for step in sides.values() for lane in step.lanes for block in lane.blocks}
+        _timeline_heading(figure, names, left_out, [phase for phase in MEASURED_PHASES if phase in drawn | {"idle"}])
     return figure
 
 

@@ -21,7 +21,7 @@ from analysis.charts.drawing import STYLE, new_figure, plain, write_heading
 from analysis.draw.layout import Box, Layout, Node, layout_of
 from gssim.cluster import Cluster
 from gssim.cluster.topology import LeafSpine, Servers, Wiring
-from gssim.units import human_seconds
+from gssim.units import human_bytes, human_seconds
 
 # Colours: Okabe & Ito 2008, "Color Universal Design"; hatching and lightness differ from one to the next.
 LOOKS = (
@@ -221,7 +221,7 @@ def _legend(cluster: Cluster, looks: dict[str, Any], wires: Sequence[Wire], layo
     for kind, (colour, hatch) in looks.items():
         device = cluster.device_types[kind]
         peaks = ", ".join(f"{peak / 1e12:.3g} TFLOP/s {name}" for name, peak in device.peak_flop_per_s.items())
-        text = f"{kind}: {device.memory_bytes / 1e9:.3g} GB, {peaks}"
+        text = f"{kind}: {human_bytes(device.memory_bytes)}, {peaks}"
         entries.append(Patch(facecolor=colour, hatch=hatch, edgecolor="0.1", linewidth=0.6, label=plain(text)))
     by_kind = defaultdict(list)
     for wire in wires:

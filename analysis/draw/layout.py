@@ -256,7 +256,9 @@ def _server(group: ServerGroup, name: str, *, big: bool) -> Layout:
     kinds = f"{group.devices} \u00d7 {group.device}"
     title = f"{name}: {kinds}" if big else f"{name}\n{kinds}"
     top = cards if group.nics else high + edge
-    box = Box(-edge - pitch / 2, low - (0.5 * pitch if big else edge) - caption, width + edge + pitch / 2, top, title)
+    words = (0.08 if big else 0.064) * max(map(len, title.split("\n"))) + 0.1  # of one device, its name is wider
+    beside = max(edge + pitch / 2, (words - width) / 2)
+    box = Box(-beside, low - (0.5 * pitch if big else edge) - caption, width + beside, top, title)
     layout.boxes.append(box)
     moved = Layout()
     moved.add(layout, 0, -box.bottom)

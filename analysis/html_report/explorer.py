@@ -15,6 +15,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from analysis.charts.drawing import mark
 from analysis.charts.step_phases import PHASE_COLOURS
 from analysis.compare.timeline import Step
 from analysis.html_report.contents import Overlay
@@ -41,6 +42,7 @@ FIGURES = {
     "throughput_samples_per_s": ("throughput", "samples/s"),
     "margin_bytes": ("memory margin of the tightest device", "bytes"),
     "exposed_communication_s": ("exposed communication", "s"),
+    "imbalance_s": ("exposed communication, waiting for slower ranks", "s"),
     "bytes_sent_per_step": ("bytes sent in a step, all ranks", "bytes"),
     "push_density_ratio": ("push density", "ratio"),
     "ranks": ("ranks", ""),
@@ -73,6 +75,9 @@ def sweep_explorer(sweep: SweepTable, *, name: str = "") -> list[Part]:
             values = ["none" if row[axis] is None else row[axis] for row in rows]
             words[axis] = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
     coloured = [_texts(key, texts.get(key, key), values) for key, values in words.items() if len(set(values)) > 1]
+    for column in coloured:
+        if column["key"] == "method":  # as in the other charts
+            column["colours"] = [str(mark(word)["color"]) for word in column["words"]]
     columns += [column for column in coloured if column["key"] not in {each["key"] for each in columns}]
     columns += [column | {"key": f"{column['key']} (filter)"} for column in coloured if column["key"] in numeric]
     keys = [column["key"] for column in columns if column["kind"] == "number"]

@@ -224,7 +224,8 @@ def questions_of(contents: Contents) -> list[str]:
 
 def _short(contents: Contents) -> list[str]:
     lines = [line for comparison in contents.comparisons for line in comparison_summary(comparison)]
-    lines += [line for sweep in contents.sweeps for line in sweep_summary(sweep)]
+    which = {sweep.name: f"{sweep.name}: " if len(contents.sweeps) > 1 else "" for sweep in contents.sweeps}
+    lines += [f"{which[sweep.name]}{line}" for sweep in contents.sweeps for line in sweep_summary(sweep)]
     several = len(contents.studies) > 1
     lines += [
         f"{each.place}: {each.findings[0]}" if several else each.findings[0]

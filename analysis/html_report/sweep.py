@@ -65,7 +65,8 @@ def summary(sweep: SweepTable) -> list[str]:
     """Return the summary of a sweep in sentences."""
     counts = Counter(row["status"] for row in sweep.rows)
     rest = "; ".join(f"{n:,} {status}" for status, n in counts.items() if status != "fits")
-    differ = f" They differ in {', '.join(sweep.axes)}." if sweep.axes else ""
+    varied = [axis for axis in sweep.axes if len({row[axis] for row in sweep.rows}) > 1]
+    differ = f" They differ in {', '.join(varied)}." if varied else ""
     sentences = [f"{counted(len(sweep.rows), 'point')}: {counts['fits']:,} fit{f'; {rest}' if rest else ''}.{differ}"]
     layout = layout_of(sweep)
     settings = by_setting(sweep.fitting, layout)

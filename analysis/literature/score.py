@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -21,6 +22,7 @@ from analysis.literature.platforms import calibration_rows
 from analysis.literature.runs import Run
 from analysis.literature.scenarios import INTERRUPTED, NoPrediction, Prediction, cluster_of_run, predict_runs
 from analysis.literature.tables.reading import Record, read_table
+from gssim.cluster.presets import PresetErrors, QuantityErrors, digest_of_figures, preset_of
 from gssim.errors import UserError
 from gssim.terminal import plain_console
 
@@ -250,6 +252,51 @@ def _read(files: Sequence[Path]) -> tuple[list[list[Record]], tuple[str, ...]]:
     if not tables:
         raise UserError("; ".join(unreadable))
     return tables, tuple(unreadable)
+
+
+def errors_by_preset(scores: Scores) -> dict[str, PresetErrors]:
+    """Return the errors of scored rows by device preset, of rows whose devices are all of one, unchanged."""
+    steps: dict[str, list[float]] = defaultdict(list)
+    memory: dict[str, list[float]] = defaultdict(list)
+    for row in (row for source in scores.sources for row in source.tested):
+        cluster = cluster_of_run(row.run)
+        names = {preset_of(cluster.type_of(rank).source) for rank in range(row.run.ranks)}
+        name = names.pop() if len(names) == 1 else None
+        for found, pair in ((steps, row.step_errors), (memory, row.memory_errors)):
+            if name is not None and pair is not None:
+                found[name].append(pair[0])
+    return {
+        name: PresetErrors(step=_quantiles(errors), memory=_quantiles(memory[name]) if name in memory else None)
+        for name, errors in sorted(steps.items())
+    }
+
+
+def _quantiles(errors: Sequence[float]) -> QuantityErrors:
+    nine_in_ten = sorted(errors)[ceil(0.9 * len(errors)) - 1]
+    return QuantityErrors(
+        runs=len(errors), median_ratio=round(median(errors), 4), nine_in_ten_ratio=round(nine_in_ten, 4)
+    )
+
+
+def preset_errors_toml(errors: Mapping[str, PresetErrors]) -> str:
+    """Return the errors by device preset as the file that `gssim run` quotes.
+
+    >>> some = QuantityErrors(runs=3, median_ratio=0.1, nine_in_ten_ratio=0.2)
+    >>> print(preset_errors_toml({"t4": PresetErrors(step=some)}).splitlines()[-1])
+    step = { runs = 3, median_ratio = 0.1, nine_in_ten_ratio = 0.2 }
+    """
+    lines = [
+        "# Errors of the predictions of published runs by preset of their devices: median, and what nine in ten do not",
+        "# exceed. Scored by `python -m analysis literature TABLE... --by-device gssim/cluster/preset_errors.toml`.",
+        "# `figures`: a digest of the preset's figures; the errors are those of no others.",
+    ]
+    for name, each in errors.items():
+        lines += ["", f"[{name}]", f'figures = "{digest_of_figures(name)}"']
+        for quantity, found in (("step", each.step), ("memory", each.memory)):
+            if found is not None:
+                values = ", ".join(f"{key} = {value}" for key, value in asdict(found).items())
+                lines.append(f"{quantity} = {{ {values} }}")
+    return "\n".join(lines) + "\n"
 
 
 PIPE_WIDTH = 140

@@ -120,19 +120,25 @@ def loss_terms(targets: Tensor) -> int:
     return int((targets != IGNORED).sum())
 
 
+NO_DIGITS = (
+    "workload.data: the digits are 1x8x8 images of 10 classes, which are not what the model takes; name images of your "
+    "own (kind = 'image-folder')"
+)
+
+
 def _digits(workload: Workload) -> Source:
     source = workload.model.input
     if isinstance(source, TokenInput):
         raise _cannot_read(source, "digits")
     if source.shape != (1, 8, 8) or source.classes < 10:
-        raise UserError("workload.data: the digits are 1x8x8 images of 10 classes, which are not what the model takes")
+        raise UserError(NO_DIGITS)
     return Digits(workload.global_batch_size)
 
 
 def _standard_library(workload: Workload, *, held_out: bool = False) -> Source:
     source, length = workload.model.input, workload.sequence_length or 1
     if isinstance(source, ImageInput):
-        raise UserError("workload.data: the digits are 1x8x8 images of 10 classes, which are not what the model takes")
+        raise UserError(NO_DIGITS)
     if source.vocabulary < _bytes_needed(source):
         raise _cannot_read(source, "stdlib-bytes")
     part = held_out_part if held_out else trained_part

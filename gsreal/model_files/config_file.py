@@ -1,7 +1,7 @@
 """Reads from a Hugging Face config.json what is to be traced: the architecture, its sizes, the form of its input."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +95,27 @@ def unused_keys(path: Path) -> list[str]:
     transformers takes any key, and keeps the default of the one that was meant.
     """
     data = parsed_json(read_bounded(path), file=str(path))
-    usual = training_config(HuggingFace(model_type=data["model_type"]), str(path))
+    unknown = unknown_keys(data["model_type"], data, where=str(path))
+    return [
+        one_line(key, 60)
+        + (" (its code is not run)" if key == "auto_map" else f" (did you mean {meant}?)" if meant else "")
+        for key, meant in unknown.items()
+    ]
+
+
+def unknown_keys(model_type: str, keys: Collection[str], *, where: str) -> dict[str, str | None]:
+    """Return those of these keys of a config that the architecture does not know, each with the one that may be meant.
+
+    `where`: names the config where the architecture is not known.
+    """
+    usual = training_config(HuggingFace(model_type=model_type), where)
     known = set(usual.to_dict()) | set(usual.attribute_map) | WITHOUT_EFFECT | OF_ROTATIONS
-    found = []
-    for key in data:
-        if key not in known and not hasattr(usual, key):
-            close = difflib.get_close_matches(key, known - set(data), n=1, cutoff=0.8)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            found.append(one_line(key, 60) + (" (its code is not run)" if key == "auto_map" else hint))
-    return found
+    others = sorted(known - set(keys))
+    return {
+        key: next(iter(difflib.get_close_matches(key, others, n=1, cutoff=0.8)), None)
+        for key in keys
+        if key not in known and not hasattr(usual, key)
+    }
 
 
 def _without_null(value: Any, where: str) -> Any:

@@ -169,8 +169,13 @@ def _arguments(request: Request, where: str) -> dict[str, Any]:
 
 
 def _untraced(request: Request, where: str) -> Model:
-    arguments = {**request.config, **_arguments(request, where)}
+    given = _arguments(request, where)
+    arguments = {**request.config, **given}
     if request.model.startswith("hf:"):
+        unknown = config_file.unknown_keys(request.model.removeprefix("hf:"), given, where=where)
+        for key, meant in unknown.items():
+            if meant is not None:  # transformers would take it, and keep the default of the one that was meant
+                raise UserError(f"{where}: --argument {key}: unknown to the architecture; did you mean {meant}?")
         if request.image is not None:
             arguments = {"num_labels": _classes(request, 10), **arguments}
         elif request.task == CLASSIFICATION:

@@ -40,7 +40,10 @@ def about() -> None:
 
 
 @app.command("check")
-def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
+def check_command(
+    scenarios: Annotated[list[Path], typer.Argument(help="Scenarios' files, such as scenarios/*.toml.")],
+    overrides: Overrides = None,
+) -> None:
     """Validate scenario files: a line for each, with its scenario_id, up to the first that is wrong."""
     with activity("gssim: check"):
         for path in scenarios:
@@ -303,7 +306,8 @@ def search_command(
             search.run(workers, on_progress)
     except KeyboardInterrupt:
         _print_found(search, loaded.scenario.question, run, as_json=as_json)
-        print("gssim: search: interrupted; these are the best so far", file=sys.stderr)
+        best = "; these are the best so far" if search.found().best else ""
+        print(f"gssim: search: interrupted{best}", file=sys.stderr)
         raise
     _print_found(search, loaded.scenario.question, run, as_json=as_json)
 

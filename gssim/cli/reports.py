@@ -15,7 +15,7 @@ from gssim.plan.words import in_words
 from gssim.planner import PLAN, Found, Outcome, memory_lack, reason
 from gssim.result import bound_by
 from gssim.scenario.support import Support
-from gssim.terminal import PIPE_WIDTH, fits_width, folding, plain_console
+from gssim.terminal import PIPE_WIDTH, expected_errors_of, fits_width, folding, plain_console
 from gssim.units import human_bytes, human_seconds
 
 UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
@@ -39,6 +39,8 @@ def print_found(found: Found, question: str, run: Sequence[str]) -> None:
     console.print(_plan_table(found, found.best, f"best {len(found.best)} by {found.space.objective}"))
     for rank, each in enumerate(found.best, start=1):
         console.print(f"{rank}: {reason(each.result)}", highlight=False)
+    for line in expected_errors_of(found.best[0].result):
+        console.print(line, highlight=False)
     console.print(_plan_table(found, found.front, "front of time and memory"))
     for name, rival in found.comparisons(found.best[0]):
         console.print(f"{name}: {_compared(rival)}", highlight=False)

@@ -4,7 +4,11 @@
 `preset` overrides values of it.
 """
 
+import hashlib
+import json
 import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -58,6 +62,83 @@ def _preset(kind: Kind, name: str) -> dict[str, Any]:
         hint = f"did you mean {close}? " if close else ""
         raise ValueError(f"there is no preset {name!r} of {kind}; {hint}{_allowed(kind)}")
     return {**known[name], "source": f"preset {name}: {known[name]['source']}"}
+
+
+def preset_of(source: str) -> str | None:
+    """Return the device preset that a device type with this source is, unchanged; None if it is none.
+
+    >>> preset_of("preset t4: datasheet"), preset_of("timed here; the rest: preset t4: datasheet")
+    ('t4', None)
+    """
+    name = source.removeprefix("preset ").partition(":")[0]
+    return name if source.startswith("preset ") and name in presets("devices") else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantityErrors:
+    """Relative errors of the predictions of published runs, in one quantity."""
+
+    runs: int
+    median_ratio: float
+    nine_in_ten_ratio: float
+    """The error that nine in ten of them do not exceed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetErrors:
+    """Errors of the predictions of published runs on one kind of device, as its preset describes it."""
+
+    step: QuantityErrors
+    memory: QuantityErrors | None = None
+
+
+@cache
+def preset_errors() -> dict[str, PresetErrors]:
+    """Return the errors of published runs by device preset, as `python -m analysis literature --by-device` found them.
+
+    A preset whose figures have changed since is left out: the errors are those of other figures.
+    """
+    data = tomllib.loads(files("gssim.cluster").joinpath("preset_errors.toml").read_text(encoding="utf-8"))
+    return {
+        name: PresetErrors(**{kind: QuantityErrors(**errors) for kind, errors in each.items() if kind != "figures"})
+        for name, each in data.items()
+        if name in presets("devices") and each["figures"] == digest_of_figures(name)
+    }
+
+
+def digest_of_figures(name: str) -> str:
+    """Return a digest of the figures of a device preset that predictions of time and memory use."""
+    others = ("source", "price_usd_per_h", "busy_power_w", "idle_power_w")
+    figures = {key: value for key, value in presets("devices")[name].items() if key not in others}
+    return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def expected_errors(sources: Iterable[str]) -> str | None:
+    """Return in a line how well published runs on devices with these sources were predicted; None if not all are known.
+
+    >>> expected_errors(["measured here by gsreal calibrate"])
+    """
+    names = [preset_of(source) for source in dict.fromkeys(sources)]
+    known = {name: preset_errors().get(name) for name in names if name is not None}
+    if len(known) < len(names) or not known:
+        return None
+    listed = "; ".join(f"{name}: {_said(errors)}" for name, errors in known.items())
+    return f"errors on published runs, in the median and in nine of ten: {listed}"
+
+
+FEWEST_RUNS = 10
+"""Least number of runs of which nine in ten are told."""
+
+
+def _said(errors: PresetErrors | None) -> str:
+    if errors is None:
+        return "none"
+    words = []
+    for quantity, each in (("step", errors.step), ("memory", errors.memory)):
+        if each is not None:
+            tail = f", {each.nine_in_ten_ratio:.1%}" if each.runs >= FEWEST_RUNS else ""
+            words.append(f"{quantity} {each.median_ratio:.1%}{tail} ({each.runs} runs)")
+    return ", ".join(words)
 
 
 def _allowed(kind: Kind) -> str:

@@ -275,28 +275,30 @@ def explore(
 
     plans = len(queue)
     in_progress: dict[Any, Candidate] = {}
-    while queue or in_progress:
-        late = time.monotonic() > until_s
-        while queue and len(in_progress) < workers.at_a_time and not late:
-            first, ruled_out = queue.next(rule_out)
-            found.ruled_out += ruled_out
-            if first is not None:
-                limits = limits_of(first.candidate, wanted, found, objective)
-                least = math.inf if first.is_lowered else queue.next_objective()
-                limits = replace(limits, next_objective=least)
-                request = Request(source, first.candidate.override, first.bound, limits)
-                in_progress[workers.submit(answered, request)] = first.candidate
-        on_progress(plans - len(queue) - len(in_progress), plans)
-        if not in_progress:
-            break
-        if not late:
-            found.ruled_out += queue.look_ahead(rule_out)  # now: later, idle processes would wait for it
-        for ended in workers.ended(list(in_progress)):
-            candidate, answer = in_progress.pop(ended), workers.answer(ended)
-            if isinstance(answer, Bound) and not rule_out(candidate, answer):
-                queue.wait(candidate, answer)
-                continue
-            outcome = judge(candidate, answer, found)
-            if outcome is not None:
-                found.add(outcome)
-    found.left += sum(not rule_out(each.candidate, each.bound) for each in queue)
+    try:
+        while queue or in_progress:
+            late = time.monotonic() > until_s
+            while queue and len(in_progress) < workers.at_a_time and not late:
+                first, ruled_out = queue.next(rule_out)
+                found.ruled_out += ruled_out
+                if first is not None:
+                    limits = limits_of(first.candidate, wanted, found, objective)
+                    least = math.inf if first.is_lowered else queue.next_objective()
+                    limits = replace(limits, next_objective=least)
+                    request = Request(source, first.candidate.override, first.bound, limits)
+                    in_progress[workers.submit(answered, request)] = first.candidate
+            on_progress(plans - len(queue) - len(in_progress), plans)
+            if not in_progress:
+                break
+            if not late:
+                found.ruled_out += queue.look_ahead(rule_out)  # now: later, idle processes would wait for it
+            for ended in workers.ended(list(in_progress)):
+                candidate, answer = in_progress.pop(ended), workers.answer(ended)
+                if isinstance(answer, Bound) and not rule_out(candidate, answer):
+                    queue.wait(candidate, answer)
+                    continue
+                outcome = judge(candidate, answer, found)
+                if outcome is not None:
+                    found.add(outcome)
+    finally:  # at an interrupt too, when some are being simulated
+        found.left += sum(not rule_out(each.candidate, each.bound) for each in queue) + len(in_progress)

@@ -234,14 +234,18 @@ class Search:
 
     def prepare(self) -> None:
         """Enumerate the plans and their lower bounds."""
-        with no_collection():
-            for each in candidates(self.loaded.scenario, self.space, Batches(self.bounds), self.counts.left_out):
-                self.plans += 1
-                self.own = self.own or [each]
-                try:
-                    self.bounded.append((self.bounds.of(each.plan), each))
-                except UserError as error:
-                    self.counts.refuse(each, error)
+        try:
+            with no_collection():
+                for each in candidates(self.loaded.scenario, self.space, Batches(self.bounds), self.counts.left_out):
+                    self.plans += 1
+                    self.own = self.own or [each]
+                    try:
+                        self.bounded.append((self.bounds.of(each.plan), each))
+                    except UserError as error:
+                        self.counts.refuse(each, error)
+        except KeyboardInterrupt:
+            self.counts.left = len(self.bounded)
+            raise
         there = {name for name, holds in RIVALS.items() if any(holds(each) for _, each in self.bounded)}
         self.wanted = [RankedSet("best", self.top, lambda each: True)]
         self.wanted += [RankedSet(name, 1, holds) for name, holds in RIVALS.items() if name in there]

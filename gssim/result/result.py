@@ -200,6 +200,12 @@ class RankClass:
     batch_share: Finite
     shard_share: Finite
 
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step in which the rank neither waits nor copies: forward, backward, compression, optimizer."""
+        waits = (*WAITING_PHASES, EXPOSED_COPIES)
+        return sum(time_s for phase, time_s in self.phases_s.items() if phase not in waits)
+
 
 @spec
 class Fit:
@@ -496,14 +502,27 @@ class Result:
                 del data["density"][end]
         return data
 
+    def imbalance_s(self, rank_class: RankClass | None = None) -> float:
+        """Return the part of exposed communication that is due to unequal compute, of a rank or as the mean over ranks.
+
+        It is the time by which a rank computes less than the one that computes most: it waits as long even where
+        messages take no time. The rest is communication that nothing hides, and (in a pipeline) the bubble.
+        """
+        most_s = max(each.compute_s for each in self.ranks)
+        chosen = self.ranks if rank_class is None else (rank_class,)
+        waits_s = [min(most_s - each.compute_s, each.phases_s.get("exposed_communication", 0.0)) for each in chosen]
+        return sum(e.count * wait_s for e, wait_s in zip(chosen, waits_s, strict=True)) / sum(e.count for e in chosen)
+
     def to_frame(self) -> "polars.DataFrame":
         """Return the ranks as a table: one row per class of equal ranks, with units in column names.
 
-        `phase_*_s` are the phases of a step, `peak_*_bytes` the bytes of each memory category at the peak. The step
-        time and the scenario's name and id are in every row, so tables of several Results can be stacked.
+        `phase_*_s` are the phases of a step, `peak_*_bytes` the bytes of each memory category at the peak;
+        `imbalance_s`: see there. The step time, the method, and the scenario's name and id are in every row, so tables
+        of several Results can be stacked.
         """
         dataframe = imported_polars().DataFrame
         whole = {"scenario": self.scenario.get("name"), "scenario_id": self.scenario_id, "source": self.source}
+        whole["method"] = self.scenario.get("plan", {}).get("method")
         rows = []
         for rank_class in self.ranks:
             row = asdict(rank_class)
@@ -511,6 +530,7 @@ class Result:
             row["ranks"] = list(row["ranks"])
             row |= {f"phase_{name}_s": value for name, value in phases.items()}
             row |= {f"peak_{name}_bytes": value for name, value in categories.items()}
+            row["imbalance_s"] = self.imbalance_s(rank_class)
             rows.append({**whole, "step_time_s": self.step_time_s, **row})
         frame: polars.DataFrame = dataframe(rows, infer_schema_length=None)
         return frame

@@ -40,11 +40,14 @@ RESULT_COLUMNS: dict[str, Kind] = {
     "method": str,
     "cluster": str,  # its name
     "model": str,
+    "global_batch_size": int,
+    "sequence_length": int,  # tokens; null for images
     "ranks": int,
     "idle_devices": int,  # devices of the cluster that no rank runs on
     "step_time_s": float,
     "throughput_samples_per_s": float,
     **{f"{phase}_s": float for phase in PHASES},  # mean over ranks; their sum is step_time_s
+    "imbalance_s": float,  # of exposed_communication_s: waiting for ranks that compute longer, however fast the network
     "push_density_ratio": float,
     "publish_density_ratio": float,
     "bytes_sent_per_step": float,  # by all ranks
@@ -82,7 +85,7 @@ def columns_of(axes: Mapping[str, Kind]) -> dict[str, Kind]:
 
 def outcome(result: Result) -> Row:
     """Return the outcome of a prediction, with the columns of `RESULT_COLUMNS`."""
-    needed, missing = _memory(result), result.does_not_fit
+    needed, missing, workload = _memory(result), result.does_not_fit, result.scenario["workload"]
     of_host = " of its host's memory" if missing is not None and missing.memory == "host" else ""
     busiest = busiest_link(result)
     return {
@@ -94,12 +97,15 @@ def outcome(result: Result) -> Row:
         "calibration_id": result.calibration_id,
         "method": result.scenario["plan"]["method"],
         "cluster": result.scenario["cluster"]["name"],
-        "model": result.scenario["workload"]["model"]["name"],
+        "model": workload["model"]["name"],
+        "global_batch_size": workload["global_batch_size"],
+        "sequence_length": workload["sequence_length"],
         "ranks": sum(each.count for each in result.ranks),
         "idle_devices": len(result.idle_devices),
         "step_time_s": result.step_time_s,
         "throughput_samples_per_s": result.throughput_samples_per_s,
         **{f"{phase}_s": result.phases_s[phase] for phase in PHASES},
+        "imbalance_s": result.imbalance_s(),
         "push_density_ratio": result.density.push,
         "publish_density_ratio": result.density.publish,
         "bytes_sent_per_step": sum(each.count * (each.bytes_sent or 0.0) for each in result.ranks),

@@ -531,7 +531,11 @@ def test_spread_keeps_order_and_distance() -> None:
 
 def test_bars_end_where_the_phases_sum_to_and_only_predicted_ones_are_hatched() -> None:
     pair = [in_file(make_result("simulated", step_time_s=0.3)), in_file(make_result("measured", step_time_s=0.2))]
-    (axes,) = phases(compare(join(pair).pairs)).axes
+    figure = phases(compare(join(pair).pairs))
+    (axes,) = figure.axes
+    named = {text.get_text() for legend in figure.legends for text in legend.get_texts()}
+    drawn = {phase for file in pair for phase, time_s in file.result.phases_s.items() if time_s}
+    assert named == {phase.replace("_", " ") for phase in drawn}
     upper = [bar for bar in axes.patches if bar.get_y() + bar.get_height() / 2 < 0]
     lower = [bar for bar in axes.patches if bar.get_y() + bar.get_height() / 2 > 0]
     assert max(bar.get_x() + bar.get_width() for bar in upper) == pytest.approx(300)

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from strategies import PAIR_TOML, cluster_of, ring
+from strategies import PAIR_TOML, cluster_of, device_type, ring
 from test_topology import ALL, LEAF_SPINE, cluster_with, servers, simple, torus
 
 pytest.importorskip("matplotlib")
@@ -99,6 +99,18 @@ def test_each_kind_of_server_is_shown_and_its_rest_counted():
     counts = [int(box.text.split()[1]) for box in layout.boxes if box.kind == "more"]
     assert sum(counts) + sum(box.kind == "server" for box in layout.boxes) == 128
     assert "\u2026 5 more leafs" in [text for _, _, text in layout.notes]
+
+
+def test_the_name_of_a_server_is_within_its_box():
+    """A server of one device was narrower than its name."""
+    alone = {"count": 2, "device": "a100-sxm-80", "devices": 1, "nics": 1}
+    figure = draw(cluster_with(servers(alone, fabric={"kind": "switch"}), device_types={"a100-sxm-80": device_type()}))
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    boxes = [patch.get_window_extent() for patch in axes.patches]
+    names = [text.get_window_extent() for text in axes.texts if text.get_text().startswith("server")]
+    assert len(names) == 2
+    assert all(any(box.x0 < name.x0 and name.x1 < box.x1 for box in boxes) for name in names)
 
 
 def test_long_rings_and_tori_are_cut_and_counted():

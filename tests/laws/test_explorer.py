@@ -13,12 +13,14 @@ from results import make_result
 from sweep_tables import AXES, LINK, make_row
 from sweep_tables import write as write_sweep
 
+from analysis.charts.drawing import MARKS
 from analysis.compare.comparison import compare, join
 from analysis.compare.table import ResultFile
 from analysis.compare.timeline import read_step
 from analysis.html_report.contents import Overlay, contents_of, read_points
 from analysis.html_report.explorer import START, comparison_explorer, scripts, sweep_explorer, timeline_explorer
 from analysis.html_report.markup import Part, document, paragraph
+from analysis.html_report.report import report
 from analysis.ingest.job import ingest
 from analysis.sweep_tables import read_table
 from gssim.errors import UserError
@@ -240,6 +242,15 @@ def test_the_plans_of_a_search_are_points_with_their_commands(tmp_path: Path) ->
         f"ddp, tp {width}, batch even" for width in (2, 4, 8)
     ]
     assert read_points(tmp_path / "found.json") == sweep  # which `analysis sweep` draws
+    rows = [make_row(method, bandwidth=rate) for method in ("ddp", "gs", "zero2") for rate in (1e9, 1e10)]
+    write_sweep(rows, tmp_path / "grid.parquet", {**AXES, "plan.never": int})
+    (part,) = sweep_explorer(read_table(tmp_path / "grid.parquet"))
+    data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', part.body, re.DOTALL)[0])
+    (methods,) = [column for column in data["columns"] if column["key"] == "method"]
+    assert methods["colours"] == [MARKS[word][1] for word in methods["words"]]  # as in the other charts
+    page = report(tmp_path)  # of two sweeps, whose sentences did not say which one they are of
+    assert "<li>grid: 6 points: 6 fit. They differ in cluster.topology.link.bandwidth_bytes_per_s.</li>" in page
+    assert "<li>found: 4 points" in page
     (tmp_path / "one.json").write_text(json.dumps(found[0]))
     with pytest.raises(UserError, match=r"one\.json: no plans of a search"):
         read_points(tmp_path / "one.json")

@@ -1,6 +1,7 @@
 # ruff: noqa: E501  a fault and its message are one line
 """Presets: all there, each with a source that says how far to trust it, and what a file may do with them."""
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from pydantic import TypeAdapter
 from strategies import device_type
 
 from gssim.cluster import Cluster, DeviceType, presets
-from gssim.cluster.presets import expanded
+from gssim.cluster.presets import digest_of_figures, expanded, expected_errors, preset_errors
 from gssim.cluster.topology import LinkType
 from gssim.errors import UserError
 from gssim.units import validated
@@ -149,7 +150,7 @@ REFUSED = [
     ({"device_types": {"a": {"preset": "t4", "memory_bytes": 1}}}, "source: missing; name the source of memory_bytes, which overrides that of preset 't4'"),
     ({"device_types": {"a": {"preset": "t4", "memory": 1}}}, "device_types.a.memory: unknown key; did you mean memory_bytes?"),
     ({"links": [{"between": ["x", "y"], "preset": "pcie9x16"}]}, "there is no preset 'pcie9x16' of links; did you mean pcie"),
-    ({"links": [{"between": ["x", "y"]}]}, "links[0].bandwidth_bytes_per_s: missing"),
+    ({"links": [{"between": ["x", "y"]}]}, "missing: links[0].bandwidth_bytes_per_s, links[0].latency_s"),
 ]  # fmt: skip
 
 
@@ -159,3 +160,29 @@ def test_a_preset_that_is_not_there_is_refused_with_those_that_are(changes, mess
         cluster_with(**changes)
     assert str(error.value).startswith("c.toml: ")
     assert message in str(error.value)
+
+
+presets_module = sys.modules["gssim.cluster.presets"]
+SCORED = tomllib.loads((Path(presets_module.__file__).parent / "preset_errors.toml").read_text())
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_errors_of_published_runs_are_those_of_the_presets_figures(name, monkeypatch):
+    """Predictions said nothing of how far off they may be, though published runs on the same presets are scored."""
+    entry = SCORED[name]
+    hint = "figures changed: score anew, python -m analysis literature TABLE... --by-device FILE"
+    assert entry["figures"] == digest_of_figures(name), hint
+    said = expected_errors([expanded("devices", name)["source"]])
+    assert f"{name}: step {entry['step']['median_ratio']:.1%}" in said
+    assert 0 < entry["step"]["median_ratio"] <= entry["step"]["nine_in_ten_ratio"] < 1
+    monkeypatch.setitem(presets("devices")[name], "efficiency_ratio", 0.123)
+    preset_errors.cache_clear()
+    monkeypatch.setattr(presets_module, "preset_errors", preset_errors.__wrapped__)
+    assert f"{name}: none" in expected_errors([expanded("devices", name)["source"]])
+
+
+def test_devices_that_were_measured_or_changed_have_no_errors_of_published_runs():
+    changed = expanded("devices", {"preset": "t4", "efficiency_ratio": 0.5, "source": "timed here"})
+    assert expected_errors([changed["source"]]) is None
+    assert expected_errors([expanded("devices", "t4")["source"], "measured here"]) is None
+    assert expected_errors([expanded("devices", "tpu-v2-chip")["source"]]).endswith("tpu-v2-chip: none")

@@ -21,7 +21,7 @@ from strategies import (
     write_files,
 )
 
-from gssim.cli.reports import print_found
+from gssim.cli.reports import nothing_fits, print_found
 from gssim.errors import UserError
 from gssim.plan import METHODS
 from gssim.planner import FRONT_RATIO, Batches, Search, candidates
@@ -369,16 +369,20 @@ def test_what_a_study_does_not_allow_or_say_is_refused_in_one_line(tmp_path, stu
 
 def test_an_interrupted_search_has_the_best_so_far():
     loaded, space = small()
-    search, workers = Search(loaded, SearchSpace(**space), 3), InThisProcess(loaded)
+    for simulated in (2, 0):
+        search, workers = Search(loaded, SearchSpace(**space), 3), InThisProcess(loaded)
 
-    def told(done, plans):
-        if workers.simulated == 2:
-            raise KeyboardInterrupt
+        def told(done, plans, *, most=simulated, workers=workers):
+            if workers.simulated == most:
+                raise KeyboardInterrupt
 
-    search.prepare()
-    with pytest.raises(KeyboardInterrupt):
-        search.run(workers, told)
-    assert 1 <= len(search.found().best) <= 2
+        search.prepare()
+        with pytest.raises(KeyboardInterrupt):
+            search.run(workers, told)
+        assert bool(simulated) <= len(search.found().best) <= simulated
+        assert search.counts.left > 0
+    # it said that no plan can run, which nobody knew
+    assert nothing_fits(search.found())[0] == "no plan so far that fits"
 
 
 def test_a_search_that_is_out_of_time_tells_how_many_plans_are_open():

@@ -327,7 +327,7 @@ def test_steps_of_all_settings_are_bars_on_one_axis_in_their_phases(tmp_path: Pa
     phases = {"forward_s": 0.2, "backward_s": 0.4, "optimizer_s": 0.1, "compression_s": 0.0, "idle_s": 0.0}
     rows = [
         make_row(method, bandwidth=link, step_time_s=0.7 + waits_s, exposed_communication_s=waits_s, **phases)
-        for link, waits in ((1e9, (9.0, 4.0)), (1e10, (0.5, 0.6)))
+        for link, waits in ((1e9, (9.0, 4.0)), (1e10, (1.5, 1.6)))
         for method, waits_s in zip(("ddp", "zero3"), waits, strict=True)
     ]
     table = made(rows, tmp_path)
@@ -337,9 +337,28 @@ def test_steps_of_all_settings_are_bars_on_one_axis_in_their_phases(tmp_path: Pa
     labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in (slow, fast)]
     assert labels == [["zero3", "ddp"], ["ddp", "zero3"]]
     ends = [max(bar.get_x() + bar.get_width() for bar in axes.patches) for axes in (slow, fast)]
-    assert ends == pytest.approx([9.7, 1.3])
+    assert ends == pytest.approx([9.7, 2.3])
     assert "zero3, 4.70 s, of which 85% is exposed communication" in chart.words
     assert "not measured" not in " ".join(text.get_text() for text in chart.figure.texts)
+    slower = [row | {"step_time_s": 100 * row["step_time_s"], "point": f"far-{n}"} for n, row in enumerate(rows[:2])]
+    slower = [row | {LINK: 1e7, "exposed_communication_s": row["step_time_s"] - 0.7} for row in slower]
+    # a plan that takes a hundred times as long made slivers of the fast ones
+    far = [*rows, make_row("gs", bandwidth=1e9, step_time_s=470.0, exposed_communication_s=469.3, **phases), *slower]
+    apart = steps(made(far, tmp_path))
+    slow, fast, far_away = apart.figure.axes
+    assert slow.get_xlim() == fast.get_xlim()
+    assert 3 * 4.7 < slow.get_xlim()[1] < 1.02 * 3 * 4.7
+    assert far_away.get_xlim()[1] == pytest.approx(970, rel=0.02)
+    assert [text.get_text() for text in slow.texts] == ["4.70 s", "9.70 s", "470.00 s"]
+    notes = " ".join(text.get_text() for text in apart.figure.texts)
+    assert "Bars with a gap are cut" in notes
+    assert "Mind the different time axes" in notes
+    assert outside(apart.figure) == []
+    assert "waiting for slower ranks" not in legend(apart)
+    unequal = steps(made([row | {"imbalance_s": 0.3} for row in rows], tmp_path))
+    assert "exposed communication" in legend(unequal)
+    assert "waiting for slower ranks" in legend(unequal)
+    assert "zero3, 4.70 s, of which 79% is exposed communication, and 6% is waiting for slower ranks" in unequal.words
     many = [make_row("ddp", variant=f"v{n}", point=f"v{n}", step_time_s=1.0 + n) for n in range(20)]
     assert len(steps(made(many, tmp_path)).figure.axes[0].get_yticklabels()) == MOST_BARS
     bare = [row | dict.fromkeys((*phases, "exposed_communication_s")) for row in rows]
@@ -570,6 +589,19 @@ def test_legends_name_only_what_occurs(charts, tmp_path: Path) -> None:
     far = [row | {"capacity_bytes": 900 * GIB, "margin_bytes": 888 * GIB} for row in grid()]
     memory = memory_by_category(made(far, tmp_path))
     assert "memory of the device" in legend(charts["memory_by_category"])
+    # a legend with a line for each of a search's plans was longer than its chart
+    names = [f"zero{n % 3 + 1}, plan {n}" for n in range(23)]
+    times = [{"step_time_s": 1.0 + n / 10, "peak_reserved_bytes": (30 - min(n, 4)) * GIB} for n in range(23)]
+    rows = [
+        make_row(name.partition(",")[0], variant=name, point=name, **time)
+        for name, time in zip(names, times, strict=True)
+    ]
+    drawn = {chart.name: chart for chart in sweep_charts(made(rows, tmp_path))}["time_and_memory"]
+    on_the_line = names[:5]
+    assert legend(drawn) == ["zero1", "zero2", "zero3", "best of the dense plans", *on_the_line]
+    numbers = [text.get_text() for text in drawn.figure.axes[0].texts]
+    assert numbers == [str(n + 1) for n in range(len(on_the_line))]
+    assert outside(drawn.figure) == []
     assert legend(memory) == [name for name in legend(charts["memory_by_category"]) if name != "memory of the device"]
 
 

@@ -42,6 +42,36 @@ def test_a_row_says_what_the_result_does(result):
     assert row["bytes_sent_per_step"] == sum(each.bytes_sent * each.count for each in result.ranks)
     assert row["push_density_ratio"] == result.density.push
     assert row["ranks"] == 2
+    assert (row["global_batch_size"], row["sequence_length"]) == (
+        result.scenario["workload"]["global_batch_size"],
+        result.scenario["workload"]["sequence_length"],
+    )
+
+
+FAST = [f"cluster.links.{link}.{key}" for link in range(4) for key in ("bandwidth_bytes_per_s=1e15", "latency_s=0")]
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero3"])
+def test_what_a_rank_waits_on_an_infinitely_fast_network_is_for_slower_ranks(method, capsys):
+    """Exposed communication of unequal devices was one figure, most of which no network would take away."""
+    scenario = Path(__file__).parents[2] / "scenarios" / "gpt2-unequal-gpus.toml"
+    shares = [f"plan.method={method}", "plan.shares.batch=even", "run.steps=2", "run.warmup_steps=1"]
+    slow, fast = (simulate(load_scenario(scenario, [*shares, *links])).result for links in ([], FAST))
+    row = outcome(fast)
+    assert row["imbalance_s"] == pytest.approx(row["exposed_communication_s"], rel=0.02)
+    a100, v100 = fast.ranks[0], fast.ranks[-1]
+    assert fast.imbalance_s(a100) == pytest.approx(v100.compute_s - a100.compute_s, rel=1e-4)
+    assert fast.imbalance_s(v100) == pytest.approx(0, abs=1e-6)
+    assert outcome(slow)["imbalance_s"] == pytest.approx(row["imbalance_s"], rel=0.05)
+    assert slow.to_frame()["imbalance_s"].to_list() == [slow.imbalance_s(each) for each in slow.ranks]
+    print_result(slow)
+    said = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in said if "of it for slower ranks" in line]
+    assert row.split("│")[3].strip() == "< 1%"
+    assert sum(line.startswith("errors on published runs") for line in said) == 1
+    ranks = tuple(replace(each, device="this machine's") for each in slow.ranks)
+    print_result(replace(slow, source="measured", ranks=ranks))
+    assert "errors on published runs" not in capsys.readouterr().out
 
 
 def test_memory_by_category_is_of_the_tightest_rank_and_fills_its_device(result):

@@ -118,6 +118,9 @@ def test_keys_that_the_architecture_lacks_are_named(tmp_path):
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"hidden_sise": data.pop("hidden_size"), "prefix_of_mine": 1, "rope_theta": 1e4}))
     assert unused_keys(path) == ["hidden_sise (did you mean hidden_size?)", "prefix_of_mine"]
+    given = asked(written(tmp_path, "llama"), arguments=("hidden_sise=64",))
+    with pytest.raises(UserError, match=r"--argument hidden_sise: .*did you mean hidden_size\?"):
+        traced_model(given)
 
 
 def test_a_null_that_the_user_replaces_is_no_longer_one(tmp_path):

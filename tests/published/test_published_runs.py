@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import tomllib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -315,10 +316,15 @@ def test_tables_of_another_kind_are_refused(tmp_path, text, fault):
 
 def test_the_command_prints_scores_reasons_and_json(tmp_path, capsys, monkeypatch):
     path = table(tmp_path / "t.csv", {}, {"id": "b", "gpu": "abacus"}, {"id": "c", "micro_batch": "16"})
-    monkeypatch.setattr("sys.argv", ["analysis", "literature", str(path), "--json", "--jobs", "1"])
+    errors = tmp_path / "errors.toml"
+    words = ["analysis", "literature", str(path), "--json", "--jobs", "1", "--by-device", str(errors)]
+    monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 0
+    step = tomllib.loads(errors.read_text())["a100-sxm-80"]["step"]
+    assert step["runs"] == 2
+    assert step["median_ratio"] <= step["nine_in_ten_ratio"]
     (found,) = json.loads(capsys.readouterr().out)["sources"]
     assert found["step_time"]["n"] == 2
     assert found["skipped"] == {"a GPU that platforms.toml does not know": 1}

@@ -568,3 +568,9 @@ def test_outside_the_lab_nothing_is_counted():
     carried = counters.InterfaceBytes()
     carried.note(last=True)
     assert carried.by_step is None
+
+
+@pytest.mark.parametrize(("name", "emulated"), [("demo", False), ("lab-unequal-devices", True)])
+def test_a_real_run_knows_whether_its_devices_are_those_of_the_lab(name, emulated):
+    """`gsreal run` measured whole cores under the name of slowed-down ones, and said nothing."""
+    assert cli.is_emulated(load_scenario(SCENARIOS / f"{name}.toml").scenario) is emulated

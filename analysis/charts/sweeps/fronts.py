@@ -1,7 +1,8 @@
 """Charts of step time against memory and against cost, with the Pareto fronts of dense and of all plans."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import matplotlib as mpl
@@ -15,7 +16,9 @@ from analysis.charts.drawing import (
     TIME_UNITS,
     Chart,
     add_axes,
+    in_order,
     label_width_in,
+    mark,
     place_labels,
     unit_for,
 )
@@ -52,6 +55,9 @@ from analysis.sweep_tables import (
 SIZE = Size(wide=3.9, high=3.1, left=0.9, right=0.5, below=0.75)
 MOST_PANELS = 9
 MOST_LABELS = 7
+MOST_LOOKS = 12
+"""Most plans that have a mark and a line of the legend each. More, as a search has, are marked by their method, and the
+legend names those on the front, by number."""
 DENSE_LINE: dict[str, Any] = {"color": "0.35", "linewidth": 1.3, "linestyle": "-"}
 SPARSE_LINE: dict[str, Any] = {"color": "0.35", "linewidth": 1.1, "linestyle": ":"}
 
@@ -95,7 +101,10 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
     chosen = {place: settings[place] for place in representative(list(settings), MOST_PANELS)}
     if not chosen:
         return None
-    looks = looks_of(table, layout)
+    looks, numbers = looks_of(table, layout), {}
+    if len(looks) > MOST_LOOKS:
+        looks = {layout.plan_of(row): {**mark(str(row["method"])), "linestyle": ""} for row in table.answered}
+        numbers = _numbers(chosen.values(), layout, price)
     kinds = _hollow_kinds([row for rows in chosen.values() for row in rows])
     controlled = any(is_control(row) for rows in chosen.values() for row in rows)
     note = (
@@ -107,14 +116,19 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
             if kinds
             else ""
         )
+        + (
+            f" Numbers: the plans on {'a line' if kinds else 'it'}; the others are marked by their method."
+            if numbers
+            else ""
+        )
         + subset_note(len(chosen), len(settings))
     )
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in chosen]
-        legend = _legend([row for rows in chosen.values() for row in rows], layout, looks, kinds, controlled)
+        legend = _legend([row for rows in chosen.values() for row in rows], layout, looks, kinds, controlled, numbers)
         figure, boxes = sheet(titles, SIZE, across=3, heading=price.title, note=note, legend=legend)
         for box, rows in zip(boxes, chosen.values(), strict=True):
-            _panel(add_axes(figure, box), rows, layout, looks, price)
+            _panel(add_axes(figure, box), rows, layout, looks, price, numbers)
     return Chart(price.name, price.title, figure, _words(chosen, layout, price))
 
 
@@ -131,7 +145,30 @@ def price_of(row: Row, price: Price) -> float:
     return value
 
 
-def _panel(axes: Axes, rows: Sequence[Row], layout: Layout, looks: dict[Place, Look], price: Price) -> None:
+def _fronts(rows: Sequence[Row], x: Of, y: Of) -> tuple[list[Row], list[Row]]:
+    """Return the plans on the front of dense plans, and on that of all but controls."""
+    useful = [row for row in rows if not (is_control(row) and is_thresholded(row))]
+    return front([row for row in rows if is_dense(row)], x, y), front(useful, x, y)
+
+
+def _numbers(panels: Iterable[Sequence[Row]], layout: Layout, price: Price) -> dict[Place, int]:
+    """Return a number for each plan that is on a front, the fastest first."""
+    found: dict[Place, int] = {}
+    for rows in panels:
+        fronts = _fronts(rows, lambda row: float(row["step_time_s"]), lambda row: price_of(row, price))
+        for row in sorted(chain(*fronts), key=lambda row: row["step_time_s"]):
+            found.setdefault(layout.plan_of(row), len(found) + 1)
+    return found
+
+
+def _panel(
+    axes: Axes,
+    rows: Sequence[Row],
+    layout: Layout,
+    looks: dict[Place, Look],
+    price: Price,
+    numbers: Mapping[Place, int],
+) -> None:
     time_unit, second = unit_for(max(row["step_time_s"] for row in rows), TIME_UNITS)
     unit, factor = unit_for(max(price_of(row, price) for row in rows), price.units)
 
@@ -143,13 +180,12 @@ def _panel(axes: Axes, rows: Sequence[Row], layout: Layout, looks: dict[Place, L
 
     value_axis(axes, [x(row) for row in rows], y=False, zero=False)
     value_axis(axes, [y(row) for row in rows], zero=False)
-    useful = [row for row in rows if not (is_control(row) and is_thresholded(row))]
-    dense_front = front([row for row in rows if is_dense(row)], x, y)
-    whole_front = front(useful, x, y)
+    dense_front, whole_front = _fronts(rows, x, y)
     for line, members in ((DENSE_LINE, dense_front), (SPARSE_LINE, whole_front)):
         if members:
             axes.plot(*_steps([(x(row), y(row)) for row in members], axes), zorder=1.5, **line)
-    for row in sorted(rows, key=is_dense):
+    on_top = {id(row) for row in (*dense_front, *whole_front)}
+    for row in sorted(rows, key=lambda row: (is_dense(row), id(row) in on_top)):
         look = looks[layout.plan_of(row)]
         if is_control(row) and is_thresholded(row):
             axes.plot(x(row), y(row), zorder=3, **CONTROL)
@@ -157,7 +193,13 @@ def _panel(axes: Axes, rows: Sequence[Row], layout: Layout, looks: dict[Place, L
             axes.plot(x(row), y(row), zorder=4, **points_only(look, markeredgecolor="white"))
         else:
             axes.plot(x(row), y(row), zorder=3, **points_only(look, markerfacecolor="white", markersize=6))
-    _labels(axes, rows, [*dense_front, *(row for row in whole_front if not is_dense(row))], layout, x, y)
+    named = [*dense_front, *(row for row in whole_front if not is_dense(row))]
+    if numbers:
+        points = [(x(row), y(row)) for row in named]
+        texts = [str(numbers[layout.plan_of(row)]) for row in named]
+        place_labels(axes, points, texts, [(x(row), y(row)) for row in rows], fontsize=9, fontweight="bold")
+    else:
+        _labels(axes, rows, named, layout, x, y)
     axes.set_xlabel(f"step time ({time_unit})")
     axes.set_ylabel(f"{price.label} ({unit})")
     axes.grid(color="0.9", linewidth=0.6)
@@ -196,11 +238,21 @@ def _label(row: Row, name: str) -> str:
 
 
 def _legend(
-    rows: Sequence[Row], layout: Layout, looks: dict[Place, Look], kinds: str, controlled: bool
+    rows: Sequence[Row],
+    layout: Layout,
+    looks: dict[Place, Look],
+    kinds: str,
+    controlled: bool,
+    numbers: Mapping[Place, int],
 ) -> list[tuple[Artist, str]]:
+    """Return the legend: plans, or, where they are numbered, methods and, in the end, the numbered plans."""
+    plans = by_plan(rows, layout)
     entries: list[tuple[Artist, str]] = [
-        (Line2D([], [], **points_only(looks[place])), layout.plan_label(place)) for place in by_plan(rows, layout)
+        (Line2D([], [], **points_only(looks[place])), layout.plan_label(place)) for place in plans if not numbers
     ]
+    if numbers:
+        methods = in_order([str(row["method"]) for row in rows])
+        entries = [(Line2D([], [], **points_only({**mark(method), "linestyle": ""})), method) for method in methods]
     entries.append((Line2D([], [], **DENSE_LINE), "best of the dense plans"))
     if kinds:
         hollow: dict[str, Any] = {"marker": "o", "linestyle": "", "color": "0.3", "markerfacecolor": "white"}
@@ -208,6 +260,10 @@ def _legend(
         entries.append((Line2D([], [], **hollow), kinds))
     if controlled:
         entries.append((Line2D([], [], **CONTROL), "nothing pushed (control)"))
+    for place, number in numbers.items():
+        look: Look = {"marker": f"$\\mathbf{{{number}}}$", "markersize": 6 if number < 10 else 9, "markeredgewidth": 0}
+        handle = Line2D([], [], linestyle="", color="0.1", **look)
+        entries.append((handle, layout.plan_label(place)))
     return entries
 
 

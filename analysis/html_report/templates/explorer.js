@@ -19,7 +19,7 @@ const UNITS = {
   "bytes/s": [[1e9, "GB/s"], [1e6, "MB/s"], [1e3, "kB/s"], [1, "B/s"]],
 };
 const digits = value => Number(value.toPrecision(3)).toLocaleString("en", {maximumSignificantDigits: 3, notation:
-  value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7) ? "scientific" : "standard"});
+  value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7) ? "scientific" : "standard"}).replace("E", "e");
 const shown = (value, unit) => {
   if (value === null || value === undefined) return "not known";
   if (unit === "ratio") return `${digits(100 * value)} %`;
@@ -154,7 +154,7 @@ function points(root, data, chart) {
       const index = colour ? colour.order[kind] : 0;
       return {id: `k${i}`, type: "scatter", name: colour ? colour.words[kind] : "points", data: flat, dimensions: ["x", "y"],
         symbol: SYMBOLS[index % SYMBOLS.length], symbolSize: count > LARGE ? 6 : 9, large: order.length > LARGE,
-        largeThreshold: LARGE, itemStyle: {color: COLOURS[index % COLOURS.length], opacity: 0.75}, emphasis: {scale: 1.6}};
+        largeThreshold: LARGE, itemStyle: {color: colour?.colours?.[kind] ?? COLOURS[index % COLOURS.length], opacity: 0.75}, emphasis: {scale: 1.6}};
     });
     if (data.diagonal && order.length && x.key === data.x && y.key === data.y) {
       const all = order.flatMap(row => [x.values[row], y.values[row]]);
