@@ -370,6 +370,7 @@ def _sharding(keys: Keys, training: Training) -> None:
     on = overlap is not None and overlap.value
     if training.sharding.value in ("none", "zero1"):
         training.overlap = Value(on, overlap.origin if overlap else "overlap-grad-reduce is not given")
+        training.gathers_beside_forward = keys.enabled("overlap-param-gather")
         bucket = keys.integer("ddp-bucket-size", sets="plan.bucket_bytes")
         training.bucket_parameters = bucket or Value(0, "ddp-bucket-size is not given")
 

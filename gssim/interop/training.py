@@ -160,6 +160,8 @@ class Training:
     bucket_parameters: Value | None = None
     """Least number of parameters in a gradient bucket of Megatron-LM; 0: its default; None: another program's file."""
     overlap: Value | None = None
+    gathers_beside_forward: Value | None = None
+    """Whether parameters that Megatron-LM's distributed optimizer updated are gathered beside the next forward."""
     gathered_inputs: Value | None = None
     """Whether inputs are gathered again in the backward, with sequence parallelism; None: they are kept for it."""
     tp_overlap: Value | None = None
@@ -350,6 +352,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     entries += _sums_beside_products(training, tp.value, cluster, overrides)
     _note_separate_sums(training, keys, model, tp, overrides)
     entries += _megatron_bucket(training, asked, dp, overrides)
+    entries += _gathers_beside_forward(training, keys, asked, pp.value, cluster, overrides)
     if not overrides.get("plan.sequence_parallel", True):
         entries = [entry for entry in entries if entry.key not in ("plan.gathered_inputs", "plan.tp_overlap")]
     entries += [*_offload(training, keys, cluster), *_vocabulary(training, keys, model, tp.value)]
@@ -427,6 +430,28 @@ def _megatron_bucket(training: Training, method: str, dp: int, overrides: dict[s
     count = parameters.value or max(MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS * dp)
     size_bytes = count * PRECISION_BYTES[_precision_of(training, overrides)]
     return [Entry("plan.bucket_bytes", size_bytes, f"{parameters.origin}: {count} parameters")]
+
+
+def _gathers_beside_forward(
+    training: Training, keys: Keys, method: str, pp: int, cluster: Cluster, overrides: dict[str, Any]
+) -> list[Entry]:
+    """Return the entry for gathers of updated parameters beside the next forward; note why they are not."""
+    asked = training.gathers_beside_forward
+    if asked is None:
+        return []
+    optimizer = overrides.get("workload.optimizer", training.optimizer.value if training.optimizer else "")
+    overlaps = training.overlap is not None and training.overlap.value
+    reasons = {
+        "the shards are those of the method, which gathers without it": method != "zero1" or not overlaps,
+        "approximated in a pipeline: each stage gathers after its update": pp > 1,
+        "approximated beside Muon: matrices are gathered after the update": optimizer == "muon",
+        "of no effect on this cluster, whose backend is gloo": cluster.backend != "nccl",
+    }
+    reason = next((text for text, is_so in reasons.items() if is_so), None)
+    if reason is not None:
+        keys.note(asked.key, reason)
+        return []
+    return [Entry.of("plan.publish.overlap", asked)]
 
 
 def _shorten(training: Training, entries: list[Entry], batch: list[Entry], pp: int) -> None:

@@ -1,5 +1,6 @@
 """The optimizer's update of a rank's shard, the publication of updated parameters, and a rank's persistent memory."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -8,12 +9,13 @@ from gssim.collectives import Communication
 from gssim.memory import Event, footprint, input_bytes
 from gssim.program.clipping import clip_gradients, divides_master_gradients, unscale_gradients
 from gssim.program.compressed import compressor_tensors
+from gssim.program.compute import forward_id
 from gssim.program.lowering import Lowering, once_a_step
 from gssim.program.messages import threshold_memory
 from gssim.program.offload import around_update, host_bytes, updating_device
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
 from gssim.program.publish import publish
-from gssim.program.sharded import owned_rows, units
+from gssim.program.sharded import insert_beside, owned_rows, units
 from gssim.program.task import Bucket, Issue, Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
 from gssim.scenario.tensor_slices import native_parameters, native_tensors
@@ -169,6 +171,8 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     if low.policies.gradients == "push":
         return publish(low, rank, [*tasks, *summed, *clipped], update)
     updated = around_update(low, rank, update, partial(owned_tensors, low))
+    if low.policies.publish_overlaps:
+        return [*_gather_beside_forward(low, tasks), *summed, *unscaled, *clipped, *updated]
     tasks = [*tasks, *summed, *unscaled, *clipped, *updated, *_publish_replicas(low)]
     return [*tasks, *synchronize_parameters(low, rank)]
 
@@ -328,6 +332,37 @@ def _all_gather_flat(low: Lowering) -> list[Task]:
             exchange = Communication("all-gather", group, ranks * elements * low.value_bytes, beside=tuple(beside))
             tasks.append(collective_task(TaskId("all-gather-parameters", part=len(tasks)), exchange))
     return tasks
+
+
+def _gather_beside_forward(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks of a step whose forward gathers what the step before updated: Megatron-LM's
+    --overlap-param-gather.
+
+    The first layer that reads a bucket waits for it, and then issues the gather of the next bucket; the first gather
+    waits for nothing but the step's begin. Buckets are those of the reduction, the last one first. Divided experts,
+    whose buckets are a chain of their own, are one bucket here, and are gathered when the first of them is reached.
+
+    Source: Megatron-LM, core/distributed/param_and_grad_buffer.py, finish_param_sync.
+    """
+    before: dict[TaskId, list[Task]] = defaultdict(list)
+    first = low.micro_batches[0].number
+    for buckets, (group, *beside) in ((low.buckets, [low.group]), (low.expert_buckets, low.expert_replicas)):
+        if len(group) == 1:
+            continue
+        reads = [(min(instance.index for instance, _ in bucket.members), bucket) for bucket in reversed(buckets)]
+        issued_at = None
+        for index, bucket in sorted(reads, key=lambda read: read[0]):
+            reader = forward_id(low.layers[index]).at(micro_batch=first)
+            gather = TaskId("all-gather-parameters", bucket=bucket.index)
+            exchange = Communication("all-gather", group, bucket.elements * low.value_bytes, beside=tuple(beside))
+            issue = Task(gather.serving("issue"), "forward")
+            before[issued_at or reader] += [
+                issue,
+                collective_task(gather, exchange, "communication", after=(issue.id,)),
+            ]
+            before[reader].append(Task(gather.serving("take"), "forward", after=(gather,)))
+            issued_at = reader
+    return insert_beside(tasks, before=before, behind={})
 
 
 def _elements(low: Lowering, first: int, last: int) -> list[int]:

@@ -417,6 +417,23 @@ def test_megatrons_buckets_are_of_so_many_parameters_and_one_without_overlap(tmp
 
 
 @pytest.mark.parametrize(
+    ("words", "beside"),
+    [
+        ("", True),
+        ("--pipeline-model-parallel-size 2", "approximated in a pipeline"),
+        ("--optimizer muon", "approximated beside Muon"),
+    ],
+)
+def test_megatron_gathers_parameters_beside_the_next_forward(tmp_path, words, beside):
+    text = f"{MEGATRON.rstrip()} --overlap-param-gather {words}"
+    tables, found = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"].get("publish") == ({"overlap": True} if beside is True else None)
+    said = [line for line in found.listed if line.startswith("overlap-param-gather")]
+    assert len(said) == (beside is not True)
+    assert all(str(beside) in line for line in said)
+
+
+@pytest.mark.parametrize(
     ("words", "plan"),
     [
         ("--optimizer muon --use-distributed-optimizer --muon-momentum 0.95", {"zero1_implementation": "megatron"}),
