@@ -15,8 +15,21 @@ UNSHARDED = "of a kind of sharding that is off, or refused above"
 
 MEGATRON: dict[str, Rule] = {
     **listed(LAUNCHER, "launcher:*"),
+    **refused("residuals and messages between stages in fp32 cannot be simulated", "fp32-residual-connection"),
+    **refused("other numbers of Muon's iterations cannot be simulated", "muon-num-ns-steps", neutral=(5,)),
     **refused(EXPERTS, "moe-use-upcycling moe-layer-freq expert-tensor-parallel-size", neutral=(1,)),
-    **refused(CAPACITY, "moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy"),
+    **refused(
+        CAPACITY,
+        "moe-expert-capacity-factor moe-expert-rank-capacity-factor moe-pad-expert-input-to-capacity "
+        "moe-token-drop-policy",
+    ),
+    **refused("rows of experts in 8 bits cannot be simulated", "moe-*-dtype", neutral=("bf16", "fp32", "fp64")),
+    **refused("experts of another width than the model's cannot be simulated", "moe-latent-size"),
+    **refused("activations of experts in pages cannot be simulated", "moe-paged-stash"),
+    **refused(
+        "weights that are sharded further and gathered just in time cannot be simulated",
+        "*tensor-parallel-num-weight-shards",
+    ),
     **refused(
         "experts that are recomputed alone cannot be simulated", "moe-layer-recompute", or_set=("plan.recompute",)
     ),
@@ -75,7 +88,11 @@ MEGATRON: dict[str, Rule] = {
         neutral=("fp32",),
     ),
     **listed("approximated: emptying the allocator's cache takes time", "empty-unused-memory-level"),
-    **listed("state is in fp32", "use-precision-aware-optimizer store-param-remainders"),
+    **listed(
+        "approximated: master copies are whole, where Transformer Engine's Adam keeps the 16 bits alone that bf16 "
+        "parameters lack (2 bytes less of each that a rank updates)",
+        "use-precision-aware-optimizer store-param-remainders",
+    ),
     **refused("CUDA graphs are not modelled", "enable-cuda-graph cuda-graph-impl external-cuda-graph"),
     **listed("of CUDA graphs, which are off or refused", "cuda-graph-* te-rng-tracker inference-rng-tracker"),
     **listed(
@@ -141,7 +158,8 @@ MEGATRON: dict[str, Rule] = {
     **listed(UNSHARDED, "megatron-fsdp-* torch-fsdp2-* fsdp-* data-parallel-sharding-strategy init-model-with*"),
     **listed(
         "approximated: the shards are those of the method",
-        "overlap-param-gather align-* use-nccl-ub suggested-communication-unit-size nccl-*",
+        "overlap-param-gather align-* use-nccl-ub suggested-communication-unit-size nccl-* create-all-gather-group "
+        "disable-symmetric-registration no-use-layer-wise-param-layout",
     ),
     **listed(
         "approximated: pipelines send while they compute",
@@ -155,7 +173,9 @@ MEGATRON: dict[str, Rule] = {
         "*-fusion *-fusion-impl transformer-impl attention-backend use-flash-attn no-persist-* use-*fused* "
         "cross-entropy-* use-transformer-engine-op-fuser *flashinfer* batch-invariant-mode no-query-key-layer-scaling "
         "use-flash-attn-* deterministic-mode attention-softmax-in-fp32 apply-query-key-layer-scaling use-te* "
-        "fp16-lm-cross-entropy fp32-residual-connection output-logit-dtype fallback-to-eager*",
+        "fp16-lm-cross-entropy output-logit-dtype fallback-to-eager* disable-jit-fuser enable-experimental "
+        "batch-invariant-backend flash-attention-version fused-residual-rmsnorm memory-efficient-layer-norm "
+        "disable-bf16-reduced-precision-matmul",
     ),
     **listed(
         MODEL,
@@ -175,7 +195,8 @@ MEGATRON: dict[str, Rule] = {
         "min-lr lr-* override-opt* adam-* muon-* lion-* decoupled-* use-checkpoint-opt* start-weight-decay "
         "end-weight-decay weight-decay-incr* apply-wd* no-weight-decay-cond* *loss-scale* hysteresis "
         "calculate-per-token-loss mask-* eod-mask* reset-* accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 "
-        "no-gradient-reduce-div* warmup",
+        "no-gradient-reduce-div* warmup no-initialization use-mup mup-* qk-clip* head-lr-mult "
+        "use-same-sampling-seed*",
     ),
     **listed(
         LOGGING,
@@ -188,11 +209,16 @@ MEGATRON: dict[str, Rule] = {
         "train-data-exact* kill-switch-* *-weighted-split-paths* abort-on-unmet-fused-kernel-constraints train-tokens "
         "codecarbon-dir universal-checkpoint repeated-dataloader aml-* reset-iteration no-data-sharding "
         "use-dataset-only return-data-index eval-only norm-target-loss loss-on-targets-only reweight-loss* "
-        "skip-train-iteration-range iterations-to-skip phase-transition* retro-* per-split* test-mode manual-gc*",
+        "skip-train-iteration-range iterations-to-skip phase-transition* retro-* per-split* test-mode manual-gc* "
+        "no-barrier-with* nvtx-ranges memory-snapshot-path start-eval-at-iter multiple-validation-sets "
+        "validation-set-names num-dataset-builder-threads otel-* filter-warnings throughput-window-size "
+        "pytorch-profiler-* flight-recorder-* config-logger-dir dump-param-to-param-group-map per-dataset-* "
+        "allow-ambiguous-pad-tokens chat-template enable-msc disable-msc distrib-optim-fully-reshardable-mem* "
+        "replication* train-*-path",
     ),
     **listed(
         LAUNCHER,
-        "distributed-* master* node* rdzv* standalone tee local-rank use-tp-pp-dp-mapping *gloo* high-priority* "
+        "distributed-* master* node* rdzv* standalone tee local-rank *gloo* high-priority* "
         "use-ring* lazy-mpu-init max-restarts job-name container-* log-dir redirects account p partition time output "
         "error gpus* ntasks* cpus* nodes exclusive mem export mpi no-python m devices num-nodes refit-*",
     ),
@@ -200,6 +226,14 @@ MEGATRON: dict[str, Rule] = {
 """How Megatron's arguments are treated that are not read; the first matching pattern counts."""
 
 STRATEGIES = {"no_shard": "none", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
+UNSAID_STRATEGY = (
+    "data-parallel-sharding-strategy is not given: optim_grads_params, its default since 0.18; earlier releases take "
+    "no_shard: --set plan.method=ddp"
+)
+UNSAID_MESSAGES = (
+    "gradients are reduced in fp32, as up to 0.18; later releases do so in the parameters' precision, unless "
+    "megatron-fsdp-grad-comm-dtype says otherwise: --set workload.reduce_precision=bf16"
+)
 CONTEXT_EXCHANGES = {"p2p": "ring", "a2a": "all-to-all", "all_gather": "gather"}
 SIZES = {
     "layers": "num-layers",
@@ -210,6 +244,7 @@ SIZES = {
     "vocabulary": "vocab-size",
     "experts": "num-experts",
     "experts per token": "moe-router-topk",
+    "experts' perceptrons": "moe-ffn-hidden-size",
 }
 
 
@@ -282,6 +317,30 @@ def _architecture(keys: Keys, training: Training) -> None:
             keys.note(key, "approximated: the vocabulary is the model's, which Megatron pads")
         elif (value := keys.integer(key)) is not None:
             training.architecture[size] = value
+    if (count := keys.integer("num-key-value-heads")) is not None:  # Megatron-DeepSpeed's
+        training.architecture["key-value heads"] = count
+    _absent_sizes(keys, training, grouped=grouped)
+
+
+def _absent_sizes(keys: Keys, training: Training, *, grouped: bool) -> None:
+    """Set the sizes of a model that the file describes where they are not given, as validate_args does.
+
+    Of mixtures, moe-ffn-hidden-size may say what the experts' perceptrons have.
+    """
+    found = training.architecture
+    heads, width = found.get("heads"), found.get("width")
+    if "key-value heads" not in found and heads is not None:
+        reason = "num-query-groups is not given" if grouped else "group-query-attention is not given"
+        found["key-value heads"] = Value(1 if grouped else heads.value, f"{reason}: {1 if grouped else heads.value}")
+    gated = keys.enabled("swiglu") is not None
+    if width is None:
+        return
+    if "perceptron" not in found and "experts" not in found:
+        size = int(4 * width.value * 2 / 3 / 64) * 64 if gated else 4 * width.value
+        found["perceptron"] = Value(size, f"ffn-hidden-size is not given: {size}{' with swiglu' * gated}")
+    untied = keys.enabled("untie-embeddings-and-output-weights")
+    usual = "untie-embeddings-and-output-weights is not given"
+    training.shares_embedding = Value(untied is None, untied.origin if untied else usual)
 
 
 def _optimizer(keys: Keys, training: Training) -> None:
@@ -320,6 +379,8 @@ def _batch_schedule(keys: Keys, training: Training) -> None:
     if schedule is None:
         return
     last = str(schedule).split()[-1].rpartition(":")[2] if str(schedule).split() else ""
+    if training.global_batch is None and last.isdecimal() and 0 < len(last) < 16:  # since 0.17 they exclude each other
+        training.global_batch = Value(int(last), f"{keys.line('step-batch-size-schedule')}: its end")
     if training.global_batch is not None and last == str(training.global_batch.value):
         keys.note(
             "step-batch-size-schedule", "approximated: steps are those of the schedule's end, of the global batch"
@@ -351,14 +412,19 @@ def _sharding(keys: Keys, training: Training) -> None:
     megatron_fsdp = keys.enabled("use-megatron-fsdp", "use-custom-fsdp")
     training.zero1_implementation = "megatron"
     if fsdp2 is not None:
+        training.reduce_precision = None  # no policy of precisions: that of the parameters
         kept = keys.flag("torch-fsdp2-no-reshard-after-forward")
         training.sharding = Value("zero2" if kept is not None and kept.value else "zero3", (kept or fsdp2).origin)
     elif megatron_fsdp is not None:
         strategy = keys.choice(STRATEGIES, "data-parallel-sharding-strategy", sets="plan.method")
         training.sharding = strategy or Value("zero3", f"{megatron_fsdp.origin}: optim_grads_params")
+        if strategy is None:
+            keys.listed.append((megatron_fsdp.origin, UNSAID_STRATEGY))
         message = "megatron-fsdp-grad-comm-dtype"
         if str(keys.values.get(message, "auto")) != "auto":
             training.reduce_precision = keys.choice(PRECISIONS, message, sets="workload.reduce_precision")
+        elif training.reduce_precision is not None:
+            keys.listed.append((megatron_fsdp.origin, UNSAID_MESSAGES))
     elif distributed is not None:
         training.sharding = Value("zero1", distributed.origin)
     elif str(keys.raw("optimizer")).lower() == "dist_muon":
@@ -372,6 +438,7 @@ def _sharding(keys: Keys, training: Training) -> None:
         training.overlap = Value(on, overlap.origin if overlap else "overlap-grad-reduce is not given")
         training.gathers_beside_forward = keys.enabled("overlap-param-gather")
         bucket = keys.integer("ddp-bucket-size", sets="plan.bucket_bytes")
+        training.bucket_count = keys.integer("ddp-num-buckets", sets="plan.bucket_bytes")
         training.bucket_parameters = bucket or Value(0, "ddp-bucket-size is not given")
 
 
@@ -381,8 +448,12 @@ def _pipeline(keys: Keys, training: Training) -> None:
     per_stage = keys.integer("num-layers-per-virtual-pipeline-stage")
     first, last = keys.integer("decoder-first-pipeline-num-layers"), keys.integer("decoder-last-pipeline-num-layers")
     counted = _ends_of_stages(keys)
+    beside = keys.enabled("use-tp-pp-dp-mapping")
     if ranks == 1:
         return
+    if beside is not None:
+        reason = "stages on ranks side by side, and replicas further apart, cannot be simulated: here replicas are"
+        keys.refuse("use-tp-pp-dp-mapping", reason)
     training.short_schedules = True  # its warm-up is no longer than the number of micro-batches: schedules.py
     training.schedule = Value("1f1b", "neither virtual stages nor layers of them are given")
     if virtual is not None and virtual.value > 1:

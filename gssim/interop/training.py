@@ -15,7 +15,12 @@ from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.interop.reading import Keys, Value
 from gssim.plan import METHODS
-from gssim.scenario.vocabulary_slices import shares_embedding, undivided_embedding_reason, undivided_loss_reason
+from gssim.scenario.vocabulary_slices import (
+    shares_embedding,
+    token_embedding,
+    undivided_embedding_reason,
+    undivided_loss_reason,
+)
 from gssim.units import PRECISION_BYTES, Precision
 from gssim.workload import HuggingFace, ImageInput, Model, unrolled
 
@@ -67,6 +72,7 @@ ARCHITECTURE: dict[str, tuple[str, ...]] = {
     "vocabulary": ("vocab_size",),
     "experts": ("num_local_experts", "n_routed_experts", "num_experts", "experts"),
     "experts per token": ("num_experts_per_tok", "experts_per_token"),
+    "experts' perceptrons": ("moe_intermediate_size",),
 }
 """Sizes of a transformer, with their names in Hugging Face configs and in factories."""
 DEFAULTS_OF_TYPES: dict[str, dict[str, int]] = {
@@ -159,6 +165,8 @@ class Training:
     """Largest number of elements in a gradient bucket of DeepSpeed's stages 1 and 2."""
     bucket_parameters: Value | None = None
     """Least number of parameters in a gradient bucket of Megatron-LM; 0: its default; None: another program's file."""
+    bucket_count: Value | None = None
+    """Number of gradient buckets of Megatron-LM, all of which have so many of the rank's parameters."""
     overlap: Value | None = None
     gathers_beside_forward: Value | None = None
     """Whether parameters that Megatron-LM's distributed optimizer updated are gathered beside the next forward."""
@@ -173,6 +181,8 @@ class Training:
     seed: Value | None = None
     architecture: dict[str, Value] = field(default_factory=dict)
     """Sizes of the model, by the names of `ARCHITECTURE`."""
+    shares_embedding: Value | None = None
+    """Whether the model's head has the token embedding's weight; None if the file does not describe the model."""
 
     def has_context_ranks(self, keys: Keys) -> bool:
         """Return whether the file or `--set` divides sequences among ranks; these then shard state too."""
@@ -211,8 +221,9 @@ def scenario_of(
             _refuse(keys, value, f"the model '{model.name}' has {name} = {known[name]}; give the right one by --model")
         elif name not in known and name.startswith("experts") and not model.expert_layers:
             _refuse(keys, value, f"the model '{model.name}' has no routed experts; give the right one by --model")
-        elif name not in known:
+        elif name not in known and value.key in keys.values:
             keys.note(value.key, f"the model is --model ('{model.name}')")
+    _check_shared_embedding(training, keys, model)
     if {"workload.optimizer", "workload.optimizer_implementation"} & set(overrides):
         training.optimizer_state_precision = None
     _check_compiled(training, keys, model)
@@ -230,6 +241,14 @@ def scenario_of(
     if training.seed is not None:
         entries.append(Entry.of("run.seed", training.seed))
     return entries
+
+
+def _check_shared_embedding(training: Training, keys: Keys, model: Model) -> None:
+    """Refuse a model whose head has a weight of its own if the file's has the token embedding's, and the reverse."""
+    shares = training.shares_embedding
+    if shares is not None and token_embedding(model) is not None and shares.value != shares_embedding(model):
+        said = "has the token embedding's weight" if shares_embedding(model) else "has a weight of its own"
+        _refuse(keys, shares, f"the head of the model '{model.name}' {said}; give the right one by --model")
 
 
 def _refuse(keys: Keys, value: Value, reason: str, *replaced_by: str) -> None:
@@ -351,7 +370,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
     entries += _sums_beside_products(training, tp.value, cluster, overrides)
     _note_separate_sums(training, keys, model, tp, overrides)
-    entries += _megatron_bucket(training, asked, dp, overrides)
+    entries += _megatron_bucket(training, asked, dp, model.elements // (tp.value * pp.value), overrides)
     entries += _gathers_beside_forward(training, keys, asked, pp.value, cluster, overrides)
     if not overrides.get("plan.sequence_parallel", True):
         entries = [entry for entry in entries if entry.key not in ("plan.gathered_inputs", "plan.tp_overlap")]
@@ -417,10 +436,11 @@ ONE_BUCKET = "1024 TiB"
 """Larger than all gradients together, so that they are reduced in one message after the backward."""
 
 
-def _megatron_bucket(training: Training, method: str, dp: int, overrides: dict[str, Any]) -> list[Entry]:
+def _megatron_bucket(training: Training, method: str, dp: int, elements: int, overrides: dict[str, Any]) -> list[Entry]:
     """Return the size of Megatron-LM's gradient buckets, if it has any; without overlap it has a single bucket.
 
-    Later stages of a pipeline have one bucket in any case, which is not modelled.
+    `elements`: number of a rank's parameters, where stages and slices are taken for equal. Later stages of a pipeline
+    have one bucket in any case, which is not modelled.
     """
     parameters = training.bucket_parameters
     if parameters is None or method not in ("ddp", "zero1"):
@@ -428,8 +448,11 @@ def _megatron_bucket(training: Training, method: str, dp: int, overrides: dict[s
     if training.overlap is not None and not training.overlap.value:
         return [Entry("plan.bucket_bytes", ONE_BUCKET, f"{training.overlap.origin}: one bucket, after the backward")]
     count = parameters.value or max(MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS * dp)
+    origin = parameters.origin
+    if training.bucket_count is not None:
+        count, origin = max(1, elements // training.bucket_count.value), training.bucket_count.origin
     size_bytes = count * PRECISION_BYTES[_precision_of(training, overrides)]
-    return [Entry("plan.bucket_bytes", size_bytes, f"{parameters.origin}: {count} parameters")]
+    return [Entry("plan.bucket_bytes", size_bytes, f"{origin}: {count} parameters")]
 
 
 def _gathers_beside_forward(

@@ -400,6 +400,7 @@ def test_megatron_script(tmp_path):
     [
         ("--use-distributed-optimizer --overlap-grad-reduce", 2 * 40_000_000),
         ("--overlap-grad-reduce --ddp-bucket-size 1000000", 2 * 1_000_000),
+        ("--overlap-grad-reduce --ddp-num-buckets 8", 2 * (1_315_723_264 // 8)),
         ("--use-distributed-optimizer", "1024 TiB"),
         ("", "1024 TiB"),
     ],
@@ -498,6 +499,15 @@ def test_megatron_pipelines_have_equal_stages(tmp_path):
         ("--context-parallel-size 3", "context ranks are"),
         ("--num-experts 8", "has no routed experts"),
         ("--moe-expert-capacity-factor 1.5", "a capacity, which drop tokens"),
+        ("--moe-expert-rank-capacity-factor 1.5", "a capacity, which drop tokens"),
+        ("--moe-dispatch-fwd-dtype fp8", "rows of experts in 8 bits"),
+        ("--moe-latent-size 512", "another width"),
+        ("--moe-paged-stash", "in pages"),
+        ("--expert-tensor-parallel-num-weight-shards 2", "sharded further"),
+        ("--fp32-residual-connection", "residuals and messages"),
+        ("--optimizer muon --muon-num-ns-steps 6", "other numbers of Muon"),
+        ("--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping", "stages on ranks side by side"),
+        ("--untie-embeddings-and-output-weights", "has the token embedding's weight"),
         ("--context-parallel-size 2 --cp-comm-type allgather", "allowed: p2p, a2a"),
         ("--tensor-model-parallel-size $TENSOR", "does not say what this variable is"),
         ("--tensor-model-parallel-size 3", "does not divide 8 ranks"),
@@ -629,12 +639,33 @@ def test_a_training_script_in_python_is_refused_with_what_is_read_instead(tmp_pa
         imported(tmp_path, "trainer = Trainer(model, args)\n", name="train.py", model="gpt3-1.3b")
 
 
+@pytest.mark.parametrize(
+    ("model", "sizes", "said"),
+    [
+        ("llama2-7b", "--untie-embeddings-and-output-weights --swiglu", "ffn-hidden-size is not given: 10880"),
+        ("llama2-7b", "--ffn-hidden-size 11008", "untie-embeddings-and-output-weights is not given"),
+        ("llama3-8b", "--ffn-hidden-size 14336", "group-query-attention is not given: 32"),
+        ("llama3-8b", "--ffn-hidden-size 14336 --group-query-attention", "num-query-groups is not given: 1"),
+        ("llama3-8b", "--ffn-hidden-size 14336 --num-key-value-heads 8", ""),
+    ],
+)
+def test_sizes_that_megatron_derives_must_be_the_models(tmp_path, model, sizes, said):
+    untied = " --untie-embeddings-and-output-weights" * ("embeddings" not in f"{sizes} {said}")
+    text = f"--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --micro-batch-size 1 {sizes}{untied}"
+    if said:
+        assert said in refused(tmp_path, text, name="args.txt", model=model)
+    else:
+        imported(tmp_path, text, name="args.txt", model=model)
+
+
 def test_a_schedule_of_batches_counts_at_its_end(tmp_path):
     batch = re.search(r"--global-batch-size (\d+)", MEGATRON).group(1)
     text = f"{MEGATRON.rstrip()} --step-batch-size-schedule '0:16 2.4B:32 4.8B:{batch}'"
     tables, found = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
     assert tables["workload"]["global_batch_size"] == int(batch)
     assert any("schedule's end" in line for line in found.listed)
+    alone, _ = imported(tmp_path, text.replace(f"--global-batch-size {batch}", ""), name="train.sh", model="gpt3-1.3b")
+    assert alone["workload"]["global_batch_size"] == int(batch)
     other = text.replace(f"4.8B:{batch}", "4.8B:17")
     assert "must end at --global-batch-size" in refused(tmp_path, other, name="train.sh", model="gpt3-1.3b")
 
@@ -735,6 +766,8 @@ def test_megatrons_fused_maps_are_approximated_by_separate_ones_and_it_says_so(t
         llama = {"num-layers 24": "num-layers 32", "hidden-size 2048": "hidden-size 4096", "heads 16": "heads 32"}
         for before, after in llama.items():
             text = text.replace(before, after)
+        text = text.replace("--log-interval", "--swiglu --untie-embeddings-and-output-weights --log-interval")
+        text = text.replace("--swiglu", "--swiglu --ffn-hidden-size 11008")
     _, found = imported(tmp_path, text, name="train.sh", model=model)
     assert any("5 sums of input gradients a block" in line for line in found.listed) is says
 
@@ -786,6 +819,18 @@ def test_megatron_fsdp_says_in_what_gradients_are_reduced(tmp_path, dtype, reduc
     tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
     assert tables["plan"]["method"] == "zero2"
     assert tables["workload"].get("reduce_precision") in (reduced, "bf16" if reduced is None else reduced)
+    text = f"{MEGATRON.rstrip()} --use-megatron-fsdp"
+    _, found = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    said = [line for line in found.listed if line.startswith("use-megatron-fsdp")]
+    assert all(any(each in line for line in said) for each in ("earlier releases take no_shard", "up to 0.18"))
+
+
+def test_megatrons_torch_fsdp2_reduces_gradients_in_the_precision_of_the_parameters(tmp_path):
+    """It gives fully_shard no policy of precisions (core/distributed/torch_fully_sharded_data_parallel.py)."""
+    text = MEGATRON.replace("--use-distributed-optimizer", "--use-torch-fsdp2")
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["method"] == "zero3"
+    assert not {"reduce_precision", "gradient_precision"} & tables["workload"].keys()
 
 
 def test_megatrons_offloaded_optimizer(tmp_path):
@@ -1592,7 +1637,8 @@ MEGATRON_EXPERTS = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
     "--num-query-groups 8 --num-experts 8 --moe-router-topk 2 --seq-length 4096 --micro-batch-size 1 "
     "--global-batch-size 16 --nproc-per-node 8 --tensor-model-parallel-size 2 --expert-model-parallel-size 4 "
-    "--sequence-parallel --bf16 --use-distributed-optimizer --moe-token-dispatcher-type alltoall"
+    "--sequence-parallel --bf16 --use-distributed-optimizer --moe-token-dispatcher-type alltoall "
+    "--untie-embeddings-and-output-weights"
 )
 
 
