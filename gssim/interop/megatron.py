@@ -520,8 +520,10 @@ def _deepspeed(keys: Keys, training: Training) -> None:
     if inner is None:
         return
     training.bucket_parameters = None
-    for name in (*OF_ENGINE, "clip_norm", "loss_scale", "dp_shard"):
+    for name in (*OF_ENGINE, "clip_norm", "loss_scale", "dp_shard", "sharding_in_stages"):
         setattr(training, name, getattr(inner, name))
+    if training.sharding_in_stages is not None and keys.enabled("no-pipeline-parallel") is None:
+        training.sharding = training.sharding_in_stages  # a pipeline of one stage is one too
     training.gradient_precision = None
     if on_host is not None:
         training.offload = training.offload or Value("optimizer", on_host.origin)

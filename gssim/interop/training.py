@@ -111,6 +111,8 @@ class Training:
     """Number of tensor ranks that cut each divided expert; None: all of them."""
     sharding: Value | None = None
     """none, zero1, zero2 or zero3."""
+    sharding_in_stages: Value | None = None
+    """Sharding in a pipeline, if `sharding` is none; None: none too."""
     zero1_implementation: str = "torch"
     sequence_parallel: Value | None = None
     clip_norm: Value | None = None
@@ -606,6 +608,9 @@ def _axes(
     if training.dp is not None and training.dp.value not in (-1, dp):
         _refuse(keys, training.dp, f"{ranks} ranks of which {cut} share a replica leave {dp}")
         return None
+    whole = training.sharding is None or training.sharding.value == "none"
+    if pp.value > 1 and whole and training.sharding_in_stages is not None:
+        training.sharding = training.sharding_in_stages
     entries = _method(training, keys, dp, tp.value, pp.value, cp.value)
     if entries is None:
         return None

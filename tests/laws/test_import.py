@@ -194,6 +194,12 @@ def test_offloading_needs_a_cluster_whose_hosts_are_known(tmp_path):
     ("change", "key"),
     [
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param.device"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            "super_offload",
+        ),
+        ({"pipeline": {"activation_checkpoint_interval": 2}}, "activation_checkpoint_interval"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type"),
         ({"train_batch_size": 65}, "train_batch_size"),
         ({"sequence_parallel_size": 3}, "sequence_parallel_size"),
@@ -206,6 +212,20 @@ def test_offloading_needs_a_cluster_whose_hosts_are_known(tmp_path):
 )
 def test_what_changes_the_answer_is_refused_by_its_key(tmp_path, change, key):
     assert key in refused(tmp_path, DEEPSPEED | change, name="ds.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "micro_batches"),
+    [
+        ({"train_batch_size": 64}, 1),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 2),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 4),
+    ],
+)
+def test_deepspeed_derives_the_rest_of_a_batch_and_accumulates_nothing_unasked(tmp_path, given, micro_batches):
+    rest = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    tables, _ = imported(tmp_path, given | rest, name="ds.json")
+    assert (tables["workload"]["global_batch_size"], tables["plan"]["micro_batches"]) == (64, micro_batches)
 
 
 def test_deepspeeds_sequence_parallelism_is_ulysses(tmp_path):
@@ -703,6 +723,20 @@ def test_megatron_deepspeed(tmp_path):
     assert (workload["precision"], workload["loss_scale"], workload["clip_norm"]) == ("fp16", "dynamic", 1.0)
     assert any("behind the ramp" in line for line in found.listed)
     assert any(line.startswith("nnodes = $NODES: left open") for line in found.listed)
+
+
+@pytest.mark.parametrize(("words", "method"), [("", "zero1"), ("--no-pipeline-parallel", "ddp")])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_deepspeeds_pipelines_in_bf16_divide_the_optimizers_state_without_zero(tmp_path, stages, words, method):
+    """Its BF16_Optimizer does; Megatron-DeepSpeed makes a pipeline of one stage too, unless told otherwise."""
+    more = f"--pipeline-model-parallel-size {stages} {words}"
+    text = ENGINE.format(batch=64, more=more).replace("--partition-activations", "").replace("STAGE=1", "STAGE=0")
+    text = text.replace('"fp16": {"enabled": true, "loss_scale": 0, "hysteresis": 2}', '"bf16": {"enabled": true}')
+    text = text.replace("--fp16 --loss-scale 12", "--bf16")
+    tables, _ = imported(tmp_path, text, name="job.slurm", model="gpt3-1.3b")
+    expected = method if stages == 1 else "zero1"
+    assert tables["plan"]["method"] == expected
+    assert tables["plan"].get("zero1_implementation") == ("deepspeed" if expected == "zero1" else None)
 
 
 @pytest.mark.parametrize(
