@@ -5,6 +5,7 @@ open, and returns the scenario's entries, each with the key from which it was re
 give has a default, which is marked as such.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -153,6 +154,10 @@ class Training:
     """Whether the program runs 1f1b with fewer micro-batches than stages."""
     even_stages: bool = False
     """Whether every stage has equally many blocks, except as the next two fields say; if not, stages are balanced."""
+    ends_in_blocks: tuple[Value, Value] | None = None
+    """How many blocks embedding and head count as where torchtitan divides blocks into stages."""
+    most_blocks_per_stage: Value | None = None
+    """With `ends_in_blocks`, the size of stages from which their number follows."""
     first_stage_blocks: Value | None = None
     last_stage_blocks: Value | None = None
     stages_per_rank: Value | None = None
@@ -689,6 +694,8 @@ def _pipeline(training: Training, keys: Keys, model: Model, ranks: int) -> list[
     entries = [Entry.of("plan.schedule", schedule)] if schedule is not None else []
     layers = unrolled(model)
     blocks = [index for index, instance in enumerate(layers) if instance.layer.block]
+    if training.ends_in_blocks is not None:
+        return [*entries, *_weighted_stages(training, keys, model, ranks)]
     if training.blocks_per_stage is not None:
         of = training.blocks_per_stage
         if len(blocks) % (of.value * ranks):
@@ -712,10 +719,45 @@ def _pipeline(training: Training, keys: Keys, model: Model, ranks: int) -> list[
         if blamed is not None:
             _refuse(keys, blamed, f"the {len(blocks)} blocks of '{model.name}' do not divide so among {count} stages")
         return []
-    # embeddings belong to the first block, the final norm and the head to the last; the loss is not counted
-    stages[0] += blocks[0]
-    stages[-1] += len(layers) - 2 - blocks[-1]
-    return [*entries, Entry("plan.stages", stages, f"{origin}: as many blocks each")]
+    return [*entries, Entry("plan.stages", _with_ends(stages, model), f"{origin}: as many blocks each")]
+
+
+def _with_ends(stages: list[int], model: Model) -> list[int]:
+    """Return the layers of stages of so many blocks: embeddings are the first stage's, final norm and head the last's.
+
+    The loss is not counted.
+    """
+    layers = unrolled(model)
+    blocks = [index for index, instance in enumerate(layers) if instance.layer.block]
+    return [stages[0] + blocks[0], *stages[1:-1], stages[-1] + len(layers) - 2 - blocks[-1]]
+
+
+def _weighted_stages(training: Training, keys: Keys, model: Model, ranks: int) -> list[Entry]:
+    """Return the entry of torchtitan's stages: embedding and head count as blocks, and what is left over goes to the
+    first stages.
+
+    Source: torchtitan 0.2, distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part.
+    """
+    assert training.ends_in_blocks is not None
+    assert training.pp is not None
+    first, last = training.ends_in_blocks
+    most, schedule = training.most_blocks_per_stage, training.schedule
+    weighted = sum(instance.layer.block for instance in unrolled(model)) + first.value + last.value
+    count = ranks * (2 if schedule is not None and schedule.value == "interleaved" else 1)
+    origin = training.pp.origin
+    if most is not None:
+        count, origin = math.ceil(weighted / most.value), most.origin
+    each, more = divmod(weighted, count)
+    stages = [each + (number < more) for number in range(count)]
+    stages[0] -= first.value
+    stages[-1] -= last.value
+    interleaves = schedule is not None and schedule.value == "interleaved"
+    if min(stages) < 1 or count % ranks or (count > ranks) != interleaves:
+        what = f"{count} stages of the blocks of '{model.name}' on {ranks} ranks cannot be made"
+        _refuse(keys, most or training.pp, what, "plan.stages")
+        return []
+    comment = f"{origin}; embedding and head count as {first.value} and {last.value} blocks"
+    return [Entry("plan.stages", _with_ends(stages, model), comment)]
 
 
 def _batch(training: Training, keys: Keys, dp: int, pp: int, overrides: dict[str, Any]) -> list[Entry]:

@@ -922,6 +922,26 @@ def test_torchtitan(tmp_path, replicate, shard, reshard, method):
 
 
 @pytest.mark.parametrize(
+    ("pp", "more", "stages"),
+    [
+        (4, "", [10, 9, 8, 9]),  # 32 blocks and two: 9, 9, 8, 8, of which embedding and head take one each
+        (2, "pipeline_parallel_first_stage_less_layers = 0\n", [19, 17]),
+        (2, "pipeline_parallel_last_stage_less_layers = 3\n", [19, 17]),
+        (4, 'pipeline_parallel_schedule = "Interleaved1F1B"\n', [6, 5, 4, 4, 4, 4, 4, 5]),
+        (2, 'pipeline_parallel_schedule = "Interleaved1F1B"\npipeline_parallel_layers_per_stage = 9\n', None),
+    ],
+)
+def test_torchtitans_stages_count_embedding_and_head_as_blocks(tmp_path, pp, more, stages):
+    """As its generate_llm_fqn_per_model_part divides 32 blocks, before and behind which are two layers each."""
+    text = TITAN.format(batch=64, replicate=1, shard=-1, reshard="default", mode="none")
+    text = text.replace("local_batch_size = 1", "local_batch_size = 8").replace("batch_size = 64", "batch_size = -1")
+    text = text.replace("fsdp_reshard", f"pipeline_parallel_degree = {pp}\n{more}fsdp_reshard")
+    tables, _ = imported(tmp_path, text, name="t.toml")
+    assert tables["plan"]["stages"] == (stages or [10, 9, 8, 9])
+    assert "the model 'llama3-8b' has width" in refused(tmp_path, text.replace('"8B"', '"70B"'), name="t.toml")
+
+
+@pytest.mark.parametrize(
     ("replicate", "context", "plan"),
     [
         (1, 8, {"method": "zero3", "cp": 8}),
@@ -1663,6 +1683,8 @@ TITAN_EXPERTS = """
 [training]
 local_batch_size = 2
 seq_len = 4096
+[activation_checkpoint]
+mode = "none"
 [parallelism]
 tensor_parallel_degree = 2
 expert_parallel_degree = 4
