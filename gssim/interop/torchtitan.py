@@ -48,14 +48,15 @@ TORCHTITAN: dict[str, Rule] = {
         "parallelism.context_parallel_* experimental.context_parallel_rotate_method",
     ),
     **refused(
-        "stages by names of modules: say plan.stages",
-        "parallelism.module_fqns* *.pipeline_parallel_split_points",
-        or_set=("plan.stages",),
+        "stages by names of modules: say plan.stages", "*.pipeline_parallel_split_points", or_set=("plan.stages",)
     ),
     **refused(
         "stages that a tracer cuts are not known", "experimental.pipeline_parallel_split_mode", neutral=("manual",)
     ),
-    **listed("there is no pipeline, or its stages are given", "parallelism.pipeline_parallel_*layers*"),
+    **listed(
+        "there is no pipeline, or its stages are given",
+        "parallelism.pipeline_parallel_*layers* parallelism.module_fqns*",
+    ),
     **refused("a backward that is compiled whole cannot be simulated", "*.enable_compiled_autograd"),
     **refused("diffusion models cannot be simulated", "training.img_size"),
     **listed("implementation", "parallelism.spmd_backend parallelism.enable_fsdp_symm_mem"),
@@ -211,6 +212,11 @@ def _pipeline(keys: Keys, training: Training) -> None:
 
 def _stages(keys: Keys, training: Training) -> None:
     """Read how blocks are divided into stages."""
+    named = "parallelism.module_fqns_per_model_part"
+    if isinstance(parts := keys.raw(named, sets="plan.stages"), list) and all(isinstance(each, list) for each in parts):
+        training.stage_modules = Value(parts, keys.line(named))
+    elif parts is not None:
+        keys.refuse(named, "must be a list of lists of names", replaced_by=["plan.stages"])
     ends = [f"pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last")]
     first, last = (
         keys.integer(f"parallelism.{end}", sets="plan.stages", least=0) or Value(1, f"{end} = 1 (its default)")

@@ -158,6 +158,8 @@ class Training:
     """How many blocks embedding and head count as where torchtitan divides blocks into stages."""
     most_blocks_per_stage: Value | None = None
     """With `ends_in_blocks`, the size of stages from which their number follows."""
+    stage_modules: Value | None = None
+    """Names of the modules in each of torchtitan's stages."""
     first_stage_blocks: Value | None = None
     last_stage_blocks: Value | None = None
     stages_per_rank: Value | None = None
@@ -694,6 +696,8 @@ def _pipeline(training: Training, keys: Keys, model: Model, ranks: int) -> list[
     entries = [Entry.of("plan.schedule", schedule)] if schedule is not None else []
     layers = unrolled(model)
     blocks = [index for index, instance in enumerate(layers) if instance.layer.block]
+    if training.stage_modules is not None:
+        return [*entries, *_named_stages(training.stage_modules, keys, model, ranks)]
     if training.ends_in_blocks is not None:
         return [*entries, *_weighted_stages(training, keys, model, ranks)]
     if training.blocks_per_stage is not None:
@@ -730,6 +734,21 @@ def _with_ends(stages: list[int], model: Model) -> list[int]:
     layers = unrolled(model)
     blocks = [index for index, instance in enumerate(layers) if instance.layer.block]
     return [stages[0] + blocks[0], *stages[1:-1], stages[-1] + len(layers) - 2 - blocks[-1]]
+
+
+def _named_stages(named: Value, keys: Keys, model: Model, ranks: int) -> list[Entry]:
+    """Return the entry of stages whose modules torchtitan's file names in the order of the model."""
+    layers = unrolled(model)
+    blocks = [index for index, instance in enumerate(layers) if instance.layer.block]
+    sizes = {"tok_embeddings": blocks[0], "norm": len(layers) - 3 - blocks[-1], "output": 1}
+    names = [str(name) for part in named.value for name in part]
+    order = ["tok_embeddings", *(f"layers.{number}" for number in range(len(blocks))), "norm", "output"]
+    if names != order or len(named.value) % ranks:
+        what = f"are not the {len(blocks)} blocks of '{model.name}', in their order, in a stage or more for each rank"
+        _refuse(keys, named, what, "plan.stages")
+        return []
+    stages = [sum(sizes.get(str(name), 1) for name in part) for part in named.value]
+    return [Entry.of("plan.stages", Value(stages, named.origin))]
 
 
 def _weighted_stages(training: Training, keys: Keys, model: Model, ranks: int) -> list[Entry]:

@@ -938,6 +938,12 @@ def test_torchtitans_stages_count_embedding_and_head_as_blocks(tmp_path, pp, mor
     text = text.replace("fsdp_reshard", f"pipeline_parallel_degree = {pp}\n{more}fsdp_reshard")
     tables, _ = imported(tmp_path, text, name="t.toml")
     assert tables["plan"]["stages"] == (stages or [10, 9, 8, 9])
+    blocks = [f"layers.{number}" for number in range(32)]
+    parts = [["tok_embeddings", *blocks[:20]], [*blocks[20:], "norm", "output"]]
+    named = text.replace(f"_degree = {pp}\n{more}", f"_degree = 2\nmodule_fqns_per_model_part = {json.dumps(parts)}\n")
+    assert imported(tmp_path, named, name="t.toml")[0]["plan"]["stages"] == [22, 14]
+    other = named.replace('"norm", ', "")
+    assert "are not the 32 blocks of 'llama3-8b'" in refused(tmp_path, other, name="t.toml")
     assert "the model 'llama3-8b' has width" in refused(tmp_path, text.replace('"8B"', '"70B"'), name="t.toml")
 
 
