@@ -314,6 +314,7 @@ ACCELERATE: dict[str, Rule] = {
 }
 """How Accelerate's keys are treated that are not read."""
 
+UNITS = "units are the model's blocks: TRANSFORMER_BASED_WRAP"
 SHARDINGS = {
     **dict.fromkeys(("full_shard", "1", "true", "full"), ("zero3", False)),
     **dict.fromkeys(("shard_grad_op", "2", "false"), ("zero2", False)),
@@ -332,6 +333,9 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
         found = _deepspeed_of_accelerate(keys)
     elif kind == "FSDP":
         read_fsdp(keys, found, cluster, prefix="fsdp_config.fsdp_")
+        wrap = "fsdp_config.fsdp_auto_wrap_policy"
+        if not keys.has(wrap) and found.sharding is not None and found.sharding.value != "none":
+            keys.refuse(wrap, f"is not given: NO_WRAP, the whole model as one unit; {UNITS}")
     elif kind in ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "NO"):
         found.sharding = Value("none", keys.line("distributed_type"))
     else:
@@ -439,8 +443,9 @@ def _deepspeed_of_accelerate(keys: Keys) -> Training:
             "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
             "zero_optimization.offload_param.device": "offload_param_device",
         }
-        inner = Keys(keys.file, {}, keys.overridden, keys.ignored)
-        renamed = {}
+        # stage 2 unless it is given: utils/dataclasses.py, DeepSpeedPlugin
+        inner = Keys(keys.file, {"zero_optimization.stage": 2}, keys.overridden, keys.ignored)
+        renamed = {"zero_optimization.stage": "deepspeed_config.zero_stage"}
         for theirs, ours in table.items():
             key = f"deepspeed_config.{ours}"
             if keys.has(key):
@@ -518,4 +523,4 @@ def read_fsdp(keys: Keys, training: Training, cluster: Cluster, *, prefix: str) 
         training.recompute = Value("full" if checkpointing.value else "none", checkpointing.origin)
     wrap = keys.raw(f"{prefix}auto_wrap_policy")
     if wrap is not None and str(wrap).upper() != "TRANSFORMER_BASED_WRAP":
-        keys.refuse(f"{prefix}auto_wrap_policy", "units are the model's blocks: TRANSFORMER_BASED_WRAP")
+        keys.refuse(f"{prefix}auto_wrap_policy", UNITS)

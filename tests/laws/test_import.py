@@ -358,10 +358,21 @@ def test_accelerates_mesh_shards_over_context_ranks(tmp_path, sizes, plan):
 )
 def test_accelerate_fsdp1(tmp_path, strategy, method):
     text = "distributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 16\n"
-    text += f"fsdp_config:\n  fsdp_sharding_strategy: {strategy}\n"
+    text += f"fsdp_config:\n  fsdp_sharding_strategy: {strategy}\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    if method != "ddp":
+        assert "NO_WRAP, the whole model" in refused(
+            tmp_path, text.replace("  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n", ""), name="a.yaml"
+        )
     tables, _ = imported(tmp_path, text, name="a.yaml", cluster="scenarios/clusters/two-dgx-h100.toml")
     assert tables["plan"]["method"] == method
     assert (tables["plan"].get("dp_shard") == 8) == (strategy == "HYBRID_SHARD")
+
+
+@pytest.mark.parametrize(("stage", "method"), [("", "zero2"), ("  zero_stage: 3\n", "zero3")])
+def test_accelerates_deepspeed_is_of_stage_2_unless_it_says_otherwise(tmp_path, stage, method):
+    text = "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: bf16\ndeepspeed_config:\n"
+    tables, _ = imported(tmp_path, f"{text}  gradient_accumulation_steps: 2\n{stage}", name="a.yaml")
+    assert (tables["plan"]["method"], tables["plan"]["micro_batches"]) == (method, 2)
 
 
 def test_accelerate_names_a_deepspeed_file(tmp_path):
