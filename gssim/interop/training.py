@@ -133,6 +133,7 @@ class Training:
     gradient_precision: Value | None = None
     reduce_precision: Value | None = None
     autocast: Value | None = None
+    tf32: Value | None = None
     adapters: Value | None = None
     """The table of `workload.adapters`; its targets are names of maps, or patterns of their paths."""
     fused_loss: Value | None = None
@@ -835,7 +836,8 @@ def _pieces(training: Training, keys: Keys, micro: Value, many: Value, pp: int) 
 
 
 WORKLOAD_KEYS = (
-    *("precision", "gradient_precision", "reduce_precision", "autocast", "adapters", "frozen_precision", "fused_loss"),
+    *("precision", "gradient_precision", "reduce_precision", "autocast", "tf32"),
+    *("adapters", "frozen_precision", "fused_loss"),
     *("loss_scale", "optimizer", "optimizer_implementation", "optimizer_state_precision", "learning_rate"),
     *("weight_decay", "momentum", "clip_norm"),
 )

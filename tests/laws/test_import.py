@@ -1261,6 +1261,16 @@ def test_automodels_fsdp2_has_its_own_precisions(tmp_path, model, policy, worklo
     assert any("in 16 bits alone" in line for line in found.listed) == ("bf16" in model)
 
 
+@pytest.mark.parametrize(("more", "reduced"), [("", None), (", grad_reduce_in_fp32: true", "fp32")])
+def test_automodels_megatron_fsdp_reduces_in_the_precision_of_parameters_unless_told(tmp_path, more, reduced):
+    text = AUTOMODEL.replace("strategy: fsdp2", f"strategy: megatron_fsdp{more}")
+    text = text.replace("activation_checkpointing: true", "activation_checkpointing: full")
+    tables, _ = imported(tmp_path, text, name="r.yaml")
+    assert (tables["plan"]["method"], tables["plan"]["recompute"]) == ("zero3", "full")
+    assert tables["workload"].get("reduce_precision") == reduced
+    assert tables["workload"]["clip_norm"] == 1.0
+
+
 def test_automodels_replicas_under_autocast(tmp_path):
     replicas = "{strategy: ddp, bucket_cap_mb: 50, static_graph: true, autocast_dtype: bfloat16, tp_size: 1"
     text = AUTOMODEL.replace("{strategy: fsdp2, dp_size: none, tp_size: 1", replicas)
@@ -1332,6 +1342,24 @@ fsdp_config:
 def test_axolotl_offloads_what_fsdp_shards(tmp_path):
     tables, _ = imported(tmp_path, AXOLOTL.replace("offload_params: false", "offload_params: true"), name="x.yml")
     assert (tables["plan"]["method"], tables["plan"]["offload"]) == ("zero3", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("change", "workload"),
+    [
+        ("bf16: auto\ntf32: true", {"precision": "bf16"}),  # weights are loaded in it, and no fp32 copies are made
+        ("bf16: auto\nmax_grad_norm: 0.5", {"precision": "bf16", "clip_norm": 0.5}),
+        ("bf16: false\ntf32: true", {"precision": "fp32", "tf32": True}),
+    ],
+)
+def test_axolotls_replicas_are_in_one_precision_and_the_trainer_clips(tmp_path, change, workload):
+    text = AXOLOTL[: AXOLOTL.index("fsdp_version")].replace("bf16: auto", change)
+    tables, found = imported(tmp_path, text, name="x.yml")
+    assert tables["plan"]["method"] == "ddp"
+    keys = ("precision", "autocast", "tf32", "clip_norm")
+    said = {key: tables["workload"][key] for key in keys if key in tables["workload"]}
+    assert said == {"clip_norm": 1.0} | workload
+    assert any("in 16 bits alone" in line for line in found.listed) == (workload["precision"] == "bf16")
 
 
 def test_axolotl(tmp_path):
