@@ -265,12 +265,7 @@ def megatron(keys: Keys) -> Training:
     _architecture(keys, training)
     if training.ep is not None and training.ep.value > 1:
         training.etp = keys.integer("expert-tensor-parallel-size", sets="plan.etp")
-    dispatcher = "moe-token-dispatcher-type"
-    if keys.has(dispatcher):
-        keys.note(dispatcher, "approximated: tokens go by all-to-alls")
-    elif training.ep is not None and training.ep.value > 1:
-        reason = f"approximated: tokens go by all-to-alls, where {dispatcher} is allgather, its default"
-        keys.note(training.ep.key, reason)
+    _dispatcher(keys, training)
     _precision(keys, training)
     _sharding(keys, training)
     _pipeline(keys, training)
@@ -294,6 +289,26 @@ def megatron(keys: Keys) -> Training:
     training.async_input_gradients = Value(waits is None or not waits.value, waits.origin if waits else default)
     keys.close(MEGATRON)
     return training
+
+
+DISPATCHER = "moe-token-dispatcher-type"
+DISPATCHERS = {
+    "alltoall": "tokens go by all-to-alls here too",
+    "allgather": (
+        "approximated: tokens go by all-to-alls, where each rank gathers those of all others, and scatters what its "
+        "experts return: of n ranks that divide experts (n-1) tokens for one, not k (n-1) / n for k experts of a token"
+    ),
+}
+
+
+def _dispatcher(keys: Keys, training: Training) -> None:
+    """Note how rows of experts are exchanged; the default is allgather."""
+    kind = str(keys.raw(DISPATCHER) or "allgather")
+    reason = DISPATCHERS.get(kind, "approximated: tokens go by all-to-alls, not by kernels that both send and permute")
+    if keys.has(DISPATCHER):
+        keys.note(DISPATCHER, reason)
+    elif training.ep is not None and training.ep.value > 1:
+        keys.note(training.ep.key, f"{reason} ({DISPATCHER} is not given: allgather)")
 
 
 def _context_exchange(keys: Keys, training: Training) -> None:

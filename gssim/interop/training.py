@@ -374,6 +374,8 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     asked = overrides.get("plan.method", method)
     if asked in ("zero1", "zero2") and training.sharding is not None:
         entries += _zero_implementation(training, keys, asked, training.sharding, tp.value, pp.value, overrides)
+    if asked == "ddp" and training.zero1_implementation != "torch" and training.gradient_precision is None:
+        keys.listed.append((entries[0].comment, COPIED_GRADIENTS))
     batch = _batch(training, keys, dp, pp.value, overrides)
     _shorten(training, entries, batch, pp.value)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
@@ -439,6 +441,10 @@ def _precision_of(training: Training, overrides: dict[str, Any]) -> Precision:
     return asked or (training.precision.value if training.precision else "fp32")
 
 
+COPIED_GRADIENTS = (
+    "approximated: gradients are copied into buckets that exist beside them, as by torch; Megatron-LM's are these "
+    "buckets alone, and DeepSpeed copies 5e8 elements at a time"
+)
 MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS = 40_000_000, 1_000_000
 """Least number of parameters in Megatron-LM's buckets; and parameters per data-parallel rank, which count instead if
 that is more (core/distributed/distributed_data_parallel.py)."""
@@ -476,8 +482,8 @@ def _gathers_beside_forward(
     overlaps = training.overlap is not None and training.overlap.value
     reasons = {
         "the shards are those of the method, which gathers without it": method != "zero1" or not overlaps,
-        "approximated in a pipeline: each stage gathers after its update": pp > 1,
-        "approximated beside Muon: matrices are gathered after the update": optimizer == "muon",
+        "approximated: in a pipeline each stage gathers after its update": pp > 1,
+        "approximated: beside Muon matrices are gathered after the update": optimizer == "muon",
         "of no effect on this cluster, whose backend is gloo": cluster.backend != "nccl",
     }
     reason = next((text for text, is_so in reasons.items() if is_so), None)

@@ -133,8 +133,9 @@ def test_keys_without_an_effect_are_told_by_reason(tmp_path):
     ],
 )
 def test_stages_of_zero(tmp_path, stage, method, more):
-    tables, _ = imported(tmp_path, DEEPSPEED | {"zero_optimization": {"stage": stage}}, name="ds.json")
+    tables, found = imported(tmp_path, DEEPSPEED | {"zero_optimization": {"stage": stage}}, name="ds.json")
     assert tables["plan"] == {"method": method, "micro_batches": 4, "recompute": "none"} | more
+    assert any("5e8 elements at a time" in line for line in found.listed) == (stage == 0)
 
 
 def test_mics_is_hybrid_sharding(tmp_path):
@@ -452,8 +453,8 @@ def test_megatrons_buckets_are_of_so_many_parameters_and_one_without_overlap(tmp
     ("words", "beside"),
     [
         ("", True),
-        ("--pipeline-model-parallel-size 2", "approximated in a pipeline"),
-        ("--optimizer muon", "approximated beside Muon"),
+        ("--pipeline-model-parallel-size 2", "approximated: in a pipeline"),
+        ("--optimizer muon", "approximated: beside Muon"),
     ],
 )
 def test_megatron_gathers_parameters_beside_the_next_forward(tmp_path, words, beside):
