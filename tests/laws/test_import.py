@@ -1608,6 +1608,13 @@ def test_a_config_of_hugging_face_names_the_shipped_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     tables, _ = imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
     assert tables["workload"]["model"] == "llama3-8b"
+    for longest, name in ((8192, "llama3-8b"), (131072, "llama3.1-8b"), (10**6, "llama3.1-8b")):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": longest}))
+        tables, _ = imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
+        assert tables["workload"]["model"] == name
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(UserError, match="no shipped model is a llama"):
+        imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 33}))
     with pytest.raises(UserError, match=r"gsreal trace \S*config\.json --out FILE"):
         imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
