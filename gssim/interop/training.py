@@ -622,9 +622,8 @@ def _axes(
     if training.dp is not None and training.dp.value not in (-1, dp):
         _refuse(keys, training.dp, f"{ranks} ranks of which {cut} share a replica leave {dp}")
         return None
-    whole = training.sharding is None or training.sharding.value == "none"
-    if pp.value > 1 and whole and training.sharding_in_stages is not None:
-        training.sharding = training.sharding_in_stages
+    if pp.value > 1 and training.zero1_implementation == "deepspeed":
+        _in_deepspeeds_stages(training, keys)
     entries = _method(training, keys, dp, tp.value, pp.value, cp.value)
     if entries is None:
         return None
@@ -635,6 +634,20 @@ def _axes(
             entries.append(Entry.of("plan.context_exchange", exchange))
             entries += [Entry.of("plan.context_split", training.context_split)] if training.context_split else []
     return ranks, dp, tp, pp, [*entries, *_experts(training, keys, tp)]
+
+
+def _in_deepspeeds_stages(training: Training, keys: Keys) -> None:
+    """Set what differs in DeepSpeed's pipelines: BF16_Optimizer, and reductions that overlap with nothing.
+
+    Source: DeepSpeed, runtime/engine.py, _configure_zero_optimizer; runtime/pipe/engine.py, _exec_reduce_grads.
+    """
+    overlap, whole = training.overlap, training.sharding is None or training.sharding.value == "none"
+    if whole and training.sharding_in_stages is not None:
+        training.sharding = training.sharding_in_stages
+    elif training.sharding is not None and training.sharding.value == "zero1":
+        keys.listed.append((training.sharding.origin, COPIED_GRADIENTS))
+    if overlap is not None and overlap.value:
+        training.overlap = Value(False, f"{overlap.origin}: of no effect in a pipeline")
 
 
 def _experts(training: Training, keys: Keys, tp: Value) -> Iterator[Entry]:

@@ -737,6 +737,15 @@ def test_megatron_deepspeed(tmp_path):
     assert any(line.startswith("nnodes = $NODES: left open") for line in found.listed)
 
 
+def test_deepspeeds_pipelines_reduce_gradients_after_all_else(tmp_path):
+    more = "--pipeline-model-parallel-size 2"
+    text = ENGINE.format(batch=64, more=more).replace("--partition-activations", "")
+    text = text.replace('{"stage": $STAGE}', '{"stage": 1, "overlap_comm": true}')
+    tables, found = imported(tmp_path, text, name="job.slurm", model="gpt3-1.3b")
+    assert (tables["plan"]["method"], tables["plan"]["overlap"]) == ("zero1", False)
+    assert any("5e8 elements at a time" in line for line in found.listed)
+
+
 @pytest.mark.parametrize(("words", "method"), [("", "zero1"), ("--no-pipeline-parallel", "ddp")])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_deepspeeds_pipelines_in_bf16_divide_the_optimizers_state_without_zero(tmp_path, stages, words, method):
