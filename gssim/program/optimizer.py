@@ -338,30 +338,34 @@ def _gather_beside_forward(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
     """Return the tasks of a step whose forward gathers what the step before updated: Megatron-LM's
     --overlap-param-gather.
 
-    The first layer that reads a bucket waits for it, and then issues the gather of the next bucket; the first gather
-    waits for nothing but the step's begin. Buckets are those of the reduction, the last one first. Divided experts,
-    whose buckets are a chain of their own, are one bucket here, and are gathered when the first of them is reached.
+    Buckets are those of the reduction, the last one first. The first layer that reads a bucket waits for it, and the
+    gather of the next bucket is issued then; the first gather waits for nothing but the step's begin. Modules of a
+    block wait for their own buckets there, while here a block is one layer: it waits for its first bucket when it
+    begins, and the layer after it for the others. Divided experts, whose buckets are a chain of their own, are one
+    bucket here, and are gathered when the first of them is reached.
 
     Source: Megatron-LM, core/distributed/param_and_grad_buffer.py, finish_param_sync.
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
-    first = low.micro_batches[0].number
+    number = low.micro_batches[0].number
+    forwards = [forward_id(layer).at(micro_batch=number) for layer in low.layers]
     for buckets, (group, *beside) in ((low.buckets, [low.group]), (low.expert_buckets, low.expert_replicas)):
         if len(group) == 1:
             continue
         reads = [(min(instance.index for instance, _ in bucket.members), bucket) for bucket in reversed(buckets)]
-        issued_at = None
+        issued_at, latest = 0, None
         for index, bucket in sorted(reads, key=lambda read: read[0]):
-            reader = forward_id(low.layers[index]).at(micro_batch=first)
             gather = TaskId("all-gather-parameters", bucket=bucket.index)
-            exchange = Communication("all-gather", group, bucket.elements * low.value_bytes, beside=tuple(beside))
+            size_bytes = bucket.elements * low.value_bytes
+            exchange = Communication("all-gather", group, size_bytes, beside=tuple(beside))
             issue = Task(gather.serving("issue"), "forward")
-            before[issued_at or reader] += [
-                issue,
-                collective_task(gather, exchange, "communication", after=(issue.id,)),
-            ]
-            before[reader].append(Task(gather.serving("take"), "forward", after=(gather,)))
-            issued_at = reader
+            own = collective_task(gather, exchange, "communication", after=(issue.id,))
+            before[forwards[index if latest is None else issued_at]] += [issue, own]
+            is_first = index != latest
+            before[forwards[index if is_first else index + 1]].append(
+                Task(gather.serving("take"), "forward", after=(gather,))
+            )
+            issued_at = latest = index
     return insert_beside(tasks, before=before, behind={})
 
 

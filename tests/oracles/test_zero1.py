@@ -413,7 +413,10 @@ def test_megatrons_float_gradients_take_4_bytes_an_element_beside_2_of_a_paramet
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize(("bucket_bytes", "gathered"), [(80, [256, 80, 80, 256]), ("1 MB", [672])])
+@pytest.mark.parametrize(
+    ("bucket_bytes", "gathered"),
+    [(80, [256, 80, 80, 256]), ("1 MB", [672]), (1, [256, 16, 64, 16, 64, 256])],
+)
 def test_of_megatrons_gathers_beside_the_next_forward_the_first_alone_is_exposed(
     bucket_bytes: Any, gathered: list[int], micro_batches: int
 ):
