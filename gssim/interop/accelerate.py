@@ -333,6 +333,7 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
         found = _deepspeed_of_accelerate(keys)
     elif kind == "FSDP":
         read_fsdp(keys, found, cluster, prefix="fsdp_config.fsdp_")
+        found.gradient_sync = Value("step", "Accelerate's no_sync: gradients are whole until the last micro-batch")
         wrap = "fsdp_config.fsdp_auto_wrap_policy"
         if not keys.has(wrap) and found.sharding is not None and found.sharding.value != "none":
             keys.refuse(wrap, f"is not given: NO_WRAP, the whole model as one unit; {UNITS}")

@@ -307,6 +307,12 @@ def test_accelerate_fsdp2(tmp_path, reshard, method):
     assert any(line.startswith("plan.micro_batches = 1") for line in found.defaults)
 
 
+def test_accelerates_fsdp_reduces_gradients_after_the_last_micro_batch(tmp_path):
+    overrides = ["plan.micro_batches=4", "workload.global_batch_size=32"]
+    tables, _ = imported(tmp_path, FSDP.format(reshard="true", more=""), name="a.yaml", overrides=overrides)
+    assert (tables["plan"]["method"], tables["plan"]["gradient_sync"]) == ("zero3", "step")
+
+
 def test_accelerate_parallelism_config(tmp_path):
     sizes = "parallelism_config:\n" + "".join(
         f"  parallelism_config_{name}_size: {size}\n"
