@@ -3,6 +3,9 @@
 Names are those of Megatron-LM core 0.16, written with hyphens and without the leading ones.
 """
 
+import re
+from itertools import count
+
 from gssim.interop.accelerate import OF_ENGINE, deepspeed, deepspeed_file, read_ulysses
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Undecided, Value, listed, refused
 from gssim.interop.training import PRECISIONS, Training, optimizer_in
@@ -100,9 +103,6 @@ MEGATRON: dict[str, Rule] = {
     ),
     **listed("of an overlap that is off or refused", "delay-wgrad-compute overlap-moe*"),
     **refused("pipelines that overlap with updates cannot be simulated", "overlap-param-gather-with-optimizer-step"),
-    **refused(
-        "a layout of stages by letters cannot be simulated", "pipeline-model-parallel-layout", or_set=("plan.stages",)
-    ),
     **refused("stages of embeddings and loss cannot be simulated", "standalone-*"),
     **refused(
         "optimizers beside the distributed one cannot be simulated", "num-distributed-optimizer-instances", neutral=(1,)
@@ -465,6 +465,8 @@ def _pipeline(keys: Keys, training: Training) -> None:
     counted = _ends_of_stages(keys)
     beside = keys.enabled("use-tp-pp-dp-mapping")
     if ranks == 1:
+        if keys.has(LAYOUT):
+            keys.note(LAYOUT, "there is no pipeline")
         return
     if beside is not None:
         reason = "stages on ranks side by side, and replicas further apart, cannot be simulated: here replicas are"
@@ -476,11 +478,39 @@ def _pipeline(keys: Keys, training: Training) -> None:
     elif per_stage is not None:
         training.schedule, training.blocks_per_stage = Value("interleaved", per_stage.origin), per_stage
     training.first_stage_blocks, training.last_stage_blocks = first, last
+    _layout(keys, training, ranks)
     if counted is not None:
         _count_ends(keys, training, counted, virtual.value if virtual is not None else 1)
     training.even_stages = True
     # each receive allocates a tensor, which the backward that uses it frees: p2p_communication.py, schedules.py
     training.receive_buffers = Value("in-flight", "Megatron-LM frees what a stage received after its backward")
+
+
+LAYOUT = "pipeline-model-parallel-layout"
+MOST_LETTERS = 10_000
+
+
+def _layout(keys: Keys, training: Training, ranks: int) -> None:
+    """Read stages by letters, such as `Et*3|(tt|)*6L`: embedding, transformer blocks, and the head with its loss.
+
+    Source: core/transformer/pipeline_parallel_layer_layout.py.
+    """
+    said = keys.raw(LAYOUT, sets="plan.stages")
+    if said is None:
+        return
+    letters = str(said).strip("'\"").replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
+        letters = re.sub(pattern, lambda found: found[1] * int(found[2]), letters[:MOST_LETTERS])
+    if not re.fullmatch(r"E?[t|]*L?", letters) or len(letters) >= MOST_LETTERS:
+        reason = "stages of others than an embedding (E), transformer blocks (t) and a loss (L) cannot be simulated"
+        keys.refuse(LAYOUT, reason, replaced_by=["plan.stages"])
+        return
+    blocks = (f"layers.{number}" for number in count())
+    names = {"E": lambda: ["tok_embeddings"], "t": lambda: [next(blocks)], "L": lambda: ["norm", "output"]}
+    stages = [[name for letter in stage for name in names[letter]()] for stage in letters.split("|")]
+    training.stage_modules = Value(stages, keys.line(LAYOUT))
+    if len(stages) > ranks:
+        training.schedule = Value("interleaved", keys.line(LAYOUT))
 
 
 ENDS = "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"

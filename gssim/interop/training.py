@@ -160,7 +160,7 @@ class Training:
     most_blocks_per_stage: Value | None = None
     """With `ends_in_blocks`, the size of stages from which their number follows."""
     stage_modules: Value | None = None
-    """Names of the modules in each of torchtitan's stages."""
+    """Names of the modules in each stage, as torchtitan has them."""
     first_stage_blocks: Value | None = None
     last_stage_blocks: Value | None = None
     stages_per_rank: Value | None = None
@@ -757,13 +757,13 @@ def _with_ends(stages: list[int], model: Model) -> list[int]:
 
 
 def _named_stages(named: Value, keys: Keys, model: Model, ranks: int) -> list[Entry]:
-    """Return the entry of stages whose modules torchtitan's file names in the order of the model."""
+    """Return the entry of stages whose modules a file names in the order of the model, as torchtitan has them."""
     layers = unrolled(model)
     blocks = [index for index, instance in enumerate(layers) if instance.layer.block]
     sizes = {"tok_embeddings": blocks[0], "norm": len(layers) - 3 - blocks[-1], "output": 1}
     names = [str(name) for part in named.value for name in part]
     order = ["tok_embeddings", *(f"layers.{number}" for number in range(len(blocks))), "norm", "output"]
-    if names != order or len(named.value) % ranks:
+    if names != order or len(named.value) % ranks or not all(named.value):
         what = f"are not the {len(blocks)} blocks of '{model.name}', in their order, in a stage or more for each rank"
         _refuse(keys, named, what, "plan.stages")
         return []

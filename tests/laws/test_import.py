@@ -531,6 +531,30 @@ def test_megatron_pipelines_have_equal_stages(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("layout", "stages"),
+    [
+        ("Et*2|ttt,tL", [3, 6]),  # before six blocks the embedding, behind them a norm and a head
+        ("E|t*6L", [1, 8]),
+        ("Et|(t|)*4tL", [2, 1, 1, 1, 1, 3]),
+        ("Et*5|t|L", None),  # three stages on two ranks
+        ("Et*7|L", None),
+        ("Et*3|t*3mL", None),
+        ("Et*6||L|", None),
+        ("E(t*9999)*9999|L", None),
+    ],
+)
+def test_megatrons_stages_by_letters(tmp_path, layout, stages):
+    text = "--num-layers 6 --seq-length 128 --micro-batch-size 1 --global-batch-size 16 --nproc-per-node 2 "
+    text += f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout '{layout}'"
+    if stages is None:
+        assert "pipeline-model-parallel-layout" in refused(tmp_path, text, name="args.txt", model="gpt-byte-10m")
+        return
+    tables, _ = imported(tmp_path, text, name="args.txt", model="gpt-byte-10m")
+    schedule = "interleaved" if len(stages) > 2 else "1f1b"
+    assert (tables["plan"]["stages"], tables["plan"]["schedule"]) == (stages, schedule)
+
+
+@pytest.mark.parametrize(
     ("argument", "said"),
     [
         ("--num-layers 32", "is given twice"),
