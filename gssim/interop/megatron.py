@@ -4,7 +4,6 @@ Names are those of Megatron-LM core 0.16, written with hyphens and without the l
 """
 
 import re
-from itertools import count
 
 from gssim.interop.accelerate import OF_ENGINE, deepspeed, deepspeed_file, read_ulysses
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Undecided, Value, listed, refused
@@ -332,8 +331,8 @@ def _architecture(keys: Keys, training: Training) -> None:
             keys.note(key, "approximated: the vocabulary is the model's, which Megatron pads")
         elif (value := keys.integer(key)) is not None:
             training.architecture[size] = value
-    if (count := keys.integer("num-key-value-heads")) is not None:  # Megatron-DeepSpeed's
-        training.architecture["key-value heads"] = count
+    if (groups := keys.integer("num-key-value-heads")) is not None:  # Megatron-DeepSpeed's
+        training.architecture["key-value heads"] = groups
     _absent_sizes(keys, training, grouped=grouped)
 
 
@@ -487,7 +486,8 @@ def _pipeline(keys: Keys, training: Training) -> None:
 
 
 LAYOUT = "pipeline-model-parallel-layout"
-MOST_LETTERS = 10_000
+MOST_LETTERS = 1000
+"""Most letters of a layout as it is written; unrolled, it may have so many times that."""
 
 
 def _layout(keys: Keys, training: Training, ranks: int) -> None:
@@ -499,13 +499,15 @@ def _layout(keys: Keys, training: Training, ranks: int) -> None:
     if said is None:
         return
     letters = str(said).strip("'\"").replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
-        letters = re.sub(pattern, lambda found: found[1] * int(found[2]), letters[:MOST_LETTERS])
-    if not re.fullmatch(r"E?[t|]*L?", letters) or len(letters) >= MOST_LETTERS:
+    for pattern in (r"\(([^)]+)\)\*(\d{1,3})(?!\d)", r"(.)\*(\d{1,3})(?!\d)"):
+        letters = (
+            re.sub(pattern, lambda found: found[1] * int(found[2]), letters) if len(letters) < MOST_LETTERS else ""
+        )
+    if not re.fullmatch(r"E[t|]*L", letters):
         reason = "stages of others than an embedding (E), transformer blocks (t) and a loss (L) cannot be simulated"
         keys.refuse(LAYOUT, reason, replaced_by=["plan.stages"])
         return
-    blocks = (f"layers.{number}" for number in count())
+    blocks = (f"layers.{number}" for number in range(letters.count("t")))
     names = {"E": lambda: ["tok_embeddings"], "t": lambda: [next(blocks)], "L": lambda: ["norm", "output"]}
     stages = [[name for letter in stage for name in names[letter]()] for stage in letters.split("|")]
     training.stage_modules = Value(stages, keys.line(LAYOUT))

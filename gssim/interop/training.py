@@ -479,9 +479,10 @@ def _gathers_beside_forward(
     if asked is None:
         return []
     optimizer = overrides.get("workload.optimizer", training.optimizer.value if training.optimizer else "")
-    overlaps = training.overlap is not None and training.overlap.value
+    overlaps = overrides.get("plan.overlap", training.overlap is not None and training.overlap.value)
+    gathers = method == "zero1" and overrides.get("plan.zero1_implementation", "megatron") == "megatron"
     reasons = {
-        "the shards are those of the method, which gathers without it": method != "zero1" or not overlaps,
+        "the shards are those of the method, which gathers without it": not gathers or not overlaps,
         "approximated: in a pipeline each stage gathers after its update": pp > 1,
         "approximated: beside Muon matrices are gathered after the update": optimizer == "muon",
         "of no effect on this cluster, whose backend is gloo": cluster.backend != "nccl",

@@ -467,6 +467,9 @@ def test_megatron_gathers_parameters_beside_the_next_forward(tmp_path, words, be
     text = f"{MEGATRON.rstrip()} --overlap-param-gather {words}"
     tables, found = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
     assert tables["plan"].get("publish") == ({"overlap": True} if beside is True else None)
+    for override in ("plan.overlap=false", "plan.zero1_implementation=torch", "plan.method=ddp"):  # take it along
+        other, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b", overrides=[override])
+        assert "publish" not in other["plan"]
     said = [line for line in found.listed if line.startswith("overlap-param-gather")]
     assert len(said) == (beside is not True)
     assert all(str(beside) in line for line in said)
