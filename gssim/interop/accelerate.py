@@ -34,6 +34,12 @@ LOSS_SCALE = "how the factor on the loss changes: steps that are skipped are not
 
 DEEPSPEED: dict[str, Rule] = {
     **refused("parameters alone cannot be offloaded here", "zero_optimization.cpu_offload_params"),
+    **refused("SuperOffload cannot be simulated", "zero_optimization.offload_*.super_offload"),
+    **refused(
+        "recomputed units of several layers are up to plan.recompute",
+        "pipeline.activation_checkpoint_interval",
+        or_set=("plan.recompute",),
+    ),
     **refused(
         "updates of part of the parameters on the host cannot be simulated",
         "zero_optimization.offload_*.ratio",
@@ -91,7 +97,7 @@ DEEPSPEED: dict[str, Rule] = {
     ),
     **refused("Apex's amp cannot be simulated", "amp.enabled"),
     **refused("sparse gradients or attention cannot be simulated", "sparse_gradients sparse_attention.*"),
-    **refused("another data type for communication cannot be simulated", "data_types.grad_accum_dtype"),
+    **refused("gradients that are added up in another precision cannot be simulated", "data_types.grad_accum_dtype"),
     **refused(
         "another data type for communication cannot be simulated",
         "seq_parallel_communication_data_type",
@@ -134,6 +140,9 @@ def _precision_of_deepspeed(keys: Keys, training: Training) -> None:
     if keys.raw("fp16.loss_scale") != "auto":
         fixed = keys.number("fp16.loss_scale")
         training.loss_scale = fixed if fixed is not None and fixed.value else None  # 0: dynamic
+    added = keys.values.get("data_types.grad_accum_dtype")
+    if PRECISIONS.get(str(added).lower()) == training.precision.value:
+        keys.note("data_types.grad_accum_dtype", "the precision of gradients anyway")
     reduced = keys.choice(PRECISIONS, "communication_data_type", sets="workload.reduce_precision")
     if reduced is not None and reduced.value != training.precision.value:
         training.reduce_precision = reduced
@@ -151,6 +160,8 @@ def deepspeed(keys: Keys) -> Training:
             keys.note(key, f"replaced by --set {sets}")
         else:
             setattr(training, name, keys.integer(key, sets=sets))
+    if training.global_batch is not None and training.micro_batch is None and training.accumulation is None:
+        training.accumulation = Value(1, "gradient_accumulation_steps = 1 (its default)")
     _precision_of_deepspeed(keys, training)
     _stage_of_deepspeed(keys, training)
     _offload_of_deepspeed(keys, training)
@@ -194,6 +205,12 @@ def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
     elif stage is not None:
         training.sharding = Value("none" if stage.value == 0 else f"zero{stage.value}", stage.origin)
     number = stage.value if stage else 0
+    if number == 0 and training.precision is not None and training.precision.value == "bf16":
+        # runtime/engine.py, _do_optimizer_sanity_check; runtime/bf16_optimizer.py
+        origin = (
+            f"{training.sharding.origin}: in stages BF16_Optimizer, which divides the optimizer's state all the same"
+        )
+        training.sharding_in_stages = Value("zero1", origin)
     if stage is not None and number in (2, 3):  # gradients are reduced in every backward
         training.gradient_sync = Value("micro-batch", stage.origin)
     bucket = "zero_optimization.reduce_bucket_size"
@@ -298,6 +315,7 @@ ACCELERATE: dict[str, Rule] = {
 }
 """How Accelerate's keys are treated that are not read."""
 
+UNITS = "units are the model's blocks: TRANSFORMER_BASED_WRAP"
 SHARDINGS = {
     **dict.fromkeys(("full_shard", "1", "true", "full"), ("zero3", False)),
     **dict.fromkeys(("shard_grad_op", "2", "false"), ("zero2", False)),
@@ -316,6 +334,10 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
         found = _deepspeed_of_accelerate(keys)
     elif kind == "FSDP":
         read_fsdp(keys, found, cluster, prefix="fsdp_config.fsdp_")
+        found.gradient_sync = Value("step", "Accelerate's no_sync: gradients are whole until the last micro-batch")
+        wrap = "fsdp_config.fsdp_auto_wrap_policy"
+        if not keys.has(wrap) and found.sharding is not None and found.sharding.value != "none":
+            keys.refuse(wrap, f"is not given: NO_WRAP, the whole model as one unit; {UNITS}")
     elif kind in ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "NO"):
         found.sharding = Value("none", keys.line("distributed_type"))
     else:
@@ -423,8 +445,9 @@ def _deepspeed_of_accelerate(keys: Keys) -> Training:
             "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
             "zero_optimization.offload_param.device": "offload_param_device",
         }
-        inner = Keys(keys.file, {}, keys.overridden, keys.ignored)
-        renamed = {}
+        # stage 2 unless it is given: utils/dataclasses.py, DeepSpeedPlugin
+        inner = Keys(keys.file, {"zero_optimization.stage": 2}, keys.overridden, keys.ignored)
+        renamed = {"zero_optimization.stage": "deepspeed_config.zero_stage"}
         for theirs, ours in table.items():
             key = f"deepspeed_config.{ours}"
             if keys.has(key):
@@ -502,4 +525,4 @@ def read_fsdp(keys: Keys, training: Training, cluster: Cluster, *, prefix: str) 
         training.recompute = Value("full" if checkpointing.value else "none", checkpointing.origin)
     wrap = keys.raw(f"{prefix}auto_wrap_policy")
     if wrap is not None and str(wrap).upper() != "TRANSFORMER_BASED_WRAP":
-        keys.refuse(f"{prefix}auto_wrap_policy", "units are the model's blocks: TRANSFORMER_BASED_WRAP")
+        keys.refuse(f"{prefix}auto_wrap_policy", UNITS)

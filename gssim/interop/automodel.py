@@ -121,7 +121,9 @@ def automodel(keys: Keys) -> Training:
             training.optimizer_implementation = Value(flag, value.origin)
     training.learning_rate = keys.number("optimizer.lr", sets="workload.learning_rate")
     training.weight_decay = keys.number("optimizer.weight_decay", sets="workload.weight_decay")
-    training.clip_norm = keys.number("clip_grad_norm.max_norm")
+    training.clip_norm = keys.number("clip_grad_norm.max_norm") or Value(
+        1.0, "clip_grad_norm.max_norm = 1.0 (its default)"
+    )
     training.seed = keys.integer("rng.seed", "seed", least=0)
     if training.pp is not None and training.pp.value > 1:
         training.schedule = keys.choice(SCHEDULES, "distributed.pipeline.pp_schedule", sets="plan.schedule")
@@ -187,6 +189,9 @@ def _automodel_precision(keys: Keys, training: Training) -> None:
     sharded = training.sharding is not None and training.sharding.value != "none"
     by_fsdp2 = sharded and not str(keys.values.get("distributed.strategy", "fsdp2")).startswith("megatron")
     training.precision = kept
+    if str(keys.values.get("distributed.strategy")).startswith("megatron"):  # MegatronFSDPConfig: by default not
+        wide = keys.enabled("distributed.grad_reduce_in_fp32")
+        reduced = reduced or (Value("fp32", wide.origin) if wide is not None else None)
     autocast = keys.values.get("distributed.autocast_dtype")
     if autocast is not None and not sharded and kept.value == "fp32":
         training.autocast = keys.choice(
@@ -239,7 +244,7 @@ def _automodel_recompute(keys: Keys, training: Training, key: str) -> None:
     if keys.raw(key) == "selective":
         keys.refuse(key, "what it keeps is not this plan's 'selective'; nearest is selective", replaced_by=RECOMPUTE)
         return
-    found = keys.flag(key)
+    found = Value(True, keys.line(key)) if keys.raw(key) == "full" else keys.flag(key)
     if found is not None:
         training.recompute = Value("full" if found.value else "none", found.origin)
     else:

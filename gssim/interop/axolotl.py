@@ -5,6 +5,7 @@ from typing import Any
 from gssim.cluster import Cluster
 from gssim.interop.accelerate import ACCELERATE, OF_ENGINE, deepspeed_file, read_fsdp, under_autocast
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
+from gssim.interop.torchtitan import PURE_16_BIT
 from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in
 
 LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
@@ -117,7 +118,7 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
     optimizer_in(keys, training, "optimizer")
     for name, key in (("learning_rate", "learning_rate"), ("weight_decay", "weight_decay")):
         setattr(training, name, keys.number(key, sets=f"workload.{name}"))
-    training.clip_norm = keys.number("max_grad_norm")
+    training.clip_norm = keys.number("max_grad_norm") or Value(1.0, "max_grad_norm = 1.0 (the Trainer's default)")
     training.seed = keys.integer("seed", least=0)
     if keys.raw("gradient_checkpointing") in ("offload", "offload_disk"):
         keys.refuse("gradient_checkpointing", "activations that are offloaded cannot be simulated")
@@ -317,13 +318,16 @@ def _axolotl_precision(keys: Keys, training: Training) -> None:
         keys.refuse(on[1][0], f"contradicts {on[0][1].origin}", replaced_by=["workload.precision"])
     if not on:
         training.precision = Value("fp32", "neither bf16 nor fp16")
+        training.tf32 = keys.enabled("tf32")
         return
     key, flag = on[0]
     training.precision = Value(PRECISIONS[key], flag.origin)
     sharded = training.sharding is not None and training.sharding.value != "none"
     if sharded or keys.has("deepspeed") or "workload.precision" in keys.overridden:
         return
-    if training.adapters is None:
-        under_autocast(training, training.precision)
-    else:
+    if training.adapters is not None:
         keys.note(key, "approximated beside adapters: all weights are in it, and autocast casts none")
+    elif training.precision.value == "bf16":  # the model is loaded in it: utils/config, resolve_dtype
+        keys.listed.append((training.precision.origin, PURE_16_BIT))
+    else:
+        under_autocast(training, training.precision)

@@ -17,7 +17,7 @@ from gssim.scenario import Scenario, reduce_precision
 from gssim.scenario.overrides import toml
 from gssim.scenario.run import Run
 from gssim.units import PRECISION_BYTES
-from gssim.workload import Workload
+from gssim.workload import Workload, unrolled
 
 SHARDED = tuple(name for name, method in METHODS.items() if method.gradients == "reduce-scatter")
 FLAVORS = {
@@ -82,7 +82,6 @@ ONE_KIND: dict[str, Any] = {
     "workload.gradient_precision": None,
     "workload.expert_load": "balanced",
     "plan.receive_buffers": "micro-batch",
-    "plan.stages": None,
     "plan.context_split": "zigzag",
     "plan.gathered_inputs": "kept",
     "plan.tp_overlap": False,
@@ -365,7 +364,7 @@ def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
 def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
     plan, workload, policies = scenario.plan, scenario.workload, scenario.policies
     _refuse_for_torchtitan(scenario)
-    _sync(scenario, "torchtitan", "micro-batch", notes)
+    _sync(scenario, "torchtitan", "micro-batch" if policies.pp == 1 else "step", notes)
     name, flavor = FLAVORS[workload.model.name]
     micro, many = _batch(scenario)
     implementation = workload.optimizer_implementation
@@ -446,10 +445,27 @@ def _torchtitan_parallelism(scenario: Scenario, micro: int, many: int, notes: li
         if plan.schedule is None:
             notes.append(note_of("plan.schedule", schedule, "is the default, and in the file"))
         _refuse("torchtitan", "plan.schedule", schedule, schedule in schedules, ", ".join(schedules))
+        stages = [len(layers) for layers in scenario.stage_ranges]
+        if plan.stages is None:  # which do not count the loss
+            notes.append(note_of("plan.stages", [*stages[:-1], stages[-1] - 1], "is the default, and in the file"))
+        table["module_fqns_per_model_part"] = _modules_of_stages(scenario)
         table["pipeline_parallel_degree"] = policies.pp
         table["pipeline_parallel_schedule"] = schedules[schedule]
         table["pipeline_parallel_microbatch_size"] = micro
     return table
+
+
+def _modules_of_stages(scenario: Scenario) -> list[list[str]]:
+    """Return the names of torchtitan's modules in each stage; embeddings and head are not divided further there."""
+    layers = unrolled(scenario.workload.model)
+    blocks = [index for index, instance in enumerate(layers) if instance.layer.block]
+    names = {0: "tok_embeddings", len(layers) - 3: "norm", len(layers) - 2: "output"}
+    names |= {index: f"layers.{number}" for number, index in enumerate(blocks)}
+    stages = [[names[index] for index in held if index in names] for held in scenario.stage_ranges]
+    whole = all(stages) and not any(held.start in range(1, blocks[0]) for held in scenario.stage_ranges)
+    shown = [len(held) for held in scenario.stage_ranges]
+    _refuse("torchtitan", "plan.stages", shown, whole, "stages of whole modules")
+    return stages
 
 
 def _torchrun(scenario: Scenario, notes: list[str]) -> Exported:

@@ -262,20 +262,21 @@ def card_link(name: str, gbit: float) -> Rate:
 
 def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:
     """Return the host in the output of `nvidia-smi topo -m`. Rates are those of the GPU's usual server."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    plain = re.sub(r"\x1b?\[[0-9;]*m", "", text)  # pasted text often lacks the escape of what underlines the header
     lines = [line.split("\t") if "\t" in line else line.split() for line in plain.splitlines()]
-    header = next((line for line in lines if any(cell.strip() == "GPU0" for cell in line)), None)
+    cells = [[cell.strip() for cell in line] for line in lines]
+    header = next((line for line in cells if "GPU0" in line and "X" not in line), None)
     if header is None:
         raise UserError(f"{file}: has no GPU0; allowed: the output of `nvidia-smi topo -m`")
     if gpu is None:
         raise UserError(f"{file}: does not name its GPUs; say --gpu, in turn for each ({', '.join(SERVERS)})")
-    names = [cell.strip() for cell in header if re.fullmatch(r"(GPU|NIC|mlx5_)[0-9]+", cell.strip())]
+    names = [cell for cell in header if re.fullmatch(r"(GPU|NIC|mlx5_)[0-9]+", cell)]
     gpus = [name for name in names if name.startswith("GPU")]
     rows: dict[str, list[str]] = {}
-    for line in lines:
-        cells = [cell.strip() for cell in line if cell.strip()]
-        if cells and cells[0] in gpus and len(cells) > len(names):
-            rows[cells[0]] = cells[1:]
+    for line in cells:
+        filled = [cell for cell in line if cell]
+        if filled and filled[0] in gpus and len(filled) > len(names):
+            rows[filled[0]] = filled[1:]
     if list(rows) != gpus or len(gpus) > MOST_GPUS:
         raise UserError(f"{file}: the matrix lacks a row of its {len(gpus)} GPUs, or has more than {MOST_GPUS}")
     server = of_server(server_of(gpu))

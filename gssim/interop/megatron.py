@@ -3,6 +3,8 @@
 Names are those of Megatron-LM core 0.16, written with hyphens and without the leading ones.
 """
 
+import re
+
 from gssim.interop.accelerate import OF_ENGINE, deepspeed, deepspeed_file, read_ulysses
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Undecided, Value, listed, refused
 from gssim.interop.training import PRECISIONS, Training, optimizer_in
@@ -15,8 +17,21 @@ UNSHARDED = "of a kind of sharding that is off, or refused above"
 
 MEGATRON: dict[str, Rule] = {
     **listed(LAUNCHER, "launcher:*"),
+    **refused("residuals and messages between stages in fp32 cannot be simulated", "fp32-residual-connection"),
+    **refused("other numbers of Muon's iterations cannot be simulated", "muon-num-ns-steps", neutral=(5,)),
     **refused(EXPERTS, "moe-use-upcycling moe-layer-freq expert-tensor-parallel-size", neutral=(1,)),
-    **refused(CAPACITY, "moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy"),
+    **refused(
+        CAPACITY,
+        "moe-expert-capacity-factor moe-expert-rank-capacity-factor moe-pad-expert-input-to-capacity "
+        "moe-token-drop-policy",
+    ),
+    **refused("rows of experts in 8 bits cannot be simulated", "moe-*-dtype", neutral=("bf16", "fp32", "fp64")),
+    **refused("experts of another width than the model's cannot be simulated", "moe-latent-size"),
+    **refused("activations of experts in pages cannot be simulated", "moe-paged-stash"),
+    **refused(
+        "weights that are sharded further and gathered just in time cannot be simulated",
+        "*tensor-parallel-num-weight-shards",
+    ),
     **refused(
         "experts that are recomputed alone cannot be simulated", "moe-layer-recompute", or_set=("plan.recompute",)
     ),
@@ -75,7 +90,11 @@ MEGATRON: dict[str, Rule] = {
         neutral=("fp32",),
     ),
     **listed("approximated: emptying the allocator's cache takes time", "empty-unused-memory-level"),
-    **listed("state is in fp32", "use-precision-aware-optimizer store-param-remainders"),
+    **listed(
+        "approximated: master copies are whole, where Transformer Engine's Adam keeps the 16 bits alone that bf16 "
+        "parameters lack (2 bytes less of each that a rank updates)",
+        "use-precision-aware-optimizer store-param-remainders",
+    ),
     **refused("CUDA graphs are not modelled", "enable-cuda-graph cuda-graph-impl external-cuda-graph"),
     **listed("of CUDA graphs, which are off or refused", "cuda-graph-* te-rng-tracker inference-rng-tracker"),
     **listed(
@@ -83,9 +102,6 @@ MEGATRON: dict[str, Rule] = {
     ),
     **listed("of an overlap that is off or refused", "delay-wgrad-compute overlap-moe*"),
     **refused("pipelines that overlap with updates cannot be simulated", "overlap-param-gather-with-optimizer-step"),
-    **refused(
-        "a layout of stages by letters cannot be simulated", "pipeline-model-parallel-layout", or_set=("plan.stages",)
-    ),
     **refused("stages of embeddings and loss cannot be simulated", "standalone-*"),
     **refused(
         "optimizers beside the distributed one cannot be simulated", "num-distributed-optimizer-instances", neutral=(1,)
@@ -141,7 +157,8 @@ MEGATRON: dict[str, Rule] = {
     **listed(UNSHARDED, "megatron-fsdp-* torch-fsdp2-* fsdp-* data-parallel-sharding-strategy init-model-with*"),
     **listed(
         "approximated: the shards are those of the method",
-        "overlap-param-gather align-* use-nccl-ub suggested-communication-unit-size nccl-*",
+        "overlap-param-gather align-* use-nccl-ub suggested-communication-unit-size nccl-* create-all-gather-group "
+        "disable-symmetric-registration no-use-layer-wise-param-layout",
     ),
     **listed(
         "approximated: pipelines send while they compute",
@@ -155,7 +172,9 @@ MEGATRON: dict[str, Rule] = {
         "*-fusion *-fusion-impl transformer-impl attention-backend use-flash-attn no-persist-* use-*fused* "
         "cross-entropy-* use-transformer-engine-op-fuser *flashinfer* batch-invariant-mode no-query-key-layer-scaling "
         "use-flash-attn-* deterministic-mode attention-softmax-in-fp32 apply-query-key-layer-scaling use-te* "
-        "fp16-lm-cross-entropy fp32-residual-connection output-logit-dtype fallback-to-eager*",
+        "fp16-lm-cross-entropy output-logit-dtype fallback-to-eager* disable-jit-fuser enable-experimental "
+        "batch-invariant-backend flash-attention-version fused-residual-rmsnorm memory-efficient-layer-norm "
+        "disable-bf16-reduced-precision-matmul",
     ),
     **listed(
         MODEL,
@@ -175,7 +194,8 @@ MEGATRON: dict[str, Rule] = {
         "min-lr lr-* override-opt* adam-* muon-* lion-* decoupled-* use-checkpoint-opt* start-weight-decay "
         "end-weight-decay weight-decay-incr* apply-wd* no-weight-decay-cond* *loss-scale* hysteresis "
         "calculate-per-token-loss mask-* eod-mask* reset-* accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 "
-        "no-gradient-reduce-div* warmup",
+        "no-gradient-reduce-div* warmup no-initialization use-mup mup-* qk-clip* head-lr-mult "
+        "use-same-sampling-seed*",
     ),
     **listed(
         LOGGING,
@@ -188,11 +208,16 @@ MEGATRON: dict[str, Rule] = {
         "train-data-exact* kill-switch-* *-weighted-split-paths* abort-on-unmet-fused-kernel-constraints train-tokens "
         "codecarbon-dir universal-checkpoint repeated-dataloader aml-* reset-iteration no-data-sharding "
         "use-dataset-only return-data-index eval-only norm-target-loss loss-on-targets-only reweight-loss* "
-        "skip-train-iteration-range iterations-to-skip phase-transition* retro-* per-split* test-mode manual-gc*",
+        "skip-train-iteration-range iterations-to-skip phase-transition* retro-* per-split* test-mode manual-gc* "
+        "no-barrier-with* nvtx-ranges memory-snapshot-path start-eval-at-iter multiple-validation-sets "
+        "validation-set-names num-dataset-builder-threads otel-* filter-warnings throughput-window-size "
+        "pytorch-profiler-* flight-recorder-* config-logger-dir dump-param-to-param-group-map per-dataset-* "
+        "allow-ambiguous-pad-tokens chat-template enable-msc disable-msc distrib-optim-fully-reshardable-mem* "
+        "replication* train-*-path",
     ),
     **listed(
         LAUNCHER,
-        "distributed-* master* node* rdzv* standalone tee local-rank use-tp-pp-dp-mapping *gloo* high-priority* "
+        "distributed-* master* node* rdzv* standalone tee local-rank *gloo* high-priority* "
         "use-ring* lazy-mpu-init max-restarts job-name container-* log-dir redirects account p partition time output "
         "error gpus* ntasks* cpus* nodes exclusive mem export mpi no-python m devices num-nodes refit-*",
     ),
@@ -200,6 +225,14 @@ MEGATRON: dict[str, Rule] = {
 """How Megatron's arguments are treated that are not read; the first matching pattern counts."""
 
 STRATEGIES = {"no_shard": "none", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
+UNSAID_STRATEGY = (
+    "data-parallel-sharding-strategy is not given: optim_grads_params, its default since 0.18; earlier releases take "
+    "no_shard: --set plan.method=ddp"
+)
+UNSAID_MESSAGES = (
+    "gradients are reduced in fp32, as up to 0.18; later releases do so in the parameters' precision, unless "
+    "megatron-fsdp-grad-comm-dtype says otherwise: --set workload.reduce_precision=bf16"
+)
 CONTEXT_EXCHANGES = {"p2p": "ring", "a2a": "all-to-all", "all_gather": "gather"}
 SIZES = {
     "layers": "num-layers",
@@ -210,6 +243,7 @@ SIZES = {
     "vocabulary": "vocab-size",
     "experts": "num-experts",
     "experts per token": "moe-router-topk",
+    "experts' perceptrons": "moe-ffn-hidden-size",
 }
 
 
@@ -230,12 +264,7 @@ def megatron(keys: Keys) -> Training:
     _architecture(keys, training)
     if training.ep is not None and training.ep.value > 1:
         training.etp = keys.integer("expert-tensor-parallel-size", sets="plan.etp")
-    dispatcher = "moe-token-dispatcher-type"
-    if keys.has(dispatcher):
-        keys.note(dispatcher, "approximated: tokens go by all-to-alls")
-    elif training.ep is not None and training.ep.value > 1:
-        reason = f"approximated: tokens go by all-to-alls, where {dispatcher} is allgather, its default"
-        keys.note(training.ep.key, reason)
+    _dispatcher(keys, training)
     _precision(keys, training)
     _sharding(keys, training)
     _pipeline(keys, training)
@@ -261,6 +290,26 @@ def megatron(keys: Keys) -> Training:
     return training
 
 
+DISPATCHER = "moe-token-dispatcher-type"
+DISPATCHERS = {
+    "alltoall": "tokens go by all-to-alls here too",
+    "allgather": (
+        "approximated: tokens go by all-to-alls, where each rank gathers those of all others, and scatters what its "
+        "experts return: of n ranks that divide experts (n-1) tokens for one, not k (n-1) / n for k experts of a token"
+    ),
+}
+
+
+def _dispatcher(keys: Keys, training: Training) -> None:
+    """Note how rows of experts are exchanged; the default is allgather."""
+    kind = str(keys.raw(DISPATCHER) or "allgather")
+    reason = DISPATCHERS.get(kind, "approximated: tokens go by all-to-alls, not by kernels that both send and permute")
+    if keys.has(DISPATCHER):
+        keys.note(DISPATCHER, reason)
+    elif training.ep is not None and training.ep.value > 1:
+        keys.note(training.ep.key, f"{reason} ({DISPATCHER} is not given: allgather)")
+
+
 def _context_exchange(keys: Keys, training: Training) -> None:
     why = "hierarchical exchanges cannot be simulated"
     exchange = keys.choice(CONTEXT_EXCHANGES, "cp-comm-type", sets="plan.context_exchange", why=why)
@@ -282,6 +331,30 @@ def _architecture(keys: Keys, training: Training) -> None:
             keys.note(key, "approximated: the vocabulary is the model's, which Megatron pads")
         elif (value := keys.integer(key)) is not None:
             training.architecture[size] = value
+    if (groups := keys.integer("num-key-value-heads")) is not None:  # Megatron-DeepSpeed's
+        training.architecture["key-value heads"] = groups
+    _absent_sizes(keys, training, grouped=grouped)
+
+
+def _absent_sizes(keys: Keys, training: Training, *, grouped: bool) -> None:
+    """Set the sizes of a model that the file describes where they are not given, as validate_args does.
+
+    Of mixtures, moe-ffn-hidden-size may say what the experts' perceptrons have.
+    """
+    found = training.architecture
+    heads, width = found.get("heads"), found.get("width")
+    if "key-value heads" not in found and heads is not None:
+        reason = "num-query-groups is not given" if grouped else "group-query-attention is not given"
+        found["key-value heads"] = Value(1 if grouped else heads.value, f"{reason}: {1 if grouped else heads.value}")
+    gated = keys.enabled("swiglu") is not None
+    if width is None:
+        return
+    if "perceptron" not in found and "experts" not in found:
+        size = int(4 * width.value * 2 / 3 / 64) * 64 if gated else 4 * width.value
+        found["perceptron"] = Value(size, f"ffn-hidden-size is not given: {size}{' with swiglu' * gated}")
+    untied = keys.enabled("untie-embeddings-and-output-weights")
+    usual = "untie-embeddings-and-output-weights is not given"
+    training.shares_embedding = Value(untied is None, untied.origin if untied else usual)
 
 
 def _optimizer(keys: Keys, training: Training) -> None:
@@ -320,6 +393,8 @@ def _batch_schedule(keys: Keys, training: Training) -> None:
     if schedule is None:
         return
     last = str(schedule).split()[-1].rpartition(":")[2] if str(schedule).split() else ""
+    if training.global_batch is None and last.isdecimal() and 0 < len(last) < 16:  # since 0.17 they exclude each other
+        training.global_batch = Value(int(last), f"{keys.line('step-batch-size-schedule')}: its end")
     if training.global_batch is not None and last == str(training.global_batch.value):
         keys.note(
             "step-batch-size-schedule", "approximated: steps are those of the schedule's end, of the global batch"
@@ -351,14 +426,19 @@ def _sharding(keys: Keys, training: Training) -> None:
     megatron_fsdp = keys.enabled("use-megatron-fsdp", "use-custom-fsdp")
     training.zero1_implementation = "megatron"
     if fsdp2 is not None:
+        training.reduce_precision = None  # no policy of precisions: that of the parameters
         kept = keys.flag("torch-fsdp2-no-reshard-after-forward")
         training.sharding = Value("zero2" if kept is not None and kept.value else "zero3", (kept or fsdp2).origin)
     elif megatron_fsdp is not None:
         strategy = keys.choice(STRATEGIES, "data-parallel-sharding-strategy", sets="plan.method")
         training.sharding = strategy or Value("zero3", f"{megatron_fsdp.origin}: optim_grads_params")
+        if strategy is None:
+            keys.listed.append((megatron_fsdp.origin, UNSAID_STRATEGY))
         message = "megatron-fsdp-grad-comm-dtype"
         if str(keys.values.get(message, "auto")) != "auto":
             training.reduce_precision = keys.choice(PRECISIONS, message, sets="workload.reduce_precision")
+        elif training.reduce_precision is not None:
+            keys.listed.append((megatron_fsdp.origin, UNSAID_MESSAGES))
     elif distributed is not None:
         training.sharding = Value("zero1", distributed.origin)
     elif str(keys.raw("optimizer")).lower() == "dist_muon":
@@ -370,7 +450,9 @@ def _sharding(keys: Keys, training: Training) -> None:
     on = overlap is not None and overlap.value
     if training.sharding.value in ("none", "zero1"):
         training.overlap = Value(on, overlap.origin if overlap else "overlap-grad-reduce is not given")
+        training.gathers_beside_forward = keys.enabled("overlap-param-gather")
         bucket = keys.integer("ddp-bucket-size", sets="plan.bucket_bytes")
+        training.bucket_count = keys.integer("ddp-num-buckets", sets="plan.bucket_bytes")
         training.bucket_parameters = bucket or Value(0, "ddp-bucket-size is not given")
 
 
@@ -380,8 +462,14 @@ def _pipeline(keys: Keys, training: Training) -> None:
     per_stage = keys.integer("num-layers-per-virtual-pipeline-stage")
     first, last = keys.integer("decoder-first-pipeline-num-layers"), keys.integer("decoder-last-pipeline-num-layers")
     counted = _ends_of_stages(keys)
+    beside = keys.enabled("use-tp-pp-dp-mapping")
     if ranks == 1:
+        if keys.has(LAYOUT):
+            keys.note(LAYOUT, "there is no pipeline")
         return
+    if beside is not None:
+        reason = "stages on ranks side by side, and replicas further apart, cannot be simulated: here replicas are"
+        keys.refuse("use-tp-pp-dp-mapping", reason)
     training.short_schedules = True  # its warm-up is no longer than the number of micro-batches: schedules.py
     training.schedule = Value("1f1b", "neither virtual stages nor layers of them are given")
     if virtual is not None and virtual.value > 1:
@@ -389,11 +477,42 @@ def _pipeline(keys: Keys, training: Training) -> None:
     elif per_stage is not None:
         training.schedule, training.blocks_per_stage = Value("interleaved", per_stage.origin), per_stage
     training.first_stage_blocks, training.last_stage_blocks = first, last
+    _layout(keys, training, ranks)
     if counted is not None:
         _count_ends(keys, training, counted, virtual.value if virtual is not None else 1)
     training.even_stages = True
     # each receive allocates a tensor, which the backward that uses it frees: p2p_communication.py, schedules.py
     training.receive_buffers = Value("in-flight", "Megatron-LM frees what a stage received after its backward")
+
+
+LAYOUT = "pipeline-model-parallel-layout"
+MOST_LETTERS = 1000
+"""Most letters of a layout as it is written; unrolled, it may have so many times that."""
+
+
+def _layout(keys: Keys, training: Training, ranks: int) -> None:
+    """Read stages by letters, such as `Et*3|(tt|)*6L`: embedding, transformer blocks, and the head with its loss.
+
+    Source: core/transformer/pipeline_parallel_layer_layout.py.
+    """
+    said = keys.raw(LAYOUT, sets="plan.stages")
+    if said is None:
+        return
+    letters = str(said).strip("'\"").replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d{1,3})(?!\d)", r"(.)\*(\d{1,3})(?!\d)"):
+        letters = (
+            re.sub(pattern, lambda found: found[1] * int(found[2]), letters) if len(letters) < MOST_LETTERS else ""
+        )
+    if not re.fullmatch(r"E[t|]*L", letters):
+        reason = "stages of others than an embedding (E), transformer blocks (t) and a loss (L) cannot be simulated"
+        keys.refuse(LAYOUT, reason, replaced_by=["plan.stages"])
+        return
+    blocks = (f"layers.{number}" for number in range(letters.count("t")))
+    names = {"E": lambda: ["tok_embeddings"], "t": lambda: [next(blocks)], "L": lambda: ["norm", "output"]}
+    stages = [[name for letter in stage for name in names[letter]()] for stage in letters.split("|")]
+    training.stage_modules = Value(stages, keys.line(LAYOUT))
+    if len(stages) > ranks:
+        training.schedule = Value("interleaved", keys.line(LAYOUT))
 
 
 ENDS = "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"
@@ -448,8 +567,10 @@ def _deepspeed(keys: Keys, training: Training) -> None:
     if inner is None:
         return
     training.bucket_parameters = None
-    for name in (*OF_ENGINE, "clip_norm", "loss_scale", "dp_shard"):
+    for name in (*OF_ENGINE, "clip_norm", "loss_scale", "dp_shard", "sharding_in_stages"):
         setattr(training, name, getattr(inner, name))
+    if training.sharding_in_stages is not None and keys.enabled("no-pipeline-parallel") is None:
+        training.sharding = training.sharding_in_stages  # a pipeline of one stage is one too
     training.gradient_precision = None
     if on_host is not None:
         training.offload = training.offload or Value("optimizer", on_host.origin)

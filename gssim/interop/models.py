@@ -9,7 +9,8 @@ from gssim.errors import MistakenNameError, UserError
 from gssim.interop.reading import parsed_json, read_bounded
 from gssim.interop.training import sizes_in, sizes_of
 from gssim.scenario import load_model
-from gssim.workload import Model, shipped_models
+from gssim.scenario.vocabulary_slices import shares_embedding
+from gssim.workload import ImageInput, Model, shipped_models
 
 TOLD_BY_ALL = ("layers", "width", "heads", "vocabulary")
 """Sizes that a config must give to be recognised."""
@@ -42,8 +43,18 @@ def find_model(name: str) -> ModelFile:
     raise MistakenNameError(f"--model {name}: no such file or shipped model (`gssim models` lists them){hint}")
 
 
+def _distance(model: Model, longest: Any) -> tuple[bool, int]:
+    """Return a key that orders models by how well their longest sequence fits that of a config."""
+    own = 0 if isinstance(model.input, ImageInput) else model.input.maximum_sequence_length
+    fits = not isinstance(longest, int) or own >= longest
+    return not fits, own if fits else -own
+
+
 def _of_config(path: Path) -> ModelFile:
-    """Return the shipped model (not a compiled one) that was traced from a config of these sizes."""
+    """Return the shipped model (not a compiled one) that was traced from a config of these sizes.
+
+    Of models that differ in their longest sequence alone, it is the shortest that takes the config's, or the longest.
+    """
     config: Any = parsed_json(read_bounded(path), file=str(path))
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UserError(f"{path}: model_type: missing; this is no config of a Hugging Face model")
@@ -51,14 +62,19 @@ def _of_config(path: Path) -> ModelFile:
     lacking = [name for name in TOLD_BY_ALL if name not in asked]
     if lacking:
         raise UserError(f"{path}: names no number of {lacking[0]}; trace it: gsreal trace {path} --out FILE")
+    found = []
     for name, place in shipped_models().items():
         model = load_model(place)
         source = model.module.hugging_face
         if source is None or source.model_type != kind or model.compiled:
             continue
         known = sizes_of(model)
-        if all(known.get(size, value) == value for size, value in asked.items()):
-            return ModelFile(model, place, name)
+        ties = config.get("tie_word_embeddings", shares_embedding(model))
+        if all(known.get(size, value) == value for size, value in asked.items()) and ties == shares_embedding(model):
+            found.append(ModelFile(model, place, name))
+    longest = config.get("max_position_embeddings")
+    if found:
+        return min(found, key=lambda each: _distance(each.model, longest))
     sizes = ", ".join(f"{size} {value}" for size, value in asked.items())
     raise UserError(
         f"{path}: no shipped model is a {kind} of {sizes}; trace it (`gsreal trace {path} --out FILE`), and give that "

@@ -39,25 +39,24 @@ TORCHTITAN: dict[str, Rule] = {
     **refused(
         "experts that tensor ranks cut cannot be simulated", "parallelism.expert_tensor_parallel_degree", neutral=(1,)
     ),
+    **listed(
+        "approximated: rows go by all-to-alls, not by DeepEP's kernels", "parallelism.expert_parallel_comm_backend"
+    ),
     **listed("of experts, which are off or refused", "parallelism.*expert*"),
     **listed(
         "of context parallelism, which is off, or approximated: sequences are divided in balanced parts",
         "parallelism.context_parallel_* experimental.context_parallel_rotate_method",
     ),
     **refused(
-        "stages by names of modules: say plan.stages",
-        "parallelism.module_fqns* *.pipeline_parallel_split_points",
-        or_set=("plan.stages",),
-    ),
-    **refused(
-        "the first stages by weights: say plan.stages",
-        "parallelism.pipeline_parallel_layers_per_stage",
-        or_set=("plan.stages",),
+        "stages by names of modules: say plan.stages", "*.pipeline_parallel_split_points", or_set=("plan.stages",)
     ),
     **refused(
         "stages that a tracer cuts are not known", "experimental.pipeline_parallel_split_mode", neutral=("manual",)
     ),
-    **listed("approximated: stages are balanced by time", "parallelism.pipeline_parallel_*_less_layers"),
+    **listed(
+        "there is no pipeline, or its stages are given",
+        "parallelism.pipeline_parallel_*layers* parallelism.module_fqns*",
+    ),
     **refused("a backward that is compiled whole cannot be simulated", "*.enable_compiled_autograd"),
     **refused("diffusion models cannot be simulated", "training.img_size"),
     **listed("implementation", "parallelism.spmd_backend parallelism.enable_fsdp_symm_mem"),
@@ -81,6 +80,20 @@ TORCHTITAN: dict[str, Rule] = {
 }
 """How torchtitan's keys are treated that are not read."""
 
+FLAVORS: dict[tuple[str, str], dict[str, int]] = {
+    **{
+        ("llama3", flavor): {"layers": layers, "width": width}
+        for flavor, layers, width in (("debugmodel", 6, 256), ("8B", 32, 4096), ("70B", 80, 8192), ("405B", 126, 16384))
+    },
+    **{
+        ("qwen3", flavor): {"layers": layers, "width": width}
+        for flavor, layers, width in (
+            *(("0.6B", 28, 1024), ("1.7B", 28, 2048), ("4B", 36, 2560), ("8B", 36, 4096), ("14B", 40, 5120)),
+            *(("32B", 64, 5120), ("30B-A3B", 48, 2048), ("235B-A22B", 94, 4096)),
+        )
+    },
+}
+"""Sizes of torchtitan's models, by name and flavor (models/*/__init__.py)."""
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", **dict.fromkeys(("interleaved1f1b", "interleaved_1f1b"), "interleaved")}
 RESHARD = {"default": "default", "always": "zero3", "never": "zero2"}
 
@@ -147,6 +160,9 @@ def torchtitan(keys: Keys) -> Training:
     if keys.raw("training.max_norm") != math.inf:  # an infinite norm clips nothing
         training.clip_norm = keys.number("training.max_norm") or Value(1.0, "training.max_norm = 1.0 (its default)")
     training.seed = keys.integer("debug.seed", "training.seed", least=0)
+    name, flavor = (str(keys.values.get(f"model.{key}", "")) for key in ("name", "flavor"))
+    for size, value in FLAVORS.get((name, flavor.partition("_")[0]), {}).items():
+        training.architecture[size] = Value(value, keys.line("model.flavor"))
     _pipeline(keys, training)
     sequence_parallel = keys.flag("parallelism.enable_sequence_parallel")
     tp = training.tp.value if training.tp else 1
@@ -174,6 +190,10 @@ def _pipeline(keys: Keys, training: Training) -> None:
         return
     schedule = keys.choice(SCHEDULES, *names[::2], sets="plan.schedule")
     training.schedule = schedule or Value("1f1b", "pipeline_parallel_schedule = 1F1B (its default)")
+    if training.pp.origin.startswith("parallelism.") and "plan.stages" not in keys.overridden:
+        _stages(keys, training)
+    else:
+        keys.listed.append((training.pp.origin, "approximated: stages are balanced by time"))
     if keys.has(number):
         training.accumulation = keys.integer(number, sets="plan.micro_batches")
         return
@@ -188,6 +208,22 @@ def _pipeline(keys: Keys, training: Training) -> None:
         elif micro is not None:
             piece = Value(micro.value // parts.value, f"{micro.origin} in {parts.value} parts: {parts.origin}")
     training.pipeline_micro_batch = piece or Value(1, "pipeline_parallel_microbatch_size = 1 (its default)")
+
+
+def _stages(keys: Keys, training: Training) -> None:
+    """Read how blocks are divided into stages."""
+    named = "parallelism.module_fqns_per_model_part"
+    if isinstance(parts := keys.raw(named, sets="plan.stages"), list) and all(isinstance(each, list) for each in parts):
+        training.stage_modules = Value(parts, keys.line(named))
+    elif parts is not None:
+        keys.refuse(named, "must be a list of lists of names", replaced_by=["plan.stages"])
+    ends = [f"pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last")]
+    first, last = (
+        keys.integer(f"parallelism.{end}", sets="plan.stages", least=0) or Value(1, f"{end} = 1 (its default)")
+        for end in ends
+    )
+    training.ends_in_blocks = first, last
+    training.most_blocks_per_stage = keys.integer("parallelism.pipeline_parallel_layers_per_stage", sets="plan.stages")
 
 
 def _sharding(keys: Keys, training: Training) -> None:
@@ -288,6 +324,8 @@ def _recompute(keys: Keys, training: Training) -> None:
         mode, mode_key = "selective", "activation_checkpoint.force_recompute_mm_shapes_by_fqns"
     elif fields:
         mode, mode_key = "full", f"activation_checkpoint.{min(fields)}"
+    elif keys.file.endswith(".toml"):  # up to 0.2 the default is every second layer
+        mode, mode_key, by_operation = "selective", "activation_checkpoint.mode is not given: selective", False
     else:
         mode, mode_key = "selective", "activation_checkpoint"
     if mode in ("none", "full") or (mode == "selective" and by_operation):

@@ -5,6 +5,7 @@ open, and returns the scenario's entries, each with the key from which it was re
 give has a default, which is marked as such.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,12 @@ from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.interop.reading import Keys, Value
 from gssim.plan import METHODS
-from gssim.scenario.vocabulary_slices import shares_embedding, undivided_embedding_reason, undivided_loss_reason
+from gssim.scenario.vocabulary_slices import (
+    shares_embedding,
+    token_embedding,
+    undivided_embedding_reason,
+    undivided_loss_reason,
+)
 from gssim.units import PRECISION_BYTES, Precision
 from gssim.workload import HuggingFace, ImageInput, Model, unrolled
 
@@ -67,6 +73,7 @@ ARCHITECTURE: dict[str, tuple[str, ...]] = {
     "vocabulary": ("vocab_size",),
     "experts": ("num_local_experts", "n_routed_experts", "num_experts", "experts"),
     "experts per token": ("num_experts_per_tok", "experts_per_token"),
+    "experts' perceptrons": ("moe_intermediate_size",),
 }
 """Sizes of a transformer, with their names in Hugging Face configs and in factories."""
 DEFAULTS_OF_TYPES: dict[str, dict[str, int]] = {
@@ -105,6 +112,8 @@ class Training:
     """Number of tensor ranks that cut each divided expert; None: all of them."""
     sharding: Value | None = None
     """none, zero1, zero2 or zero3."""
+    sharding_in_stages: Value | None = None
+    """Sharding in a pipeline, if `sharding` is none; None: none too."""
     zero1_implementation: str = "torch"
     sequence_parallel: Value | None = None
     clip_norm: Value | None = None
@@ -124,6 +133,7 @@ class Training:
     gradient_precision: Value | None = None
     reduce_precision: Value | None = None
     autocast: Value | None = None
+    tf32: Value | None = None
     adapters: Value | None = None
     """The table of `workload.adapters`; its targets are names of maps, or patterns of their paths."""
     fused_loss: Value | None = None
@@ -145,6 +155,12 @@ class Training:
     """Whether the program runs 1f1b with fewer micro-batches than stages."""
     even_stages: bool = False
     """Whether every stage has equally many blocks, except as the next two fields say; if not, stages are balanced."""
+    ends_in_blocks: tuple[Value, Value] | None = None
+    """How many blocks embedding and head count as where torchtitan divides blocks into stages."""
+    most_blocks_per_stage: Value | None = None
+    """With `ends_in_blocks`, the size of stages from which their number follows."""
+    stage_modules: Value | None = None
+    """Names of the modules in each stage, as torchtitan has them."""
     first_stage_blocks: Value | None = None
     last_stage_blocks: Value | None = None
     stages_per_rank: Value | None = None
@@ -159,7 +175,11 @@ class Training:
     """Largest number of elements in a gradient bucket of DeepSpeed's stages 1 and 2."""
     bucket_parameters: Value | None = None
     """Least number of parameters in a gradient bucket of Megatron-LM; 0: its default; None: another program's file."""
+    bucket_count: Value | None = None
+    """Number of gradient buckets of Megatron-LM, all of which have so many of the rank's parameters."""
     overlap: Value | None = None
+    gathers_beside_forward: Value | None = None
+    """Whether parameters that Megatron-LM's distributed optimizer updated are gathered beside the next forward."""
     gathered_inputs: Value | None = None
     """Whether inputs are gathered again in the backward, with sequence parallelism; None: they are kept for it."""
     tp_overlap: Value | None = None
@@ -171,6 +191,8 @@ class Training:
     seed: Value | None = None
     architecture: dict[str, Value] = field(default_factory=dict)
     """Sizes of the model, by the names of `ARCHITECTURE`."""
+    shares_embedding: Value | None = None
+    """Whether the model's head has the token embedding's weight; None if the file does not describe the model."""
 
     def has_context_ranks(self, keys: Keys) -> bool:
         """Return whether the file or `--set` divides sequences among ranks; these then shard state too."""
@@ -209,8 +231,9 @@ def scenario_of(
             _refuse(keys, value, f"the model '{model.name}' has {name} = {known[name]}; give the right one by --model")
         elif name not in known and name.startswith("experts") and not model.expert_layers:
             _refuse(keys, value, f"the model '{model.name}' has no routed experts; give the right one by --model")
-        elif name not in known:
+        elif name not in known and value.key in keys.values:
             keys.note(value.key, f"the model is --model ('{model.name}')")
+    _check_shared_embedding(training, keys, model)
     if {"workload.optimizer", "workload.optimizer_implementation"} & set(overrides):
         training.optimizer_state_precision = None
     _check_compiled(training, keys, model)
@@ -228,6 +251,14 @@ def scenario_of(
     if training.seed is not None:
         entries.append(Entry.of("run.seed", training.seed))
     return entries
+
+
+def _check_shared_embedding(training: Training, keys: Keys, model: Model) -> None:
+    """Refuse a model whose head has a weight of its own if the file's has the token embedding's, and the reverse."""
+    shares = training.shares_embedding
+    if shares is not None and token_embedding(model) is not None and shares.value != shares_embedding(model):
+        said = "has the token embedding's weight" if shares_embedding(model) else "has a weight of its own"
+        _refuse(keys, shares, f"the head of the model '{model.name}' {said}; give the right one by --model")
 
 
 def _refuse(keys: Keys, value: Value, reason: str, *replaced_by: str) -> None:
@@ -343,13 +374,16 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     asked = overrides.get("plan.method", method)
     if asked in ("zero1", "zero2") and training.sharding is not None:
         entries += _zero_implementation(training, keys, asked, training.sharding, tp.value, pp.value, overrides)
+    if asked == "ddp" and training.zero1_implementation != "torch" and training.gradient_precision is None:
+        keys.listed.append((entries[0].comment, COPIED_GRADIENTS))
     batch = _batch(training, keys, dp, pp.value, overrides)
     _shorten(training, entries, batch, pp.value)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
     entries += _sums_beside_products(training, tp.value, cluster, overrides)
     _note_separate_sums(training, keys, model, tp, overrides)
-    entries += _megatron_bucket(training, asked, dp, overrides)
+    entries += _megatron_bucket(training, asked, dp, model.elements // (tp.value * pp.value), overrides)
+    entries += _gathers_beside_forward(training, keys, asked, pp.value, cluster, overrides)
     if not overrides.get("plan.sequence_parallel", True):
         entries = [entry for entry in entries if entry.key not in ("plan.gathered_inputs", "plan.tp_overlap")]
     entries += [*_offload(training, keys, cluster), *_vocabulary(training, keys, model, tp.value)]
@@ -407,6 +441,10 @@ def _precision_of(training: Training, overrides: dict[str, Any]) -> Precision:
     return asked or (training.precision.value if training.precision else "fp32")
 
 
+COPIED_GRADIENTS = (
+    "approximated: gradients are copied into buckets that exist beside them, as by torch; Megatron-LM's are these "
+    "buckets alone, and DeepSpeed copies 5e8 elements at a time"
+)
 MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS = 40_000_000, 1_000_000
 """Least number of parameters in Megatron-LM's buckets; and parameters per data-parallel rank, which count instead if
 that is more (core/distributed/distributed_data_parallel.py)."""
@@ -414,10 +452,11 @@ ONE_BUCKET = "1024 TiB"
 """Larger than all gradients together, so that they are reduced in one message after the backward."""
 
 
-def _megatron_bucket(training: Training, method: str, dp: int, overrides: dict[str, Any]) -> list[Entry]:
+def _megatron_bucket(training: Training, method: str, dp: int, elements: int, overrides: dict[str, Any]) -> list[Entry]:
     """Return the size of Megatron-LM's gradient buckets, if it has any; without overlap it has a single bucket.
 
-    Later stages of a pipeline have one bucket in any case, which is not modelled.
+    `elements`: number of a rank's parameters, where stages and slices are taken for equal. Later stages of a pipeline
+    have one bucket in any case, which is not modelled.
     """
     parameters = training.bucket_parameters
     if parameters is None or method not in ("ddp", "zero1"):
@@ -425,8 +464,34 @@ def _megatron_bucket(training: Training, method: str, dp: int, overrides: dict[s
     if training.overlap is not None and not training.overlap.value:
         return [Entry("plan.bucket_bytes", ONE_BUCKET, f"{training.overlap.origin}: one bucket, after the backward")]
     count = parameters.value or max(MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS * dp)
+    origin = parameters.origin
+    if training.bucket_count is not None:
+        count, origin = max(1, elements // training.bucket_count.value), training.bucket_count.origin
     size_bytes = count * PRECISION_BYTES[_precision_of(training, overrides)]
-    return [Entry("plan.bucket_bytes", size_bytes, f"{parameters.origin}: {count} parameters")]
+    return [Entry("plan.bucket_bytes", size_bytes, f"{origin}: {count} parameters")]
+
+
+def _gathers_beside_forward(
+    training: Training, keys: Keys, method: str, pp: int, cluster: Cluster, overrides: dict[str, Any]
+) -> list[Entry]:
+    """Return the entry for gathers of updated parameters beside the next forward; note why they are not."""
+    asked = training.gathers_beside_forward
+    if asked is None:
+        return []
+    optimizer = overrides.get("workload.optimizer", training.optimizer.value if training.optimizer else "")
+    overlaps = overrides.get("plan.overlap", training.overlap is not None and training.overlap.value)
+    gathers = method == "zero1" and overrides.get("plan.zero1_implementation", "megatron") == "megatron"
+    reasons = {
+        "the shards are those of the method, which gathers without it": not gathers or not overlaps,
+        "approximated: in a pipeline each stage gathers after its update": pp > 1,
+        "approximated: beside Muon matrices are gathered after the update": optimizer == "muon",
+        "of no effect on this cluster, whose backend is gloo": cluster.backend != "nccl",
+    }
+    reason = next((text for text, is_so in reasons.items() if is_so), None)
+    if reason is not None:
+        keys.note(asked.key, reason)
+        return []
+    return [Entry.of("plan.publish.overlap", asked)]
 
 
 def _shorten(training: Training, entries: list[Entry], batch: list[Entry], pp: int) -> None:
@@ -558,6 +623,8 @@ def _axes(
     if training.dp is not None and training.dp.value not in (-1, dp):
         _refuse(keys, training.dp, f"{ranks} ranks of which {cut} share a replica leave {dp}")
         return None
+    if pp.value > 1 and training.zero1_implementation == "deepspeed":
+        _in_deepspeeds_stages(training, keys)
     entries = _method(training, keys, dp, tp.value, pp.value, cp.value)
     if entries is None:
         return None
@@ -568,6 +635,20 @@ def _axes(
             entries.append(Entry.of("plan.context_exchange", exchange))
             entries += [Entry.of("plan.context_split", training.context_split)] if training.context_split else []
     return ranks, dp, tp, pp, [*entries, *_experts(training, keys, tp)]
+
+
+def _in_deepspeeds_stages(training: Training, keys: Keys) -> None:
+    """Set what differs in DeepSpeed's pipelines: BF16_Optimizer, and reductions that overlap with nothing.
+
+    Source: DeepSpeed, runtime/engine.py, _configure_zero_optimizer; runtime/pipe/engine.py, _exec_reduce_grads.
+    """
+    overlap, whole = training.overlap, training.sharding is None or training.sharding.value == "none"
+    if whole and training.sharding_in_stages is not None:
+        training.sharding = training.sharding_in_stages
+    elif training.sharding is not None and training.sharding.value == "zero1":
+        keys.listed.append((training.sharding.origin, COPIED_GRADIENTS))
+    if overlap is not None and overlap.value:
+        training.overlap = Value(False, f"{overlap.origin}: of no effect in a pipeline")
 
 
 def _experts(training: Training, keys: Keys, tp: Value) -> Iterator[Entry]:
@@ -636,6 +717,10 @@ def _pipeline(training: Training, keys: Keys, model: Model, ranks: int) -> list[
     entries = [Entry.of("plan.schedule", schedule)] if schedule is not None else []
     layers = unrolled(model)
     blocks = [index for index, instance in enumerate(layers) if instance.layer.block]
+    if training.stage_modules is not None:
+        return [*entries, *_named_stages(training.stage_modules, keys, model, ranks)]
+    if training.ends_in_blocks is not None:
+        return [*entries, *_weighted_stages(training, keys, model, ranks)]
     if training.blocks_per_stage is not None:
         of = training.blocks_per_stage
         if len(blocks) % (of.value * ranks):
@@ -659,10 +744,60 @@ def _pipeline(training: Training, keys: Keys, model: Model, ranks: int) -> list[
         if blamed is not None:
             _refuse(keys, blamed, f"the {len(blocks)} blocks of '{model.name}' do not divide so among {count} stages")
         return []
-    # embeddings belong to the first block, the final norm and the head to the last; the loss is not counted
-    stages[0] += blocks[0]
-    stages[-1] += len(layers) - 2 - blocks[-1]
-    return [*entries, Entry("plan.stages", stages, f"{origin}: as many blocks each")]
+    return [*entries, Entry("plan.stages", _with_ends(stages, model), f"{origin}: as many blocks each")]
+
+
+def _with_ends(stages: list[int], model: Model) -> list[int]:
+    """Return the layers of stages of so many blocks: embeddings are the first stage's, final norm and head the last's.
+
+    The loss is not counted.
+    """
+    layers = unrolled(model)
+    blocks = [index for index, instance in enumerate(layers) if instance.layer.block]
+    return [stages[0] + blocks[0], *stages[1:-1], stages[-1] + len(layers) - 2 - blocks[-1]]
+
+
+def _named_stages(named: Value, keys: Keys, model: Model, ranks: int) -> list[Entry]:
+    """Return the entry of stages whose modules a file names in the order of the model, as torchtitan has them."""
+    layers = unrolled(model)
+    blocks = [index for index, instance in enumerate(layers) if instance.layer.block]
+    sizes = {"tok_embeddings": blocks[0], "norm": len(layers) - 3 - blocks[-1], "output": 1}
+    names = [str(name) for part in named.value for name in part]
+    order = ["tok_embeddings", *(f"layers.{number}" for number in range(len(blocks))), "norm", "output"]
+    if names != order or len(named.value) % ranks or not all(named.value):
+        what = f"are not the {len(blocks)} blocks of '{model.name}', in their order, in a stage or more for each rank"
+        _refuse(keys, named, what, "plan.stages")
+        return []
+    stages = [sum(sizes.get(str(name), 1) for name in part) for part in named.value]
+    return [Entry.of("plan.stages", Value(stages, named.origin))]
+
+
+def _weighted_stages(training: Training, keys: Keys, model: Model, ranks: int) -> list[Entry]:
+    """Return the entry of torchtitan's stages: embedding and head count as blocks, and what is left over goes to the
+    first stages.
+
+    Source: torchtitan 0.2, distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part.
+    """
+    assert training.ends_in_blocks is not None
+    assert training.pp is not None
+    first, last = training.ends_in_blocks
+    most, schedule = training.most_blocks_per_stage, training.schedule
+    weighted = sum(instance.layer.block for instance in unrolled(model)) + first.value + last.value
+    count = ranks * (2 if schedule is not None and schedule.value == "interleaved" else 1)
+    origin = training.pp.origin
+    if most is not None:
+        count, origin = math.ceil(weighted / most.value), most.origin
+    each, more = divmod(weighted, count)
+    stages = [each + (number < more) for number in range(count)]
+    stages[0] -= first.value
+    stages[-1] -= last.value
+    interleaves = schedule is not None and schedule.value == "interleaved"
+    if min(stages) < 1 or count % ranks or (count > ranks) != interleaves:
+        what = f"{count} stages of the blocks of '{model.name}' on {ranks} ranks cannot be made"
+        _refuse(keys, most or training.pp, what, "plan.stages")
+        return []
+    comment = f"{origin}; embedding and head count as {first.value} and {last.value} blocks"
+    return [Entry("plan.stages", _with_ends(stages, model), comment)]
 
 
 def _batch(training: Training, keys: Keys, dp: int, pp: int, overrides: dict[str, Any]) -> list[Entry]:
@@ -721,7 +856,8 @@ def _pieces(training: Training, keys: Keys, micro: Value, many: Value, pp: int) 
 
 
 WORKLOAD_KEYS = (
-    *("precision", "gradient_precision", "reduce_precision", "autocast", "adapters", "frozen_precision", "fused_loss"),
+    *("precision", "gradient_precision", "reduce_precision", "autocast", "tf32"),
+    *("adapters", "frozen_precision", "fused_loss"),
     *("loss_scale", "optimizer", "optimizer_implementation", "optimizer_state_precision", "learning_rate"),
     *("weight_decay", "momentum", "clip_norm"),
 )

@@ -49,7 +49,8 @@ class Policies:
     slices: str = "even"
     """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`."""
     publish_overlaps: bool = False
-    """Whether the next forward begins while published parameters are in flight."""
+    """Whether the next forward begins while published (or, under Megatron-LM's optimizer, gathered) parameters are in
+    flight."""
     compress: Precision | None = None
     """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
     zero1_implementation: str = "torch"
@@ -195,11 +196,12 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
     if plan.pp > 1 and plan.gradient_sync is None:  # torch's stages send gradients after the last micro-batch
         policies["gradient_sync"] = "step"
     policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
-    publishes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
+    pushes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
     axes = _axes(plan, devices, hosts)
     if of_deepspeed:  # all replicas together
         axes |= {"dp_replicate": axes["dp_replicate"] * axes["dp_shard"], "dp_shard": 1}
     implementation = "deepspeed" if of_deepspeed else plan.zero1_implementation
+    publishes = pushes or (policies["gradients"] == "all-reduce" and implementation == "megatron")
     return Policies(
         **policies | axes,
         zero1_implementation=implementation,

@@ -1,5 +1,6 @@
 """The optimizer's update of a rank's shard, the publication of updated parameters, and a rank's persistent memory."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -8,14 +9,16 @@ from gssim.collectives import Communication
 from gssim.memory import Event, footprint, input_bytes
 from gssim.program.clipping import clip_gradients, divides_master_gradients, unscale_gradients
 from gssim.program.compressed import compressor_tensors
+from gssim.program.compute import forward_id
 from gssim.program.lowering import Lowering, once_a_step
 from gssim.program.messages import threshold_memory
 from gssim.program.offload import around_update, copy_buffer_bytes, host_bytes, updating_device
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
 from gssim.program.publish import publish
-from gssim.program.sharded import owned_rows, units
+from gssim.program.sharded import insert_beside, owned_rows, units
 from gssim.program.task import Bucket, Issue, Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
+from gssim.scenario import reduce_precision
 from gssim.scenario.tensor_slices import native_parameters, native_tensors
 from gssim.workload import implementation_on, optimizer_state_bytes
 from gssim.workload.muon import Matrix, largest_temporaries
@@ -169,6 +172,8 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     if low.policies.gradients == "push":
         return publish(low, rank, [*tasks, *summed, *clipped], update)
     updated = around_update(low, rank, update, partial(owned_tensors, low))
+    if low.policies.publish_overlaps:
+        return [*_gather_beside_forward(low, tasks), *summed, *unscaled, *clipped, *updated]
     tasks = [*tasks, *summed, *unscaled, *clipped, *updated, *_publish_replicas(low)]
     return [*tasks, *synchronize_parameters(low, rank)]
 
@@ -320,6 +325,41 @@ def _all_gather_flat(low: Lowering) -> list[Task]:
     return tasks
 
 
+def _gather_beside_forward(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks of a step whose forward gathers what the step before updated: Megatron-LM's
+    --overlap-param-gather.
+
+    Buckets are those of the reduction, the last one first. The first layer that reads a bucket waits for it, and the
+    gather of the next bucket is issued then; the first gather waits for nothing but the step's begin. Modules of a
+    block wait for their own buckets there, while here a block is one layer: it waits for its first bucket when it
+    begins, and the layer after it for the others. Divided experts, whose buckets are a chain of their own, are one
+    bucket here, and are gathered when the first of them is reached.
+
+    Source: Megatron-LM, core/distributed/param_and_grad_buffer.py, finish_param_sync.
+    """
+    before: dict[TaskId, list[Task]] = defaultdict(list)
+    number = low.micro_batches[0].number
+    forwards = [forward_id(layer).at(micro_batch=number) for layer in low.layers]
+    for buckets, (group, *beside) in ((low.buckets, [low.group]), (low.expert_buckets, low.expert_replicas)):
+        if len(group) == 1:
+            continue
+        reads = [(min(instance.index for instance, _ in bucket.members), bucket) for bucket in reversed(buckets)]
+        issued_at, latest = 0, None
+        for index, bucket in sorted(reads, key=lambda read: read[0]):
+            gather = TaskId("all-gather-parameters", bucket=bucket.index)
+            size_bytes = bucket.elements * low.value_bytes
+            exchange = Communication("all-gather", group, size_bytes, beside=tuple(beside))
+            issue = Task(gather.serving("issue"), "forward")
+            own = collective_task(gather, exchange, "communication", after=(issue.id,))
+            before[forwards[index if latest is None else issued_at]] += [issue, own]
+            is_first = index != latest
+            before[forwards[index if is_first else index + 1]].append(
+                Task(gather.serving("take"), "forward", after=(gather,))
+            )
+            issued_at = latest = index
+    return insert_beside(tasks, before=before, behind={})
+
+
 def _elements(low: Lowering, first: int, last: int) -> list[int]:
     """Return the elements of every parameter of a range of layers."""
     return [parameter.elements for instance in low.layers[first:last] for parameter in instance.layer.parameters]
@@ -427,6 +467,8 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         # in a buffer that lives as long as the run; what they take beyond their size in the training precision
         more_bytes = low.kept_value_bytes - low.value_bytes
         held["gradients"] = float(sum(parameter.elements for _, parameter in low.parameters) * more_bytes)
+        if reduce_precision(workload) == workload.gradient_precision:  # buckets are these gradients themselves
+            held["gradients"] = max(0.0, held["gradients"] - held.get("buckets", 0.0))
     if copied_bytes := copy_buffer_bytes(low):
         held["communication"] = copied_bytes
     held |= outer_memory(low, rank)

@@ -223,10 +223,12 @@ def test_labels_of_kubernetes(tmp_path):
     ("cells", "inside"),
     [("NV18", "nvswitch"), ({pair: f"NV{n}" for pair, n in CUBE_MESH.items()}, "cube-mesh"), ("PIX", "pcie")],
 )
-def test_nvidia_smi(tmp_path, cells, inside):
-    cluster, found = made(
-        tmp_path, {"topo.txt": smi_matrix(cells, nics=8)}, gpu="v100" if inside == "cube-mesh" else "h100"
-    )
+@pytest.mark.parametrize("escape", [None, "\x1b", ""])  # the header may be underlined; pasted, it lacks the escape
+def test_nvidia_smi(tmp_path, cells, inside, escape):
+    text = smi_matrix(cells, nics=8)
+    if escape is not None:
+        text = text.replace("\tGPU0", f"\t{escape}[4mGPU0", 1).replace("NUMA Affinity", f"NUMA Affinity{escape}[0m", 1)
+    cluster, found = made(tmp_path, {"topo.txt": text}, gpu="v100" if inside == "cube-mesh" else "h100")
     group = tomllib.loads(found.text)["topology"]["servers"][0]
     assert (group["inside"], group["devices"], group["nics"]) == (inside, 8, 8)
     assert any("usual server" in note for note in found.notes)

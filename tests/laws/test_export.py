@@ -58,6 +58,12 @@ ROUND = [
     ),
     ("deepspeed", {"plan.method": "zero3", "plan.cp": 4} | FP32),
     ("accelerate", {"plan.method": "ddp", "workload.precision": "fp32", "workload.autocast": "bf16"}),
+    (
+        "torchtitan",
+        {"plan.method": "zero2", "plan.pp": 2, "plan.micro_batches": 4, "plan.schedule": "1f1b"}
+        | {"plan.stages": [22, 14]}
+        | FP32,
+    ),
 ]
 
 

@@ -133,8 +133,9 @@ def test_keys_without_an_effect_are_told_by_reason(tmp_path):
     ],
 )
 def test_stages_of_zero(tmp_path, stage, method, more):
-    tables, _ = imported(tmp_path, DEEPSPEED | {"zero_optimization": {"stage": stage}}, name="ds.json")
+    tables, found = imported(tmp_path, DEEPSPEED | {"zero_optimization": {"stage": stage}}, name="ds.json")
     assert tables["plan"] == {"method": method, "micro_batches": 4, "recompute": "none"} | more
+    assert any("5e8 elements at a time" in line for line in found.listed) == (stage == 0)
 
 
 def test_mics_is_hybrid_sharding(tmp_path):
@@ -194,6 +195,12 @@ def test_offloading_needs_a_cluster_whose_hosts_are_known(tmp_path):
     ("change", "key"),
     [
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param.device"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            "super_offload",
+        ),
+        ({"pipeline": {"activation_checkpoint_interval": 2}}, "activation_checkpoint_interval"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type"),
         ({"train_batch_size": 65}, "train_batch_size"),
         ({"sequence_parallel_size": 3}, "sequence_parallel_size"),
@@ -206,6 +213,20 @@ def test_offloading_needs_a_cluster_whose_hosts_are_known(tmp_path):
 )
 def test_what_changes_the_answer_is_refused_by_its_key(tmp_path, change, key):
     assert key in refused(tmp_path, DEEPSPEED | change, name="ds.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "micro_batches"),
+    [
+        ({"train_batch_size": 64}, 1),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 2),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 4),
+    ],
+)
+def test_deepspeed_derives_the_rest_of_a_batch_and_accumulates_nothing_unasked(tmp_path, given, micro_batches):
+    rest = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    tables, _ = imported(tmp_path, given | rest, name="ds.json")
+    assert (tables["workload"]["global_batch_size"], tables["plan"]["micro_batches"]) == (64, micro_batches)
 
 
 def test_deepspeeds_sequence_parallelism_is_ulysses(tmp_path):
@@ -286,6 +307,12 @@ def test_accelerate_fsdp2(tmp_path, reshard, method):
     assert any(line.startswith("plan.micro_batches = 1") for line in found.defaults)
 
 
+def test_accelerates_fsdp_reduces_gradients_after_the_last_micro_batch(tmp_path):
+    overrides = ["plan.micro_batches=4", "workload.global_batch_size=32"]
+    tables, _ = imported(tmp_path, FSDP.format(reshard="true", more=""), name="a.yaml", overrides=overrides)
+    assert (tables["plan"]["method"], tables["plan"]["gradient_sync"]) == ("zero3", "step")
+
+
 def test_accelerate_parallelism_config(tmp_path):
     sizes = "parallelism_config:\n" + "".join(
         f"  parallelism_config_{name}_size: {size}\n"
@@ -338,10 +365,21 @@ def test_accelerates_mesh_shards_over_context_ranks(tmp_path, sizes, plan):
 )
 def test_accelerate_fsdp1(tmp_path, strategy, method):
     text = "distributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 16\n"
-    text += f"fsdp_config:\n  fsdp_sharding_strategy: {strategy}\n"
+    text += f"fsdp_config:\n  fsdp_sharding_strategy: {strategy}\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    if method != "ddp":
+        assert "NO_WRAP, the whole model" in refused(
+            tmp_path, text.replace("  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n", ""), name="a.yaml"
+        )
     tables, _ = imported(tmp_path, text, name="a.yaml", cluster="scenarios/clusters/two-dgx-h100.toml")
     assert tables["plan"]["method"] == method
     assert (tables["plan"].get("dp_shard") == 8) == (strategy == "HYBRID_SHARD")
+
+
+@pytest.mark.parametrize(("stage", "method"), [("", "zero2"), ("  zero_stage: 3\n", "zero3")])
+def test_accelerates_deepspeed_is_of_stage_2_unless_it_says_otherwise(tmp_path, stage, method):
+    text = "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: bf16\ndeepspeed_config:\n"
+    tables, _ = imported(tmp_path, f"{text}  gradient_accumulation_steps: 2\n{stage}", name="a.yaml")
+    assert (tables["plan"]["method"], tables["plan"]["micro_batches"]) == (method, 2)
 
 
 def test_accelerate_names_a_deepspeed_file(tmp_path):
@@ -400,6 +438,7 @@ def test_megatron_script(tmp_path):
     [
         ("--use-distributed-optimizer --overlap-grad-reduce", 2 * 40_000_000),
         ("--overlap-grad-reduce --ddp-bucket-size 1000000", 2 * 1_000_000),
+        ("--overlap-grad-reduce --ddp-num-buckets 8", 2 * (1_315_723_264 // 8)),
         ("--use-distributed-optimizer", "1024 TiB"),
         ("", "1024 TiB"),
     ],
@@ -414,6 +453,26 @@ def test_megatrons_buckets_are_of_so_many_parameters_and_one_without_overlap(tmp
         tmp_path, many, name="train.sh", model="gpt3-1.3b", cluster="scenarios/clusters/dgx-a100-128.toml"
     )
     assert tables["plan"]["bucket_bytes"] == (2 * 64_000_000 if expected == 2 * 40_000_000 else expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "beside"),
+    [
+        ("", True),
+        ("--pipeline-model-parallel-size 2", "approximated: in a pipeline"),
+        ("--optimizer muon", "approximated: beside Muon"),
+    ],
+)
+def test_megatron_gathers_parameters_beside_the_next_forward(tmp_path, words, beside):
+    text = f"{MEGATRON.rstrip()} --overlap-param-gather {words}"
+    tables, found = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"].get("publish") == ({"overlap": True} if beside is True else None)
+    for override in ("plan.overlap=false", "plan.zero1_implementation=torch", "plan.method=ddp"):  # take it along
+        other, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b", overrides=[override])
+        assert "publish" not in other["plan"]
+    said = [line for line in found.listed if line.startswith("overlap-param-gather")]
+    assert len(said) == (beside is not True)
+    assert all(str(beside) in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -476,12 +535,45 @@ def test_megatron_pipelines_have_equal_stages(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("layout", "stages"),
+    [
+        ("Et*2|ttt,tL", [3, 6]),  # before six blocks the embedding, behind them a norm and a head
+        ("E|t*6L", [1, 8]),
+        ("Et|(t|)*4tL", [2, 1, 1, 1, 1, 3]),
+        ("Et*5|t|L", None),  # three stages on two ranks
+        ("Et*7|L", None),
+        ("Et*3|t*3mL", None),
+        ("Et*6||L|", None),
+        ("E(t*9999)*9999|L", None),
+    ],
+)
+def test_megatrons_stages_by_letters(tmp_path, layout, stages):
+    text = "--num-layers 6 --seq-length 128 --micro-batch-size 1 --global-batch-size 16 --nproc-per-node 2 "
+    text += f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout '{layout}'"
+    if stages is None:
+        assert "pipeline-model-parallel-layout" in refused(tmp_path, text, name="args.txt", model="gpt-byte-10m")
+        return
+    tables, _ = imported(tmp_path, text, name="args.txt", model="gpt-byte-10m")
+    schedule = "interleaved" if len(stages) > 2 else "1f1b"
+    assert (tables["plan"]["stages"], tables["plan"]["schedule"]) == (stages, schedule)
+
+
+@pytest.mark.parametrize(
     ("argument", "said"),
     [
         ("--num-layers 32", "is given twice"),
         ("--context-parallel-size 3", "context ranks are"),
         ("--num-experts 8", "has no routed experts"),
         ("--moe-expert-capacity-factor 1.5", "a capacity, which drop tokens"),
+        ("--moe-expert-rank-capacity-factor 1.5", "a capacity, which drop tokens"),
+        ("--moe-dispatch-fwd-dtype fp8", "rows of experts in 8 bits"),
+        ("--moe-latent-size 512", "another width"),
+        ("--moe-paged-stash", "in pages"),
+        ("--expert-tensor-parallel-num-weight-shards 2", "sharded further"),
+        ("--fp32-residual-connection", "residuals and messages"),
+        ("--optimizer muon --muon-num-ns-steps 6", "other numbers of Muon"),
+        ("--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping", "stages on ranks side by side"),
+        ("--untie-embeddings-and-output-weights", "has the token embedding's weight"),
         ("--context-parallel-size 2 --cp-comm-type allgather", "allowed: p2p, a2a"),
         ("--tensor-model-parallel-size $TENSOR", "does not say what this variable is"),
         ("--tensor-model-parallel-size 3", "does not divide 8 ranks"),
@@ -613,12 +705,33 @@ def test_a_training_script_in_python_is_refused_with_what_is_read_instead(tmp_pa
         imported(tmp_path, "trainer = Trainer(model, args)\n", name="train.py", model="gpt3-1.3b")
 
 
+@pytest.mark.parametrize(
+    ("model", "sizes", "said"),
+    [
+        ("llama2-7b", "--untie-embeddings-and-output-weights --swiglu", "ffn-hidden-size is not given: 10880"),
+        ("llama2-7b", "--ffn-hidden-size 11008", "untie-embeddings-and-output-weights is not given"),
+        ("llama3-8b", "--ffn-hidden-size 14336", "group-query-attention is not given: 32"),
+        ("llama3-8b", "--ffn-hidden-size 14336 --group-query-attention", "num-query-groups is not given: 1"),
+        ("llama3-8b", "--ffn-hidden-size 14336 --num-key-value-heads 8", ""),
+    ],
+)
+def test_sizes_that_megatron_derives_must_be_the_models(tmp_path, model, sizes, said):
+    untied = " --untie-embeddings-and-output-weights" * ("embeddings" not in f"{sizes} {said}")
+    text = f"--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --micro-batch-size 1 {sizes}{untied}"
+    if said:
+        assert said in refused(tmp_path, text, name="args.txt", model=model)
+    else:
+        imported(tmp_path, text, name="args.txt", model=model)
+
+
 def test_a_schedule_of_batches_counts_at_its_end(tmp_path):
     batch = re.search(r"--global-batch-size (\d+)", MEGATRON).group(1)
     text = f"{MEGATRON.rstrip()} --step-batch-size-schedule '0:16 2.4B:32 4.8B:{batch}'"
     tables, found = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
     assert tables["workload"]["global_batch_size"] == int(batch)
     assert any("schedule's end" in line for line in found.listed)
+    alone, _ = imported(tmp_path, text.replace(f"--global-batch-size {batch}", ""), name="train.sh", model="gpt3-1.3b")
+    assert alone["workload"]["global_batch_size"] == int(batch)
     other = text.replace(f"4.8B:{batch}", "4.8B:17")
     assert "must end at --global-batch-size" in refused(tmp_path, other, name="train.sh", model="gpt3-1.3b")
 
@@ -656,6 +769,29 @@ def test_megatron_deepspeed(tmp_path):
     assert (workload["precision"], workload["loss_scale"], workload["clip_norm"]) == ("fp16", "dynamic", 1.0)
     assert any("behind the ramp" in line for line in found.listed)
     assert any(line.startswith("nnodes = $NODES: left open") for line in found.listed)
+
+
+def test_deepspeeds_pipelines_reduce_gradients_after_all_else(tmp_path):
+    more = "--pipeline-model-parallel-size 2"
+    text = ENGINE.format(batch=64, more=more).replace("--partition-activations", "")
+    text = text.replace('{"stage": $STAGE}', '{"stage": 1, "overlap_comm": true}')
+    tables, found = imported(tmp_path, text, name="job.slurm", model="gpt3-1.3b")
+    assert (tables["plan"]["method"], tables["plan"]["overlap"]) == ("zero1", False)
+    assert any("5e8 elements at a time" in line for line in found.listed)
+
+
+@pytest.mark.parametrize(("words", "method"), [("", "zero1"), ("--no-pipeline-parallel", "ddp")])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_deepspeeds_pipelines_in_bf16_divide_the_optimizers_state_without_zero(tmp_path, stages, words, method):
+    """Its BF16_Optimizer does; Megatron-DeepSpeed makes a pipeline of one stage too, unless told otherwise."""
+    more = f"--pipeline-model-parallel-size {stages} {words}"
+    text = ENGINE.format(batch=64, more=more).replace("--partition-activations", "").replace("STAGE=1", "STAGE=0")
+    text = text.replace('"fp16": {"enabled": true, "loss_scale": 0, "hysteresis": 2}', '"bf16": {"enabled": true}')
+    text = text.replace("--fp16 --loss-scale 12", "--bf16")
+    tables, _ = imported(tmp_path, text, name="job.slurm", model="gpt3-1.3b")
+    expected = method if stages == 1 else "zero1"
+    assert tables["plan"]["method"] == expected
+    assert tables["plan"].get("zero1_implementation") == ("deepspeed" if expected == "zero1" else None)
 
 
 @pytest.mark.parametrize(
@@ -719,6 +855,8 @@ def test_megatrons_fused_maps_are_approximated_by_separate_ones_and_it_says_so(t
         llama = {"num-layers 24": "num-layers 32", "hidden-size 2048": "hidden-size 4096", "heads 16": "heads 32"}
         for before, after in llama.items():
             text = text.replace(before, after)
+        text = text.replace("--log-interval", "--swiglu --untie-embeddings-and-output-weights --log-interval")
+        text = text.replace("--swiglu", "--swiglu --ffn-hidden-size 11008")
     _, found = imported(tmp_path, text, name="train.sh", model=model)
     assert any("5 sums of input gradients a block" in line for line in found.listed) is says
 
@@ -770,6 +908,18 @@ def test_megatron_fsdp_says_in_what_gradients_are_reduced(tmp_path, dtype, reduc
     tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
     assert tables["plan"]["method"] == "zero2"
     assert tables["workload"].get("reduce_precision") in (reduced, "bf16" if reduced is None else reduced)
+    text = f"{MEGATRON.rstrip()} --use-megatron-fsdp"
+    _, found = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    said = [line for line in found.listed if line.startswith("use-megatron-fsdp")]
+    assert all(any(each in line for line in said) for each in ("earlier releases take no_shard", "up to 0.18"))
+
+
+def test_megatrons_torch_fsdp2_reduces_gradients_in_the_precision_of_the_parameters(tmp_path):
+    """It gives fully_shard no policy of precisions (core/distributed/torch_fully_sharded_data_parallel.py)."""
+    text = MEGATRON.replace("--use-distributed-optimizer", "--use-torch-fsdp2")
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["method"] == "zero3"
+    assert not {"reduce_precision", "gradient_precision"} & tables["workload"].keys()
 
 
 def test_megatrons_offloaded_optimizer(tmp_path):
@@ -824,6 +974,32 @@ def test_torchtitan(tmp_path, replicate, shard, reshard, method):
     assert tables["workload"]["optimizer_implementation"] == "fused"
     assert tables["workload"].get("reduce_precision") == (None if method == "ddp" else "fp32")
     assert any("autocast" in line for line in found.listed) == (method == "ddp")
+
+
+@pytest.mark.parametrize(
+    ("pp", "more", "stages"),
+    [
+        (4, "", [10, 9, 8, 9]),  # 32 blocks and two: 9, 9, 8, 8, of which embedding and head take one each
+        (2, "pipeline_parallel_first_stage_less_layers = 0\n", [19, 17]),
+        (2, "pipeline_parallel_last_stage_less_layers = 3\n", [19, 17]),
+        (4, 'pipeline_parallel_schedule = "Interleaved1F1B"\n', [6, 5, 4, 4, 4, 4, 4, 5]),
+        (2, 'pipeline_parallel_schedule = "Interleaved1F1B"\npipeline_parallel_layers_per_stage = 9\n', None),
+    ],
+)
+def test_torchtitans_stages_count_embedding_and_head_as_blocks(tmp_path, pp, more, stages):
+    """As its generate_llm_fqn_per_model_part divides 32 blocks, before and behind which are two layers each."""
+    text = TITAN.format(batch=64, replicate=1, shard=-1, reshard="default", mode="none")
+    text = text.replace("local_batch_size = 1", "local_batch_size = 8").replace("batch_size = 64", "batch_size = -1")
+    text = text.replace("fsdp_reshard", f"pipeline_parallel_degree = {pp}\n{more}fsdp_reshard")
+    tables, _ = imported(tmp_path, text, name="t.toml")
+    assert tables["plan"]["stages"] == (stages or [10, 9, 8, 9])
+    blocks = [f"layers.{number}" for number in range(32)]
+    parts = [["tok_embeddings", *blocks[:20]], [*blocks[20:], "norm", "output"]]
+    named = text.replace(f"_degree = {pp}\n{more}", f"_degree = 2\nmodule_fqns_per_model_part = {json.dumps(parts)}\n")
+    assert imported(tmp_path, named, name="t.toml")[0]["plan"]["stages"] == [22, 14]
+    other = named.replace('"norm", ', "")
+    assert "are not the 32 blocks of 'llama3-8b'" in refused(tmp_path, other, name="t.toml")
+    assert "the model 'llama3-8b' has width" in refused(tmp_path, text.replace('"8B"', '"70B"'), name="t.toml")
 
 
 @pytest.mark.parametrize(
@@ -1129,6 +1305,16 @@ def test_automodels_fsdp2_has_its_own_precisions(tmp_path, model, policy, worklo
     assert any("in 16 bits alone" in line for line in found.listed) == ("bf16" in model)
 
 
+@pytest.mark.parametrize(("more", "reduced"), [("", None), (", grad_reduce_in_fp32: true", "fp32")])
+def test_automodels_megatron_fsdp_reduces_in_the_precision_of_parameters_unless_told(tmp_path, more, reduced):
+    text = AUTOMODEL.replace("strategy: fsdp2", f"strategy: megatron_fsdp{more}")
+    text = text.replace("activation_checkpointing: true", "activation_checkpointing: full")
+    tables, _ = imported(tmp_path, text, name="r.yaml")
+    assert (tables["plan"]["method"], tables["plan"]["recompute"]) == ("zero3", "full")
+    assert tables["workload"].get("reduce_precision") == reduced
+    assert tables["workload"]["clip_norm"] == 1.0
+
+
 def test_automodels_replicas_under_autocast(tmp_path):
     replicas = "{strategy: ddp, bucket_cap_mb: 50, static_graph: true, autocast_dtype: bfloat16, tp_size: 1"
     text = AUTOMODEL.replace("{strategy: fsdp2, dp_size: none, tp_size: 1", replicas)
@@ -1200,6 +1386,24 @@ fsdp_config:
 def test_axolotl_offloads_what_fsdp_shards(tmp_path):
     tables, _ = imported(tmp_path, AXOLOTL.replace("offload_params: false", "offload_params: true"), name="x.yml")
     assert (tables["plan"]["method"], tables["plan"]["offload"]) == ("zero3", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("change", "workload"),
+    [
+        ("bf16: auto\ntf32: true", {"precision": "bf16"}),  # weights are loaded in it, and no fp32 copies are made
+        ("bf16: auto\nmax_grad_norm: 0.5", {"precision": "bf16", "clip_norm": 0.5}),
+        ("bf16: false\ntf32: true", {"precision": "fp32", "tf32": True}),
+    ],
+)
+def test_axolotls_replicas_are_in_one_precision_and_the_trainer_clips(tmp_path, change, workload):
+    text = AXOLOTL[: AXOLOTL.index("fsdp_version")].replace("bf16: auto", change)
+    tables, found = imported(tmp_path, text, name="x.yml")
+    assert tables["plan"]["method"] == "ddp"
+    keys = ("precision", "autocast", "tf32", "clip_norm")
+    said = {key: tables["workload"][key] for key in keys if key in tables["workload"]}
+    assert said == {"clip_norm": 1.0} | workload
+    assert any("in 16 bits alone" in line for line in found.listed) == (workload["precision"] == "bf16")
 
 
 def test_axolotl(tmp_path):
@@ -1447,6 +1651,13 @@ def test_a_config_of_hugging_face_names_the_shipped_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     tables, _ = imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
     assert tables["workload"]["model"] == "llama3-8b"
+    for longest, name in ((8192, "llama3-8b"), (131072, "llama3.1-8b"), (10**6, "llama3.1-8b")):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": longest}))
+        tables, _ = imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
+        assert tables["workload"]["model"] == name
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(UserError, match="no shipped model is a llama"):
+        imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 33}))
     with pytest.raises(UserError, match=r"gsreal trace \S*config\.json --out FILE"):
         imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
@@ -1568,6 +1779,8 @@ TITAN_EXPERTS = """
 [training]
 local_batch_size = 2
 seq_len = 4096
+[activation_checkpoint]
+mode = "none"
 [parallelism]
 tensor_parallel_degree = 2
 expert_parallel_degree = 4
@@ -1576,7 +1789,8 @@ MEGATRON_EXPERTS = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
     "--num-query-groups 8 --num-experts 8 --moe-router-topk 2 --seq-length 4096 --micro-batch-size 1 "
     "--global-batch-size 16 --nproc-per-node 8 --tensor-model-parallel-size 2 --expert-model-parallel-size 4 "
-    "--sequence-parallel --bf16 --use-distributed-optimizer --moe-token-dispatcher-type alltoall"
+    "--sequence-parallel --bf16 --use-distributed-optimizer --moe-token-dispatcher-type alltoall "
+    "--untie-embeddings-and-output-weights"
 )
 
 

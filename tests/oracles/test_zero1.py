@@ -413,6 +413,53 @@ def test_megatrons_float_gradients_take_4_bytes_an_element_beside_2_of_a_paramet
     assert {each.size_bytes for each in program.communications.values()} == {PARAMETERS, 2 * 168}
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("bucket_bytes", "gathered"),
+    [(80, [256, 80, 80, 256]), ("1 MB", [672]), (1, [256, 16, 64, 16, 64, 256])],
+)
+def test_of_megatrons_gathers_beside_the_next_forward_the_first_alone_is_exposed(
+    bucket_bytes: Any, gathered: list[int], micro_batches: int
+):
+    """Each further one is issued when the layer before it begins, and layers take longer than gathers here."""
+    slow = device_type(kind="cuda", memory_bytes=1e9, peak_flop_per_s={"fp32": 1e7}, memory_bandwidth_bytes_per_s=1e7)
+    cluster = star(4, types={"gpu": slow}, bandwidth=25e9, latency_s=5e-6, backend="nccl")
+    plan = MEGATRON | {"bucket_bytes": bucket_bytes, "micro_batches": micro_batches}
+    after, beside = (
+        scenario_of(cluster, plan | {"publish": {"overlap": overlap}}, global_batch_size=8 * micro_batches)
+        for overlap in (False, True)
+    )
+    assert after.scenario_id != beside.scenario_id
+    (whole,), gathers = (
+        [each for each in lower(scenario).communications.values() if each.kind == "all-gather"]
+        for scenario in (after, beside)
+    )
+    assert [each.size_bytes for each in gathers] == gathered
+    results = [simulate(loaded_of(each)).result for each in (after, beside)]
+    hidden_s = communication_time_s(cluster, whole) - communication_time_s(cluster, gathers[0])
+    assert results[0].step_time_s - results[1].step_time_s == pytest.approx(hidden_s, abs=1e-12)
+    assert results[0].ranks[0].peak_by_category_bytes == results[1].ranks[0].peak_by_category_bytes
+
+
+@pytest.mark.parametrize(
+    ("plan", "workload", "said"),
+    [
+        ({"overlap": False}, {}, "plan.overlap = false"),
+        ({"pp": 2}, {}, "cannot run yet with plan.pp = 2"),
+        ({}, {"optimizer": "muon"}, "with workload.optimizer = 'muon'"),
+        ({"zero1_implementation": "torch"}, {}, "method 'zero1' publishes no parameters"),
+    ],
+)
+def test_where_megatrons_gathers_beside_the_forward_are_not_modelled_they_are_refused(
+    plan: dict[str, Any], workload: dict[str, Any], said: str
+):
+    cluster = star(4, types={"gpu": GPU}, backend="nccl")
+    with pytest.raises(UserError, match=said):
+        scenario_of(cluster, MEGATRON | {"publish": {"overlap": True}} | plan, global_batch_size=8, **workload)
+    with pytest.raises(UserError, match="with the backend 'nccl' alone"):
+        scenario_of(star(4), MEGATRON | {"publish": {"overlap": True}}, global_batch_size=8)
+
+
 def test_which_zero1_it_is_makes_another_question_only_where_it_is_not_torchs():
     usual, said, other = (
         scenario_of(star(2), {"method": "zero1"} | more)

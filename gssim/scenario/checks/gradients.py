@@ -1,5 +1,7 @@
 """Checks of how gradients and parameters are exchanged and owned: pushes, thresholds, shares, periods, offload."""
 
+from dataclasses import replace
+
 from gssim.cluster import memory_node
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, Push, default_plan
@@ -137,6 +139,9 @@ def check_push(scenario: Scenario, policies: Policies, file: str) -> None:
 def check_publish(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse thresholds and overlap where parameters are not published by bucket, or not by point-to-point messages."""
     method, rules = scenario.plan.method, scenario.plan.publish
+    if rules.overlap and policies.gradients == "all-reduce" and policies.zero1_implementation == "megatron":
+        _check_gathers_beside_forward(scenario, policies, file)
+        rules = replace(rules, overlap=None)
     publishes = policies.gradients == "push" and policies.parameters == "replicated"
     for key in ("threshold", "overlap"):
         value = getattr(rules, key)
@@ -161,6 +166,21 @@ def check_publish(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{where}: cannot run on gloo with method '{method}' and exchange '{policies.exchange}': only messages "
             "that no rank forwards make progress in the background; allowed: gs with point-to-point"
         )
+
+
+def _check_gathers_beside_forward(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse gathers of Megatron-LM's distributed optimizer beside the next forward where they are not modelled."""
+    where = f"{file}: plan.publish.overlap = true"
+    if not scenario.plan.overlap:
+        raise UserError(f"{where}: plan.overlap = false; allowed: false, or leave it out")
+    if policies.pp > 1:
+        why = "each stage gathers when its first activations arrive, which is not modelled"
+        raise UserError(f"{where}: cannot run yet with plan.pp = {policies.pp}: {why}; leave it out")
+    if scenario.cluster.backend != "nccl":
+        raise UserError(f"{where}: Megatron-LM's optimizer gathers so with the backend 'nccl' alone; leave it out")
+    if scenario.workload.optimizer == "muon":
+        why = "ranks own whole matrices, not parts of buckets"
+        raise UserError(f"{where}: cannot run yet with workload.optimizer = 'muon': {why}; leave it out")
 
 
 NEED_A_THRESHOLD = (
