@@ -60,6 +60,11 @@ class SweepTable:
     """Words before a point's name of the command that predicts it; empty: that of its sweep, if it is known."""
 
     @property
+    def kind(self) -> str:
+        """What found the points: a sweep, or a search, each of whose plans has its own command."""
+        return "search" if self.command else "sweep"
+
+    @property
     def answered(self) -> list[Row]:
         """The rows with a prediction, which are neither invalid nor failed."""
         return [row for row in self.rows if row["status"] in (FITS, NOT_FITTING)]

@@ -101,7 +101,7 @@ def sweep_explorer(sweep: SweepTable, *, name: str = "") -> list[Part]:
         ],
         "command": _command(sweep),
     }
-    title = f"Explore the sweep{name}"
+    title = f"Explore the {sweep.kind}{name}"
     return [Part(title, _element("points", title, data))]
 
 

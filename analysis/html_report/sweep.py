@@ -42,12 +42,12 @@ def sweep_parts(found: SweepTable, *, several: bool) -> list[Part]:
     name = f": {found.name}" if several else ""
     drawn = sweep_charts(found)
     charts = tuple(Part(title, figure(chart)) for title, chart in zip(_titles(drawn), drawn, strict=True))
-    parts = [Part(f"What the sweep found{name}", _tables(found, layout))]
+    parts = [Part(f"What the {found.kind} found{name}", _tables(found, layout))]
     parts += sweep_explorer(found, name=name)
     if charts:
-        parts.append(Part(f"Charts of the sweep{name}", parts=charts))
+        parts.append(Part(f"Charts of the {found.kind}{name}", parts=charts))
     if found.fitting:
-        parts.append(Part(f"Bottlenecks of the sweep{name}", _bottlenecks(found, layout)))
+        parts.append(Part(f"Bottlenecks of the {found.kind}{name}", _bottlenecks(found, layout)))
     return parts
 
 

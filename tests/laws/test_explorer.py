@@ -251,6 +251,8 @@ def test_the_plans_of_a_search_are_points_with_their_commands(tmp_path: Path) ->
     page = report(tmp_path)  # of two sweeps, whose sentences did not say which one they are of
     assert "<li>grid: 6 points: 6 fit. They differ in cluster.topology.link.bandwidth_bytes_per_s.</li>" in page
     assert "<li>found: 4 points" in page
+    assert "What the search found: found" in page
+    assert "What the sweep found: grid" in page
     (tmp_path / "one.json").write_text(json.dumps(found[0]))
     with pytest.raises(UserError, match=r"one\.json: no plans of a search"):
         read_points(tmp_path / "one.json")

@@ -248,7 +248,19 @@ def log_axis(axis: Any, limits: tuple[float, float]) -> None:
             ticks = ticks[::2]
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("e+0", "e")))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: tick_words(value)))
+
+
+def tick_words(value: float) -> str:
+    """Return a value at a tick of a logarithmic axis as text.
+
+    >>> [tick_words(value) for value in (0.02, 500, 1e4, 2e5, 1e6)]
+    ['0.02', '500', '10 k', '200 k', '1 M']
+    """
+    if value < 1e4:
+        return f"{value:g}"
+    factor, unit = next(pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= pair[0])
+    return f"{value / factor:g} {unit}"
 
 
 def value_axis(axes: Axes, values: Sequence[float], *, y: bool = True, zero: bool = True) -> None:
