@@ -37,7 +37,7 @@ from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeft
 from gssim.program import Chunk, Program, Task, parts_of, unnumbered
 from gssim.result import CATEGORIES
 from gssim.result.result import Fit, Margin
-from gssim.scenario import Scenario, reduce_precision
+from gssim.scenario import Scenario
 from gssim.units import PRECISION_BYTES
 
 TOLERANCE_RATIO = 1e-3
@@ -407,16 +407,13 @@ def _float_gradient_bytes(scenario: Scenario, footprint: MemoryFootprint) -> flo
     """Return how many bytes gradients take in `workload.gradient_precision` beyond their size in the training
     precision.
 
-    A replica's gradients have as many elements as its parameters. Buckets that are reduced in that precision are these
-    gradients themselves (Megatron-LM's main_grad), and no copies beside them.
+    A replica's gradients have as many elements as its parameters.
     """
     workload = scenario.workload
     if workload.gradient_precision is None or scenario.plan.zero1_implementation == "megatron":
         return 0.0  # the only gradients are the buckets, which have that precision already
     ratio = PRECISION_BYTES[workload.gradient_precision] / PRECISION_BYTES[workload.precision]
-    in_place = reduce_precision(workload) == workload.gradient_precision
-    counted = footprint.peak.get("buckets", 0.0) if in_place else 0.0
-    return max(0.0, footprint.peak.get("parameters", 0.0) * (ratio - 1) - counted)
+    return max(0.0, footprint.peak.get("parameters", 0.0) * (ratio - 1))
 
 
 def _with_float_gradients(scenario: Scenario, footprint: MemoryFootprint) -> MemoryFootprint:
