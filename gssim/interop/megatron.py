@@ -20,11 +20,8 @@ MEGATRON: dict[str, Rule] = {
     **refused("residuals and messages between stages in fp32 cannot be simulated", "fp32-residual-connection"),
     **refused("other numbers of Muon's iterations cannot be simulated", "muon-num-ns-steps", neutral=(5,)),
     **refused(EXPERTS, "moe-use-upcycling moe-layer-freq expert-tensor-parallel-size", neutral=(1,)),
-    **refused(
-        CAPACITY,
-        "moe-expert-capacity-factor moe-expert-rank-capacity-factor moe-pad-expert-input-to-capacity "
-        "moe-token-drop-policy",
-    ),
+    **refused(CAPACITY, "moe-expert-capacity-factor moe-expert-rank-capacity-factor moe-pad-expert-input-to-capacity"),
+    **listed("of experts of a capacity, which are off or refused", "moe-token-drop-policy"),
     **refused("rows of experts in 8 bits cannot be simulated", "moe-*-dtype", neutral=("bf16", "fp32", "fp64")),
     **refused("experts of another width than the model's cannot be simulated", "moe-latent-size"),
     **refused("activations of experts in pages cannot be simulated", "moe-paged-stash"),

@@ -374,7 +374,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     asked = overrides.get("plan.method", method)
     if asked in ("zero1", "zero2") and training.sharding is not None:
         entries += _zero_implementation(training, keys, asked, training.sharding, tp.value, pp.value, overrides)
-    if asked == "ddp" and training.zero1_implementation != "torch" and training.gradient_precision is None:
+    if asked == "ddp" and training.zero1_implementation != "torch":
         keys.listed.append((entries[0].comment, COPIED_GRADIENTS))
     batch = _batch(training, keys, dp, pp.value, overrides)
     _shorten(training, entries, batch, pp.value)

@@ -18,7 +18,6 @@ from gssim.program.publish import publish
 from gssim.program.sharded import insert_beside, owned_rows, units
 from gssim.program.task import Bucket, Issue, Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
-from gssim.scenario import reduce_precision
 from gssim.scenario.tensor_slices import native_parameters, native_tensors
 from gssim.workload import implementation_on, optimizer_state_bytes
 from gssim.workload.muon import Matrix, largest_temporaries
@@ -467,8 +466,6 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         # in a buffer that lives as long as the run; what they take beyond their size in the training precision
         more_bytes = low.kept_value_bytes - low.value_bytes
         held["gradients"] = float(sum(parameter.elements for _, parameter in low.parameters) * more_bytes)
-        if reduce_precision(workload) == workload.gradient_precision:  # buckets are these gradients themselves
-            held["gradients"] = max(0.0, held["gradients"] - held.get("buckets", 0.0))
     if copied_bytes := copy_buffer_bytes(low):
         held["communication"] = copied_bytes
     held |= outer_memory(low, rank)

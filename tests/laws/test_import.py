@@ -896,6 +896,7 @@ def test_stages_that_count_embedding_and_loss(tmp_path, more):
 
 def test_neutral_numbers_of_scripts_are_texts(tmp_path):
     said = "--expert-tensor-parallel-size 1 --num-distributed-optimizer-instances 1 --moe-layer-freq 1"
+    said += " --moe-token-drop-policy probs --muon-num-ns-steps 5 --moe-router-dtype fp32"
     tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
     assert tables["plan"]["method"] == "zero1"
     other = f"{MEGATRON.rstrip()} --num-distributed-optimizer-instances 2"
