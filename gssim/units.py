@@ -370,9 +370,10 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
         lacking = [_walked(cls, each["loc"], ends_in_key=False)[0] for each in faults if each["type"] == "missing"]
         paths = list(dict.fromkeys(_path((under, *place) if under else place) for place in lacking))
         if len(paths) > 1:  # a file that was begun lacks several: one after the other would be tedious
-            others = len(faults) - min(len(paths), MOST_NAMES)
+            further = paths[1:MOST_NAMES]
+            others = len(faults) - 1 - len(further)
             more = f" (and {others} more)" if others else ""
-            return f"{file}: missing: {', '.join(paths[:MOST_NAMES])}{more}"
+            return f"{file}: {path}: missing; so {'is' if len(further) == 1 else 'are'} {', '.join(further)}{more}"
         return f"{file}: {path}: missing{more}"
     if fault.get("ctx", {}).get("discriminator") == "'kind'":  # one of several tables, which its key `kind` tells apart
         if fault["type"] == "union_tag_not_found":

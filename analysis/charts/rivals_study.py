@@ -64,17 +64,21 @@ def _figure(
     width_in = LEFT_IN + len(panels) * (PANEL_IN + GAP_IN) - GAP_IN + 0.3 + legend_in
     seeds, steps = len(courses[0].losses), courses[0].last
     caption = f"Mean of {seeds} seeds over {steps} steps; bars at the end: standard deviation over seeds."
-    top = wrapped(finding, width_in - 0.4, 10.5)
-    notes = wrapped(f"{caption} {note} {CAVEAT}", width_in - 0.4)
-    top_in = 0.25 + 0.26 + 0.21 * len(top) + 0.19 * len(notes) + 0.4
+    said = wrapped(finding, width_in - 0.4, 10.5)
+    highest = _highest(courses)
+    beyond = highest < max(loss for each in courses for loss in _means(each))
+    above = " Of lines that come from above, the first readings are not shown." if beyond else ""
+    notes = wrapped(f"{caption} {note}{above} {CAVEAT}", width_in - 0.4)
+    top_in = 0.25 + 0.26 + 0.21 * len(said) + 0.19 * len(notes) + 0.4
     height_in = top_in + max(HIGH_IN + BOTTOM_IN, 0.225 * len(courses) + 0.5)
     with mpl.rc_context(STYLE):
         figure = new_figure(width_in, height_in)
-        write_findings(figure, title, top, notes)
+        write_findings(figure, title, said, notes)
         for number, (label, name, cost) in enumerate(panels):
             left_in, bottom_in = LEFT_IN + number * (PANEL_IN + GAP_IN), height_in - top_in - HIGH_IN
             axes = add_axes(figure, (left_in, bottom_in, PANEL_IN, HIGH_IN))
             handles = _draw(axes, courses, cost)
+            axes.set_ylim(top=highest)
             axes.set_xlabel(label)
             axes.set_ylabel("held-out loss (nats)" if not number else "")
             axes.set_title(plain(name), loc="left", fontsize=10)
@@ -89,6 +93,18 @@ def _figure(
             alignment="left",
         )
     return figure
+
+
+def _means(course: Course) -> list[float]:
+    """Return the mean losses of a course that are drawn."""
+    return [spread(values).mean for values in zip(*course.losses, strict=True)][1:]
+
+
+def _highest(courses: Sequence[Course]) -> float:
+    """Return where the axis of losses ends: one that begins far above the others would press them together."""
+    means = [_means(each) for each in courses]
+    usual, least = sorted(each[0] for each in means)[len(means) // 2], min(map(min, means))
+    return min(max(map(max, means)) + 0.05 * (usual - least), usual + (usual - least))
 
 
 def _draw(axes: Axes, courses: Sequence[Course], cost: Callable[[Course], float]) -> list[Line2D]:

@@ -150,7 +150,7 @@ REFUSED = [
     ({"device_types": {"a": {"preset": "t4", "memory_bytes": 1}}}, "source: missing; name the source of memory_bytes, which overrides that of preset 't4'"),
     ({"device_types": {"a": {"preset": "t4", "memory": 1}}}, "device_types.a.memory: unknown key; did you mean memory_bytes?"),
     ({"links": [{"between": ["x", "y"], "preset": "pcie9x16"}]}, "there is no preset 'pcie9x16' of links; did you mean pcie"),
-    ({"links": [{"between": ["x", "y"]}]}, "missing: links[0].bandwidth_bytes_per_s, links[0].latency_s"),
+    ({"links": [{"between": ["x", "y"]}]}, "links[0].bandwidth_bytes_per_s: missing; so are links[0].latency_s, "),
 ]  # fmt: skip
 
 

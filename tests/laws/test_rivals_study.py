@@ -90,6 +90,13 @@ def test_the_table_and_the_charts_have_every_variant():
     assert [len(each.figure.axes) for each in drawn] == [1, 1]
     labels = [text.get_text() for text in drawn[0].figure.legends[0].get_texts()]
     assert labels == ["dense (control)", "small", "pushed: 10 %", "silent (control): 0 %"]
+    # a method that begins far above the others pressed them together
+    losses = tuple((90.0, 90.0, *each[2:]) for each in SMALL.losses)
+    far = replace(SMALL, variant=replace(SMALL.variant, name="far"), losses=losses)
+    (axes,) = charts.rivals_charts([*ALL, far], "dense", ["said"])[0].figure.axes
+    assert axes.get_ylim()[1] < 20
+    said = " ".join(text.get_text() for text in axes.figure.texts)
+    assert "first readings are not shown" in said
 
 
 def test_steps_that_are_not_compressed_count_as_denses():

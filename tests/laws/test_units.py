@@ -116,7 +116,7 @@ def test_a_fault_names_file_key_and_value():
     assert fault({"named": {"x": {"speed": 1, "buffer": -1}}}).startswith("board.toml: named.x.buffer = -1: ")
     assert fault({"wires": [{"buffer": 1}]}) == "board.toml: wires[0].speed: missing"
     several = fault({"wires": [{"buffer": 1}, {"buffer": 1}, {"speed": 0}]})
-    assert several == "board.toml: missing: wires[0].speed, wires[1].speed (and 1 more)"
+    assert several == "board.toml: wires[0].speed: missing; so is wires[1].speed (and 1 more)"
 
 
 def test_an_unknown_key_is_refused_with_the_allowed_ones_at_every_depth():
