@@ -16,7 +16,7 @@ import typer
 from gssim import terminal
 from gssim.cli.reports import nothing_fits, print_found, print_methods, print_support
 from gssim.errors import RunFailedError, UserError, one_line
-from gssim.execution import checked_jobs, dask_workers, processes, processes_with
+from gssim.execution import checked_jobs, dask_workers, processes, processes_with, start_fork_server
 from gssim.execution.cache import Shared
 from gssim.execution.files import check_place, write_text
 from gssim.plan import METHODS
@@ -215,7 +215,10 @@ def _make_table(
     """Make a sweep's table, and print it."""
     check_table_place(out)
     _check_only(out, points, only, file=file)
-    workers = dask_workers(dask) if dask is not None else processes(min(jobs, len(points)))
+    count = min(jobs, len(points))
+    workers = dask_workers(dask) if dask is not None else processes(count)
+    if dask is None and count > 1:
+        start_fork_server()  # now, while the points' inputs are read
     elsewhere = dask is not None
     with _report_interrupt(parts_folder(out)), progress_bar("predicting") as on_progress:
         table = tabulate(

@@ -259,8 +259,8 @@ class OutlineWalk:
         self._instances: dict[int, dict[int, tuple[int, CollectiveInstance]]] = {}
         """For each collective (by `id`) and class: the number of its instance, and the instance."""
         self._numbers: dict[TaskId, int] = {}
-        self._exchanges: list[Communication] = []
-        """By number of the collective."""
+        self._instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
+        """`_instances` by number of the collective."""
         self._owner_of_link = self._link_owners()
         self._own_links: dict[int, frozenset[int]] = {}
         """For each class, the classes of links that only its compute stream uses."""
@@ -356,12 +356,15 @@ class OutlineWalk:
 
     def _instance_of(self, exchange: Communication, index: int) -> tuple[int, CollectiveInstance]:
         """Return the instance of a collective in which a class takes part, and the instance's number."""
+        return self._instances_of(exchange)[index]
+
+    def _instances_of(self, exchange: Communication) -> Mapping[int, tuple[int, CollectiveInstance]]:
         if id(exchange) not in self._instances:
             several = self.machine.arranged.of(exchange)
             self._instances[id(exchange)] = {
                 each.index: (number, instance) for number, instance in enumerate(several) for each in instance.classes
             }
-        return self._instances[id(exchange)][index]
+        return self._instances[id(exchange)]
 
     def _made(self) -> tuple[list[_Rank], list[_Stream]]:
         """Return the classes and their streams in their initial state."""
@@ -398,8 +401,8 @@ class OutlineWalk:
         assert name is not None
         assert task.exchange is not None
         if name not in self._numbers:
-            self._numbers[name] = len(self._exchanges)
-            self._exchanges.append(task.exchange)
+            self._numbers[name] = len(self._instances_of_number)
+            self._instances_of_number.append(self._instances_of(task.exchange))
         return self._numbers[name]
 
     # Execution --------------------------------------------------------------------------------------------------------
@@ -522,7 +525,7 @@ class OutlineWalk:
 
     def _arrive(self, stream: _Stream, meeting: int) -> None:
         """Let a class join a collective; the last arrival starts it."""
-        number, instance = self._instance_of(self._exchanges[meeting], stream.rank.index)
+        number, instance = self._instances_of_number[meeting][stream.rank.index]
         key = (stream.step, meeting, number)
         streams = self._met.setdefault(key, [])
         streams.append(stream)

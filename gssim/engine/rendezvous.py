@@ -293,6 +293,8 @@ def joins_in_turn(program: Program, role: int, names: Set[TaskId]) -> bool:
 
     A task follows the tasks before it on its stream, the tasks that it waits for, and, transitively, what these follow.
     """
+    if len({task.stream for task in program.tasks[role] if task.communication in names}) <= 1:
+        return True  # as a stream does all of its tasks
     streams: dict[str, int] = {}
     for task in program.tasks[role]:
         streams.setdefault(task.stream, len(streams))

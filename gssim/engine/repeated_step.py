@@ -192,13 +192,13 @@ def _second_step(ranks: Ranks, order: _Order, step_s: float, moved_ends_s: Mappi
                 host_s = ranks.task_group.host_s[place, ranks.columns]
                 issued_s = (issued_s if task.issue.goes_on else began_s) + host_s
                 first_issued_s = (first_issued_s if task.issue.goes_on else ranks.began_s[0, place]) + host_s
-                host_differs = not np.array_equal(issued_s, first_issued_s)
+                host_differs = bool((issued_s != first_issued_s).any())
                 ended_s = np.maximum(ended_s, issued_s)
             times.ended_s[place] = ended_s
         elif place in moved_ends_s:
             times.ended_s[place] = moved_ends_s[place]
         now_s[task.stream] = times.ended_s[place]
-        differing[task.stream] = not np.array_equal(times.ended_s[place], first_s[place])
+        differing[task.stream] = bool((times.ended_s[place] != first_s[place]).any())
         if differing[task.stream]:
             differs_until = max(differs_until, order.last_use[place])
         elif (

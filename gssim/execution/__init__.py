@@ -7,6 +7,7 @@ from gssim.execution.executor import (
     dask_workers,
     processes,
     processes_with,
+    start_fork_server,
     worker_state,
 )
 from gssim.execution.fingerprint import NUMERICS, SHOWN, code_digest, installed_version, package_digest

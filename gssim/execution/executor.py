@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context, parent_process
+from multiprocessing import forkserver, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.resource_tracker import ensure_running
@@ -108,6 +108,15 @@ def processes(jobs: int) -> Iterator[Workers]:
         yield Processes(pool, 2 * jobs)
 
 
+def start_fork_server() -> None:
+    """Start the process from which `processes` forks its own, where it can: it imports while this one goes on."""
+    if sys.platform == "linux":
+        get_context("forkserver").set_forkserver_preload(["gssim.sweeps.predictions"])
+        ensure_running()  # multiprocessing's tracker: its start would unblock the interrupt
+        with _interrupt_blocked():
+            forkserver.ensure_running()
+
+
 @contextmanager
 def processes_with(state: Any, jobs: int) -> Iterator[Workers]:
     """Provide an executor of `jobs` processes, each with `state` as its `worker_state`, and one piece of work at a
@@ -132,8 +141,7 @@ def _pool(jobs: int, start: str, state: Any) -> Iterator[ProcessPoolExecutor]:
     """Provide a pool. If its block is left by an exception, its processes end at once."""
     context = get_context(start)
     if start == "forkserver":  # it imports what all workers need only once, and lives as long as this process
-        context.set_forkserver_preload(["gssim.sweeps.predictions"])
-        ensure_running()  # multiprocessing's tracker: its start would unblock the interrupt
+        start_fork_server()
     stopped, running = context.Pipe(duplex=False)  # the processes end when `running` is closed
     forked = [running] if start == "fork" else []
     initial = (state, stopped, forked, dict(os.environ))

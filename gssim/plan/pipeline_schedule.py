@@ -362,7 +362,7 @@ def _outputs(action: Action, stages: int) -> tuple[Message, ...]:
 
 def _with_waits(order: list[Action], stages: int, *, frees_sent: bool) -> Iterator[Action]:
     """Yield the order with waits and releases inserted where torch's runtime has them."""
-    sent: list[Message] = []
+    sent: dict[Message, None] = {}
     freed: set[Message] = set()
     gradient: Message | None = None
     received = {message for action in order if action.kind == "receive" for message in action.messages}
@@ -372,7 +372,7 @@ def _with_waits(order: list[Action], stages: int, *, frees_sent: bool) -> Iterat
             yield Action("wait", messages=tuple(needed))
         yield action
         if action.kind == "send":
-            sent += action.messages
+            sent |= dict.fromkeys(action.messages)
         if action.kind == "backward":
             output = Message("activation", action.stage, action.micro_batch)
             unused = [output] if frees_sent or output not in sent else []

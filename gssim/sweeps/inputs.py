@@ -28,12 +28,13 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self._digests: dict[Path, str] = {}
-        self._overrides: dict[tuple[str, Path], str] = {}
+        self._overrides: dict[tuple[str, str], str] = {}
+        """By override and the point's file: most points have the same few."""
         self._code = code_digest()
 
     def of_point(self, point: Point) -> str:
         """Return the digest of a point's name, overrides and files, and of the simulator's code."""
-        overrides = [self._override(each, point.file.parent) for each in point.overrides if not _names(each)]
+        overrides = [self._override(each, point.file) for each in point.overrides if not _names(each)]
         return digest_of([self._code, point.name, point.variant, point.values, overrides, self.of_file(point.file)])
 
     def of_file(self, file: Path) -> str:
@@ -45,14 +46,14 @@ class Fingerprints:
             self._digests[file] = digest_of([content, named])
         return self._digests[file]
 
-    def _override(self, override: str, folder: Path) -> str:
+    def _override(self, override: str, scenario: Path) -> str:
         """Return an override in which a file is identified by its content instead of its path."""
-        if (override, folder) not in self._overrides:
+        place = (override, str(scenario))  # a path takes long to hash and to compare
+        if place not in self._overrides:
             key, value = parsed_override(override)
-            file = named_by(value, Path(), folder)
-            identity = override if file is None else f"{key}={file.name} {self.of_file(file)}"
-            self._overrides[override, folder] = identity
-        return self._overrides[override, folder]
+            file = named_by(value, Path(), scenario.parent)
+            self._overrides[place] = override if file is None else f"{key}={file.name} {self.of_file(file)}"
+        return self._overrides[place]
 
 
 def _names(override: str) -> bool:
