@@ -344,8 +344,9 @@ UNCOUNTED = {  # torch counts nothing for these
 
 
 def flop_of(model, shape):
+    """Return the FLOP of a step as torch counts them; compiled blocks may recompute a part in their backward."""
     with without_values(model):
-        _, _, step = real_step(model, shape)
+        _, _, step = real_step(model, shape, recompute=model.compiled_recompute or "none")
         with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
             step().backward()
     return counter.get_total_flops()
