@@ -13,6 +13,7 @@ from torch import Tensor
 from gsreal.measure import Timeline
 from gsreal.methods.apply import full_parameters
 from gsreal.run.feed import Feed
+from gsreal.run.rank import join
 from gsreal.run.worker import build
 from gssim.scenario import Scenario, load_scenario
 
@@ -23,7 +24,7 @@ def meet() -> None:
     """Meet the other ranks, each of which computes on one thread."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join("gloo")
 
 
 def cases_in(cases_file: str) -> dict[str, dict[str, Any]]:
