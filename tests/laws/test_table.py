@@ -46,6 +46,8 @@ def test_a_row_says_what_the_result_does(result):
         result.scenario["workload"]["global_batch_size"],
         result.scenario["workload"]["sequence_length"],
     )
+    lacking = {**result.scenario, "workload": {"model": {"name": "of another program"}}}
+    assert outcome(replace(result, scenario=lacking))["sequence_length"] is None
 
 
 FAST = [f"cluster.links.{link}.{key}" for link in range(4) for key in ("bandwidth_bytes_per_s=1e15", "latency_s=0")]
