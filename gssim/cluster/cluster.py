@@ -234,7 +234,8 @@ class BackendCost:
     """Bytes that the sockets buffer at once; the backend's thread posts the rest while the caller continues. Absent:
     sockets buffer everything."""
     unpacking_s: Seconds = 0.0
-    """Host time of a stage of a pipeline to unpack a message that it received before it computes, whatever its size."""
+    """Host time that a stage of a pipeline takes, before it computes, to unpack the message that it received, whatever
+    its size."""
     unpacking_byte_s: Seconds = 0.0
     """The same for each byte of the message."""
     measured_s: dict[str, Curve] = field(default_factory=dict)
