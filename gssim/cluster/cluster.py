@@ -253,8 +253,10 @@ class BackendCost:
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data without absent costs."""
-        optional = ("overhead_rank_s", "message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s")
-        optional += ("unpacking_s", "unpacking_byte_s")
+        optional = (
+            *("overhead_rank_s", "message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s"),
+            *("unpacking_s", "unpacking_byte_s"),
+        )
         data: dict[str, Any] = inner(self)
         return {key: value for key, value in data.items() if value or key not in optional}
 
