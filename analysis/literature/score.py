@@ -255,7 +255,10 @@ def _read(files: Sequence[Path]) -> tuple[list[list[Record]], tuple[str, ...]]:
 
 
 def errors_by_preset(scores: Scores) -> dict[str, PresetErrors]:
-    """Return the errors of scored rows by device preset, of rows whose devices are all of one, unchanged."""
+    """Return the errors of scored rows by device preset, of rows whose devices are all of one, with its own rates.
+
+    The software of some rows has a time of its own for an operation on the host, or another workspace.
+    """
     steps: dict[str, list[float]] = defaultdict(list)
     memory: dict[str, list[float]] = defaultdict(list)
     for row in (row for source in scores.sources for row in source.tested):

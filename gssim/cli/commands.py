@@ -65,7 +65,7 @@ def run_command(
     trace: Annotated[Path | None, typer.Option("--trace", help="Write the step's timeline (Chrome trace).")] = None,
 ) -> None:
     """Predict one scenario."""
-    with no_collection(), activity("gssim: run") as doing:  # the process ends with its only prediction
+    with activity("gssim: run") as doing:
         began_s = time.perf_counter()
         loaded = load_scenario(scenario, overrides or [])
         name = file_name(loaded.scenario.name, loaded.scenario.scenario_id, "simulated")

@@ -234,7 +234,8 @@ class BackendCost:
     """Bytes that the sockets buffer at once; the backend's thread posts the rest while the caller continues. Absent:
     sockets buffer everything."""
     unpacking_s: Seconds = 0.0
-    """Host time of a stage of a pipeline to unpack a message that it received before it computes, whatever its size."""
+    """Host time that a stage of a pipeline takes, before it computes, to unpack the message that it received, whatever
+    its size."""
     unpacking_byte_s: Seconds = 0.0
     """The same for each byte of the message."""
     measured_s: dict[str, Curve] = field(default_factory=dict)
@@ -252,9 +253,11 @@ class BackendCost:
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data without absent costs."""
-        optional = {"overhead_rank_s", "message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s"}
+        optional = (
+            *("overhead_rank_s", "message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s"),
+            *("unpacking_s", "unpacking_byte_s"),
+        )
         data: dict[str, Any] = inner(self)
-        optional |= {"unpacking_s", "unpacking_byte_s"}
         return {key: value for key, value in data.items() if value or key not in optional}
 
 

@@ -51,8 +51,14 @@ def expanded(kind: Kind, value: Any) -> Any:
     if replaced and "source" not in own:
         raise ValueError(f"source: missing; name the source of {replaced[0]}, which overrides that of preset {name!r}")
     if "source" in own:
-        own["source"] = f"{own['source']}; the rest: {preset['source']}"
+        own["source"] = f"{own['source']}{THE_REST}{preset['source']}"
+    elif own:  # keys that the preset lacks
+        own["source"] = f"{', '.join(own)} of the file{THE_REST}{preset['source']}"
     return {**preset, **own}
+
+
+THE_REST = "; the rest: "
+"""Between the source of a table's own keys and that of its preset."""
 
 
 def _preset(kind: Kind, name: str) -> dict[str, Any]:
@@ -71,7 +77,8 @@ def preset_of(source: str) -> str | None:
     ('t4', None)
     """
     name = source.removeprefix("preset ").partition(":")[0]
-    return name if source.startswith("preset ") and name in presets("devices") else None
+    unchanged = source.startswith("preset ") and THE_REST not in source
+    return name if unchanged and name in presets("devices") else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,16 +130,16 @@ def expected_errors(sources: Iterable[str]) -> str | None:
     if len(known) < len(names) or not known:
         return None
     listed = "; ".join(f"{name}: {_said(errors)}" for name, errors in known.items())
-    return f"errors on published runs, in the median and in nine of ten: {listed}"
+    return f"errors on published runs, median and 90th percentile: {listed}"
 
 
 FEWEST_RUNS = 10
-"""Least number of runs of which nine in ten are told."""
+"""Least number of runs of which the 90th percentile is shown."""
 
 
 def _said(errors: PresetErrors | None) -> str:
     if errors is None:
-        return "none"
+        return "no such runs"
     words = []
     for quantity, each in (("step", errors.step), ("memory", errors.memory)):
         if each is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from gssim.errors import UserError
 from gssim.interop.script import DTYPES, OPTIMIZERS, training_script
 from gssim.plan import METHODS, default_plan
-from gssim.scenario import Scenario, reduce_precision
+from gssim.scenario import Scenario, reduce_precision, schedule_of
 from gssim.scenario.overrides import toml
 from gssim.scenario.run import Run
 from gssim.units import PRECISION_BYTES
@@ -393,7 +393,7 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
             "mixed_precision_reduce": DTYPES[reduce_precision(workload)],
             **({"enable_cpu_offload": True} if plan.offload else {}),
         },
-        "parallelism": _torchtitan_parallelism(scenario, micro, many, notes),
+        "parallelism": _torchtitan_parallelism(scenario, micro, notes),
         "activation_checkpoint": every_second if recompute == "every-second-product" else {"mode": recompute},
     }
     if workload.model.compiled:
@@ -423,8 +423,8 @@ def _refuse_for_torchtitan(scenario: Scenario) -> None:
     _refuse("torchtitan", "workload.optimizer", workload.optimizer, adam, ", ".join(OPTIMIZER_TYPES))
 
 
-def _torchtitan_parallelism(scenario: Scenario, micro: int, many: int, notes: list[str]) -> dict[str, Any]:
-    """Return torchtitan's table of the parallel axes; `micro`: samples of a micro-batch; `many`: micro-batches."""
+def _torchtitan_parallelism(scenario: Scenario, micro: int, notes: list[str]) -> dict[str, Any]:
+    """Return torchtitan's table of the parallel axes; `micro`: samples of a micro-batch."""
     plan, policies = scenario.plan, scenario.policies
     sharded = plan.method in SHARDED
     table: dict[str, Any] = {
@@ -441,7 +441,7 @@ def _torchtitan_parallelism(scenario: Scenario, micro: int, many: int, notes: li
             table["disable_loss_parallel"] = True
     if policies.pp > 1:
         schedules = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
-        schedule = plan.schedule or ("1f1b" if many >= policies.pp else "gpipe")
+        schedule = schedule_of(plan, policies.pp)
         if plan.schedule is None:
             notes.append(note_of("plan.schedule", schedule, "is the default, and in the file"))
         _refuse("torchtitan", "plan.schedule", schedule, schedule in schedules, ", ".join(schedules))

@@ -765,7 +765,7 @@ def _named_stages(named: Value, keys: Keys, model: Model, ranks: int) -> list[En
     names = [str(name) for part in named.value for name in part]
     order = ["tok_embeddings", *(f"layers.{number}" for number in range(len(blocks))), "norm", "output"]
     if names != order or len(named.value) % ranks or not all(named.value):
-        what = f"are not the {len(blocks)} blocks of '{model.name}', in their order, in a stage or more for each rank"
+        what = f"must be the {len(blocks)} blocks of '{model.name}' in their order, in as many stages for each rank"
         _refuse(keys, named, what, "plan.stages")
         return []
     stages = [sum(sizes.get(str(name), 1) for name in part) for part in named.value]

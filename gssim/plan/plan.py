@@ -377,8 +377,8 @@ class Plan:
     `deepspeed`: all parameters lie in one flat buffer, padded, of which each rank updates an even part, with a master
     copy of it whatever the precision; parts are all-gathered in buckets of 5e8 elements. Gradients are all-reduced in
     buckets of at most `bucket_bytes`, without `overlap` only after the backward, and then freed: a rank keeps those of
-    its part (predicted only). `megatron`: Megatron-LM's distributed optimizer: the same parts, with a master copy of
-    parameters in 16 bits alone, but gradients exist in one buffer alone, to which the products that compute them add,
+    its part (predicted only). `megatron`: Megatron-LM's distributed optimizer: the same parts, with a master copy only
+    where parameters are in 16 bits; gradients exist in one buffer alone, to which the products that compute them add,
     and which is reduce-scattered, not all-reduced (predicted only)."""
     zero2_implementation: Literal["torch", "deepspeed"] = "torch"
     """For `zero2`. `torch`: FSDP2 gathers the parameters of each block in every micro-batch, and reduce-scatters its
@@ -389,8 +389,9 @@ class Plan:
     CPUOffloadPolicy: shards of parameters, their gradients and the optimizer's state; a shard is copied to the device
     before each gather, its gradients are copied back after each reduction. `optimizer`: the optimizer's state and the
     master copy, as DeepSpeed's `offload_optimizer`: gradients of what a rank updates are copied to the host, updated
-    parameters back; with an implementation `deepspeed` they are accumulated there, copied both ways in between
-    (predicted only). On a CPU, which is its own host, `parameters` changes nothing. Absent: none."""
+    parameters back; with `zero1_implementation` or `zero2_implementation = "deepspeed"`, gradients of several
+    micro-batches are added up on the device, and copied to the host and back between micro-batches (predicted only).
+    On a CPU, which is its own host, `parameters` changes nothing. Absent: none."""
     receive_buffers: Literal["micro-batch", "in-flight"] = "micro-batch"
     """For pipelines. `micro-batch`: a stage keeps a buffer for every micro-batch's input, and for every gradient of its
     output, all step (torch's PipelineStage). `in-flight`: it has buffers for inputs whose backward is still to come,

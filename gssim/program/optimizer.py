@@ -221,9 +221,9 @@ def _update(
     if low.copies_part and not (low.has_master_copy or low.offload):
         # gradients are copied to the part, and the part to the parameters
         duration_s += 2 * cost.copy_time_s(device, elements * low.master_bytes)
-    if low.has_one_gradient_buffer:  # the buffer is zeroed before each step: writes only
+    if low.has_one_gradient_buffer:  # the buffer, on the rank's device, is zeroed before each step: writes only
         zeroed = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
-        duration_s += cost.copy_time_s(device, zeroed) / 2
+        duration_s += cost.copy_time_s(low.device(rank), zeroed) / 2
     if divides_master_gradients(low):
         moved = (low.master_bytes, low.master_bytes)
         duration_s += cost.moving_time_s(device, value_bytes=moved, elements=elements, tensors=len(owned))

@@ -506,7 +506,8 @@ class Result:
         """Return the part of exposed communication that is due to unequal compute, of a rank or as the mean over ranks.
 
         It is the time by which a rank computes less than the one that computes most: it waits as long even where
-        messages take no time. The rest is communication that nothing hides, and (in a pipeline) the bubble.
+        messages take no time. The rest is communication that nothing hides, and (in a pipeline) the bubble. Compute is
+        the mean over steps: waits for ranks that are the slower ones in some steps only (jitter) count to the rest.
         """
         most_s = max(each.compute_s for each in self.ranks)
         chosen = self.ranks if rank_class is None else (rank_class,)

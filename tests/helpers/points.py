@@ -735,13 +735,24 @@ def _predicted_keys(random: Random, cluster: Table, workload: Table, plan: Table
             server["host_memory"] = True
     if plan["method"] == "zero1" and random.random() < 0.4:
         plan["zero1_implementation"] = random.choice(["deepspeed", "megatron"])
-    # of the samples, not drawn, so that all other points stay as they are
-    if plan["method"] == "zero2" and not plan.keys() & {"pp", "ep"} and workload["global_batch_size"] % 3:
-        plan["zero2_implementation"] = "deepspeed"
+    if workload["global_batch_size"] % 3:  # not drawn, so that all other points stay as they are
+        _keys_of_other_programs(cluster, plan)
     if workload["precision"] in ("bf16", "fp16") and random.random() < (0.2 if whole else 0.01):
         workload["gradient_precision"] = "fp32"
     if plan.get("pp", 1) > 1 and random.random() < 0.3:
         plan["receive_buffers"] = "in-flight"
+
+
+def _keys_of_other_programs(cluster: Table, plan: Table) -> None:
+    """Set what DeepSpeed or Megatron-LM does, and not torch."""
+    if plan["method"] == "zero2" and not plan.keys() & {"pp", "ep"}:
+        plan["zero2_implementation"] = "deepspeed"
+    if plan.get("schedule") == "1f1b":
+        plan["schedule"] = "deepspeed"
+    if plan.get("zero1_implementation") == "megatron" and cluster["backend"] == "nccl" and "pp" not in plan:
+        plan["publish"] = {"overlap": plan.get("overlap", True)}
+    if "backend_cost" in cluster:
+        cluster["backend_cost"] |= {"unpacking_s": 1e-4, "unpacking_byte_s": 1e-9}
 
 
 def _precisions(cluster: Table) -> list[str]:

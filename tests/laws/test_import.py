@@ -999,7 +999,7 @@ def test_torchtitans_stages_count_embedding_and_head_as_blocks(tmp_path, pp, mor
     named = text.replace(f"_degree = {pp}\n{more}", f"_degree = 2\nmodule_fqns_per_model_part = {json.dumps(parts)}\n")
     assert imported(tmp_path, named, name="t.toml")[0]["plan"]["stages"] == [22, 14]
     other = named.replace('"norm", ', "")
-    assert "are not the 32 blocks of 'llama3-8b'" in refused(tmp_path, other, name="t.toml")
+    assert "must be the 32 blocks of 'llama3-8b'" in refused(tmp_path, other, name="t.toml")
     assert "the model 'llama3-8b' has width" in refused(tmp_path, text.replace('"8B"', '"70B"'), name="t.toml")
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import gssim
 from gssim import simulate
+from gssim.cost import copy_time_s
 from gssim.planner.bounds.bounds import Bounds
 from gssim.sweeps.table import outcome
 from gssim.workload import optimizer_moved_bytes, unrolled
@@ -82,6 +83,16 @@ def test_gradients_that_are_kept_in_fp32_are_copied_as_they_are(scenario_of):
     cast, kept = (simulate(scenario_of(plan | more)) for more in ({}, {"workload.gradient_precision": "fp32"}))
     casts_s = [each.phases_s["optimizer"] - update_s(elements_of(scenario_of({})), 1) for each in (cast, kept)]
     assert casts_s[0] == pytest.approx(2 * casts_s[1], rel=1e-6)  # of parameters alone
+
+
+def test_megatrons_buffer_of_gradients_is_zeroed_on_the_device(scenario_of):
+    """It was zeroed at the rate of the host's memory, which has no part in it."""
+    asked = scenario_of(
+        {"plan.method": "zero1", "plan.zero1_implementation": "megatron", "plan.offload": "optimizer"}, devices=2
+    )
+    elements, gpu = elements_of(asked), asked.cluster.device_types["gpu"]
+    expected_s = update_s(elements // 2, 2) + copy_time_s(gpu, 4 * elements) / 2
+    assert simulate(asked).phases_s["optimizer"] == pytest.approx(expected_s, rel=1e-3)
 
 
 def test_copies_that_share_a_link_take_turns_on_it(scenario_of):

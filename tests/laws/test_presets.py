@@ -178,11 +178,13 @@ def test_errors_of_published_runs_are_those_of_the_presets_figures(name, monkeyp
     monkeypatch.setitem(presets("devices")[name], "efficiency_ratio", 0.123)
     preset_errors.cache_clear()
     monkeypatch.setattr(presets_module, "preset_errors", preset_errors.__wrapped__)
-    assert f"{name}: none" in expected_errors([expanded("devices", name)["source"]])
+    assert f"{name}: no such runs" in expected_errors([expanded("devices", name)["source"]])
 
 
 def test_devices_that_were_measured_or_changed_have_no_errors_of_published_runs():
-    changed = expanded("devices", {"preset": "t4", "efficiency_ratio": 0.5, "source": "timed here"})
-    assert expected_errors([changed["source"]]) is None
+    own = {"efficiency_ratio": 0.5, "source": "timed here"}, {"step_jitter_ratio": 0.3}
+    own += ({"efficiency_ratio": 0.5, "source": f"{expanded('devices', 't4')['source']}; timed here"},)
+    for changes in own:
+        assert expected_errors([expanded("devices", {"preset": "t4", **changes})["source"]]) is None
     assert expected_errors([expanded("devices", "t4")["source"], "measured here"]) is None
-    assert expected_errors([expanded("devices", "tpu-v2-chip")["source"]]).endswith("tpu-v2-chip: none")
+    assert expected_errors([expanded("devices", "tpu-v2-chip")["source"]]).endswith("tpu-v2-chip: no such runs")

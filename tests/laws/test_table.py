@@ -46,6 +46,8 @@ def test_a_row_says_what_the_result_does(result):
         result.scenario["workload"]["global_batch_size"],
         result.scenario["workload"]["sequence_length"],
     )
+    lacking = {**result.scenario, "workload": {"model": {"name": "of another program"}}}
+    assert outcome(replace(result, scenario=lacking))["sequence_length"] is None
 
 
 FAST = [f"cluster.links.{link}.{key}" for link in range(4) for key in ("bandwidth_bytes_per_s=1e15", "latency_s=0")]
@@ -66,7 +68,7 @@ def test_what_a_rank_waits_on_an_infinitely_fast_network_is_for_slower_ranks(met
     assert slow.to_frame()["imbalance_s"].to_list() == [slow.imbalance_s(each) for each in slow.ranks]
     print_result(slow)
     said = capsys.readouterr().out.splitlines()
-    (row,) = [line for line in said if "of it for slower ranks" in line]
+    (row,) = [line for line in said if "of which for slower ranks" in line]
     assert row.split("│")[3].strip() == "< 1%"
     assert sum(line.startswith("errors on published runs") for line in said) == 1
     ranks = tuple(replace(each, device="this machine's") for each in slow.ranks)

@@ -151,7 +151,8 @@ def check_publish(scenario: Scenario, policies: Policies, file: str) -> None:
         if policies.partition == "weight-gradient":
             raise UserError(f"{where} = {value}: cannot run yet with method '{method}'; allowed today: gs, gs_hier")
         if not publishes:
-            raise UserError(f"{where}: method '{method}' publishes no parameters; allowed with gs, gs_hier")
+            own = ", or zero1 with plan.zero1_implementation = 'megatron'" if key == "overlap" else ""
+            raise UserError(f"{where}: method '{method}' publishes no parameters; allowed with gs, gs_hier{own}")
     if rules.threshold is not None and not policies.point_to_point:
         raise UserError(
             f"{file}: plan.publish.threshold: the backend's broadcasts cannot carry messages of sizes that depend on "
