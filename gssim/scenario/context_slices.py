@@ -37,15 +37,23 @@ class Attention:
         The attention is the only compute-heavy operation that makes two tensors, one of which has the logarithms of its
         sums; its backward makes three.
         """
-        heavy = layer.selective_positions or ()
-        born = Counter((each.born.phase, each.born.position) for each in layer.buffers)
-        found = [position for position in heavy if born["f", position] > 1]
-        if len(found) != 1:
-            return None
-        (forward,) = found
-        released = max(each.freed.position for each in layer.buffers if each.born == Moment("f", forward))
-        backwards = [at for (phase, at), count in born.items() if phase == "b" and count == 3 and at < released]
-        return cls(forward, max(backwards), released) if backwards else None
+        return _attention(Same(layer))
+
+
+@lru_cache(maxsize=256)
+def _attention(held: Same) -> Attention | None:
+    """Return the attention of a layer, which is asked for at every moment of its exchanges."""
+    layer = held.value
+    assert isinstance(layer, Layer)
+    heavy = layer.selective_positions or ()
+    born = Counter((each.born.phase, each.born.position) for each in layer.buffers)
+    found = [position for position in heavy if born["f", position] > 1]
+    if len(found) != 1:
+        return None
+    (forward,) = found
+    released = max(each.freed.position for each in layer.buffers if each.born == Moment("f", forward))
+    backwards = [at for (phase, at), count in born.items() if phase == "b" and count == 3 and at < released]
+    return Attention(forward, max(backwards), released) if backwards else None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
 
-from gsreal.model_files import trace  # noqa: E402
 from gsreal.model_files.build import build_module, training_config  # noqa: E402
 from gsreal.model_files.config_file import unused_keys  # noqa: E402
 from gsreal.model_files.request import Request, check_options, completed, traced_model  # noqa: E402
@@ -44,7 +43,7 @@ def asked(path, **settings):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_is_the_class_that_it_names_of_its_sizes(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(trace, "trace", lambda model, **_: model)  # tracing has tests of its own
+    monkeypatch.setattr("gsreal.model_files.request.trace", lambda model, **_: model)  # tracing has tests of its own
     labels = {"num_labels": 5} if kind == "vit" else {}
     path = written(tmp_path, kind, **labels)
     check_options(asked(path))
@@ -93,7 +92,7 @@ def test_what_cannot_be_traced_is_refused_by_its_key(tmp_path, changes, message)
 
 def test_null_is_none_where_the_default_is_another(tmp_path, monkeypatch):
     """DeepSeek-V2-Lite projects its queries at once: `q_lora_rank` is null, and 1536 by default."""
-    monkeypatch.setattr(trace, "trace", lambda model, **_: model)
+    monkeypatch.setattr("gsreal.model_files.request.trace", lambda model, **_: model)
     path = written(tmp_path, "llama", {"bos_token_id": None, "pretraining_tp": None})
     model = traced_model(asked(path))
     assert model.module.hugging_face.null == ("pretraining_tp",)

@@ -104,12 +104,9 @@ class ModelParts:
             own_key = ("part", cut, self.slices_key(plan, policies), policies.ep, experts, place)
             return self.once(own_key, lambda: self._stage_part(plan, policies, place, experts))
         if policies.ep > 1:
-            place = policies.mesh.expert_position(rank)
-            of_experts = ("experts", policies.ep, place, self.slices_key(plan, policies))
-            return self.once(of_experts, lambda: self._new_experts(of_experts, plan, policies, place))
+            return self._with_experts(plan, policies, policies.mesh.expert_position(rank))
         if policies.cp > 1:
-            context = self._context(plan, policies)
-            return self.once(context, lambda: self._new_context(context, plan, policies))
+            return self._in_context(plan, policies)
         if policies.tp == 1:
             return self.whole
         parts = self._slice_shares(plan, policies)
@@ -161,14 +158,15 @@ class ModelParts:
             # layers with a copy of a tied parameter, or without a backward, are otherwise as measured
             layers = tuple(instance for stage in stages for instance in stage)
             return self.once(held, lambda: Part(held, layers, self._wholes(layers), 1 / policies.tp))
-        if policies.ep > 1:
-            whole = self._new_experts("experts", plan, policies, experts).layers
-        else:
-            whole = self._new_context("context", plan, policies).layers
-        every = held_layers(whole, self.with_plan(plan).stage_ranges)
-        own = tuple(instance for stage in every[place :: policies.pp] for instance in stage)
-        parts_of = tuple(self.traced[each.index].layer for each in own)
-        return self.once(held, lambda: Part(held, own, parts_of, positions=positions))
+
+        def cut_part() -> Part:
+            of_experts = policies.ep > 1
+            whole = self._with_experts(plan, policies, experts) if of_experts else self._in_context(plan, policies)
+            every = held_layers(whole.layers, self.with_plan(plan).stage_ranges)
+            own = tuple(instance for stage in every[place :: policies.pp] for instance in stage)
+            return Part(held, own, tuple(self.traced[each.index].layer for each in own), positions=positions)
+
+        return self.once(held, cut_part)
 
     def slices_key(self, plan: Plan, policies: Policies) -> Hashable:
         """Return everything that layers of tensor ranks, and on parts of sequences, depend on, but the own place."""
@@ -181,6 +179,11 @@ class ModelParts:
             return None
         slices = policies.sequence_parallel, plan.gathered_inputs, plan.embedding_parallel, plan.loss_parallel
         return ("context", sequence_positions(policies, self.workload), policies.ring, policies.tp, slices)
+
+    def _in_context(self, plan: Plan, policies: Policies) -> Part:
+        """Return the layers of all stages on a rank's part of the sequences."""
+        key = self._context(plan, policies)
+        return self.once(key, lambda: self._new_context(key, plan, policies))
 
     def _new_context(self, key: Hashable, plan: Plan, policies: Policies) -> Part:
         if not self.model.context_layers:
@@ -216,6 +219,11 @@ class ModelParts:
         if not self.model.context_layers:
             raise UserError("the model is not traced on parts of sequences")
         self._check_context(self.model.expert_layers)
+
+    def _with_experts(self, plan: Plan, policies: Policies, position: int) -> Part:
+        """Return the layers of all stages with the experts of a position among the ranks that divide them."""
+        key = ("experts", policies.ep, position, self.slices_key(plan, policies))
+        return self.once(key, lambda: self._new_experts(key, plan, policies, position))
 
     def _new_experts(self, key: Hashable, plan: Plan, policies: Policies, position: int) -> Part:
         if not divided_expert_layers(self.model, policies):
