@@ -21,6 +21,7 @@ from rich.table import Table
 from analysis.literature.platforms import calibration_rows
 from analysis.literature.runs import Run
 from analysis.literature.scenarios import INTERRUPTED, NoPrediction, Prediction, cluster_of_run, predict_runs
+from analysis.literature.tables.frameworks import UNEVEN_STEPS
 from analysis.literature.tables.reading import Record, read_table
 from gssim.cluster.presets import PresetErrors, QuantityErrors, digest_of_figures, preset_of
 from gssim.errors import UserError
@@ -257,11 +258,13 @@ def _read(files: Sequence[Path]) -> tuple[list[list[Record]], tuple[str, ...]]:
 def errors_by_preset(scores: Scores) -> dict[str, PresetErrors]:
     """Return the errors of scored rows by device preset, of rows whose devices are all of one, with its own rates.
 
-    The software of some rows has a time of its own for an operation on the host, or another workspace.
+    Rows with steps of uneven lengths are left out: something else slowed their hosts down. The software of some rows
+    has a time of its own for an operation on the host, or another workspace.
     """
     steps: dict[str, list[float]] = defaultdict(list)
     memory: dict[str, list[float]] = defaultdict(list)
-    for row in (row for source in scores.sources for row in source.tested):
+    steady = (source for source in scores.sources if not source.source.endswith(UNEVEN_STEPS))
+    for row in (row for source in steady for row in source.tested):
         cluster = cluster_of_run(row.run)
         names = {preset_of(cluster.type_of(rank).source) for rank in range(row.run.ranks)}
         name = names.pop() if len(names) == 1 else None

@@ -217,7 +217,7 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
     # some steps took far longer: others used the host, or it had too few cores. That holds for nearly all tests on one
     # node of GB200; what their steps would have taken alone is not known
     is_uneven = median_s and least_s and least_s < STEADY_RATIO * median_s
-    uneven = ", steps of uneven lengths" if is_uneven else ""
+    uneven = UNEVEN_STEPS if is_uneven else ""
     return Run(
         identity=record["test_case"] + " " + record["platform"] if record["test_case"] else identity,
         source=f"Megatron-LM tests, {record['family']} on {_gpu(record['platform'])}{uneven}",
@@ -252,6 +252,8 @@ DEFERRED_OUTPUTS = 2
 """`wgrad-deferral-limit` of the tests with `defer-embedding-wgrad-compute` (Megatron-LM, model_config.yaml)."""
 STEADY_RATIO = 0.8
 """Least ratio of the shortest step to the median one; steps of a test alone on its machine differ by a tenth."""
+UNEVEN_STEPS = ", steps of uneven lengths"
+"""End of the source of tests below that ratio, whose hosts something else slowed down."""
 
 
 def _refuse(record: Mapping[str, str]) -> None:
