@@ -37,8 +37,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # a test process holds a million objects (torch, the tests); looking through them all for cycles again and again took a
-# quarter of its time
-gc.set_threshold(300_000, 20, 100)
+# quarter of its time. Most files stay below this number of new objects, which are looked through once, at their end
+gc.set_threshold(2**21, 20, 100)
 
 
 def pytest_collection_modifyitems(items):

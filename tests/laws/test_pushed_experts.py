@@ -47,14 +47,20 @@ def statistics(*rms_of_blocks: float):
     return exponential_statistics(traces=traces, changes=changes, model=MIXTURE.name)
 
 
+def payloads_of(asked, *kinds: str, gradients=None) -> list[dict[tuple[int, ...], float]]:
+    """Return the bytes of the collectives of each kind by group of ranks."""
+    found: dict[str, dict[tuple[int, ...], float]] = {kind: {} for kind in kinds}
+    for entry in simulate(loaded_of(asked, gradients)).result.collectives:
+        if entry.kind in found:
+            size = entry.bytes * entry.count if entry.payload_bytes is None else entry.payload_bytes
+            of_kind, group = found[entry.kind], tuple(entry.group)
+            of_kind[group] = of_kind.get(group, 0) + size
+    return list(found.values())
+
+
 def payloads(asked, kind: str, gradients=None) -> dict[tuple[int, ...], float]:
     """Return the bytes of the collectives of a kind by group of ranks."""
-    found: dict[tuple[int, ...], float] = {}
-    for entry in simulate(loaded_of(asked, gradients)).result.collectives:
-        if entry.kind == kind:
-            size = entry.bytes * entry.count if entry.payload_bytes is None else entry.payload_bytes
-            found[tuple(entry.group)] = found.get(tuple(entry.group), 0) + size
-    return found
+    return payloads_of(asked, kind, gradients=gradients)[0]
 
 
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (8, 2), (6, 3)])
@@ -64,7 +70,7 @@ def test_gradients_of_experts_are_pushed_among_those_that_hold_the_same(ranks, e
     All of these are published there too, each element once.
     """
     rows = payloads(scenario({"method": "ddp", "ep": ep}, ranks), "all-to-all-v")
-    pushed, published = (payloads(scenario({"ep": ep}, ranks), kind) for kind in ("all-to-all-v", "all-gather-v"))
+    pushed, published = payloads_of(scenario({"ep": ep}, ranks), "all-to-all-v", "all-gather-v")
     pushed = {group: size - rows.get(group, 0) for group, size in pushed.items() if size != rows.get(group)}
     everyone, replicas = tuple(range(ranks)), ranks // ep
     assert pushed.pop(everyone) == (ranks - 1) * DENSE * VALUE_BYTES
@@ -82,8 +88,7 @@ def test_on_two_levels_gradients_of_experts_are_pushed_on_one_among_those_that_h
     batch = {"global_batch_size": 2 * ranks}
     rows = payloads(scenario({"method": "ddp", "ep": ep}, ranks, **batch), "all-to-all-v")
     asked = scenario(plan, ranks, **batch)
-    kinds = ("reduce-scatter-v", "all-to-all-v", "all-gather-v")
-    reduced, pushed, published = (payloads(asked, kind) for kind in kinds)
+    reduced, pushed, published = payloads_of(asked, "reduce-scatter-v", "all-to-all-v", "all-gather-v")
     pushed = {group: size - rows.get(group, 0) for group, size in pushed.items() if size != rows.get(group)}
     inside = {tuple(range(first, first + places)) for first in range(0, ranks, places)}
     across = {tuple(range(place, ranks, places)) for place in range(places)}
