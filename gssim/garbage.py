@@ -1,4 +1,4 @@
-"""Garbage collection of whole processes: rare, as they have many objects, and few of these are garbage in cycles."""
+"""Garbage collection in the processes of the commands: rare, as few of their many objects are garbage in cycles."""
 
 import atexit
 import gc
@@ -11,8 +11,8 @@ eighth of a search would be spent on looking through them, and of `gssim run` mo
 
 
 def end_without_collection() -> None:
-    """Let the process end without looking for garbage, several times and in all modules: its memory is freed anyway.
+    """Leave out the collections with which Python ends a process, as its memory is freed anyway.
 
-    It would take half a second with torch, as much after a simulation of 1,024 devices.
+    They would take half a second in a process with torch, or after a simulation of 1,024 devices.
     """
     atexit.register(gc.freeze)

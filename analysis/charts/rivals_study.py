@@ -64,16 +64,16 @@ def _figure(
     width_in = LEFT_IN + len(panels) * (PANEL_IN + GAP_IN) - GAP_IN + 0.3 + legend_in
     seeds, steps = len(courses[0].losses), courses[0].last
     caption = f"Mean of {seeds} seeds over {steps} steps; bars at the end: standard deviation over seeds."
-    said = wrapped(finding, width_in - 0.4, 10.5)
+    findings = wrapped(finding, width_in - 0.4, 10.5)
     highest = _highest(courses)
     beyond = highest < max(loss for each in courses for loss in _means(each))
     above = " Of lines that come from above, the first readings are not shown." if beyond else ""
     notes = wrapped(f"{caption} {note}{above} {CAVEAT}", width_in - 0.4)
-    top_in = 0.25 + 0.26 + 0.21 * len(said) + 0.19 * len(notes) + 0.4
+    top_in = 0.25 + 0.26 + 0.21 * len(findings) + 0.19 * len(notes) + 0.4
     height_in = top_in + max(HIGH_IN + BOTTOM_IN, 0.225 * len(courses) + 0.5)
     with mpl.rc_context(STYLE):
         figure = new_figure(width_in, height_in)
-        write_findings(figure, title, said, notes)
+        write_findings(figure, title, findings, notes)
         for number, (label, name, cost) in enumerate(panels):
             left_in, bottom_in = LEFT_IN + number * (PANEL_IN + GAP_IN), height_in - top_in - HIGH_IN
             axes = add_axes(figure, (left_in, bottom_in, PANEL_IN, HIGH_IN))

@@ -144,7 +144,7 @@ class ObservedStage(PipelineStage):
 
 
 class ScheduleOfActions(PipelineScheduleSingle):
-    """Runs the actions that `gssim.plan.schedule` lists for a stage, for schedules that torch does not have."""
+    """Runs the actions that `gssim.plan.pipeline_schedule` lists for a stage, where torch lacks the schedule."""
 
     def __init__(self, stage: PipelineStage, count: int, name: str, **settings: Any) -> None:
         super().__init__(stage, count, **settings)

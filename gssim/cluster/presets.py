@@ -129,7 +129,7 @@ def expected_errors(sources: Iterable[str]) -> str | None:
     known = {name: preset_errors().get(name) for name in names if name is not None}
     if len(known) < len(names) or not known:
         return None
-    listed = "; ".join(f"{name}: {_said(errors)}" for name, errors in known.items())
+    listed = "; ".join(f"{name}: {_in_words(errors)}" for name, errors in known.items())
     return f"errors on published runs, median and 90th percentile: {listed}"
 
 
@@ -137,7 +137,8 @@ FEWEST_RUNS = 10
 """Least number of runs of which the 90th percentile is shown."""
 
 
-def _said(errors: PresetErrors | None) -> str:
+def _in_words(errors: PresetErrors | None) -> str:
+    """Return the errors of a preset as text; without a preset's errors, that no published runs on it are known."""
     if errors is None:
         return "no such runs"
     words = []

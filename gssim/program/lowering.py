@@ -525,8 +525,8 @@ class Lowering:
         changes = enumerate((size, -size), start=position) if size else ()
         return tuple(Event(place, change, "communication", **event) for place, change in changes)
 
-    def stages_messages(self, device: DeviceType) -> bool:
-        """Return whether messages of a device are copied to host memory, from where gloo sends them."""
+    def sends_from_host(self, device: DeviceType) -> bool:
+        """Return whether the backend sends a device's messages from copies in host memory, as gloo those of GPUs."""
         return self.scenario.cluster.backend == "gloo" and device.kind == "cuda"
 
     @cached_property

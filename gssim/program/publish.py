@@ -275,7 +275,7 @@ def _overlaps(low: Lowering) -> bool:
 
     This excludes GPUs on gloo: messages are copied through host memory, which the host waits for.
     """
-    return low.policies.publish_overlaps and not low.stages_messages(low.device(low.group[0]))
+    return low.policies.publish_overlaps and not low.sends_from_host(low.device(low.group[0]))
 
 
 def _side_stream(low: Lowering, rank: int) -> str:

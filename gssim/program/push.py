@@ -186,7 +186,7 @@ def _push_bucket(
         sent_bytes, received_bytes = matrix.sent[own], matrix.received[own]
     packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -float(offered), "buckets")
     adding = _accumulation_memory(low, bucket, rank, micro_batch)
-    staged = low.stages_messages(low.device(rank))
+    staged = low.sends_from_host(low.device(rank))
     posted, sent, released = _exchange_memory(low, packed, adding, sent_bytes, received_bytes, staged=staged)
     ready = tasks[-1].id
     if not low.policies.point_to_point:  # the backend's all-to-all posts from a flat copy, in its own thread
