@@ -18,8 +18,9 @@ Ranks that hold different gradients (shards, or the layers of different stages) 
 A tied parameter counts once.
 
 [Note: loss scaling] A training in fp16 multiplies its loss by `workload.loss_scale`. Before the update one pass reads
-and writes the gradients (torch._amp_foreach_non_finite_check_and_unscale_). It divides the fp32 gradients of shards.
-Gradients in fp16 are only checked in this pass: they are divided in another one, after the cast for the master copy.
+and writes the gradients (torch._amp_foreach_non_finite_check_and_unscale_). It divides gradients that are in fp32:
+those of shards, and those that replicas keep so (`workload.gradient_precision`). Gradients in fp16 are only checked in
+this pass: they are divided in another one, after the cast for the master copy.
 The flag of an infinite gradient is all-reduced along every axis whose ranks hold different gradients (as in FSDP's
 ShardedGradScaler). Skipped steps are not predicted.
 """
@@ -98,7 +99,7 @@ def unscale_gradients(
 def divides_master_gradients(low: Lowering) -> bool:
     """Return whether the optimizer divides gradients that it has cast for its master copy; see [Note: loss scaling]."""
     shards = low.policies.gradients == "reduce-scatter" or bool(low.flat_part)
-    return low.scenario.workload.loss_scale is not None and not shards and low.has_master_copy
+    return low.scenario.workload.loss_scale is not None and not shards and low.casts_gradients
 
 
 def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterator[Task]:

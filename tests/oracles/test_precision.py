@@ -398,13 +398,18 @@ def test_training_in_bf16_comes_to_where_one_device_comes(runs: dict, name: str)
 TABLE1 = Path(__file__).resolve().parents[2] / "scenarios" / "table1-bert.toml"
 
 
-@pytest.mark.parametrize(("method", "passes_bytes", "flags"), [("ddp", 2 * 2 + 2 * 4, 0), ("zero3", 2 * 4 / 2, 1)])
-def test_a_scaled_loss_costs_passes_over_gradients_and_a_flag_of_shards(method, passes_bytes, flags):
-    """ddp: fp16 gradients are read and written, and their fp32 copies; zero3: half of fp32 ones, and an all-reduce."""
+@pytest.mark.parametrize(
+    ("method", "kept", "passes_bytes", "flags"),
+    [("ddp", None, 2 * 2 + 2 * 4, 0), ("ddp", "fp32", 2 * 4, 0), ("zero3", None, 2 * 4 / 2, 1)],
+)
+def test_a_scaled_loss_costs_passes_over_gradients_and_a_flag_of_shards(method, kept, passes_bytes, flags):
+    """ddp: fp16 gradients are read and written, and their fp32 copies; or the fp32 ones that are kept. zero3: half of
+    fp32 ones, and an all-reduce.
+    """
 
     def result_of(**scale: float) -> Result:
         cluster = star(2, latency_s=0.0, types={"cpu": device_type(peak_flop_per_s={"fp16": 1e9})}, bandwidth=1e15)
-        workload = {"precision": "fp16", "optimizer": "sgd", "global_batch_size": 4} | scale
+        workload = {"precision": "fp16", "optimizer": "sgd", "global_batch_size": 4, "gradient_precision": kept} | scale
         return simulate(loaded_of(scenario_of(cluster, {"method": method}, **workload))).result
 
     plain, scaled = result_of(), result_of(loss_scale=512.0)
