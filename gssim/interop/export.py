@@ -122,6 +122,7 @@ def _notes(scenario: Scenario, to: str) -> list[str]:
         notes.append(note_of("plan.recompute", plan.recompute, "recompute in your own code"))
     if policies.cp > 1 and not policies.ring and to != "deepspeed":
         notes.append(note_of("plan.context_exchange", "all-to-all", f"{to} exchanges keys and values, not heads"))
+    notes += _transport_notes(scenario, to)
     if (same := _read_back_method(scenario)) != plan.method:
         notes.append(note_of("plan.method", plan.method, f"reads back as '{same}', which is the same here"))
     if workload.momentum != Workload.__dataclass_fields__["momentum"].default and workload.optimizer not in (
@@ -136,6 +137,17 @@ def _notes(scenario: Scenario, to: str) -> list[str]:
         if value != getattr(Run(), name) and not (to == "torchtitan" and name == "seed"):
             notes.append(note_of(key, value, "is your script's" if has_code else "is not in the file"))
     return notes
+
+
+def _transport_notes(scenario: Scenario, to: str) -> list[str]:
+    """Return a note on how gloo carries the collectives of shards, which no file says."""
+    policies = scenario.policies
+    if policies.gradients != "reduce-scatter" or scenario.cluster.backend != "gloo":
+        return []
+    reason = "is what it does, and not in the file"
+    if policies.point_to_point:
+        reason = f"{to} has gloo's own reduce-scatter, which moves an all-reduce's bytes"
+    return [note_of("plan.exchange", policies.exchange, reason)]
 
 
 def _read_back_method(scenario: Scenario) -> str:

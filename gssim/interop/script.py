@@ -102,9 +102,13 @@ def training_script(scenario: Scenario, micro: int, many: int) -> str:
     imports, wrap = _wrapping(scenario)
     backward = "        loss.backward()"
     sync = ""
-    reduces = policies.gradients in ("all-reduce", "reduce-scatter") and many > 1
-    if reduces and policies.gradient_sync == "step":
-        if plan.method == "ddp":
+    if policies.gradients != "local" and many > 1 and policies.gradient_sync == "step":
+        if plan.method == "gs":
+            backward = (
+                "        with optimizer.no_sync() if micro < MICRO_BATCHES - 1 else nullcontext():\n"
+                "            loss.backward()"
+            )
+        elif plan.method == "ddp":
             sync = "        model.require_backward_grad_sync = micro == MICRO_BATCHES - 1\n"
         else:
             sync = "        model.set_requires_gradient_sync(micro == MICRO_BATCHES - 1)\n"
@@ -159,9 +163,11 @@ def _wrapping(scenario: Scenario) -> tuple[str, str]:
     made = f"optimizer = {optimizer.format(parameters='model.parameters()')}"
     if plan.method == "gs":
         imports.append("from gsreal.gradient_sharding import shard_gradients")
-        return "\n".join(imports) + "\n", (
-            f"{lines}optimizer = shard_gradients(model, lambda shard: {optimizer.format(parameters='shard')})"
-        )
+        if plan.micro_batches > 1 and policies.gradient_sync == "step":
+            imports.insert(0, "from contextlib import nullcontext")
+        options = f"lambda shard: {optimizer.format(parameters='shard')}"
+        options += "" if policies.point_to_point else ", point_to_point=False"
+        return "\n".join(imports) + "\n", f"{lines}optimizer = shard_gradients(model, {options})"
     if plan.method == "ddp":
         imports.append("from torch.nn.parallel import DistributedDataParallel")
         lines += "model = DistributedDataParallel(model)\n"

@@ -161,6 +161,28 @@ def test_scripts_for_torchrun_are_python(method):
     assert '"model.layers.31",' in text
 
 
+@pytest.mark.parametrize("sync", ["step", "micro-batch"])
+def test_a_script_of_gradient_sharding_pushes_when_and_how_the_plan_does(sync):
+    own = {"plan.method": "gs", "plan.micro_batches": 2, "plan.gradient_sync": sync, "workload.precision": "fp32"}
+    texts = [
+        export_scenario(scenario_with(own | {"plan.exchange": each}), "torchrun").text
+        for each in ("point-to-point", "backend")
+    ]
+    for text in texts:
+        ast.parse(text)
+    assert [text.count("optimizer.no_sync()") for text in texts] == [sync == "step"] * 2
+    assert ["point_to_point=False" in text for text in texts] == [False, True]
+
+
+@pytest.mark.parametrize("exchange", ["point-to-point", "backend"])
+def test_a_transport_on_gloo_that_no_file_holds_is_named(exchange):
+    own = [f"plan.exchange={exchange}", "plan.method=zero3"]
+    scenario = load_scenario(ROOT / "scenarios/demo.toml", own, gradients_needed=False).scenario
+    for program in ("deepspeed", "accelerate", "torchrun"):
+        said = [note for note in export_scenario(scenario, program).notes if note.startswith("plan.exchange")]
+        assert [note.partition(":")[0] for note in said] == [f'plan.exchange = "{exchange}"']
+
+
 @pytest.mark.parametrize("model", ["llama3-8b-compiled", "llama3-8b-compiled-every-second-product"])
 def test_compiled_blocks_go_to_torchtitan_and_come_back(tmp_path, model):
     scenario = scenario_with({"workload.model": model, "plan.method": "zero3"} | FP32)
