@@ -5,13 +5,21 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
+from gssim.cluster import memory_node
 from gssim.engine import MEMORY_STEPS, memory_after
 from gssim.errors import UserError
 from gssim.program import Program, lower
 from gssim.result import Result
 from gssim.result.result import Remedy
 from gssim.scenario import Loaded, Scenario, check
-from gssim.simulation import MemoryFootprint, footprints_of, host_misfit, tightest_margin, worst_misfit
+from gssim.simulation import (
+    MemoryFootprint,
+    footprints_of,
+    host_margin,
+    host_misfit,
+    tightest_margin,
+    worst_misfit,
+)
 
 MAX_RANKS = 8192
 """Suggestions use no more ranks than this."""
@@ -50,8 +58,10 @@ def suggested_changes(loaded: Loaded) -> tuple[Remedy, ...]:
     use more ranks. Finally the helpful changes to the plan are applied together, with the method that is closer to the
     plan's own.
     """
-    scenario = loaded.scenario
-    now_bytes = _needed_bytes(_footprints(scenario, _program(loaded)))
+    scenario, program = loaded.scenario, _program(loaded)
+    footprints = _footprints(scenario, program)
+    of_host = worst_misfit(footprints) is None and host_misfit(scenario, program) is not None
+    now_bytes = _needed_bytes(scenario, program, footprints, of_host=of_host)
     plan, methods, ranks = _plan_changes(scenario), list[Change](), list[Change]()
     if scenario.policies.parameters != "sharded":  # the method that is closer to the plan's own first
         names = ("gs_z3", "zero3") if scenario.policies.gradients == "push" else ("zero3", "gs_z3")
@@ -61,18 +71,21 @@ def suggested_changes(loaded: Loaded) -> tuple[Remedy, ...]:
         ranks = [(f"{times} times the ranks", partial(_with_ranks, times=times)) for times in multiples]
     suggestions, helpful = [], []
     for change in [*plan, *methods, *ranks]:
-        remedy = _remedy(loaded, [change], now_bytes)
+        remedy = _remedy(loaded, [change], now_bytes, of_host=of_host)
         if remedy is not None and remedy.saved_bytes > 0:
             suggestions.append(remedy)
             helpful.append(change)
     combined = [each for each in plan if each in helpful] + [each for each in methods if each in helpful][:1]
-    if len(combined) > 1 and (remedy := _remedy(loaded, combined, now_bytes)) is not None:
+    if len(combined) > 1 and (remedy := _remedy(loaded, combined, now_bytes, of_host=of_host)) is not None:
         suggestions.append(remedy)
     return tuple(sorted(suggestions, key=lambda each: -each.saved_bytes))
 
 
-def _remedy(loaded: Loaded, changes: Sequence[Change], now_bytes: float) -> Remedy | None:
-    """Return the effect of changes applied together; None if they are impossible."""
+def _remedy(loaded: Loaded, changes: Sequence[Change], now_bytes: float, *, of_host: bool) -> Remedy | None:
+    """Return the effect of changes applied together; None if they are impossible.
+
+    `of_host`: whether it is the hosts' memory that is lacking, in which they then have to save.
+    """
     try:
         scenario = reduce(lambda changed, change: change[1](changed), changes, loaded.scenario)
         check(scenario, file=loaded.file)
@@ -80,11 +93,15 @@ def _remedy(loaded: Loaded, changes: Sequence[Change], now_bytes: float) -> Reme
         footprints = _footprints(scenario, program)
     except UserError:
         return None
+    devices_suffice, hosts_suffice = worst_misfit(footprints) is None, host_misfit(scenario, program) is None
+    margin = tightest_margin(footprints)
+    if devices_suffice and not hosts_suffice:
+        margin = host_margin(scenario, program) or margin
     return Remedy(
         change=", ".join(name for name, _ in changes),
-        fits=all(fit is None for fit in (worst_misfit(footprints), host_misfit(scenario, program))),
-        margin=tightest_margin(footprints),
-        saved_bytes=now_bytes - _needed_bytes(footprints),
+        fits=devices_suffice and hosts_suffice,
+        margin=margin,
+        saved_bytes=now_bytes - _needed_bytes(scenario, program, footprints, of_host=of_host),
     )
 
 
@@ -100,8 +117,13 @@ def _footprints(scenario: Scenario, program: Program) -> list[MemoryFootprint]:
     return footprints_of(scenario, program, peaks)
 
 
-def _needed_bytes(footprints: Sequence[MemoryFootprint]) -> float:
-    """Return the memory needed by the rank whose device has the least to spare, in bytes."""
+def _needed_bytes(
+    scenario: Scenario, program: Program, footprints: Sequence[MemoryFootprint], *, of_host: bool
+) -> float:
+    """Return the bytes needed by the rank whose device has the least to spare, or (`of_host`) on the fullest host."""
+    if of_host:
+        on_host = host_margin(scenario, program)
+        return 0.0 if on_host is None else on_host.memory_bytes - on_host.margin_bytes
     least = min(footprints, key=lambda each: each.margin_bytes)
     return least.allocated_bytes + least.outside_bytes
 
@@ -148,5 +170,6 @@ def _with_ranks(scenario: Scenario, times: int) -> Scenario:
         for again in range(2, times + 1)
         for device in used
     ]
-    bare = replace(cluster, topology=None, devices=(*used, *more), switches=(), links=())
+    memories = tuple(dict.fromkeys(memory_node(device.host) for device in (*used, *more)))  # offloaded state needs them
+    bare = replace(cluster, topology=None, devices=(*used, *more), switches=memories, links=())
     return replace(scenario, cluster=bare, plan=replace(scenario.plan, ranks=None))

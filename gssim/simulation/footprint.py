@@ -452,6 +452,14 @@ def worst_misfit(footprints: Sequence[MemoryFootprint]) -> Fit | None:
 
 def host_misfit(scenario: Scenario, program: Program) -> Fit | None:
     """Return the host whose memory its ranks exceed by the most bytes, reported as its first rank; None if all fit."""
+    least = host_margin(scenario, program)
+    if least is None or least.margin_bytes >= 0:
+        return None
+    return Fit(rank=least.rank, category=least.category, excess_bytes=-least.margin_bytes, memory="host")
+
+
+def host_margin(scenario: Scenario, program: Program) -> Margin | None:
+    """Return the fullest host's memory to spare, reported as its first rank; None if ranks keep nothing on hosts."""
     host = scenario.cluster.host
     if host is None or not program.on_host:
         return None
@@ -462,10 +470,12 @@ def host_misfit(scenario: Scenario, program: Program) -> Fit | None:
         first.setdefault(name, rank)
         held[name].update(program.on_host[role])
     name = max(held, key=lambda each: held[each].total())
-    excess_bytes = held[name].total() - host.memory_bytes
-    if excess_bytes <= 0:
-        return None
-    return Fit(rank=first[name], category=held[name].most_common(1)[0][0], excess_bytes=excess_bytes, memory="host")
+    return Margin(
+        rank=first[name],
+        category=held[name].most_common(1)[0][0],
+        margin_bytes=host.memory_bytes - held[name].total(),
+        memory_bytes=host.memory_bytes,
+    )
 
 
 def tightest_margin(footprints: Sequence[MemoryFootprint]) -> Margin:

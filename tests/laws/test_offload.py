@@ -158,6 +158,14 @@ def test_a_host_may_have_too_little_memory(scenario_of):
     held_bytes = sum(sum(each.host_bytes.values()) * each.count for each in full.ranks)
     assert "of its host's memory" in str(outcome(full)["reason"])
     assert full.does_not_fit.excess_bytes == pytest.approx(held_bytes - 1.9e9)
+    # changes save what is lacking, which is no device's memory
+    assert {each.change for each in full.remedies} == {"2 times the ranks", "4 times the ranks"}
+    twice = next(each for each in full.remedies if each.change == "2 times the ranks")
+    assert twice.fits
+    assert twice.saved_bytes == pytest.approx(held_bytes / 2, rel=1e-3)
+    worse = simulate(scenario_of(changes, devices=2, memory="0.9 GB")).remedies[-1]
+    assert (worse.fits, worse.margin.memory_bytes) == (False, 0.9e9)
+    assert worse.margin.margin_bytes == pytest.approx(0.9e9 - held_bytes / 2, rel=1e-2)
 
 
 @pytest.mark.parametrize(
