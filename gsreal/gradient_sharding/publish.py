@@ -226,7 +226,7 @@ class Publisher:
         tag = self.protocol.tag(MessageKind.PUBLISH, bucket.index)
         with self.observe(f"publish bucket {bucket.index}", "exposed_communication", group=bucket.owners.group):
             if not self._is_asynchronous(bucket):
-                if bucket.owners.ranks > 1 or self.intra_node is None:
+                if self._crosses_nodes(bucket):
                     self._all_gather(bucket.flat, bucket.ranges, self.groups[bucket.owners], tag)
                 return partial(self._gather_intra_node, bucket)
             parts = [bucket.flat[slice(*places)] for places in bucket.ranges]
@@ -252,6 +252,12 @@ class Publisher:
     def _is_asynchronous(self, bucket: Bucket) -> bool:
         """Return whether messages are posted now and awaited later; a GPU's stream waits without blocking the host."""
         return self.overlaps and self.point_to_point and not bucket.flat.is_cuda and self.intra_node is None
+
+    def _crosses_nodes(self, bucket: Bucket) -> bool:
+        """Return whether owners exchange their messages: not where all of them are on one node, of which each has a
+        part.
+        """
+        return bucket.owners.ranks > 1 or self.intra_node is None
 
     def _wait_and_finish(self, bucket: Bucket, pending: Pending, then: Callable[[], None]) -> None:
         with self.observe(f"wait publish bucket {bucket.index}", "exposed_communication", group=bucket.owners.group):
@@ -308,8 +314,9 @@ class Publisher:
         size = bucket.flat.nbytes
         with self.observe(f"publish bucket {bucket.index}", "exposed_communication", group=bucket.owners.group):
             if not self._is_asynchronous(bucket):
-                sent = all_gather_messages(messages, group=group, declared_bytes=size, tag=tag)
-                self.sent.bytes_of[bucket.index] += sent
+                if self._crosses_nodes(bucket):
+                    sent = all_gather_messages(messages, group=group, declared_bytes=size, tag=tag)
+                    self.sent.bytes_of[bucket.index] += sent
                 return put
             pending = post_all_gather(messages, group=group, declared_bytes=size, data_dependent=True, tag=tag)
         self.sent.bytes_of[bucket.index] += (bucket.owners.ranks - 1) * messages[rank].nbytes

@@ -263,6 +263,8 @@ def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
         return _on_communication_stream(low, tasks)
     if low.nodes > 1 or low.places == 1:
         tasks += _exchange_across_nodes(low, rank, bucket)
+    elif low.thresholds_publish:  # what was packed, for nobody, is freed
+        tasks.append(unpack(low, rank, bucket))
     if low.reduces_in_nodes:
         parts = dense_bytes(low, low.division(bucket).places)
         exchange = low.communication("all-gather-v", "dp_shard", sum(parts), part_bytes=parts)

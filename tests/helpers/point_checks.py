@@ -15,6 +15,7 @@ from gssim.cluster import Cluster
 from gssim.plan import INDEX_BYTES
 from gssim.plan.mesh import REPLICA_AXES
 from gssim.plan.splitting import shards_inside_experts
+from gssim.program import Task, parts_of
 from gssim.result import PHASES, Result
 from gssim.scenario import Loaded, Scenario, tied_parameters
 from gssim.scenario.stages import TiedParameter
@@ -41,6 +42,7 @@ def faults_of(loaded: Loaded, simulated: Simulated) -> Iterator[str]:
     yield from _links(scenario, result)
     yield from _compute_bound(scenario, simulated)
     yield from _memory(scenario, result)
+    yield from _left_behind(simulated)
 
 
 # What ranks do -------------------------------------------------------------------------------------------------------
@@ -461,6 +463,20 @@ def _memory(scenario: Scenario, result: Result) -> Iterator[str]:
             yield f"ranks {entry.ranks}: categories sum to {parts}, the peak is {entry.peak_allocated_bytes}"
         if entry.peak_reserved_bytes is not None and entry.peak_reserved_bytes < entry.peak_allocated_bytes:
             yield f"ranks {entry.ranks}: reserved {entry.peak_reserved_bytes} < {entry.peak_allocated_bytes} allocated"
+
+
+def _left_behind(simulated: Simulated) -> Iterator[str]:
+    """Compare what each role's tasks allocate in a step with what they free: else memory would grow step by step."""
+    for role, tasks in enumerate(simulated.typical.machine.program.tasks):
+        left: dict[str, float] = defaultdict(float)
+        moved_bytes = 0.0
+        for part in parts_of(tasks):
+            for category, size in (part.need if isinstance(part, Task) else part.template.need).kept:
+                left[category] += size
+                moved_bytes += abs(size)
+        for category, size in left.items():
+            if abs(size) > RELATIVE * moved_bytes + ROUNDED_BYTES:
+                yield f"a step of role {role} leaves {size} bytes of {category}"
 
 
 # More of what there is -----------------------------------------------------------------------------------------------

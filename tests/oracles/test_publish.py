@@ -361,6 +361,7 @@ CASES = {
         "accumulated-beside": [*FEW, BESIDE, ALL, "plan.micro_batches=2"],
         "some": [*FEW, SOME, COO, SHARDS[2]],
         "unchanged": [*FEW, UNCHANGED],
+        "one-node-coo": [*FEW, ALL, COO, "plan.method=gs_hier", "plan.dp_shard=2", "plan.dp_replicate=1"],
     },
     3: {
         "coo": [*FEW, ALL, COO, SHARDS[3]],
