@@ -518,9 +518,10 @@ class Result:
     def to_frame(self) -> "polars.DataFrame":
         """Return the ranks as a table: one row per class of equal ranks, with units in column names.
 
-        `phase_*_s` are the phases of a step, `peak_*_bytes` the bytes of each memory category at the peak;
-        `imbalance_s`: see there. The step time, the method, and the scenario's name and id are in every row, so tables
-        of several Results can be stacked.
+        `phase_*_s` are the phases of a step, `peak_*_bytes` the bytes of each memory category at the peak,
+        `outside_*_bytes` those outside the allocator, `host_*_bytes` those on the rank's host; `imbalance_s`: see
+        there. The step time, the method, and the scenario's name and id are in every row, so tables of several Results
+        can be stacked (`polars.concat` with `how="diagonal"`, as they have columns for what they hold).
         """
         dataframe = imported_polars().DataFrame
         whole = {"scenario": self.scenario.get("name"), "scenario_id": self.scenario_id, "source": self.source}
@@ -528,13 +529,16 @@ class Result:
         rows = []
         for rank_class in self.ranks:
             row = asdict(rank_class)
-            phases, categories = row.pop("phases_s"), row.pop("peak_by_category_bytes")
+            phases = row.pop("phases_s")
+            memory = {"peak": "peak_by_category_bytes", "outside": "outside_bytes", "host": "host_bytes"}
+            sizes = {f"{kind}_{name}_bytes": size for kind, key in memory.items() for name, size in row.pop(key).items()}
             row["ranks"] = list(row["ranks"])
-            row |= {f"phase_{name}_s": value for name, value in phases.items()}
-            row |= {f"peak_{name}_bytes": value for name, value in categories.items()}
+            row |= {f"phase_{name}_s": value for name, value in phases.items()} | sizes
             row["imbalance_s"] = self.imbalance_s(rank_class)
             rows.append({**whole, "step_time_s": self.step_time_s, **row})
-        frame: polars.DataFrame = dataframe(rows, infer_schema_length=None)
+        numbers = dict.fromkeys(name for row in rows for name, value in row.items() if value is None)
+        kinds = dict.fromkeys(numbers, float)  # of a column without any number too
+        frame: polars.DataFrame = dataframe(rows, infer_schema_length=None, schema_overrides=kinds)
         return frame
 
 

@@ -113,6 +113,21 @@ def test_a_result_is_a_table_of_ranks():
     assert {"peak_parameters_bytes", "peak_allocated_bytes"} <= set(peaks)
 
 
+def test_tables_of_results_are_stacked_and_written_whatever_memory_they_tell_of(tmp_path):
+    polars = pytest.importorskip("polars")
+    offload = DEMO.with_name("llama2-13b-offload.toml")
+    asked = [(DEMO, SMALL), (offload, {}), (offload, {"cluster.host.memory_bytes": "1 TB", "plan.recompute": "none"})]
+    results = [gssim.simulate(gssim.load(*each)) for each in asked]
+    assert [each.fits for each in results] == [True, True, False]
+    frames = [each.to_frame() for each in results]
+    for number, frame in enumerate(frames):
+        frame.write_parquet(tmp_path / f"{number}.parquet")
+    stacked = polars.concat(frames, how="diagonal")
+    assert stacked.height == sum(frame.height for frame in frames)
+    assert stacked["host_optimizer_bytes"].to_list()[-1] == results[-1].ranks[-1].host_bytes["optimizer"]
+    assert stacked["outside_context_bytes"].to_list()[-1] == results[-1].ranks[-1].outside_bytes["context"]
+
+
 def test_a_sweep_is_a_table(tmp_path):
     pytest.importorskip("polars")
     file = tmp_path / "few.toml"
