@@ -531,7 +531,8 @@ class Result:
             row = asdict(rank_class)
             phases = row.pop("phases_s")
             memory = {"peak": "peak_by_category_bytes", "outside": "outside_bytes", "host": "host_bytes"}
-            sizes = {f"{kind}_{name}_bytes": size for kind, key in memory.items() for name, size in row.pop(key).items()}
+            held = {kind: row.pop(key) for kind, key in memory.items()}
+            sizes = {f"{kind}_{name}_bytes": size for kind, of in held.items() for name, size in of.items()}
             row["ranks"] = list(row["ranks"])
             row |= {f"phase_{name}_s": value for name, value in phases.items()} | sizes
             row["imbalance_s"] = self.imbalance_s(rank_class)
