@@ -23,7 +23,7 @@ from gssim.execution.cache import Shared
 from gssim.execution.files import scratch_folder
 from gssim.planner import Search, with_suggested_changes
 from gssim.result import Result
-from gssim.scenario import Loaded, Scenario, load_scenario
+from gssim.scenario import Loaded, Scenario, check, load_scenario
 from gssim.scenario.overrides import overrides_of, plain
 from gssim.scenario.sweep import load_sweep, points_of
 from gssim.simulation import simulate as simulated
@@ -150,6 +150,8 @@ def _with_statistics(scenario: Scenario) -> Loaded:
     """Return a scenario with the gradient statistics that its messages need."""
     source = scenario.source
     loaded = Loaded(file=scenario.name if source is None else str(source.path), scenario=scenario)
+    if source is None:  # made in code, by `dataclasses.replace` say: nobody has looked at its parts together yet
+        check(scenario, file=loaded.file)
     if not loaded.statistics_needed:
         return loaded
     if source is None:

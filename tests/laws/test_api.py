@@ -102,6 +102,9 @@ def test_a_scenario_made_in_code_is_simulated_but_not_changed_by_keys():
         scenario.with_({"run.steps": 3})
     with pytest.raises(gssim.UserError, match="was not loaded from a file"):
         gssim.search(scenario)
+    apart = replace(scenario, plan=Plan(method="ddp", pp=2, micro_batches=3))  # each key is fine, together they are not
+    with pytest.raises(gssim.UserError, match=r"demo: plan\.pp = 2: method 'ddp' for 1 replica"):
+        gssim.simulate(apart)
 
 
 def test_a_result_is_a_table_of_ranks():
