@@ -228,6 +228,12 @@ def device_speed(reports: Sequence[RankReport]) -> dict[str, float]:
 
 
 def _density(ranks: Sequence[tuple[int, int]], threshold: float | None) -> float | None:
-    """Return the fraction of entries that all ranks sent; None if nothing is thresholded."""
+    """Return the fraction of entries that all ranks sent, 0 where no other rank owns any; None without a threshold.
+
+    >>> _density([(1, 4), (0, 4)], 0.1), _density([(0, 0)], 0.1), _density([(0, 0)], None)
+    (0.125, 0.0, None)
+    """
     sent, offered = map(sum, zip(*ranks, strict=True))
-    return sent / offered if threshold is not None and offered else None
+    if threshold is None:
+        return None
+    return sent / offered if offered else 0.0
