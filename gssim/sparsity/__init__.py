@@ -11,6 +11,5 @@ from gssim.sparsity.density import (
     push_ratios,
     staleness_steps,
     traces_of,
-    union_density,
     united,
 )

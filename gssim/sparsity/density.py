@@ -267,21 +267,6 @@ def publish_ratios(statistics: GradientStatistics, publish: Publish, *, tensor: 
     return Ratios(tuple(moment.curved([_on_grid(grid, row, threshold) for row in block]) for block in rows))
 
 
-def union_density(
-    statistics: GradientStatistics, sent: float, *, ranks: int, samples: int, tensor: str, step: int
-) -> float:
-    """Return the fraction of a tensor's elements that at least one of `ranks` equal ranks sends; see `united`.
-
-    `sent`: the density of one of the ranks, from `push_density`.
-    """
-    trace = traces_of(statistics, samples)[0].tensors[tensor]
-    moment = moment_of(statistics.sampled_steps, step)
-    mean = fmean(moment.mixed([s.mean for s in moment.of(block.sketches)]) for block in trace.blocks)
-    square = fmean(moment.mixed([s.rms**2 for s in moment.of(block.sketches)]) for block in trace.blocks)
-    correlation = _clipped(fmean(moment.of(trace.correlations))) if trace.correlations else 0.0
-    return united(sent, ranks=ranks, mean_to_rms=mean / math.sqrt(square) if square else 1.0, correlation=correlation)
-
-
 def traces_of(statistics: GradientStatistics, samples: float, *, error_feedback: bool = False) -> tuple[RankTrace, ...]:
     """Return the traces whose samples per rank are nearest (in ratio) to `samples`, in order of rising threshold.
 

@@ -20,7 +20,6 @@ from gssim.sparsity import (
     push_ratios,
     staleness_steps,
     traces_of,
-    union_density,
     united,
 )
 from gssim.workload.gradient_statistics import (
@@ -370,7 +369,11 @@ def test_the_wider_scales_differ_and_the_more_ranks_have_in_common_the_smaller_t
 def test_the_union_of_measured_gradients_lies_between_one_ranks_and_all_independent_ones():
     statistics = statistics_of(replace(exponential_tensor(RMS), correlations=(0.3,)))
     alone = density(statistics, 2 * RMS)
-    found = [union_density(statistics, alone, ranks=n, samples=4, tensor=TENSOR, step=0) for n in (1, 2, 8)]
+    trace = traces_of(statistics, 4)[0].tensors[TENSOR]
+    (sketch,) = trace.blocks[0].sketches
+    (correlation,) = trace.correlations
+    shape = {"mean_to_rms": sketch.mean / sketch.rms, "correlation": correlation}
+    found = [united(alone, ranks=n, **shape) for n in (1, 2, 8)]
     assert found[0] == alone
     assert alone < found[1] < found[2] < 1 - (1 - alone) ** 8
 
