@@ -119,6 +119,23 @@ def variant_of(name: str) -> str:
     return name.partition(SEPARATOR)[2] or name
 
 
+def best_in_words(group: Row, *, of: str) -> tuple[str, bool]:
+    """Return which plan of a group is predicted to be fastest and whether it was, in words, and whether it was not.
+
+    Of all groups together: in how many of them the prediction is right; `of`: what stands between the two numbers.
+    """
+    if not group["choices"]:
+        return "", False
+    if group["group"] == ALL:
+        return f"right in {group['best_right']}{of}{group['choices']}", False
+    predicted, measured = (variant_of(group[f"{side}_best"]) for side in ("predicted", "measured"))
+    if predicted == measured:
+        return f"{predicted}: right", False
+    if group["best_right"]:
+        return f"{predicted}: as fast as {measured}", False
+    return f"{predicted}: wrong, {measured}", True
+
+
 def _name(table: Any) -> str:
     return str(table.get("name") or "") if isinstance(table, dict) else ""
 

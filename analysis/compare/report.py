@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis.compare.comparison import medians
-from analysis.compare.groups import ALL, Target, error_column, targets, variant_of, worst_of
+from analysis.compare.groups import ALL, Target, best_in_words, error_column, targets, worst_of
 from gssim.result import PHASES
 from gssim.terminal import fits_width, plain_console
 from gssim.units import human_bytes, human_seconds
@@ -104,20 +104,8 @@ def _group_cells(group: dict[str, Any]) -> tuple[str, ...]:
         naive("naive_link_error_ratio"),
         "" if group["spearman"] is None else f"{group['spearman']:.2f}",
         f"{group['pairs_right']}/{group['pairs']}" if group["pairs"] else "",
-        _best(group),
+        best_in_words(group, of="/")[0],
     )
-
-
-def _best(group: dict[str, Any]) -> str:
-    """Return the plan that is predicted to be fastest, and whether it was measured to be."""
-    if group["group"] == ALL:
-        return f"right in {group['best_right']}/{group['choices']}" if group["choices"] else ""
-    if not group["choices"]:
-        return ""
-    predicted, measured = (variant_of(group[f"{side}_best"]) for side in ("predicted", "measured"))
-    if predicted == measured:
-        return f"{predicted}: right"
-    return f"{predicted}: as fast as {measured}" if group["best_right"] else f"{predicted}: wrong, {measured}"
 
 
 def _target_table(targets: Sequence[Target]) -> Table:

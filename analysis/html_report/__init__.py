@@ -1,1 +1,1 @@
-"""A self-contained HTML report of a folder's Results, sweeps and studies: no network, no scripts, images inside."""
+"""A self-contained HTML report of a folder's Results, sweeps and studies: scripts and images are inside, no network."""

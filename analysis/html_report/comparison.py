@@ -9,7 +9,7 @@ from markupsafe import Markup
 from analysis.charts import comparison_charts
 from analysis.charts.step_phases import longest_phase
 from analysis.compare.comparison import medians
-from analysis.compare.groups import ALL, Target, error_column, targets, variant_of, worst_of
+from analysis.compare.groups import ALL, Target, best_in_words, error_column, targets, worst_of
 from analysis.html_report.contents import Comparison
 from analysis.html_report.explorer import comparison_explorer
 from analysis.html_report.markup import (
@@ -148,7 +148,7 @@ def _group_table(groups: Sequence[Row]) -> Markup:
             error(group, "naive_compute_error_ratio", "median"),
             error(group, "naive_link_error_ratio", "median"),
             "" if group["spearman"] is None else f"{group['spearman']:.2f}",
-            _best(group),
+            best_in_words(group, of=" of "),
         ]
         for group in groups
     ]
@@ -158,19 +158,6 @@ def _group_table(groups: Sequence[Row]) -> Markup:
     )  # fmt: skip
     columns = [Column("group", False), *(Column(head) for head in heads), Column("fastest plan predicted", False)]
     return table("Errors by group, beside the noise of measurements and naive predictions", columns, rows)
-
-
-def _best(group: Row) -> Cell:
-    if group["group"] == ALL:
-        return f"right in {group['best_right']} of {group['choices']}" if group["choices"] else ""
-    if not group["choices"]:
-        return ""
-    predicted, measured = (variant_of(group[f"{side}_best"]) for side in ("predicted", "measured"))
-    if predicted == measured:
-        return f"{predicted}: right"
-    if group["best_right"]:
-        return f"{predicted}: as fast as {measured}"
-    return f"{predicted}: wrong, {measured}", True
 
 
 def _row_table(caption: str, rows: Sequence[Row]) -> Markup:

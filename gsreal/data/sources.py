@@ -110,11 +110,6 @@ def check_data(workload: Workload, *, where: str, seed: int = 0, steps: int = 1)
         raise UserError(f"{where}: {error}") from None
 
 
-def global_batch(workload: Workload, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return the inputs and targets of the whole step's batch, of all ranks together."""
-    return open_source(workload).batch(seed=seed, step=step, rows=slice(0, workload.global_batch_size))
-
-
 def loss_terms(targets: Tensor) -> int:
     """Return the number of targets that the loss is a mean over."""
     return int((targets != IGNORED).sum())

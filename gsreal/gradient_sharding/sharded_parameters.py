@@ -243,15 +243,11 @@ def divide_into_units(
     home = {parameter: next(iter(units)) if len(units) == 1 else -1 for parameter, units in owners.items()}
     members = [(names[block], block, [p for p in parameters if home[p] == i]) for i, block in enumerate(blocks)][::-1]
     members.append(("root", model, [p for p in parameters if home[p] == -1]))
-    return [part for each in members for part in _units_of_module(*each, experts)]
-
-
-def _units_of_module(
-    name: str, module: nn.Module, parameters: Sequence[nn.Parameter], experts: Set[nn.Parameter]
-) -> list[UnitPlan]:
-    """Return the units of a module's parameters: its experts, whose gradients are complete first, and the rest."""
-    of_experts = _by_type(f"{name} (experts)", module, [each for each in parameters if each in experts])
-    return [*of_experts, *_by_type(name, module, [each for each in parameters if each not in experts])]
+    units = []
+    for name, module, own in members:  # gradients of experts are complete first
+        units += _by_type(f"{name} (experts)", module, [each for each in own if each in experts])
+        units += _by_type(name, module, [each for each in own if each not in experts])
+    return units
 
 
 def _by_type(name: str, module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[UnitPlan]:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from gsreal.gradient_sharding.sharded_parameters import gathered
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of, checkpoint_blocks
 from gsreal.methods.context_parallel import context_exchange, divide_context
@@ -24,7 +23,7 @@ from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
 from gsreal.methods.meshes import DIVIDED, data_group, device_mesh, expert_mesh, shard_group
 from gsreal.methods.optimizers import mark_matrices
 from gsreal.methods.pipelined import StageModules, pipeline_stages
-from gsreal.methods.tensor_slices import PartialGradients, partial_gradients, slice_blocks, whole_parameter
+from gsreal.methods.tensor_slices import PartialGradients, partial_gradients, slice_blocks
 from gsreal.methods.training import LossScaler, Training
 from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import loss_of
@@ -114,12 +113,3 @@ def loss_scaler(scenario: Scenario, training: Training, device: torch.device) ->
     if isinstance(training.module, StageModules):
         groups.append(training.module.group)
     return LossScaler(scale, groups)
-
-
-def full_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter whole, by name; sharded ones are gathered (a collective)."""
-    if isinstance(module, StageModules):
-        return module.gather_parameters()
-    names = [name for name, _ in module.named_parameters()]
-    with gathered(module):
-        return {name.removeprefix("module."): whole_parameter(module, name) for name in names}

@@ -99,20 +99,17 @@ def _traced(model: Model, lengths: Lengths, where: str, on_counted: Callable[[Op
         counted = _operations(largest, None)
     on_counted(OperationCounts(CHECKED_BATCH_SIZE, lengths.longest, counted))
     fields: dict[str, Any] = {name: grouped(_with_module_buffers(each, model, where)) for name, each in layers.items()}
+    uncut = "compiled blocks are traced whole" if model.compiled else None
+    if not model.compiled and not fields["sliced_layers"]:
+        uncut = uncut_reason(model, where)
     return replace(
         model,
         **fields,
-        uncut_reason=_uncut_reason(model, fields, where),
+        uncut_reason=uncut,
         **_buffers(model, where),
         traced_batch_sizes=TRACED_BATCH_SIZES,
         traced_sequence_lengths=tuple(s for s in lengths.traced if s is not None),
     )
-
-
-def _uncut_reason(model: Model, traced: dict[str, tuple[Layer, ...]], where: str) -> str | None:
-    if model.compiled:
-        return "compiled blocks are traced whole"
-    return None if traced["sliced_layers"] else uncut_reason(model, where)
 
 
 def _operations(record: Record, stack: Stack | None) -> dict[str, Work]:

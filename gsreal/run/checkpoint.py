@@ -352,12 +352,6 @@ def check_checkpoints(scenario: Scenario, folder: Path, every: int, *, where: st
         )
 
 
-def latest(folder: Path, *, before: int | None = None) -> Path | None:
-    """Return the last complete checkpoint in a folder (of fewer steps than `before`), if there is any."""
-    complete = [path for path in _complete(folder) if before is None or _step_of(path) < before]
-    return complete[-1] if complete else None
-
-
 def last_undamaged(
     folder: Path, *, before: int | None = None, tell: Callable[[str], None] = lambda line: None
 ) -> tuple[Path, Progress] | None:

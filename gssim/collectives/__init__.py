@@ -1,4 +1,4 @@
-"""Collectives: algorithms as stages of hops, backends, and closed forms of their time."""
+"""Collectives: algorithms as stages of hops, and backends."""
 
 from gssim.collectives.algorithms.registry import algorithms_for, carried_by_rank
 from gssim.collectives.algorithms.trees import tree_depth

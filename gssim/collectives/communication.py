@@ -301,17 +301,6 @@ def _sums_without(rows: Callable[[Ints], Floats], own: Ints, length: int) -> Flo
     return sums
 
 
-def summed_without(terms: Floats, own: int, *, width: int = 1, first: float = 0.0) -> float:
-    """Return the sum of `first` and all terms but the `own`-th `width` of them, taken one after another.
-
-    >>> summed_without(np.array([1.0, 2.0, 4.0, 8.0]), 1, width=2, first=16.0)
-    19.0
-    """
-    kept = np.concatenate([[first], terms])
-    kept[1 + own * width : 1 + (own + 1) * width] = 0.0
-    return float(np.cumsum(kept)[-1])
-
-
 KINDS = (
     "all-reduce",
     "reduce-scatter",

@@ -228,16 +228,10 @@ def _written(
             word = "default: " if entry.is_default else ""
             key = entry.key.partition(".")[2]
             lines.append(f"{key} = {toml(entry.value)}  # {word}{one_line(entry.comment)}")
-    lines += _comments(keys)
-    return "\n".join(lines) + "\n"
-
-
-def _comments(keys: Keys) -> list[str]:
-    """Return the lines of a scenario file on keys that are no part of it."""
-    lines = ["", "# Without effect here, or approximated:"] if keys.listed else []
+    lines += ["", "# Without effect here, or approximated:"] if keys.listed else []
     for reason, said in _by_reason(keys):
         lines += [f"# {one_line(reason)}:", *(f"#   {one_line(line)}" for line in said)]
-    return lines
+    return "\n".join(lines) + "\n"
 
 
 def _by_reason(keys: Keys) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -57,11 +57,6 @@ SERVERS: dict[str, Server] = {
 """Usual servers by the GPU's usual name."""
 
 
-def _has_server(preset: str) -> bool:
-    """Return whether the usual server of a preset that is not one of `SERVERS` itself follows from one of these."""
-    return any(preset.startswith(f"{name}-") for name in SERVERS)
-
-
 def server_of(gpu: str) -> Server:
     """Return the usual server of a GPU, by its usual name or its preset's name; raise UserError if there is none.
 
@@ -74,7 +69,8 @@ def server_of(gpu: str) -> Server:
         return SERVERS[gpu]
     base = next((name for name in SERVERS if gpu.startswith(f"{name}-")), None)
     if base is None or gpu not in presets("devices"):
-        known = ", ".join([*SERVERS, *(each for each in presets("devices") if _has_server(each))])
+        variants = tuple(f"{name}-" for name in SERVERS)
+        known = ", ".join([*SERVERS, *(each for each in presets("devices") if each.startswith(variants))])
         raise UserError(f"--gpu {gpu}: no such GPU, or its server is not known; allowed: {known}")
     server = SERVERS[base]
     if "-pcie" in gpu:  # a card, not the board with NVLinks that the base's name stands for

@@ -1,5 +1,5 @@
 """The network: routes, max-min fair flows in simulated time, and folding of equal links and flows."""
 
-from gssim.network.fluid import Network, Pace, Prepared, limited_rates, max_min_rates
+from gssim.network.fluid import Network, Pace, Prepared, limited_rates
 from gssim.network.folding import codes
 from gssim.network.routes import Router, notices_queue

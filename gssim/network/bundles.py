@@ -104,11 +104,6 @@ class Paths:
         return len(self.latency_s) + sum(len(level.link) for ways in self.ways for level in ways.levels)
 
 
-def bundled(wiring: Wiring, into: Adjacency, hops: Hops) -> Bundle:
-    """Return the loads of links by `hops`; see `paths_of`."""
-    return carried(wiring, paths_of(wiring, into, hops), hops.weight)
-
-
 def paths_of(wiring: Wiring, into: Adjacency, hops: Hops) -> Paths:
     """Return the best paths of `hops`; `into`: the links indexed by their targets.
 

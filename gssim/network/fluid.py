@@ -22,16 +22,6 @@ NOWHERE = -1
 NO_LINKS = np.zeros(0, dtype=np.int64)
 
 
-def max_min_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, sessions: int) -> Floats:
-    """Return the max-min fair rate of each session over links of the given capacities; see `limited_rates`.
-
-    >>> entries = np.array([0, 1, 1]), np.array([0, 0, 1]), np.ones(3)
-    >>> max_min_rates(*entries, np.array([10.0, 2.0]), sessions=2).tolist()
-    [8.0, 2.0]
-    """
-    return limited_rates(session, link, load, capacity, sessions=sessions)[0]
-
-
 def limited_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, sessions: int) -> tuple[Floats, Ints]:
     """Return the max-min fair rate of each session over links of the given capacities, and the link that limits it.
 

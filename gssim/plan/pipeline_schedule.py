@@ -6,7 +6,7 @@ Stage i is on rank i modulo the ranks. The first stage receives no activations; 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
@@ -76,19 +76,6 @@ def refuse(name: str, *, ranks: int, stages: int, micro_batches: int) -> None:
     rounds = max(1, micro_batches // ranks)
     if name == "interleaved" and micro_batches % rounds:
         raise ValueError(f"'interleaved' takes {micro_batches} micro-batches in {rounds} rounds, of unequal length")
-
-
-def in_flight(actions: Sequence[Action]) -> int:
-    """Return the maximum number of micro-batches in flight, over all stages: forward done, backward not yet.
-
-    >>> [in_flight(actions) for actions in schedule("1f1b", ranks=3, stages=3, micro_batches=8)]
-    [3, 2, 1]
-    """
-    most = now = 0
-    for action in actions:
-        now += {"forward": 1, "backward": -1}.get(action.kind, 0)
-        most = max(most, now)
-    return most
 
 
 class _Recorder:

@@ -67,11 +67,6 @@ def flat_units(low: Lowering) -> tuple[FlatUnit, ...]:
     return tuple(flat)
 
 
-def _gathered_units(low: Lowering) -> list[FlatUnit]:
-    """Return the units that several ranks own; a rank alone keeps those that it owns whole."""
-    return [unit for unit in flat_units(low) if low.owning(unit.bucket).nodes > 1]
-
-
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +132,7 @@ Use = tuple[FlatUnit, TaskId]
 
 
 def _with_gathers(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -> list[Task]:
-    units = _gathered_units(low)
+    units = [unit for unit in flat_units(low) if low.owning(unit.bucket).nodes > 1]  # a rank keeps what it owns whole
     if not units:
         return tasks
     root, blocks = [u for u in units if u.is_root], [u for u in units if not u.is_root]

@@ -124,12 +124,8 @@ def periodic_result(
         outer_bytes=outer_bytes(scenario, result.collectives),
         outer_bytes_sent=typical.outer_bytes_sent,
     )
-    step_time_s = periods.step_time_s
-    by_rank = [_phases(each.phases_s, typical, each.ranks[0], step_time_s) for each in result.ranks]
-    varies = len(by_slowed) > 1 or any(any(key) for key in by_slowed)
-    results = [period.result for period in by_slowed.values()]
-    mean = _of_mean_step(scenario, result, results, periods, step_time_s, by_rank, times_s, shared, varies=varies)
-    return mean, typical
+    by_rank = [_phases(each.phases_s, typical, each.ranks[0], periods.step_time_s) for each in result.ranks]
+    return _of_mean_step(scenario, result, by_slowed, periods, by_rank, times_s, shared), typical
 
 
 @dataclass(frozen=True)
@@ -182,40 +178,32 @@ def fragments_result(
         outer_bytes=outer_bytes(scenario, result.collectives),
         outer_bytes_sent=typical.outer_bytes_sent,
     )
-    step_time_s = periods.step_time_s
-    by_rank = [_scaled(each.phases_s, step_time_s) for each in result.ranks]
-    varies = len(by_slowed) > 1 or any(any(key) for key in by_slowed)
-    results = [period.result for period in by_slowed.values()]
-    mean = _of_mean_step(scenario, result, results, periods, step_time_s, by_rank, times_s, shared, varies=varies)
-    return mean, typical
+    by_rank = [_scaled(each.phases_s, periods.step_time_s) for each in result.ranks]
+    return _of_mean_step(scenario, result, by_slowed, periods, by_rank, times_s, shared), typical
 
 
 def _of_mean_step(
     scenario: Scenario,
     whole: Result,
-    results: Sequence[Result],
+    by_slowed: Mapping[tuple[Slowed, ...], Period | FragmentPeriod],
     periods: Periods,
-    step_time_s: float,
     by_rank: Sequence[Mapping[str, float]],
     times_s: Sequence[float],
     shared: Shared,
-    *,
-    varies: bool,
 ) -> Result:
     """Return the Result of the mean step of a run.
 
     Args:
         scenario: the simulated scenario.
         whole: Result of a typical period as one step.
-        results: Results of all distinct periods.
+        by_slowed: all distinct periods, by the slow ranks of their steps.
         periods: times and bytes of inner and outer steps.
-        step_time_s: time of the mean step.
         by_rank: for each of the ranks of `whole`, the seconds of each phase of the mean step.
         times_s: times of all timed steps.
         shared: cache of the parts that scenarios have in common.
-        varies: whether periods differ from each other.
     """
-    every = periods.every_steps
+    every, step_time_s = periods.every_steps, periods.step_time_s
+    varies = len(by_slowed) > 1 or any(any(key) for key in by_slowed)
     links = in_step_of(whole.links, every * step_time_s / whole.step_time_s)  # other periods may have slow ranks
     ranks = tuple(
         replace(
@@ -228,7 +216,7 @@ def _of_mean_step(
     )
     count = sum(each.count for each in ranks)
     phases = {name: sum(each.phases_s[name] * each.count for each in ranks) / count for name in PHASES}
-    misfits = [each.does_not_fit for each in results if each.does_not_fit]
+    misfits = [fit for each in by_slowed.values() if (fit := each.result.does_not_fit)]
     return replace(
         whole,
         scenario_id=scenario.identity(shared),

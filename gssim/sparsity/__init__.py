@@ -5,12 +5,8 @@ from gssim.sparsity.density import (
     Ratios,
     moment_of,
     movements,
-    publish_density,
     publish_ratios,
-    push_density,
     push_ratios,
     staleness_steps,
     traces_of,
-    union_density,
-    united,
 )

@@ -14,8 +14,8 @@ The density of a relative threshold depends on the shape of the distribution of 
 measured at a grid of multiples of the mean, with and without error feedback. Thresholds for a target density follow
 each step's gradients: a tensor sends the target fraction, or everything that is not zero if that is less.
 
-The module also interpolates between sampled steps (`Moment`), and computes the union of several ranks' pushes
-(`united`) and the staleness of parameters under thresholded publication (`staleness_steps`).
+The module also interpolates between sampled steps (`Moment`), and computes the staleness of parameters under
+thresholded publication (`staleness_steps`).
 """
 
 import math
@@ -23,7 +23,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -141,76 +141,8 @@ def mixed(a: float, b: float, weight: float) -> float:
     return float(a ** (1 - weight) * b**weight) if a > 0 and b > 0 else (1 - weight) * a + weight * b
 
 
-def united(sent: float, *, ranks: int, mean_to_rms: float, correlation: float) -> float:
-    """Return the fraction of elements that at least one of `ranks` ranks sends, where each sends the fraction `sent`.
-
-    An element's gradients are normal, with a scale that all ranks share. Over the elements, the scale is log-normally
-    distributed, with the width that follows from the ratio of mean to rms of |g|. Between ranks, gradients have the
-    given `correlation`, because of a common part.
-
-        p(s, c) = P(|sqrt(r) c + sqrt(1-r) z| >= t / s);  sent = E[p];  united = E[1 - (1 - p)^ranks]
-
-    over s log-normal, c and z normal. Source: E[|g|] / rms = sqrt(2/pi) exp(-S^2 / 2), S the deviation of ln s.
-
-    >>> round(united(0.1, ranks=2, mean_to_rms=math.sqrt(2 / math.pi), correlation=0.0), 4)  # one scale, no common part
-    0.19
-    >>> united(0.1, ranks=1, mean_to_rms=0.5, correlation=0.3)
-    0.1
-    """
-    from scipy.special import ndtr  # lazy: only unions need it
-
-    if ranks == 1 or sent <= 0 or sent >= 1:
-        return sent
-    spread = math.sqrt(max(0.0, 2 * math.log(math.sqrt(2 / math.pi) / mean_to_rms)))
-    nodes, weights = np.polynomial.hermite_e.hermegauss(41)
-    weights = weights / weights.sum()
-    inverse = np.exp(-spread * nodes)[:, None]
-    common, own = math.sqrt(correlation) * nodes, math.sqrt(max(1e-6, 1 - correlation))
-
-    def reached(log_threshold: float) -> Any:
-        level = math.exp(log_threshold) * inverse
-        return 1 - (ndtr((level - common) / own) - ndtr((-level - common) / own))
-
-    def mean(values: Any) -> float:
-        return float(weights @ values @ weights)
-
-    low, high = -40.0, 40.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if mean(reached(middle)) > sent else (low, middle)
-    return min(1.0, max(sent, mean(1 - (1 - reached(low)) ** ranks)))
-
-
 _NORMAL = NormalDist()
 _ALMOST_ALL = 1 - 1e-6
-
-
-def push_density(
-    statistics: GradientStatistics,
-    push: Push,
-    *,
-    samples: float,
-    tensor: str,
-    step: int,
-    part: float = 1.0,
-    first: float = 0.0,
-    last: float = 1.0,
-) -> float:
-    """Return the fraction of a tensor's elements that a rank with `samples` samples sends under `push` at `step`.
-
-    `part`: factor by which the rank's mean gradient over its samples is multiplied before it is thresholded. `first`,
-    `last`: the range of the tensor, as fractions of its elements.
-
-    >>> from gssim.workload.gradient_statistics import SKETCH_EDGES, BlockTrace, RankTrace, Sketch, TensorTrace
-    >>> sketch = Sketch(mean=1.0, rms=1.0, tail_ratios=tuple(float(edge < 2) for edge in SKETCH_EDGES))
-    >>> trace = RankTrace(samples=1, tensors={"w": TensorTrace(blocks=(BlockTrace(sketches=(sketch,)),))})
-    >>> statistics = GradientStatistics(model="m", precision="fp32", optimizer="sgd", learning_rate=1.0, seed=0,
-    ...     global_batch_size=1, steps=1, sampled_steps=(0,), traces=(trace,), source="doctest")
-    >>> [push_density(statistics, Push(threshold=t), samples=1, tensor="w", step=0) for t in (0, 1.0, 4.0)]
-    [1.0, 1.0, 0.0]
-    """
-    ratios = push_ratios(statistics, push, samples=samples, tensor=tensor, step=step, part=part)
-    return ratios.over(first, last)
 
 
 def push_ratios(
@@ -244,19 +176,8 @@ def push_ratios(
     return view.sent_ratio(push.threshold, step, part)
 
 
-def publish_density(
-    statistics: GradientStatistics, publish: Publish, *, tensor: str, step: int, first: float = 0.0, last: float = 1.0
-) -> float:
-    """Return the fraction of a tensor's elements whose |master - published| reaches the threshold after `step`.
-
-    Changes that are not sent stay in that difference. `first`, `last`: the range of the tensor, as fractions of its
-    elements.
-    """
-    return publish_ratios(statistics, publish, tensor=tensor, step=step).over(first, last)
-
-
 def publish_ratios(statistics: GradientStatistics, publish: Publish, *, tensor: str, step: int) -> "Ratios":
-    """Return the densities of `publish_density` by block, for any range of the tensor."""
+    """Return the fractions of a tensor's elements that are published at a step, by block, for any range of it."""
     if not publish.threshold:
         return EVERYTHING
     if math.isinf(publish.threshold):
@@ -265,21 +186,6 @@ def publish_ratios(statistics: GradientStatistics, publish: Publish, *, tensor: 
     rows = [moment.all_of(block) for block in statistics.changes[tensor].blocks]
     threshold = publish.threshold / (statistics.transfer.scale_ratio if statistics.transfer else 1.0)
     return Ratios(tuple(moment.curved([_on_grid(grid, row, threshold) for row in block]) for block in rows))
-
-
-def union_density(
-    statistics: GradientStatistics, sent: float, *, ranks: int, samples: int, tensor: str, step: int
-) -> float:
-    """Return the fraction of a tensor's elements that at least one of `ranks` equal ranks sends; see `united`.
-
-    `sent`: the density of one of the ranks, from `push_density`.
-    """
-    trace = traces_of(statistics, samples)[0].tensors[tensor]
-    moment = moment_of(statistics.sampled_steps, step)
-    mean = fmean(moment.mixed([s.mean for s in moment.of(block.sketches)]) for block in trace.blocks)
-    square = fmean(moment.mixed([s.rms**2 for s in moment.of(block.sketches)]) for block in trace.blocks)
-    correlation = _clipped(fmean(moment.of(trace.correlations))) if trace.correlations else 0.0
-    return united(sent, ranks=ranks, mean_to_rms=mean / math.sqrt(square) if square else 1.0, correlation=correlation)
 
 
 def traces_of(statistics: GradientStatistics, samples: float, *, error_feedback: bool = False) -> tuple[RankTrace, ...]:

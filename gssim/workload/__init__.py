@@ -24,6 +24,7 @@ from gssim.workload.model import (
     Module,
     TokenInput,
     gradient_order,
+    shipped_models,
     unrolled,
 )
 from gssim.workload.optimizers import (
@@ -32,5 +33,4 @@ from gssim.workload.optimizers import (
     optimizer_state_bytes,
     state_element_bytes,
 )
-from gssim.workload.shipped import shipped_models
 from gssim.workload.workload import PATHS, Glue, ImageFolder, TextFolder, Workload

@@ -47,7 +47,9 @@ fp32.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
@@ -456,3 +458,16 @@ def under_autocast(model: Model, precision: Literal["bf16", "fp16"]) -> Model:
     Raises ValueError if it is not traced under autocast in this precision.
     """
     return model if model.traced_autocast == precision else _under_autocast(Same(model), precision)
+
+
+@cache
+def shipped_models() -> dict[str, Path]:
+    """Return the model files that come with the package, by name: scenarios may name them instead of a path.
+
+    The package has a link to `scenarios/models` of the repository, where they lie; a wheel holds copies.
+
+    >>> shipped_models()["gpt2-124m"].name
+    'gpt2-124m.toml'
+    """
+    folder = Path(str(files("gssim.workload").joinpath("models")))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}

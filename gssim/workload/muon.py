@@ -79,15 +79,6 @@ def newton_schulz_products(rows: int, columns: int) -> tuple[tuple[int, int], ..
     )
 
 
-def newton_schulz_flop(rows: int, columns: int) -> int:
-    """Return the FLOP that orthogonalise a matrix: 5 (4 m^2 n + 2 m^3), with m its shorter side.
-
-    >>> newton_schulz_flop(2, 3)
-    320
-    """
-    return NEWTON_SCHULZ_STEPS * sum(flop for flop, _ in newton_schulz_products(rows, columns))
-
-
 def elementwise_bytes(rows: int, columns: int, *, value_bytes: int) -> int:
     """Return the bytes that the other operations of a matrix's update read and write, assuming no cache hits.
 
@@ -105,7 +96,6 @@ def largest_temporaries(matrices: Iterable[Matrix], *, value_bytes: int) -> tupl
 
     The peak is in the last product of a step of the largest matrix: the update in the optimizer's precision, X before
     and after, A and B. The workspace of the products' kernels is not included (on a CPU, a packed copy of an operand).
-    after, A and B. Workspace of the products' kernels comes on top (on a CPU a packed copy of an operand).
 
     >>> largest_temporaries([(2, 3), (4, 3)], value_bytes=4)
     (48.0, 24.0, 18.0, 18.0, 24.0)

@@ -12,7 +12,7 @@ import pytest
 from gssim.cluster.topology import build
 from gssim.collectives import Communication
 from gssim.engine import Machine
-from gssim.network import max_min_rates
+from gssim.network import limited_rates
 from gssim.program import Program, Task, TaskId
 from gssim.scenario import load_cluster, load_scenario
 from gssim.simulation import simulate
@@ -143,4 +143,4 @@ def test_fair_shares_of_random_flows(benchmark, flows):
     session = np.repeat(np.arange(flows), hops)
     link = random.integers(0, links, flows * hops)
     capacity = random.uniform(1e9, 1e11, links)
-    benchmark(lambda: max_min_rates(session, link, np.ones(len(link)), capacity, sessions=flows))
+    benchmark(lambda: limited_rates(session, link, np.ones(len(link)), capacity, sessions=flows)[0])

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_training import cases_in, largest_difference, meet, scenario_of_case, write_found
+from rank_training import cases_in, full_parameters, largest_difference, meet, scenario_of_case, write_found
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from gsreal.measure import Timeline
-from gsreal.methods.apply import full_parameters
 from gsreal.methods.compressed import Compressor, LowRankCompressor
 from gsreal.model_files.build import logits_of, loss_of
 from gsreal.run.feed import Feed

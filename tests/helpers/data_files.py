@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from small_models import Request, kept
+from torch import Tensor
 
-from gsreal.data.sources import check_data
+from gsreal.data.sources import check_data, open_source
 from gssim.errors import UserError
 from gssim.scenario import load_model
 from gssim.units import validated
@@ -171,3 +172,8 @@ def refused(workload):
         check_data(workload, where="made")
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def global_batch(workload: Workload, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of the whole step's batch, of all ranks together."""
+    return open_source(workload).batch(seed=seed, step=step, rows=slice(0, workload.global_batch_size))

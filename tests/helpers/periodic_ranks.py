@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_training import CPU, from_all_ranks, largest_difference, scenarios_in, trained, write_found
+from rank_training import CPU, from_all_ranks, full_parameters, largest_difference, scenarios_in, trained, write_found
 from torch import Tensor
 
 from gsreal.measure import Timeline
-from gsreal.methods.apply import full_parameters
 from gsreal.model_files.build import logits_of, loss_of
 from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from gsreal.gradient_sharding.sharded_parameters import gathered
 from gsreal.measure import Timeline
-from gsreal.methods.apply import full_parameters
+from gsreal.methods.pipelined import StageModules
+from gsreal.methods.tensor_slices import whole_parameter
 from gsreal.run.feed import Feed
 from gsreal.run.rank import join
 from gsreal.run.worker import build
@@ -62,6 +64,15 @@ def write_found(found: Any, out: str) -> None:
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
+
+
+def full_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter whole, by name; sharded ones are gathered (a collective)."""
+    if isinstance(module, StageModules):
+        return module.gather_parameters()
+    names = [name for name, _ in module.named_parameters()]
+    with gathered(module):
+        return {name.removeprefix("module."): whole_parameter(module, name) for name in names}
 
 
 def trained(scenario: Scenario, rank: int, *, steps: int) -> dict[str, Tensor]:

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_training import cases_in, from_all_ranks, largest_difference, meet, write_found
+from rank_training import cases_in, from_all_ranks, full_parameters, largest_difference, meet, write_found
 from torch.distributed.tensor import DTensor
 
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, collectives_of
-from gsreal.methods.apply import full_parameters
 from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build, synchronized_step

@@ -1,7 +1,7 @@
 """Real runs of many cases on a few ranks, and their predictions; the ranks themselves are in `ranks.py`."""
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,17 @@ Cases = dict[str, dict[str, Any]]
 HELPERS = Path(__file__).resolve().parent
 """Folder of the modules that ranks run."""
 SCENARIOS = HELPERS.parents[1] / "scenarios"
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
+"""Optimizers of cases, as overrides. AdamW is compared in fp64: it normalizes gradients, and so enlarges the rounding
+errors of small ones.
+"""
+ADAPTERS = {
+    "query-value": "workload.adapters={rank=4, alpha=8}",
+    "all": "workload.adapters={rank=3, targets='all-linear'}",
+    "down": "workload.adapters={rank=4, targets=['down_proj']}",
+}
+"""Low-rank adapters by their name in the names of cases."""
 
 
 def scenario_file(name: str) -> str:
@@ -152,6 +163,17 @@ def run_once(
     return worlds[ranks]
 
 
+def by_ranks(cases_for: Callable[[int], Cases], *, always: Collection[str] = ()) -> Any:
+    """Return the fixture `world` of a module whose tests are parametrized by it and by `name`; see `run_once`."""
+    worlds: dict[int, tuple[Cases, Cases]] = {}
+
+    @pytest.fixture(name="world")
+    def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cases, Cases]:
+        return run_once(worlds, request, cases_for, tmp_path_factory.mktemp, always=always)
+
+    return world
+
+
 def planted(folder: Path, scenario: str, overrides: list[str], density: float, *, name: str) -> str:
     """Return a file of gradient statistics for a case in which every threshold is reached by the given fraction."""
     loaded = load_scenario(Path(scenario), overrides, gradients_needed=False).scenario
@@ -209,13 +231,147 @@ def assert_losses_of_one_device(found: dict[str, dict[str, Any]]) -> None:
         assert seen["losses"][: len(alone)] == pytest.approx(alone[: len(seen["losses"])], rel=1e-5), name
 
 
-def assert_predicted_collectives(cases: Cases, found: dict[str, dict[str, Any]]) -> None:
+def assert_collectives(case: dict[str, Any], seen: dict[str, Any], *, payload_error: float | None = None) -> Result:
+    """Return a case's prediction; raise AssertionError where the process group saw other collectives.
+
+    `payload_error`: relative error that the bytes of all payloads together may have; None: not compared.
+    """
+    result = predicted(case)
+    assert predicted_keys(result) == sorted(seen["collectives"], key=str), case["overrides"]
+    if payload_error is not None:
+        expected = sum(entry.payload_bytes or 0 for entry in result.collectives)
+        sent = sum(each or 0 for each in seen["payloads"])
+        assert sent == pytest.approx(expected, rel=payload_error), case["overrides"]
+    return result
+
+
+def assert_predicted_collectives(cases: Cases, found: Cases) -> None:
     """Raise AssertionError where the process group saw other collectives than those predicted for a case."""
     for name, case in cases.items():
         assert_collectives(case, found[name])
 
 
-def assert_collectives(case: dict[str, Any], seen: dict[str, Any]) -> None:
-    """Raise AssertionError where the process group saw other collectives in a case than those predicted."""
-    entries = json.loads(json.dumps([list(entry.key) for entry in predicted(case).collectives]))
-    assert sorted(entries, key=str) == sorted(seen["collectives"], key=str), case["overrides"]
+def predicted_keys(result: Result) -> list[Any]:
+    """Return the keys of a prediction's collectives in the form and order in which ranks' are compared with them."""
+    return sorted(json.loads(json.dumps([list(entry.key) for entry in result.collectives])), key=str)
+
+
+def in_groups(
+    on: Mapping[int, Mapping[str, Any] | Callable[[], Mapping[str, Any]]],
+    few: Mapping[int, Collection[str]],
+    case_of: Callable[[int, str, Any, Path], dict[str, Any]],
+) -> Any:
+    """Return the fixture `world` of a module: (cases, what they showed), each group of cases in one launch.
+
+    The few that are not slow are one group of a number of ranks, its others are another.
+
+    Args:
+        on: by number of ranks, what each case changes, or a function that returns it.
+        few: by number of ranks, the cases that are not slow; of other numbers, all are.
+        case_of: makes a case of the number of ranks, its name, its changes, and a folder for files of its own.
+    """
+    groups = {str(ranks): (ranks, True) for ranks in few} | {f"{ranks}-others": (ranks, False) for ranks in on}
+
+    @pytest.fixture(scope="module", name="world", params=quick(groups, [str(ranks) for ranks in few]))
+    def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cases, Cases]:
+        (ranks, is_few), folder = groups[request.param], tmp_path_factory.mktemp(f"ranks{request.param}")
+        made = on[ranks]
+        changes, chosen = made() if callable(made) else made, few.get(ranks, ())
+        assert set(chosen) <= changes.keys()
+        group = {name: each for name, each in changes.items() if (name in chosen) == is_few}
+        cases = {name: case_of(ranks, name, each, folder) for name, each in group.items()}
+        return cases, run_cases(folder, cases, ranks=ranks)
+
+    return world
+
+
+class AsPredicted:
+    """Tests that a module's class inherits: of the cases of its fixture `world`, see `in_groups`."""
+
+    def peak_error(self, name: str, case: dict[str, Any]) -> float | None:
+        """Return the relative error that the peaks of a case may have; None: they are not predicted."""
+        return 0.001
+
+    def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(
+        self, world: tuple[Cases, Cases]
+    ) -> None:
+        assert_predicted_collectives(*world)
+
+    def test_the_predicted_peak_of_every_rank_is_the_counted_one(self, world: tuple[Cases, Cases]) -> None:
+        for name, case in world[0].items():
+            if (error := self.peak_error(name, case)) is not None:
+                assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=error), name
+
+
+class TrainsAsOneDevice(AsPredicted):
+    """The same, where parameters and losses are those of one device."""
+
+    def test_parameters_after_five_steps_equal_those_of_one_device(self, world: tuple[Cases, Cases]) -> None:
+        assert_parameters_of_one_device(world[1])
+
+    def test_losses_are_those_of_one_device(self, world: tuple[Cases, Cases]) -> None:
+        assert_losses_of_one_device(world[1])
+
+
+class TrainsAdapters(TrainsAsOneDevice):
+    """The same of low-rank adapters, whose parameters are small: the names of cases say which, see `adapters_of`."""
+
+    def test_what_training_changes_is_that_of_one_device(self, world: tuple[Cases, Cases]) -> None:
+        for name, seen in world[1].items():
+            assert seen["difference_ratio"] < 1e-3, name
+
+
+def adapters_of(name: str) -> tuple[str, str]:
+    """Return the model and the adapters of a case, the latter as an override, from its name `MODEL-ADAPTERS-...`."""
+    return next((name.split("-")[0], override) for kind, override in ADAPTERS.items() if f"-{kind}-" in name)
+
+
+class RoutesAsPredicted(AsPredicted):
+    """The same of routed experts, whose rows and peaks are predicted where a load routes them.
+
+    Names of cases say whether the model's router does, `-router-`, or a load, `-load-`. A load is dealt out to each
+    part of a sequence, on one device to the whole.
+    """
+
+    def test_parameters_and_losses_with_the_models_own_router_equal_those_of_one_device(
+        self, world: tuple[Cases, Cases]
+    ) -> None:
+        by_router = routed(world[1], "router")
+        assert by_router
+        assert_parameters_of_one_device(by_router)
+        assert_losses_of_one_device(by_router)
+
+    def test_parameters_are_equal_on_all_ranks(self, world: tuple[Cases, Cases]) -> None:
+        assert all(seen["replicas_equal"] for seen in world[1].values())
+
+    def test_the_predicted_rows_are_the_ones_that_were_sent(self, world: tuple[Cases, Cases]) -> None:
+        by_load = routed(world[1], "load")
+        assert by_load
+        for name, seen in by_load.items():
+            rows = [each.payload_bytes for each in predicted(world[0][name]).collectives if each.kind == "all-to-all-v"]
+            sent = zip(seen["collectives"], seen["payloads"], strict=True)
+            payloads = [payload for key, payload in sent if key[0] == "all-to-all-v"]
+            assert sorted(filter(None, rows)) == sorted(filter(None, payloads)), name  # those of a ring have none
+            assert sum(filter(None, payloads)) > 0
+
+
+def routed(cases: Cases, kind: str) -> Cases:
+    """Return those cases, or what they showed, whose experts are chosen by `router` or by `load`."""
+    return {name: each for name, each in cases.items() if f"-{kind}-" in f"-{name}"}
+
+
+class PushesAsPredicted(AsPredicted):
+    """The same of Gradient Sharding: cases with `-some-` in their names push a part of the gradients, others all."""
+
+    def test_where_all_is_sent_training_equals_that_of_one_device(self, world: tuple[Cases, Cases]) -> None:
+        for name, seen in world[1].items():
+            if "-some-" in name:
+                assert seen["replicas_equal"], name
+                assert seen["difference"] > 1e-5 * seen["largest_parameter"], name
+            else:
+                assert_parameters_of_one_device({name: seen})
+                assert_losses_of_one_device({name: seen})
+
+    def test_the_predicted_payloads_are_the_ones_that_were_sent(self, world: tuple[Cases, Cases]) -> None:
+        for name, case in world[0].items():
+            assert_collectives(case, world[1][name], payload_error=0.08 if "-some-" in name else 0)

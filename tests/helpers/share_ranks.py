@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_training import cases_in, from_all_ranks, meet, scenario_of_case, write_found
+from rank_training import cases_in, from_all_ranks, full_parameters, meet, scenario_of_case, write_found
 
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.measure import CollectiveRecorder, Timeline, collectives_of
-from gsreal.methods.apply import full_parameters
 from gsreal.methods.training import Training
 from gsreal.run.checkpoint import Progress
 from gsreal.run.feed import Feed

@@ -6,9 +6,8 @@ Arguments: a JSON file of cases {name: {"scenario": FILE, "overrides": [...]}} a
 import sys
 
 import torch.distributed as dist
-from rank_training import from_all_ranks, largest_difference, scenarios_in, trained, write_found
+from rank_training import from_all_ranks, full_parameters, largest_difference, scenarios_in, trained, write_found
 
-from gsreal.methods.apply import full_parameters
 from gsreal.run.rank import run_on_rank
 from gsreal.statistics.together import Apart, trainer_of
 

@@ -19,7 +19,7 @@ from gssim.interop.models import find_model
 from gssim.plan import METHODS, Push
 from gssim.scenario import Loaded, load_scenario, read_toml
 from gssim.simulation import simulate
-from gssim.sparsity import push_density, push_ratios
+from gssim.sparsity import push_ratios
 from gssim.sweeps.table import outcome
 from gssim.workload import Model, shipped_models, unrolled
 from gssim.workload.gradient_family import (
@@ -126,7 +126,7 @@ def density(statistics: GradientStatistics, model: Model, threshold: float, samp
     }
     push, steps = Push(threshold=threshold, error_feedback=False), range(1, statistics.steps, 3)
     return sum(
-        count * push_density(statistics, push, samples=samples, tensor=name, step=step) / len(steps)
+        count * push_ratios(statistics, push, samples=samples, tensor=name, step=step).over(0.0, 1.0) / len(steps)
         for name, count in sizes.items()
         for step in steps
     ) / sum(sizes.values())
@@ -253,7 +253,9 @@ def test_statistics_of_large_models_have_every_tensor(model: str) -> None:
     assert statistics is not None
     assert all(set(trace.tensors) == names for trace in statistics.traces)
     assert set(statistics.changes) == names
-    pushed = [push_density(statistics, loaded.scenario.push, samples=4, tensor=name, step=2) for name in names]
+    pushed = [
+        push_ratios(statistics, loaded.scenario.push, samples=4, tensor=name, step=2).over(0.0, 1.0) for name in names
+    ]
     assert all(0 <= each <= 1 for each in pushed)
     assert max(pushed) > 0
 

@@ -34,7 +34,7 @@ from strategies import (
 from gssim.cluster import Cluster
 from gssim.collectives import BACKEND_ALGORITHMS, Communication, Stage
 from gssim.engine import MemoryTracker
-from gssim.network import max_min_rates
+from gssim.network import limited_rates
 from gssim.result import PHASES
 from gssim.scenario import Scenario
 from gssim.simulation import simulate
@@ -57,7 +57,7 @@ def sharings(draw, *, loads=(1.0, 1.0, 1.0, 0.5, 1 / 3, 2.0, 3.0)):
 
 def rates_of(sharing):
     session, link, load, capacity, sessions = sharing
-    return max_min_rates(session, link, load, capacity, sessions=sessions)
+    return limited_rates(session, link, load, capacity, sessions=sessions)[0]
 
 
 # Max-min fairness ----------------------------------------------------------------------------------------------------
@@ -88,14 +88,14 @@ def test_every_flow_has_a_full_link_on_which_no_flow_is_faster(sharing):
 @given(sharings(), st.floats(1e-3, 1e3))
 def test_fair_rates_scale_with_the_capacities(sharing, k):
     session, link, load, capacity, sessions = sharing
-    scaled = max_min_rates(session, link, load, k * capacity, sessions=sessions)
+    scaled = limited_rates(session, link, load, k * capacity, sessions=sessions)[0]
     assert scaled == pytest.approx(k * rates_of(sharing), rel=1e-9)
 
 
 @given(sharings(), st.floats(1e-3, 1e3))
 def test_what_loads_all_links_more_is_slower_by_as_much(sharing, k):
     session, link, load, capacity, sessions = sharing
-    loaded = max_min_rates(session, link, k * load, capacity, sessions=sessions)
+    loaded = limited_rates(session, link, k * load, capacity, sessions=sessions)[0]
     assert loaded == pytest.approx(rates_of(sharing) / k, rel=1e-9)
 
 
@@ -105,7 +105,7 @@ def test_fair_rates_do_not_depend_on_the_order_of_flows_links_or_entries(sharing
     entries, flows, places = (np.array(random.sample(range(n), n)) for n in (len(link), sessions, LINKS))
     shuffled = np.empty(LINKS)
     shuffled[places] = capacity
-    rates = max_min_rates(flows[session[entries]], places[link[entries]], load[entries], shuffled, sessions=sessions)
+    rates = limited_rates(flows[session[entries]], places[link[entries]], load[entries], shuffled, sessions=sessions)[0]
     assert rates[flows] == pytest.approx(rates_of(sharing), rel=1e-9)
 
 
@@ -115,14 +115,14 @@ def test_equal_flows_taken_together_with_their_number_as_load_have_the_same_rate
     session, link, load, capacity, sessions = sharing
     which %= sessions
     mine = session == which
-    thrice = max_min_rates(
+    thrice = limited_rates(
         np.r_[session, np.full(mine.sum(), sessions), np.full(mine.sum(), sessions + 1)],
         np.r_[link, link[mine], link[mine]],
         np.r_[load, load[mine], load[mine]],
         capacity,
         sessions=sessions + 2,
-    )
-    together = max_min_rates(session, link, np.where(mine, 3 * load, load), capacity, sessions=sessions)
+    )[0]
+    together = limited_rates(session, link, np.where(mine, 3 * load, load), capacity, sessions=sessions)[0]
     assert thrice[:sessions] == pytest.approx(together, rel=1e-9)
     assert thrice[[sessions, sessions + 1]] == pytest.approx([thrice[which]] * 2, rel=1e-9)
 

@@ -19,7 +19,7 @@ from gssim.program import Lowering, lower
 from gssim.result import merge_collectives
 from gssim.scenario import Scenario
 from gssim.simulation import simulate
-from gssim.sparsity import push_density
+from gssim.sparsity import push_ratios
 from gssim.workload import Parameter
 
 
@@ -223,7 +223,7 @@ def test_the_payload_of_a_push_is_the_density_times_entries_of_index_and_value()
     plan = {"method": "gs", "push": {"threshold": 2e-3, "encoding": "coo"}}
     scenario = scenario_of(star(4), plan)
     gradients = exponential_statistics(rms=1e-3)
-    density = push_density(gradients, Push(threshold=2e-3), samples=2, tensor="head.weight", step=1)
+    density = push_ratios(gradients, Push(threshold=2e-3), samples=2, tensor="head.weight", step=1).over(0.0, 1.0)
     result = simulate(loaded_of(scenario, gradients)).result
     assert result.density.push == pytest.approx(density)
     (payload,) = [c.payload_bytes for c in result.collectives if c.payload_bytes is not None]

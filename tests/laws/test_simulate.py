@@ -22,7 +22,7 @@ from gssim.program import Steps, lower
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.simulation.footprint import _LiveTensors
-from gssim.sparsity import push_density
+from gssim.sparsity import push_ratios
 from gssim.workload.gradient_statistics import RankTrace
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
@@ -41,7 +41,8 @@ def test_density_and_payload_are_means_over_exactly_the_runs_steps():
     statistics = drifting((9.0, 1e-3, 2e-3, 4e-3, 9.0))
     scenario = scenario_of(star(2), PUSHED, run={"steps": 3, "warmup_steps": 1})
     exact = [
-        push_density(statistics, Push(threshold=1e-3), samples=4, tensor="h.0.bias", step=step) for step in (1, 2, 3)
+        push_ratios(statistics, Push(threshold=1e-3), samples=4, tensor="h.0.bias", step=step).over(0.0, 1.0)
+        for step in (1, 2, 3)
     ]
     result = simulate(loaded_of(scenario, statistics)).result
     assert result.density.push == pytest.approx(fmean(exact))

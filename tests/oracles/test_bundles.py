@@ -20,7 +20,8 @@ def _few_targets_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_bundled(wiring, hops: Hops) -> None:
     """Check loads by group and link, and the latency of each hop, against every hop's own path."""
     router = Router(wiring)
-    mine = bundles.bundled(wiring, bundles.adjacency(wiring.target, wiring.nodes), hops)
+    paths = bundles.paths_of(wiring, bundles.adjacency(wiring.target, wiring.nodes), hops)
+    mine = bundles.carried(wiring, paths, hops.weight)
     other = router._summed(hops)
     assert mine.group.tolist() == other.group.tolist()
     assert mine.link.tolist() == other.link.tolist()
@@ -56,7 +57,7 @@ def test_groups_are_told_apart(wiring, groups):
 def test_a_pair_that_no_path_connects_is_named():
     wiring = wiring_of(4, [(0, 1), (1, 0), (2, 3), (3, 2)], [1.0] * 4)
     with pytest.raises(UserError, match="no path of links from n1 to n3"):
-        bundles.bundled(wiring, bundles.adjacency(wiring.target, 4), Hops.of([(0, 1, 1.0), (1, 3, 1.0), (2, 3, 1.0)]))
+        bundles.paths_of(wiring, bundles.adjacency(wiring.target, 4), Hops.of([(0, 1, 1.0), (1, 3, 1.0), (2, 3, 1.0)]))
 
 
 def star(devices: int):

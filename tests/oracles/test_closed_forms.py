@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from closed_forms import CLOSED_FORMS, hierarchical_time_s, ring_all_reduce_time_s, torus_time_s
 from strategies import (
     built,
     cluster_of,
@@ -25,7 +26,6 @@ from strategies import (
 from gssim import cost
 from gssim.cluster.cluster import BackendCost
 from gssim.collectives import Communication
-from gssim.collectives.closed_forms import CLOSED_FORMS, hierarchical_time_s, ring_all_reduce_time_s, torus_time_s
 from gssim.scenario import Scenario
 from gssim.simulation import simulate
 from gssim.workload import unrolled

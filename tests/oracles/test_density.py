@@ -15,13 +15,10 @@ from gssim.sparsity import (
     Ratios,
     moment_of,
     movements,
-    publish_density,
-    push_density,
+    publish_ratios,
     push_ratios,
     staleness_steps,
     traces_of,
-    union_density,
-    united,
 )
 from gssim.workload.gradient_statistics import (
     EDGES_PER_DECADE,
@@ -43,7 +40,7 @@ MEAN = RMS / math.sqrt(2)
 
 def density(statistics, threshold, *, samples=4, step=0, part=1.0, first=0.0, last=1.0, **policy):
     push = Push(threshold=threshold, **policy)
-    return push_density(statistics, push, samples=samples, tensor=TENSOR, step=step, part=part, first=first, last=last)
+    return push_ratios(statistics, push, samples=samples, tensor=TENSOR, step=step, part=part).over(first, last)
 
 
 def statistics_of(*tensors, thresholds=(0.0,), steps=(0,), feedback=False):
@@ -103,7 +100,7 @@ def test_threshold_zero_sends_everything_and_zero_gradients_and_infinite_thresho
     assert density(silent, 0.0) == density(exponential_statistics(), 0.0) == 1.0
     assert density(silent, 1e-30) == 0.0
     assert density(exponential_statistics(), 1e-9, samples=0) == 0.0
-    assert push_density(silent, Push(), samples=4, tensor=TENSOR, step=0) == 1.0
+    assert push_ratios(silent, Push(), samples=4, tensor=TENSOR, step=0).over(0.0, 1.0) == 1.0
 
 
 def test_the_first_steps_are_dense_where_the_plan_says_so():
@@ -304,7 +301,9 @@ def test_with_error_feedback_nothing_has_gathered_at_the_first_step():
 
 
 def published(threshold):
-    return publish_density(exponential_statistics(rms=RMS), Publish(threshold=threshold), tensor=TENSOR, step=2)
+    return publish_ratios(exponential_statistics(rms=RMS), Publish(threshold=threshold), tensor=TENSOR, step=2).over(
+        0.0, 1.0
+    )
 
 
 @given(st.lists(st.floats(0, 1), max_size=20), st.floats(0, 4), st.floats(0, 4))
@@ -342,37 +341,6 @@ def test_changes_are_published_as_often_as_they_reach_the_threshold():
     assert [published(t) for t in FEEDBACK_GRID] == pytest.approx([RMS / (RMS + t) for t in FEEDBACK_GRID])
     assert published(3e-3) == pytest.approx(RMS / (RMS + 3e-3), rel=0.05)
     assert published(1e-2) > published(3e-2) > published(1.0)
-
-
-# Union ----------------------------------------------------------------------------------------------------------------
-
-ONE_SCALE = math.sqrt(2 / math.pi)
-
-
-@given(st.floats(1e-3, 0.9), st.integers(1, 64))
-def test_ranks_with_nothing_in_common_send_independently(sent, ranks):
-    found = united(sent, ranks=ranks, mean_to_rms=ONE_SCALE, correlation=0.0)
-    assert found == pytest.approx(1 - (1 - sent) ** ranks, rel=1e-3)
-
-
-def test_equal_ranks_send_the_same():
-    assert united(0.1, ranks=8, mean_to_rms=0.5, correlation=1.0) == pytest.approx(0.1, rel=0.1)
-
-
-def test_the_wider_scales_differ_and_the_more_ranks_have_in_common_the_smaller_their_union():
-    by_width = [united(0.03, ranks=8, mean_to_rms=ratio, correlation=0.0) for ratio in (0.7, 0.4, 0.2)]
-    by_correlation = [united(0.03, ranks=8, mean_to_rms=0.4, correlation=each) for each in (0.0, 0.5, 0.9)]
-    for found in (by_width, by_correlation):
-        assert found == sorted(found, reverse=True)
-        assert all(0.03 < each < 0.24 for each in found)
-
-
-def test_the_union_of_measured_gradients_lies_between_one_ranks_and_all_independent_ones():
-    statistics = statistics_of(replace(exponential_tensor(RMS), correlations=(0.3,)))
-    alone = density(statistics, 2 * RMS)
-    found = [union_density(statistics, alone, ranks=n, samples=4, tensor=TENSOR, step=0) for n in (1, 2, 8)]
-    assert found[0] == alone
-    assert alone < found[1] < found[2] < 1 - (1 - alone) ** 8
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from gssim.program import Program, Steps, Task, TaskId, lower
 from gssim.result import Result
 from gssim.scenario import Scenario
 from gssim.simulation import simulate
-from gssim.sparsity import push_density
+from gssim.sparsity import push_ratios
 
 ELEMENTS = PARAMETER_BYTES // 4
 ROOT, BLOCK = 128, 20
@@ -285,8 +285,10 @@ def test_a_threshold_lowers_what_is_pushed_across_and_sees_the_mean_over_the_nod
     statistics = replace(low_noise, traces=(*low_noise.traces, *high_noise.traces))
     push = {"threshold": 1e-3, "encoding": "coo", "error_feedback": False}
     scenario = grid("gs_hier", nodes, 2, push=push, global_batch_size=4 * nodes)
-    ratio = push_density(statistics, Push(threshold=1e-3), samples=4, tensor="h.0.weight", step=1)
-    assert ratio < push_density(statistics, Push(threshold=1e-3), samples=2, tensor="h.0.weight", step=1) / 2
+    ratio = push_ratios(statistics, Push(threshold=1e-3), samples=4, tensor="h.0.weight", step=1).over(0.0, 1.0)
+    assert (
+        ratio < push_ratios(statistics, Push(threshold=1e-3), samples=2, tensor="h.0.weight", step=1).over(0.0, 1.0) / 2
+    )
     result = simulate(loaded_of(scenario, statistics)).result
     assert result.density.push == pytest.approx(ratio)
     part = ELEMENTS / 2 * (1 - 1 / nodes)
@@ -363,7 +365,9 @@ def test_parameters_go_round_twice_and_gradients_once_to_their_owners(threshold,
     scenario = scenario_of(star(4, backend=backend), {"method": "gs_z3", "push": push})
     (ranks,) = {each.bytes_sent: each for each in result_of(scenario).ranks}.values()
     statistics = exponential_statistics()
-    ratio = threshold and push_density(statistics, Push(threshold=threshold), samples=2, tensor="h.0.bias", step=1)
+    ratio = threshold and push_ratios(statistics, Push(threshold=threshold), samples=2, tensor="h.0.bias", step=1).over(
+        0.0, 1.0
+    )
     pushed = 4 if threshold is None else 8 * ratio
     counts = 0 if threshold is None else 3 * 3 * 8  # three units, three owners
     gathered = 4 * (2 * ELEMENTS - ROOT)  # the root is gathered once

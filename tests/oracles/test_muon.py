@@ -22,12 +22,13 @@ from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.workload import Workload, optimizer_state_bytes, unrolled
 from gssim.workload.muon import (
+    NEWTON_SCHULZ_STEPS,
     OPERATIONS_PER_MATRIX,
     elements_of,
     elementwise_bytes,
     is_matrix,
     largest_temporaries,
-    newton_schulz_flop,
+    newton_schulz_products,
 )
 from gssim.workload.optimizers import optimizer_temporary_bytes
 
@@ -52,6 +53,10 @@ def lowering_of(ranks: int, **plan: object) -> Lowering:
         optimizer="muon",
     )
     return Lowering(scenario, None, 0, range(scenario.ranks))
+
+
+def newton_schulz_flop(rows: int, columns: int) -> int:
+    return NEWTON_SCHULZ_STEPS * sum(flop for flop, _ in newton_schulz_products(rows, columns))
 
 
 # Closed forms --------------------------------------------------------------------------------------------------------

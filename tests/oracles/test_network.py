@@ -11,7 +11,7 @@ from strategies import by_link, cluster_of, star
 from gssim.cluster import Cluster
 from gssim.collectives import Hops, Stage
 from gssim.errors import UserError
-from gssim.network import Network, Pace, Router, limited_rates, max_min_rates
+from gssim.network import Network, Pace, Router, limited_rates
 
 
 def message(source: int, target: int, size: float) -> Stage:
@@ -161,15 +161,15 @@ def test_hops_that_keep_pace_are_as_slow_as_the_slowest_and_take_their_mean_late
 def test_the_textbook_example_of_max_min_fairness():
     # four flows: three on a link of 1, one of them also on a link of 2 with the fourth
     session, link = np.array([0, 1, 2, 2, 3]), np.array([0, 0, 0, 1, 1])
-    rates = max_min_rates(session, link, np.ones(5), np.array([1.0, 2.0]), sessions=4)
+    rates = limited_rates(session, link, np.ones(5), np.array([1.0, 2.0]), sessions=4)[0]
     assert rates == pytest.approx([1 / 3, 1 / 3, 1 / 3, 5 / 3])
 
 
 def test_a_session_that_loads_a_link_twice_gets_half_of_what_a_plain_one_would():
-    rates = max_min_rates(np.array([0]), np.array([0]), np.array([2.0]), np.array([10.0]), sessions=1)
+    rates = limited_rates(np.array([0]), np.array([0]), np.array([2.0]), np.array([10.0]), sessions=1)[0]
     assert rates.tolist() == [5.0]
     # rates are equal, not what they take of the link
-    rates = max_min_rates(np.array([0, 1]), np.array([0, 0]), np.array([3.0, 1.0]), np.array([8.0]), sessions=2)
+    rates = limited_rates(np.array([0, 1]), np.array([0, 0]), np.array([3.0, 1.0]), np.array([8.0]), sessions=2)[0]
     assert rates.tolist() == [2.0, 2.0]
 
 
@@ -185,14 +185,14 @@ def test_flows_that_end_leave_the_rates_of_those_that_they_did_not_limit(data):
     assert all(place in path for place, path in zip(limit.tolist(), paths, strict=True))
     gone = data.draw(st.integers(0, flows - 1))
     left = session != gone
-    after = max_min_rates(session[left], link[left], np.ones(left.sum()), capacity, sessions=flows)
+    after = limited_rates(session[left], link[left], np.ones(left.sum()), capacity, sessions=flows)[0]
     stay = [s for s in range(flows) if s != gone]
     if not set(limit[stay].tolist()) & paths[gone]:
         assert after[stay] == pytest.approx(rates[stay], rel=1e-12)
 
 
 def test_a_session_on_no_link_is_held_up_by_nothing():
-    rates = max_min_rates(np.array([1]), np.array([0]), np.array([1.0]), np.array([8.0]), sessions=2)
+    rates = limited_rates(np.array([1]), np.array([0]), np.array([1.0]), np.array([8.0]), sessions=2)[0]
     assert rates.tolist() == [np.inf, 8.0]
 
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gssim.collectives import Communication, Pairs
-from gssim.collectives.communication import summed_without
 
 SIZES = st.sampled_from([0.0, 0.1, 1 / 3, 7.0, 1e-9, 123456.789])
 
@@ -68,16 +67,6 @@ def test_columns_stand_for_all_members_that_receive_the_same(found, data):
     assert told.received == pytest.approx(full.received, rel=1e-12)
     assert told.total == pytest.approx(full.total, rel=1e-12)
     assert (told.most, told.kind_count) == (full.most, full.kind_count)
-
-
-@given(st.lists(st.tuples(SIZES, SIZES), min_size=1, max_size=9), SIZES, st.data())
-def test_sums_leave_out_ones_own(terms, first, data):
-    own = data.draw(st.integers(0, len(terms) - 1))
-    total = first
-    for place, both in enumerate(terms):
-        for term in both if place != own else ():
-            total += term
-    assert summed_without(np.array(terms).ravel(), own, width=2, first=first) == total
 
 
 def test_rows_are_found_by_their_numbers_as_those_of_a_list():

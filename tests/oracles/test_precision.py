@@ -1,13 +1,12 @@
 """Precision: bf16 with an fp32 master copy (and fp64), for every method, simulated and real; memory by category."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_runs import predicted, quick, run_cases, scenario_file, selected
+from real_runs import SGD, predicted, predicted_keys, quick, run_cases, scenario_file, selected
 from real_runs import star as real_star
 from strategies import device_type, loaded_of, machine_of, scenario_of, scenarios, star
 
@@ -336,7 +335,6 @@ def test_a_sparse_message_of_any_length_holds_values_and_indices(dtype: torch.dt
 
 GPT = ["workload.sequence_length=24", "workload.global_batch_size=12", "workload.precision=bf16"]
 FEW = ["workload.sequence_length=24", "workload.global_batch_size=2", "workload.precision=bf16"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 UNEVEN = ["plan.shares.batch=[0.75,0.25]"]
 SHARDS = ["plan.shares.shards=[0.7,0.3]"]
 BUCKETS = ["plan.bucket_bytes=300000", "plan.first_bucket_bytes=100000"]
@@ -380,8 +378,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_a_real_run_in_bf16_does_and_holds_what_is_predicted(runs: dict, name: str):
     seen, result = runs[name], predicted(case_of(name))
     assert seen["replicas_equal"]
-    entries = sorted([list(entry.key) for entry in result.collectives], key=str)
-    assert json.loads(json.dumps(entries)) == sorted(seen["collectives"], key=str)
+    assert predicted_keys(result) == sorted(seen["collectives"], key=str)
     peaks = {rank: entry.peak_allocated_bytes for entry in result.ranks for rank in entry.ranks}
     # oneDNN copies matrices in bf16 to its own layout, which only a profile tells: it shows where blocks run again
     low = 0.96 if "recompute" in name else 0.985

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from real_runs import predicted, run_cases, scenario_file, selected
+from real_runs import SGD, predicted, run_cases, scenario_file, selected
 from real_runs import star as real_star
 from strategies import exponential_statistics, loaded_of, scenario_of, star
 from tasks import labels_of
@@ -340,7 +340,6 @@ def test_modules_wait_for_their_own_buckets_and_for_those_of_modules_that_nobody
 
 # On ranks ------------------------------------------------------------------------------------------------------------
 
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 GPT = ["workload.sequence_length=24", "workload.global_batch_size=12", *SGD]
 FEW = [*SGD, "workload.sequence_length=4", "workload.global_batch_size=6"]  # messages, not activations, make the peak
 ALL, COO, BITMAP = "plan.publish.threshold=0", "plan.publish.encoding=coo", "plan.publish.encoding=bitmap"

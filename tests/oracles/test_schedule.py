@@ -1,6 +1,7 @@
 """Schedules of pipelines: their laws, and torch's own loops as oracle, statement by statement."""
 
 import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gssim.plan import Action
-from gssim.plan.pipeline_schedule import SCHEDULES, Message, in_flight, schedule
+from gssim.plan.pipeline_schedule import SCHEDULES, Message, schedule
 
 GPIPE, ONE_FORWARD_ONE_BACKWARD, _, INTERLEAVED = SCHEDULES
+
+
+def in_flight(actions: Sequence[Action]) -> int:
+    """Return the maximum number of micro-batches in flight, over all stages: forward done, backward not yet."""
+    most = now = 0
+    for action in actions:
+        now += {"forward": 1, "backward": -1}.get(action.kind, 0)
+        most = max(most, now)
+    return most
 
 
 @st.composite

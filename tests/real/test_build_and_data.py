@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
+from data_files import global_batch
 from strategies import star
 from torch.nn import functional as F
 
@@ -49,10 +50,10 @@ GPT, BERT, RESNET = "gpt-byte-1m", "bert-byte-1m", "resnet-digits"
 @pytest.mark.parametrize("name", [GPT, BERT, RESNET])
 def test_the_same_seed_and_step_give_the_same_batch_and_others_another(name):
     workload = workload_of(name)
-    first = data.global_batch(workload, seed=3, step=4)
-    assert all(torch.equal(a, b) for a, b in zip(first, data.global_batch(workload, seed=3, step=4), strict=True))
-    assert not torch.equal(first[0], data.global_batch(workload, seed=3, step=5)[0])
-    assert not torch.equal(first[0], data.global_batch(workload, seed=4, step=4)[0])
+    first = global_batch(workload, seed=3, step=4)
+    assert all(torch.equal(a, b) for a, b in zip(first, global_batch(workload, seed=3, step=4), strict=True))
+    assert not torch.equal(first[0], global_batch(workload, seed=3, step=5)[0])
+    assert not torch.equal(first[0], global_batch(workload, seed=4, step=4)[0])
 
 
 def test_the_corpus_is_the_standard_library_by_file_name():
@@ -65,7 +66,7 @@ def test_the_corpus_is_the_standard_library_by_file_name():
 
 
 def test_next_token_targets_are_the_inputs_one_further():
-    inputs, targets = data.global_batch(workload_of(GPT), seed=0, step=0)
+    inputs, targets = global_batch(workload_of(GPT), seed=0, step=0)
     assert inputs.shape == targets.shape == (12, 32)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -76,7 +77,7 @@ def test_next_token_targets_are_the_inputs_one_further():
 
 def test_masked_tokens_are_the_targets_and_all_else_is_left_out():
     workload = workload_of(BERT, global_batch_size=64, sequence_length=128)
-    inputs, targets = data.global_batch(workload, seed=0, step=0)
+    inputs, targets = global_batch(workload, seed=0, step=0)
     masked = targets != data.IGNORED
     assert torch.equal(masked, inputs == 256)
     assert masked[:, 0].all()  # every sample has a loss term
@@ -89,7 +90,7 @@ def test_masked_tokens_are_the_targets_and_all_else_is_left_out():
 
 
 def test_digits_are_images_of_8_by_8_between_0_and_1():
-    images, classes = data.global_batch(workload_of(RESNET, global_batch_size=200), seed=0, step=0)
+    images, classes = global_batch(workload_of(RESNET, global_batch_size=200), seed=0, step=0)
     assert images.shape == (200, 1, 8, 8)
     assert images.dtype == torch.float32
     assert float(images.min()) == 0.0
@@ -104,7 +105,7 @@ def test_digits_are_images_of_8_by_8_between_0_and_1():
 def test_the_rows_of_the_ranks_are_the_whole_batch_in_order(name, batch):
     scenario = scenario_for(workload_of(name), batch=batch)
     assert scenario.batch_sizes == batch
-    inputs, targets = data.global_batch(scenario.workload, seed=0, step=2)
+    inputs, targets = global_batch(scenario.workload, seed=0, step=2)
     own = [Feed(scenario, rank, DEVICE).at(2) for rank in range(len(batch))]
     assert [len(rows) for rows, _, _ in own] == list(batch)
     assert torch.equal(torch.cat([rows for rows, _, _ in own]), inputs)
@@ -133,7 +134,7 @@ def test_images_come_in_the_workloads_precision_and_token_ids_stay_whole():
 def test_weighted_means_of_the_ranks_are_the_whole_batchs_loss():
     scenario = scenario_for(workload_of(BERT), batch=(9, 3), precision="fp64")
     module = build_module(scenario.workload.model.module, where="made").double()
-    inputs, targets = data.global_batch(scenario.workload, seed=0, step=0)
+    inputs, targets = global_batch(scenario.workload, seed=0, step=0)
     parts = [Feed(scenario, rank, DEVICE).at(0) for rank in range(2)]
     with torch.no_grad():
         whole = float(loss_of(module(inputs), targets))
@@ -212,7 +213,7 @@ def test_logits_are_found_in_what_models_return():
 @pytest.mark.parametrize("name", [GPT, BERT, RESNET])
 def test_example_batches_have_the_shape_and_type_of_real_ones(name):
     workload = workload_of(name)
-    real = data.global_batch(workload, seed=0, step=0)
+    real = global_batch(workload, seed=0, step=0)
     example = example_batch(workload.model, batch_size=12, sequence_length=workload.sequence_length)
     assert [(t.shape, t.dtype) for t in example] == [(t.shape, t.dtype) for t in real]
 

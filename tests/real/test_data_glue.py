@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
-from data_files import HEADERS, WORDS, glue_folder, glue_rows, refused, word_tokeniser, workload_for
+from data_files import HEADERS, WORDS, global_batch, glue_folder, glue_rows, refused, word_tokeniser, workload_for
 from numpy.random import default_rng
 
 from gsreal.data import sources as data
@@ -41,7 +41,7 @@ def test_every_task_is_read_from_its_own_columns(tmp_path, task, bom):
     folder = glue_folder(tmp_path / task, task, bom=bom)
     workload = workload_of(folder, task, global_batch_size=10, sequence_length=200)
     data.check_data(workload, where="made")
-    ids, classes = data.global_batch(workload, seed=0, step=0)
+    ids, classes = global_batch(workload, seed=0, step=0)
     read = []
     for row, class_ in zip(ids.tolist(), classes.tolist(), strict=True):
         text = bytes(row).rstrip(b"\0")
@@ -72,7 +72,7 @@ def test_splits_are_files(tmp_path):
 def test_the_rows_of_any_division_are_the_whole_batch_and_epochs_have_every_row_once(tmp_path):
     workload = workload_of(glue_folder(tmp_path / "r", "RTE"), "RTE", sequence_length=200)
     source = data.open_source(workload)
-    ids, classes = data.global_batch(workload, seed=2, step=3)
+    ids, classes = global_batch(workload, seed=2, step=3)
     parts = [source.batch(seed=2, step=3, rows=rows) for rows in (slice(0, 3), slice(3, 3), slice(3, 8))]
     assert torch.equal(torch.cat([part for part, _ in parts]), ids)
     assert torch.equal(torch.cat([part for _, part in parts]), classes)
@@ -85,9 +85,9 @@ def test_the_rows_of_any_division_are_the_whole_batch_and_epochs_have_every_row_
 
 def test_long_pairs_are_cut_longest_first_and_short_ones_filled_up(tmp_path):
     (tmp_path / "train.tsv").write_text(HEADERS["RTE"] + "\n0\tabcdefghijklmnop\txyz\tentailment\n")
-    ids, _ = data.global_batch(workload_of(tmp_path, "RTE", global_batch_size=1, sequence_length=12), seed=0, step=0)
+    ids, _ = global_batch(workload_of(tmp_path, "RTE", global_batch_size=1, sequence_length=12), seed=0, step=0)
     assert bytes(ids[0].tolist()) == b"\x02abcdef\x03xyz\x03"
-    ids, _ = data.global_batch(workload_of(tmp_path, "RTE", global_batch_size=1, sequence_length=24), seed=0, step=0)
+    ids, _ = global_batch(workload_of(tmp_path, "RTE", global_batch_size=1, sequence_length=24), seed=0, step=0)
     assert bytes(ids[0].tolist()) == b"\x02abcdefghijklmnop\x03xyz\x03\0\0"
 
 
@@ -98,11 +98,11 @@ def test_a_tokeniser_brings_its_template_and_special_tokens(tmp_path):
     model = tokens(vocabulary=5 + len(WORDS))
     workload = workload_for(model, table(tmp_path, "RTE", tokenizer=str(file)), global_batch_size=1, sequence_length=10)
     data.check_data(workload, where="made")
-    ids, classes = data.global_batch(workload, seed=0, step=0)
+    ids, classes = global_batch(workload, seed=0, step=0)
     assert ids.tolist() == [[2, 5, 6, 7, 3, 9, 1, 3, 0, 0]]  # [CLS] the cat sat [SEP] a [UNK] [SEP] [PAD] [PAD]
     assert classes.tolist() == [1]
     short = workload_for(model, table(tmp_path, "RTE", tokenizer=str(file)), global_batch_size=1, sequence_length=6)
-    assert len(data.global_batch(short, seed=0, step=0)[0][0]) == 6
+    assert len(global_batch(short, seed=0, step=0)[0][0]) == 6
 
 
 def test_rows_of_qqp_that_are_cut_are_left_out_and_of_others_refused(tmp_path):
@@ -179,7 +179,7 @@ def test_what_fills_sequences_up_changes_no_answer(name):
 def test_without_data_sequences_are_classified_by_the_module_that_they_are_from():
     workload = workload_for(tokens(5), "auto", global_batch_size=400)
     data.check_data(workload, where="made")
-    ids, classes = data.global_batch(workload, seed=0, step=0)
+    ids, classes = global_batch(workload, seed=0, step=0)
     assert (ids[:, 0] == 2).all()
     counts = Counter(classes.tolist())
     assert set(counts) == set(range(5))

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytest.importorskip("PIL", reason="Pillow is not installed: pip install 'gssim[data]'")
 
 import torch
-from data_files import CLASSES, image_tree, refused, workload_for
+from data_files import CLASSES, global_batch, image_tree, refused, workload_for
 from PIL import Image
 
 from gsreal.data import sources as data
@@ -33,7 +33,7 @@ def table(tree, **changes):
 @pytest.mark.parametrize("augment", [False, True])
 def test_the_rows_of_any_division_are_the_whole_batch(tree, augment):
     workload = workload_for(RGB, table(tree, augment=augment))
-    images, classes = data.global_batch(workload, seed=1, step=5)
+    images, classes = global_batch(workload, seed=1, step=5)
     assert images.shape == (8, 3, 16, 12)
     assert images.dtype == torch.float32
     for division in ([3, 5], [0, 1, 7], [1] * 8):
@@ -91,7 +91,7 @@ def test_gray_models_read_coloured_images_and_all_kinds_of_files(tmp_path):
     Image.new("P", (9, 70)).save(tree / "train" / CLASSES[1] / "b.png")
     Image.new("RGBA", (30, 30)).save(tree / "train" / CLASSES[2] / "png-inside.JPEG", format="PNG")
     for model in (RGB, GRAY):
-        images, _ = data.global_batch(workload_for(model, table(tree)), seed=0, step=0)
+        images, _ = global_batch(workload_for(model, table(tree)), seed=0, step=0)
         assert images.shape[1:] == model["shape"]
         assert bool(torch.isfinite(images).all())
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
-from data_files import WORDS, refused, text_folder, word_tokeniser, workload_for
+from data_files import WORDS, global_batch, refused, text_folder, word_tokeniser, workload_for
 
 from gsreal.data import sources as data
 from gsreal.data import text
@@ -69,7 +69,7 @@ def test_a_tokeniser_reads_words_and_its_mask_is_used(tmp_path, corpus):
     expected[ends] = 3  # [SEP]
     assert np.array_equal(tokens, expected)
     model = BERT | {"vocabulary": 5 + len(WORDS)}
-    inputs, targets = data.global_batch(workload_for(model, table(corpus, tokenizer=file)), seed=0, step=0)
+    inputs, targets = global_batch(workload_for(model, table(corpus, tokenizer=file)), seed=0, step=0)
     assert ((inputs == 4) == (targets != data.IGNORED)).all()
 
 
@@ -77,7 +77,7 @@ def test_windows_are_the_same_for_every_division_and_lie_in_the_text(corpus):
     whole = b"".join(document + b"\x04" for document in corpus[1])
     for model in (GPT, BERT):
         workload = workload_for(model, table(corpus))
-        inputs, targets = data.global_batch(workload, seed=0, step=7)
+        inputs, targets = global_batch(workload, seed=0, step=7)
         source = data.open_source(workload)
         rows = [slice(0, 2), slice(2, 2), slice(2, 8)]
         parts = [source.batch(seed=0, step=7, rows=each) for each in rows]

@@ -23,11 +23,11 @@ from gsreal.run.checkpoint import (
     FORMAT,
     LOCK,
     Checkpoints,
+    _complete,
     _raise_with_reason,
     check_checkpoints,
     identity,
     last_undamaged,
-    latest,
     read_progress,
     remove_leftovers,
 )
@@ -104,9 +104,7 @@ def test_what_four_ranks_saved_goes_on_with_fewer(saved_by_four: Path, undisturb
     losses = train(tmp_path, tmp_path / "saved", ranks, STEPS, "plan.method=gs")
     assert losses == pytest.approx(undisturbed, rel=EXACT)
     assert losses[-1] < losses[0]
-    last = latest(tmp_path / "saved")
-    assert last is not None
-    progress = read_progress(last)
+    progress = read_progress(_complete(tmp_path / "saved")[-1])
     assert (progress.step, progress.ranks) == (STEPS, ranks)
     assert progress.losses == pytest.approx(undisturbed, rel=EXACT)
     assert not list((tmp_path / "saved").glob("*.partial"))
@@ -230,9 +228,7 @@ REPLAN = ["plan.shares.replan=true", "plan.shares.batch=[0.75,0.25]"]
 def test_shares_that_follow_the_ranks_paces_go_on_as_they_were(undisturbed, tmp_path: Path, ranks: int):
     """As many ranks take them up, whatever the plan says to begin with; others begin with the plan's."""
     train(tmp_path, tmp_path / "saved", 2, SAVED, "plan.method=gs", *REPLAN)
-    last = latest(tmp_path / "saved")
-    assert last is not None
-    path = last / "progress.json"
+    path = _complete(tmp_path / "saved")[-1] / "progress.json"
     saved = json.loads(path.read_text())
     assert sum(saved["samples"]) == 12
     path.write_text(json.dumps(saved | {"samples": [5, 7], "shard_shares": [0.25, 0.75]}))  # as if paces had changed
@@ -485,6 +481,5 @@ def test_what_torch_raises_of_a_checkpoint_is_told_though_it_is_no_exception(tmp
 def test_one_that_is_not_complete_is_never_taken(tmp_path: Path):
     for name in ("step-00000004", "step-00000008.partial", "other"):
         (tmp_path / name).mkdir()
-    assert latest(tmp_path) == tmp_path / "step-00000004"
-    assert latest(tmp_path, before=4) is None
+    assert _complete(tmp_path) == [tmp_path / "step-00000004"]
     assert [step for step in range(1, 9) if Checkpoints(tmp_path, 3).is_due(step, 8)] == [3, 6, 8]

@@ -12,6 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 import torch
 import torch.distributed as dist
+from data_files import global_batch
 from real_runs import run_module, scenario_file, star
 from test_build_and_data import BERT, GPT, RESNET, workload_of
 
@@ -43,7 +44,7 @@ def test_digits_are_trained_on_or_held_out_and_every_class_is_in_both():
 
 
 def test_no_batch_of_digits_holds_one_that_is_held_out():
-    images, _ = data.global_batch(workload_of(RESNET, global_batch_size=4000), seed=0, step=0)
+    images, _ = global_batch(workload_of(RESNET, global_batch_size=4000), seed=0, step=0)
     source, samples = data.open_held_out(workload_of(RESNET))
     kept, _ = source.batch(seed=0, step=0, rows=slice(0, samples))
     drawn = {image.numpy().tobytes() for image in images}
@@ -60,7 +61,7 @@ def test_no_window_of_text_reaches_into_the_part_that_is_held_out(name):
     source, samples = data.open_held_out(workload)
     trained, kept = trained_part(corpus).tobytes(), held_out_part(corpus).tobytes()
     for ours, (inputs, targets) in (
-        (trained, data.global_batch(workload, seed=0, step=0)),
+        (trained, global_batch(workload, seed=0, step=0)),
         (kept, source.batch(seed=0, step=0, rows=slice(0, samples))),
     ):
         windows = torch.where(targets == data.IGNORED, inputs, targets) if name == BERT else inputs

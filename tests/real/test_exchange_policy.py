@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_runs import assert_collectives, predicted, quick, run_cases, run_module, scenario_file, selected
+from real_runs import ADAMW64, SGD, assert_collectives, predicted, quick, run_cases, run_module, scenario_file, selected
 from real_runs import star as star_toml
 from strategies import communication_time_s, loaded_of, scenario_of, star
 
@@ -155,8 +155,6 @@ def test_a_push_by_the_backend_leaves_in_memory_what_it_found(threshold: float |
 
 # Real ranks ----------------------------------------------------------------------------------------------------------
 
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
 
 

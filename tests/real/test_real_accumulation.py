@@ -3,7 +3,17 @@
 from pathlib import Path
 
 import pytest
-from real_runs import assert_collectives, predicted, run_once, scenario_file, slow_where, star, tolerance_of
+from real_runs import (
+    ADAMW64,
+    SGD,
+    assert_collectives,
+    assert_parameters_of_one_device,
+    by_ranks,
+    predicted,
+    scenario_file,
+    slow_where,
+    star,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -11,8 +21,6 @@ pytestmark = pytest.mark.real
 
 GPT = ["workload.sequence_length=24", "workload.global_batch_size=24"]
 MANY = ["workload.sequence_length=64", "workload.global_batch_size=36"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 LLAMA = Path(__file__).resolve().parents[1] / "helpers/models/llama.toml"
 STEP, EACH = ["plan.gradient_sync=step"], ["plan.gradient_sync=micro-batch"]
 UNEVEN = {2: [0.75, 0.25], 3: [0.5, 0.25, 0.25]}
@@ -56,14 +64,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
     }
 
 
-WORLDS: dict[int, tuple[dict, dict]] = {}
-"""What was run, by number of ranks."""
-
-
-@pytest.fixture
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run the selected cases of one number of ranks in one launch; return (cases, what they showed)."""
-    return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
+world = by_ranks(cases_for)
 
 
 FEW = [
@@ -77,10 +78,7 @@ each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"]
 
 @each_case
 def test_accumulated_training_equals_that_of_one_device_on_the_whole_batch(world: tuple[dict, dict], name: str) -> None:
-    seen = world[1][name]
-    assert seen["largest_parameter"] > 0.05
-    assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"]
-    assert seen["replicas_equal"]
+    assert_parameters_of_one_device({name: world[1][name]})
 
 
 @each_case

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from real_runs import assert_predicted_collectives, predicted_peaks, run_cases, scenario_file, star, tolerance_of
+from real_runs import SGD, TrainsAdapters, run_cases, scenario_file, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
@@ -26,7 +26,6 @@ STAGED = {"ddp": "dp_replicate", "zero1": "dp_replicate", "zero2": "dp_shard", "
 """Methods that replicate or shard the stages of a pipeline, and along which axis."""
 RECOMPUTED = (("gpt", "ddp"), ("llama", "zero3"), ("gpt", "gs"), ("llama", "ddp"), ("llama", "gs_z3"), ("neox", "ddp"))
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 QUERY_VALUE = "workload.adapters={rank=4, alpha=8}"
 
 
@@ -107,19 +106,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return cases, run_cases(tmp_path_factory.mktemp("adapters"), cases, ranks=ranks)
 
 
-def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    for name, seen in world[1].items():
-        assert seen["difference"] <= tolerance_of(name, "sgd") * seen["largest_parameter"], name
-        assert seen["difference_ratio"] < 1e-3, name
-        assert seen["replicas_equal"], name
-
-
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    assert_predicted_collectives(*world)
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    for name, each in world[0].items():
+class TestAdapters(TrainsAdapters):
+    def peak_error(self, name, case):
         # of a micro-batch, whose checkpointed blocks keep a few hundred bytes more, peaks are smaller
-        close = 0.003 if "plan.micro_batches=4" in str(each["overrides"]) else 0.001
-        assert predicted_peaks(each) == pytest.approx(world[1][name]["peaks"], rel=close), name
+        return 0.003 if "plan.micro_batches=4" in str(case["overrides"]) else 0.001

@@ -1,7 +1,7 @@
 """Real: compiled blocks train as plain torch does, with the predicted collectives and exactly the predicted peaks."""
 
 import pytest
-from real_runs import assert_collectives, predicted_peaks, run_cases, scenario_file, selected, star
+from real_runs import SGD, assert_collectives, predicted_peaks, run_cases, scenario_file, selected, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
@@ -14,7 +14,6 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="nothing compiles kernels here"),
 ]
 
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 SOURCES = {
     "gpt": ("gsreal.models.gpt", ("width=48", "heads=4", "layers=3"), 256, "next-token"),
     "bert": ("gsreal.models.bert", ("width=48", "heads=4", "layers=3"), 257, "masked-token"),

@@ -5,14 +5,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from real_runs import predicted, predicted_peaks, quick, run_module, run_once, scenario_file, selected, slow_where, star
+from real_runs import (
+    SGD,
+    assert_collectives,
+    by_ranks,
+    predicted_peaks,
+    quick,
+    run_module,
+    scenario_file,
+    selected,
+    slow_where,
+    star,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 pytestmark = pytest.mark.real
 
 SMALL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 RESNET = ["workload.global_batch_size=36"]
 SMALL_BUCKETS = "plan.bucket_bytes=300000"
 LOW, LARGEST = ["plan.method=powersgd"], ["plan.method=topk", "plan.topk.density_ratio=0.05"]
@@ -96,19 +106,13 @@ def test_it_trains_as_the_same_written_out_with_all_ranks_in_one_process(compare
     assert (seen["buckets"] > 1) == (SMALL_BUCKETS in CASES[written_out] or seen["buckets"] == 2)
 
 
-WORLDS = {}
-
-
-@pytest.fixture(scope="module")
-def world(request, tmp_path_factory):
-    return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
+world = by_ranks(cases_for)
 
 
 @pytest.mark.parametrize(("world", "name"), SHOWN, indirect=["world"])
 def test_a_steps_collectives_and_peaks_are_the_predicted_ones(world, name):
     cases, seen = world[0], world[1][name]
-    entries = [list(entry.key) for entry in predicted(cases[name]).collectives]
-    assert sorted(json.loads(json.dumps(entries)), key=str) == sorted(seen["collectives"], key=str)
+    assert_collectives(cases[name], seen)
     assert seen["replicas_equal"]
     assert {"compress bucket 0", "decompress bucket 0"} <= set(seen["labels"])
     counted = predicted_peaks(cases[name])

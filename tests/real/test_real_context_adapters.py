@@ -1,13 +1,14 @@
 """Real: low-rank adapters on sequences that context-parallel ranks divide, as on one device and as predicted."""
 
+from pathlib import Path
+
 import pytest
 from real_runs import (
-    assert_losses_of_one_device,
-    assert_parameters_of_one_device,
-    assert_predicted_collectives,
-    predicted_peaks,
-    quick,
-    run_cases,
+    ADAMW64,
+    SGD,
+    TrainsAdapters,
+    adapters_of,
+    in_groups,
     scenario_file,
     star,
 )
@@ -20,14 +21,6 @@ from test_real_adapters import traced
 pytestmark = pytest.mark.real
 
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
-ADAPTERS = {
-    "query-value": "workload.adapters={rank=4, alpha=8}",
-    "all": "workload.adapters={rank=3, targets='all-linear'}",
-    "down": "workload.adapters={rank=4, targets=['down_proj']}",
-}
-"""Of Llama's first block keys get no gradient beside the first; none of the attention's inputs does beside the last."""
 DDP, ZERO1, ZERO2, ZERO3, GS, GS_Z3, LEVELS = (
     f"plan.method={name}" for name in ("ddp", "zero1", "zero2", "zero3", "gs", "gs_z3", "gs_hier")
 )
@@ -78,41 +71,19 @@ ON: dict[int, dict[str, list[str]]] = {
         "llama-all-ring-staged-zero2-sgd": [*SGD, ZERO2, TWO, *RING, "plan.pp=2", "plan.micro_batches=3"],
     },
 }
-FEW = ("llama-query-value-full-zero3-sgd", "llama-down-ring-full-zero3-sgd")
-"""Cases on two ranks that are not slow: each exchange, with and without gradients of all inputs of the attention."""
-GROUPS = {
-    "2": (2, {name: case for name, case in ON[2].items() if name in FEW}),
-    "2-others": (2, {name: case for name, case in ON[2].items() if name not in FEW}),
-    "3": (3, ON[3]),
-    "4": (4, ON[4]),
-}
+FEW = {2: ("llama-query-value-full-zero3-sgd", "llama-down-ring-full-zero3-sgd")}
+"""Cases that are not slow: each exchange, with and without gradients of all inputs of the attention. Of Llama's first
+block keys get no gradient with `query-value`, none of the attention's inputs does with `down`."""
 
 
-@pytest.fixture(scope="module", params=quick(GROUPS, ["2"]))
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run all cases of a group in one launch; return (cases, what they showed)."""
-    (ranks, group), cases = GROUPS[request.param], {}
-    for name, changes in group.items():
-        model, kind = next((name.split("-")[0], each) for each in ADAPTERS if f"-{each}-" in name)
-        overrides = [star(ranks), f"workload.model={traced(model)}", *USUAL, ADAPTERS[kind], *changes]
-        cases[name] = {"scenario": scenario_file("small-demo.toml"), "overrides": overrides}
-    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=ranks)
+def case_of(ranks: int, name: str, changes: list[str], _folder: Path) -> dict[str, object]:
+    model, adapters = adapters_of(name)
+    overrides = [star(ranks), f"workload.model={traced(model)}", *USUAL, adapters, *changes]
+    return {"scenario": scenario_file("small-demo.toml"), "overrides": overrides}
 
 
-def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    assert_parameters_of_one_device(world[1])
-    for name, seen in world[1].items():
-        assert seen["difference_ratio"] < 1e-3, name  # of the adapters, whose parameters are small
+world = in_groups(ON, FEW, case_of)
 
 
-def test_losses_are_those_of_one_device(world: tuple[dict, dict]) -> None:
-    assert_losses_of_one_device(world[1])
-
-
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    assert_predicted_collectives(*world)
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    for name, case in world[0].items():
-        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=0.001), name
+class TestAdapters(TrainsAdapters):
+    """Which train as on one device, with the predicted collectives and peaks."""

@@ -2,17 +2,16 @@
 equals one device's.
 """
 
+from pathlib import Path
+
 import pytest
 from real_runs import (
+    ADAMW64,
     HELPERS,
     SCENARIOS,
-    assert_losses_of_one_device,
-    assert_parameters_of_one_device,
-    assert_predicted_collectives,
-    predicted,
-    predicted_peaks,
-    quick,
-    run_cases,
+    SGD,
+    RoutesAsPredicted,
+    in_groups,
     scenario_file,
     star,
 )
@@ -22,8 +21,6 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytestmark = pytest.mark.real
 
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=4", "plan.cp=2"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 ROUTER, LOAD = ["workload.expert_routing=router"], ["workload.expert_routing=load"]
 SKEWED = [*LOAD, "workload.expert_load.skew=0.7"]
 MIXTURE = [f"workload.model={SCENARIOS}/models/mixture-byte-1m.toml"]
@@ -89,65 +86,26 @@ def on_four_ranks() -> dict[str, list[str]]:
     }
 
 
-FEW = (
-    "ddp-balanced-load-sgd",
-    "mixtral-ring-full-zero3-skewed-load-sgd",
-    "ring-zero1-full-router-adamw",
-    "all-zero3-router-adamw",
-    "mixtral-zero2-accumulated-skewed-load-sgd",
-)
-"""Cases that are not slow: each method, exchange and model, recomputation, experts among more ranks than sequences."""
-GROUPS = {
-    f"{ranks}{rest}": (ranks, {name: case for name, case in cases.items() if (name in FEW) == (not rest)})
-    for ranks, cases in ((2, on_two_ranks()), (4, on_four_ranks()))
-    for rest in ("", "-others")
+FEW = {
+    2: (
+        "ddp-balanced-load-sgd",
+        "mixtral-ring-full-zero3-skewed-load-sgd",
+        "ring-zero1-full-router-adamw",
+    ),
+    4: ("all-zero3-router-adamw", "mixtral-zero2-accumulated-skewed-load-sgd"),
 }
+"""Cases that are not slow: each method, exchange and model, recomputation, experts among more ranks than sequences."""
 
 
-@pytest.fixture(scope="module", params=quick(GROUPS, ["2", "4"]))
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run all cases of a group in one launch; return (cases, what they showed)."""
-    ranks, group = GROUPS[request.param]
-    cases = {
-        name: {"scenario": scenario_file("moe-experts.toml"), "overrides": [star(ranks), *USUAL, *overrides]}
-        for name, overrides in group.items()
-    }
-    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=ranks)
+def case_of(ranks: int, _name: str, changes: list[str], _folder: Path) -> dict[str, object]:
+    return {"scenario": scenario_file("moe-experts.toml"), "overrides": [star(ranks), *USUAL, *changes]}
 
 
-def routed(found: dict, kind: str) -> dict:
-    """Return what cases showed whose experts are chosen by `router` or by `load`."""
-    return {name: seen for name, seen in found.items() if f"-{kind}-" in name}
+world = in_groups({2: on_two_ranks, 4: on_four_ranks}, FEW, case_of)
 
 
-def test_parameters_and_losses_with_the_models_own_router_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    # a load is dealt out to each part of a sequence, on one device to the whole
-    of_router = routed(world[1], "router")
-    assert of_router
-    assert_parameters_of_one_device(of_router)
-    assert_losses_of_one_device(of_router)
-
-
-def test_parameters_are_equal_on_all_ranks(world: tuple[dict, dict]) -> None:
-    assert all(seen["replicas_equal"] for seen in world[1].values())
-
-
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    assert_predicted_collectives(*world)
-
-
-def test_the_predicted_rows_are_the_ones_that_were_sent(world: tuple[dict, dict]) -> None:
-    for name, seen in routed(world[1], "load").items():
-        rows = [each.payload_bytes for each in predicted(world[0][name]).collectives if each.kind == "all-to-all-v"]
-        sent = zip(seen["collectives"], seen["payloads"], strict=True)
-        payloads = [payload for key, payload in sent if key[0] == "all-to-all-v"]
-        assert sorted(filter(None, rows)) == sorted(filter(None, payloads)), name  # those of a ring have none
-        assert sum(filter(None, payloads)) > 0
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    compared = routed(world[1], "load")
-    assert compared
-    for name, seen in compared.items():
-        most = 0.01 if FULL[0] in world[0][name]["overrides"] else 0.001  # where less else is held, moments count more
-        assert predicted_peaks(world[0][name]) == pytest.approx(seen["peaks"], rel=most), name
+class TestExperts(RoutesAsPredicted):
+    def peak_error(self, name, case):
+        if "-load-" not in name:
+            return None
+        return 0.01 if FULL[0] in case["overrides"] else 0.001  # where less else is held, moments count more

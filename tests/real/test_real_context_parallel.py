@@ -1,15 +1,15 @@
 """Real: sequences divided among context-parallel ranks; training equals one device's, predictions what was counted."""
 
+from pathlib import Path
+
 import pytest
 from real_runs import (
+    ADAMW64,
     HELPERS,
     SCENARIOS,
-    assert_losses_of_one_device,
-    assert_parameters_of_one_device,
-    assert_predicted_collectives,
-    predicted_peaks,
-    quick,
-    run_cases,
+    SGD,
+    TrainsAsOneDevice,
+    in_groups,
     scenario_file,
     star,
 )
@@ -19,8 +19,6 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytestmark = pytest.mark.real
 
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 DDP, ZERO3 = ["plan.method=ddp"], ["plan.method=zero3"]
 RING, PLAIN = ["plan.context_exchange=ring"], ["plan.context_exchange=ring", "plan.context_split=plain"]
 GATHER = ["plan.context_exchange=gather"]
@@ -149,44 +147,24 @@ ON = {
 }
 
 
-FEW = (
-    *("llama-selective-zero3-adamw", "mixture-ring-ddp-sgd", "gpt-ring-zero3-sgd"),
-    *("llama-ring-selective-zero3-sgd", "gpt-gather-zero3-sgd"),
-)
-"""Cases on two ranks that are not slow: each exchange, model and method once; the last peaks in the attention."""
-GROUPS = {
-    "2": (2, {name: case for name, case in ON[2].items() if name in FEW}),
-    "2-others": (2, {name: case for name, case in ON[2].items() if name not in FEW}),
-    "3": (3, ON[3]),
-    "4": (4, ON[4]),
+FEW = {
+    2: (
+        *("llama-selective-zero3-adamw", "mixture-ring-ddp-sgd", "gpt-ring-zero3-sgd"),
+        *("llama-ring-selective-zero3-sgd", "gpt-gather-zero3-sgd"),
+    )
 }
+"""Cases that are not slow: each exchange, model and method once; the last peaks in the attention."""
 
 
-@pytest.fixture(scope="module", params=quick(GROUPS, ["2"]))
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run all cases of a group in one launch; return (cases, what they showed)."""
-    ranks, group = GROUPS[request.param]
-    cases = {
-        name: {"scenario": scenario_file(file), "overrides": [star(ranks), *USUAL, *overrides]}
-        for name, (file, overrides) in group.items()
-    }
-    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=ranks)
+def case_of(ranks: int, _name: str, changed: tuple[str, list[str]], _folder: Path) -> dict[str, object]:
+    file, changes = changed
+    return {"scenario": scenario_file(file), "overrides": [star(ranks), *USUAL, *changes]}
 
 
-def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    assert_parameters_of_one_device(world[1])
+world = in_groups(ON, FEW, case_of)
 
 
-def test_losses_are_those_of_one_device(world: tuple[dict, dict]) -> None:
-    assert_losses_of_one_device(world[1])
-
-
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    assert_predicted_collectives(*world)
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    for name, case in world[0].items():
+class TestTraining(TrainsAsOneDevice):
+    def peak_error(self, name, case):
         # Llama's norms compute in fp32 whatever the precision: traced in fp32, all is taken as twice as large in fp64
-        most = 0.04 if name == "llama-zero3-adamw" else 0.001
-        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name
+        return 0.04 if name == "llama-zero3-adamw" else 0.001

@@ -1,19 +1,17 @@
 """Real: Gradient Sharding of sequences that context-parallel ranks divide among them, with and without thresholds."""
 
-import json
+from pathlib import Path
 
 import pytest
 from real_runs import (
+    ADAMW64,
     HELPERS,
-    Cases,
+    SGD,
+    PushesAsPredicted,
+    in_groups,
     planted,
-    predicted,
-    predicted_peaks,
-    quick,
-    run_cases,
     scenario_file,
     star,
-    tolerance_of,
 )
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
@@ -21,8 +19,6 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytestmark = pytest.mark.real
 
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "run.steps=3", "run.warmup_steps=2"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 GS, Z3, LEVELS = (["plan.cp=2", f"plan.method={name}"] for name in ("gs", "gs_z3", "gs_hier"))
 RING, PLAIN = ["plan.context_exchange=ring"], ["plan.context_exchange=ring", "plan.context_split=plain"]
 NODES = ["plan.dp_replicate=2", "plan.dp_shard=1"]
@@ -67,56 +63,24 @@ ON: dict[int, dict[str, Changes]] = {
         "gpt-ring-some-hier-sgd": ([*SGD, *LEVELS, *NODES, *RING, *SOME], 0.3),
     },
 }
-FEW = ("gpt-ring-published-adamw", "bert-kept-each-adamw")
+FEW = {2: ("gpt-ring-published-adamw", "bert-kept-each-adamw")}
 """Cases that are not slow: each exchange, both thresholds, and ranks with unequally many masked tokens."""
-GROUPS = {
-    "2": (2, {name: case for name, case in ON[2].items() if name in FEW}),
-    "2-others": (2, {name: case for name, case in ON[2].items() if name not in FEW}),
-    "4": (4, ON[4]),
-}
 
 
-@pytest.fixture(scope="module", params=quick(GROUPS, ["2"]))
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cases, Cases]:
-    """Run all cases of a group in one launch; return (cases, what they showed)."""
-    (ranks, group), cases = GROUPS[request.param], {}
-    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
-    for name, (changes, density) in group.items():
-        # where some are sent, a fraction of fewer elements varies more
-        file = scenario_file(
-            "small-bert.toml" if "bert" in name else "demo.toml" if density == 0.3 else "small-demo.toml"
-        )
-        overrides = [star(ranks), *USUAL, *changes]
-        if density is not None:
-            overrides.append(f"workload.gradients={planted(folder, file, overrides, density, name=name)}")
-        cases[name] = {"scenario": file, "overrides": overrides, "same_peak_ratio": 0.003 if density == 0.3 else 1e-5}
-    return cases, run_cases(folder, cases, ranks=ranks)
+def case_of(ranks: int, name: str, changed: Changes, folder: Path) -> dict[str, object]:
+    changes, density = changed
+    # where some are sent, a fraction of fewer elements varies more
+    file = scenario_file("small-bert.toml" if "bert" in name else "demo.toml" if density == 0.3 else "small-demo.toml")
+    overrides = [star(ranks), *USUAL, *changes]
+    if density is not None:
+        overrides.append(f"workload.gradients={planted(folder, file, overrides, density, name=name)}")
+    return {"scenario": file, "overrides": overrides, "same_peak_ratio": 0.003 if density == 0.3 else 1e-5}
 
 
-def test_where_all_is_sent_training_equals_that_of_one_device(world: tuple[Cases, Cases]) -> None:
-    for name, seen in world[1].items():
-        assert seen["replicas_equal"], name
-        if "-some-" in name:
-            assert seen["difference"] > 1e-5 * seen["largest_parameter"], name
-            continue
-        assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"], name
-        alone = seen["losses_alone"]
-        assert seen["losses"][: len(alone)] == pytest.approx(alone[: len(seen["losses"])], rel=1e-5), name
+world = in_groups(ON, FEW, case_of)
 
 
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[Cases, Cases]) -> None:
-    for name, case in world[0].items():
-        collectives, seen = predicted(case).collectives, world[1][name]
-        entries = json.loads(json.dumps([list(entry.key) for entry in collectives]))
-        assert sorted(entries, key=str) == sorted(seen["collectives"], key=str), name
-        payloads = [
-            sum(payload or 0 for payload in each) for each in (seen["payloads"], [e.payload_bytes for e in collectives])
-        ]
-        assert payloads[0] == pytest.approx(payloads[1], rel=0.08 if "-some-" in name else 0), name
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[Cases, Cases]) -> None:
-    for name, case in world[0].items():
+class TestTraining(PushesAsPredicted):
+    def peak_error(self, name, case):
         # checkpointed blocks with a ring: the peak is beside the blocks of the attention, whose tensors end at any time
-        most = 0.01 if "-some-" in name else 0.005 if "plain-full" in name else 0.001
-        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name
+        return 0.01 if "-some-" in name else 0.005 if "plain-full" in name else 0.001

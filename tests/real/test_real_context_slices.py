@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 from real_runs import (
+    ADAMW64,
     SCENARIOS,
-    assert_losses_of_one_device,
-    assert_parameters_of_one_device,
-    assert_predicted_collectives,
-    predicted_peaks,
-    quick,
-    run_cases,
+    SGD,
+    TrainsAsOneDevice,
+    in_groups,
     scenario_file,
     star,
 )
@@ -20,8 +18,6 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytestmark = pytest.mark.real
 
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=4", "plan.cp=2", "plan.tp=2"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 RING, SEQUENCE = ["plan.context_exchange=ring"], ["plan.sequence_parallel=true"]
 GPT = [f"workload.model={SCENARIOS}/models/gpt-byte-1m.toml"]
 
@@ -78,38 +74,17 @@ def on_eight_ranks() -> dict[str, list[str]]:
     }
 
 
-FEW = ("gpt-sequence-zero3-adamw", "llama-ring-ddp-sgd")
+FEW = {4: ("gpt-sequence-zero3-adamw", "llama-ring-ddp-sgd")}
 """Cases that are not slow: each exchange, model and form of tensor parallelism once."""
-GROUPS = {
-    "4": (4, {name: case for name, case in on_four_ranks().items() if name in FEW}),
-    "4-others": (4, {name: case for name, case in on_four_ranks().items() if name not in FEW}),
-    "8": (8, on_eight_ranks()),
-}
 
 
-@pytest.fixture(scope="module", params=quick(GROUPS, ["4"]))
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run all cases of a group in one launch; return (cases, what they showed)."""
-    ranks, group = GROUPS[request.param]
-    cases = {
-        name: {"scenario": scenario_file("small-demo.toml"), "overrides": [star(ranks), *USUAL, *overrides]}
-        for name, overrides in group.items()
-    }
-    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=ranks)
+def case_of(ranks: int, _name: str, changes: list[str], _folder: Path) -> dict[str, object]:
+    return {"scenario": scenario_file("small-demo.toml"), "overrides": [star(ranks), *USUAL, *changes]}
 
 
-def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    assert_parameters_of_one_device(world[1])
+world = in_groups({4: on_four_ranks, 8: on_eight_ranks}, FEW, case_of)
 
 
-def test_losses_are_those_of_one_device(world: tuple[dict, dict]) -> None:
-    assert_losses_of_one_device(world[1])
-
-
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    assert_predicted_collectives(*world)
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    for name, case in world[0].items():
-        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=0.002), name
+class TestTraining(TrainsAsOneDevice):
+    def peak_error(self, name, case):
+        return 0.002

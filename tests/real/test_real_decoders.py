@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from real_runs import assert_predicted_collectives, predicted_peaks, run_cases, scenario_file, star, tolerance_of
+from real_runs import SGD, TrainsAsOneDevice, run_cases, scenario_file, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
@@ -35,7 +35,6 @@ FEW = ("qwen3", "falcon", "gptj")
 DIVIDED = ("qwen3", "gpt_neox", "mistral", "phi")
 """Their sequences are divided too."""
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "plan.method=tensor"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 
 
 def traced(kind: str) -> Path:
@@ -73,20 +72,8 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return cases, run_cases(folder, cases, ranks=2)
 
 
-def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    for name, seen in world[1].items():
-        assert seen["largest_parameter"] > 0.05
-        assert seen["difference"] <= tolerance_of(name, "sgd") * seen["largest_parameter"], name
-        assert seen["replicas_equal"], name
-
-
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    assert_predicted_collectives(*world)
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    for name, case in world[0].items():
-        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=0.001), name
+class TestTraining(TrainsAsOneDevice):
+    """Which is one device's, with the predicted collectives and peaks."""
 
 
 def test_no_step_holds_what_gloos_thread_lets_go_of_late(world: tuple[dict, dict]) -> None:

@@ -5,11 +5,13 @@ from statistics import median
 
 import pytest
 from real_runs import (
-    assert_losses_of_one_device,
-    assert_parameters_of_one_device,
+    ADAMW64,
+    SGD,
+    TrainsAdapters,
+    adapters_of,
     assert_predicted_collectives,
+    in_groups,
     predicted_peaks,
-    quick,
     run_cases,
     scenario_file,
     star,
@@ -25,12 +27,6 @@ pytestmark = pytest.mark.real
 
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "workload.expert_routing=load"]
 USUAL += ["workload.expert_load.skew=0.7", "plan.ep=2"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
-ADAPTERS = {
-    "query-value": "workload.adapters={rank=4, alpha=8}",
-    "all": "workload.adapters={rank=3, targets='all-linear'}",
-}
 DDP, ZERO1, ZERO2, ZERO3 = (f"plan.method={name}" for name in ("ddp", "zero1", "zero2", "zero3"))
 GS, GS_Z3 = "plan.method=gs", "plan.method=gs_z3"
 HSDP = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]
@@ -112,56 +108,29 @@ def model_of(kind: str) -> Path:
     return kept(request)
 
 
-FEW = ("mixtral-query-value-ddp-sgd", "mixture-all-clipped-zero3-sgd")
-"""Cases on two ranks that are not slow: without shards, and with."""
-GROUPS = {
-    "2": (2, {name: case for name, case in ON[2].items() if name in FEW}),
-    "2-others": (2, {name: case for name, case in ON[2].items() if name not in FEW}),
-    "4": (4, ON[4]),
-}
+FEW = {2: ("mixtral-query-value-ddp-sgd", "mixture-all-clipped-zero3-sgd")}
+"""Cases that are not slow: without shards, and with."""
 
 
-def cases_of(ranks: int, group: dict[str, list[str]]) -> dict[str, dict]:
-    """Return the cases of a number of ranks."""
-    cases = {}
-    for name, changes in group.items():
-        model, kind = next((name.split("-")[0], each) for each in ADAPTERS if f"-{each}-" in name)
-        overrides = [star(ranks), f"workload.model={model_of(model)}", *USUAL, ADAPTERS[kind], *changes]
-        cases[name] = {"scenario": scenario_file("small-demo.toml"), "overrides": overrides}
-    return cases
+def case_of(ranks: int, name: str, changes: list[str], _folder: Path) -> dict[str, object]:
+    model, adapters = adapters_of(name)
+    overrides = [star(ranks), f"workload.model={model_of(model)}", *USUAL, adapters, *changes]
+    return {"scenario": scenario_file("small-demo.toml"), "overrides": overrides}
 
 
-@pytest.fixture(scope="module", params=quick(GROUPS, ["2"]))
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run all cases of a group in one launch; return (cases, what they showed)."""
-    ranks, group = GROUPS[request.param]
-    cases = cases_of(ranks, group)
-    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=ranks)
+world = in_groups(ON, FEW, case_of)
 
 
-def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    assert_parameters_of_one_device(world[1])
-    for name, seen in world[1].items():
-        assert seen["difference_ratio"] < 1e-3, name  # of the adapters, whose parameters are small
-
-
-def test_losses_are_those_of_one_device(world: tuple[dict, dict]) -> None:
-    assert_losses_of_one_device(world[1])
-
-
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    assert_predicted_collectives(*world)
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    # torch has no grouped product in fp64: there the products of experts are other operations than those traced
-    compared = {name: case for name, case in world[0].items() if not name.endswith("adamw")}
-    errors = []
-    for name, case in compared.items():
-        for ours, counted in zip(predicted_peaks(case), world[1][name]["peaks"], strict=True):
-            errors.append(ours / counted - 1)
-            assert -0.01 < errors[-1] < 0.002, name
-    assert median(map(abs, errors)) < 0.002
+class TestAdapters(TrainsAdapters):
+    def test_the_predicted_peak_of_every_rank_is_the_counted_one(self, world):
+        # torch has no grouped product in fp64: there the products of experts are other operations than those traced
+        compared = {name: case for name, case in world[0].items() if not name.endswith("adamw")}
+        errors = []
+        for name, case in compared.items():
+            for ours, counted in zip(predicted_peaks(case), world[1][name]["peaks"], strict=True):
+                errors.append(ours / counted - 1)
+                assert -0.01 < errors[-1] < 0.002, name
+        assert median(map(abs, errors)) < 0.002
 
 
 # 16 bits -------------------------------------------------------------------------------------------------------------
@@ -187,7 +156,7 @@ IN_16_BITS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", IN_16_BITS)
 def test_adapters_train_in_16_bits_with_the_predicted_collectives_and_peaks(ranks: int, tmp_path: Path) -> None:
-    cases = cases_of(ranks, IN_16_BITS[ranks])
+    cases = {name: case_of(ranks, name, changes, tmp_path) for name, changes in IN_16_BITS[ranks].items()}
     for case in cases.values():
         case["overrides"] += SGD
         case["onednn"] = False  # whose 16-bit products take scratch that no profile here has

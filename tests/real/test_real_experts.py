@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 from real_runs import (
+    ADAMW64,
     HELPERS,
     SCENARIOS,
+    SGD,
     assert_parameters_of_one_device,
     assert_predicted_collectives,
     predicted,
@@ -20,8 +22,6 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytestmark = pytest.mark.real
 
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "workload.expert_routing=load"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 SKEWED = ["workload.expert_load.skew=0.7"]
 MIXTRAL = [f"workload.model={HELPERS}/models/mixtral.toml"]
 DENSE = [f"workload.model={SCENARIOS}/models/deepseek-moe-byte-240k.toml"]

@@ -1,11 +1,10 @@
 """Real: training in fp16 with a scaled loss (`workload.loss_scale`), its collectives and peaks; the factor's course."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import HELPERS, predicted, predicted_peaks, quick, run_cases, scenario_file, selected, star
+from real_runs import HELPERS, assert_collectives, predicted_peaks, quick, run_cases, scenario_file, selected, star
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -59,9 +58,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("name", quick(CASES, ["ddp", "zero3", "pipeline"]))
 def test_training_in_fp16_is_that_of_one_device_with_the_predicted_collectives_and_peaks(seen, name):
     case, found = case_of(CASES[name]), seen[name]
-    expected = predicted(case).collectives
-    entries = sorted([list(entry.key) for entry in expected], key=str)
-    assert json.loads(json.dumps(entries)) == sorted(found["collectives"], key=str)
+    expected = assert_collectives(case, found).collectives
     flags = [entry for entry in expected if (entry.kind, entry.bytes) == ("all-reduce", 4)]
     assert sum(entry.count for entry in flags) == FLAGS.get(name, 1)
     assert predicted_peaks(case) == pytest.approx(found["peaks"], rel=0.005)

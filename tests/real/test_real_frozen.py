@@ -4,7 +4,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from real_runs import assert_predicted_collectives, predicted_peaks, run_cases, scenario_file, star, tolerance_of
+from real_runs import SGD, TrainsAsOneDevice, run_cases, scenario_file, star
 from test_real_adapters import STAGED
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
@@ -21,7 +21,6 @@ FROZEN = {
     "highest": '["blocks.1", "norm"]',
     "all-but-the-head": '["tokens", "blocks.*", "norm"]',
 }
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 SHARES = {
     2: ["plan.shares.shards=[0.7,0.3]", "plan.shares.batch=[0.75,0.25]"],
     3: ["plan.shares.shards=[0.6,0.3,0.1]", "plan.shares.batch=[0.5,0.25,0.25]"],
@@ -162,16 +161,5 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return cases, run_cases(tmp_path_factory.mktemp("frozen"), cases, ranks=ranks)
 
 
-def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    for name, seen in world[1].items():
-        assert seen["difference"] <= tolerance_of(name, "sgd") * seen["largest_parameter"], name
-        assert seen["replicas_equal"], name
-
-
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    assert_predicted_collectives(*world)
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    for name, each in world[0].items():
-        assert predicted_peaks(each) == pytest.approx(world[1][name]["peaks"], rel=0.001), name
+class TestTraining(TrainsAsOneDevice):
+    """Which is one device's, with the predicted collectives and peaks."""

@@ -4,14 +4,23 @@ import json
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, predicted_peaks, quick, run_cases, run_module, scenario_file, selected, star
+from real_runs import (
+    SGD,
+    assert_collectives,
+    predicted_peaks,
+    quick,
+    run_cases,
+    run_module,
+    scenario_file,
+    selected,
+    star,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 pytestmark = pytest.mark.real
 
 SMALL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 SMALL_BUCKETS = "plan.bucket_bytes=300000"
 HALF = "plan.method=half"
 CASES = {
@@ -56,8 +65,7 @@ def runs(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(runs, name):
-    entries = [list(entry.key) for entry in predicted(cases_of([name])[name]).collectives]
-    assert sorted(json.loads(json.dumps(entries)), key=str) == sorted(runs[name]["collectives"], key=str)
+    assert_collectives(cases_of([name])[name], runs[name])
     assert "compress bucket 0" in runs[name]["labels"]
 
 

@@ -1,9 +1,18 @@
 """Real: parameters sharded on one axis of a mesh and replicated on the other (HSDP), on four real ranks."""
 
-import json
-
 import pytest
-from real_runs import predicted, predicted_peaks, quick, run_cases, scenario_file, selected, star, tolerance_of
+from real_runs import (
+    ADAMW64,
+    SGD,
+    assert_collectives,
+    assert_parameters_of_one_device,
+    predicted_peaks,
+    quick,
+    run_cases,
+    scenario_file,
+    selected,
+    star,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -12,8 +21,6 @@ pytestmark = pytest.mark.real
 RANKS = 4
 GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 GRID = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]
 TWICE = ["plan.micro_batches=2", "workload.global_batch_size=16"]
 
@@ -49,18 +56,14 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict], name: str) -> None:
-    seen = world[1][name]
-    assert seen["largest_parameter"] > 0.05
-    assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"]
-    assert seen["replicas_equal"]
+    assert_parameters_of_one_device({name: world[1][name]})
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_are_reduced_in_their_group_and_then_over_the_replicas(world: tuple[dict, dict], name: str) -> None:
     cases, found = world
-    entries = sorted([list(entry.key) for entry in predicted(cases[name]).collectives], key=str)
-    assert json.loads(json.dumps(entries)) == sorted(found[name]["collectives"], key=str)
-    replicas = {tuple(group) for kind, group, *_ in entries if kind == "all-reduce"}
+    result = assert_collectives(cases[name], found[name])
+    replicas = {tuple(entry.group) for entry in result.collectives if entry.kind == "all-reduce"}
     assert replicas == ({(0, 1, 2, 3)} if "alone" in name else {(0, 2), (1, 3)})
 
 

@@ -1,9 +1,19 @@
 """Real: every method on real ranks equals single-device training, and rungs (a) and (b) of the prediction hold."""
 
-import json
-
 import pytest
-from real_runs import predicted, predicted_peaks, run_once, scenario_file, slow_where, star, tolerance_of
+from real_runs import (
+    ADAMW64,
+    SGD,
+    assert_collectives,
+    by_ranks,
+    predicted,
+    predicted_keys,
+    predicted_peaks,
+    scenario_file,
+    slow_where,
+    star,
+    tolerance_of,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -13,8 +23,6 @@ SMALL_GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64"]
 BERT = [*SMALL_GPT]
 MANY = ["workload.sequence_length=64", "workload.global_batch_size=24"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 
 BASE = {"resnet": "small-resnet.toml", "bert": "small-bert.toml"}
 
@@ -77,14 +85,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
     }
 
 
-WORLDS: dict[int, tuple[dict, dict]] = {}
-"""What was run, by number of ranks."""
-
-
-@pytest.fixture
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run the selected cases of one number of ranks in one launch; return (cases, what they showed)."""
-    return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp, always=["planted-sgd"])
+world = by_ranks(cases_for, always=["planted-sgd"])
 
 
 NAMES = {ranks: [name for name in cases_for(ranks) if not name.startswith("planted")] for ranks in (2, 3, 4)}
@@ -118,9 +119,7 @@ def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict
 @each_case
 def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict], name: str) -> None:
     cases, found = world
-    entries = sorted([list(entry.key) for entry in predicted(cases[name]).collectives], key=str)
-    seen = sorted(found[name]["collectives"], key=str)
-    assert json.loads(json.dumps(entries)) == seen
+    assert_collectives(cases[name], found[name])
 
 
 @each_case
@@ -132,7 +131,7 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
 @pytest.mark.parametrize("world", [2], indirect=True)
 def test_a_planted_collective_is_seen(world: tuple[dict, dict]) -> None:
     cases, found = world
-    expected = json.loads(json.dumps([list(entry.key) for entry in predicted(cases["planted-sgd"]).collectives]))
+    expected = predicted_keys(predicted(cases["planted-sgd"]))
     extra = [entry for entry in found["planted-sgd"]["collectives"] if entry not in expected]
     assert [entry[0] for entry in extra] == ["all-reduce"]
     assert extra[0][2] == 28

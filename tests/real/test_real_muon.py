@@ -6,8 +6,8 @@ from real_runs import (
     SCENARIOS,
     Cases,
     assert_collectives,
+    by_ranks,
     predicted_peaks,
-    run_once,
     scenario_file,
     slow_where,
     star,
@@ -65,12 +65,7 @@ def of_two_ranks() -> Cases:
     }
 
 
-WORLDS: dict[int, tuple[Cases, Cases]] = {}
-
-
-@pytest.fixture
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cases, Cases]:
-    return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
+world = by_ranks(cases_for)
 
 
 PAIRS = [slow_where(ranks, name, slow=[], few=FEW[ranks]) for ranks in (2, 3) for name in cases_for(ranks)]

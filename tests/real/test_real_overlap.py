@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, quick, run_cases, scenario_file, selected, star
+from real_runs import SGD, predicted, quick, run_cases, scenario_file, selected, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -16,7 +16,6 @@ from gssim.scenario import load_scenario
 pytestmark = pytest.mark.real
 
 GPT = ["workload.sequence_length=24", "workload.global_batch_size=8", "plan.bucket_bytes=100000"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 UNEVEN = "plan.shares.batch=[0.75, 0.25]"
 PLANS = {
     "ddp": ["plan.method=ddp", UNEVEN],

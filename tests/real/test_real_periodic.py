@@ -4,14 +4,24 @@ import json
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, predicted_peaks, quick, run_module, run_once, scenario_file, selected, slow_where, star
+from real_runs import (
+    SGD,
+    assert_collectives,
+    by_ranks,
+    predicted_peaks,
+    quick,
+    run_module,
+    scenario_file,
+    selected,
+    slow_where,
+    star,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 pytestmark = pytest.mark.real
 
 SMALL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 RESNET = ["workload.global_batch_size=36"]
 LOCAL, DILOCO, SPARSE = (
     [f"plan.method={method}", "plan.sync_every_steps=3"] for method in ("local_sgd", "diloco", "sparse_loco")
@@ -121,19 +131,13 @@ def test_every_rank_trains_as_with_all_replicas_in_one_process(compared, written
         assert min(compared[written_out]["apart"]) > 1e-6
 
 
-WORLDS = {}
-
-
-@pytest.fixture(scope="module")
-def world(request, tmp_path_factory):
-    return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
+world = by_ranks(cases_for)
 
 
 @pytest.mark.parametrize(("world", "name"), SHOWN, indirect=["world"])
 def test_an_outer_steps_collectives_and_peaks_are_the_predicted_ones(world, name):
     cases, seen = world[0], world[1][name]
-    entries = [list(entry.key) for entry in predicted(cases[name]).collectives]
-    assert sorted(json.loads(json.dumps(entries)), key=str) == sorted(seen["collectives"], key=str)
+    assert_collectives(cases[name], seen)
     assert seen["replicas_equal"]
     behind = "streaming" in name and name != "streaming, waited for"
     assert ("wait for outer step bucket 0" if behind else "outer step bucket 0") in seen["labels"]

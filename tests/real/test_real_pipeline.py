@@ -1,17 +1,17 @@
 """Real: pipelines on real ranks equal single-device training, and rungs (a) and (b) of the prediction hold."""
 
-import json
 from typing import Any
 
 import pytest
 from real_runs import (
+    ADAMW64,
     HELPERS,
+    SGD,
     assert_collectives,
+    by_ranks,
     planted,
-    predicted,
     predicted_peaks,
     run_cases,
-    run_once,
     scenario_file,
     slow_where,
     star,
@@ -23,8 +23,6 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytestmark = pytest.mark.real
 
 GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 BF16_TOLERANCE = 2e-2
 """Relative to the largest parameter: AdamW takes steps of equal length whichever way a rounded gradient points, five of
 1e-3 to either side."""
@@ -297,14 +295,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-WORLDS: dict[int, tuple[dict, dict]] = {}
-"""What was run, by number of ranks."""
-
-
-@pytest.fixture
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run the selected cases of one number of ranks in one launch; return (cases, what they showed)."""
-    return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
+world = by_ranks(cases_for)
 
 
 FEW = [
@@ -375,8 +366,6 @@ def test_stages_push_gradients_over_a_threshold_as_predicted(tmp_path, changes):
         }
     found = run_cases(tmp_path, cases, ranks=4)
     for name, (_, density) in PUSHED.items():
-        result = predicted(cases[name])
-        entries = sorted([list(entry.key) for entry in result.collectives], key=str)
-        assert json.loads(json.dumps(entries)) == sorted(found[name]["collectives"], key=str), name
+        result = assert_collectives(cases[name], found[name])
         assert predicted_peaks(cases[name]) == pytest.approx(found[name]["peaks"], rel=0.01), name
         assert result.density.push == pytest.approx(density)

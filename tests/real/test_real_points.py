@@ -3,7 +3,6 @@
 A point that fails is printed as a scenario file, with its seed; `gsreal run FILE` runs it.
 """
 
-import json
 import math
 import tomllib
 from collections import Counter, defaultdict
@@ -29,7 +28,7 @@ from points import (
     UNDER_AUTOCAST,
     random_real_point,
 )
-from real_runs import planted, predicted, predicted_peaks, run_cases
+from real_runs import planted, predicted, predicted_keys, predicted_peaks, run_cases
 
 from gssim.errors import RunFailedError, UserError
 from gssim.scenario import Scenario, load_scenario
@@ -143,8 +142,7 @@ def run_all(folder: Path, cases: dict[str, Case], *, ranks: int) -> dict[str, An
 def differences(case: Case, seen: dict[str, Any]) -> Iterator[str]:
     """Yield where a run is not what was predicted, or not the training of one device."""
     scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
-    entries = json.loads(json.dumps([list(entry.key) for entry in predicted(case).collectives]))
-    expected = sorted(entries, key=str)
+    expected = predicted_keys(predicted(case))
     if sorted(seen["collectives"], key=str) != expected:
         yield f"collectives {sorted(seen['collectives'], key=str)}, predicted {expected}"
     total, policies = scenario.workload.global_batch_size, scenario.policies

@@ -3,11 +3,20 @@
 Dense pushes are among the cases of `test_real_experts`.
 """
 
-import json
 from pathlib import Path
 
 import pytest
-from real_runs import Cases, planted, predicted, predicted_peaks, run_once, scenario_file, slow_where, star
+from real_runs import (
+    Cases,
+    assert_collectives,
+    planted,
+    predicted,
+    predicted_peaks,
+    run_once,
+    scenario_file,
+    slow_where,
+    star,
+)
 from test_real_experts import ADAMW64, SGD, SKEWED, UNEVEN, USUAL, tiny
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
@@ -140,11 +149,7 @@ each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"]
 @each_case
 def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[Cases, Cases], name: str):
     cases, found = world
-    entries = json.loads(json.dumps([list(entry.key) for entry in predicted(cases[name]).collectives]))
-    assert sorted(entries, key=str) == sorted(found[name]["collectives"], key=str)
-    expected = sum(entry.payload_bytes or 0 for entry in predicted(cases[name]).collectives)
-    seen = sum(payload or 0 for payload in found[name]["payloads"])
-    assert seen == pytest.approx(expected, rel=0.08 if name.startswith("some") else 0)
+    assert_collectives(cases[name], found[name], payload_error=0.08 if name.startswith("some") else 0)
     if "levels" in name:
         return  # what all ranks hold is pushed across nodes among the same ranks
     # a byte that no sample has gives no gradient of its embedding, which sends less; but every expert has tokens

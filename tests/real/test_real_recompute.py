@@ -1,11 +1,21 @@
 """Real: selective checkpointing on real ranks trains the same, and rungs (a) and (b) of its prediction hold."""
 
 import gc
-import json
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, predicted_peaks, quick, run_cases, scenario_file, selected, star, tolerance_of
+from real_runs import (
+    SGD,
+    assert_collectives,
+    assert_parameters_of_one_device,
+    predicted,
+    predicted_peaks,
+    quick,
+    run_cases,
+    scenario_file,
+    selected,
+    star,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -18,7 +28,6 @@ from gssim.scenario import load_scenario
 
 pytestmark = pytest.mark.real
 
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 MANY = ["workload.sequence_length=64", "workload.global_batch_size=12", *SGD]
 """Enough samples that activations, not gradients, make the peak."""
 SHORT = ["workload.sequence_length=24", "workload.global_batch_size=12", *SGD]
@@ -58,12 +67,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @each_name
 def test_selective_checkpointing_trains_as_one_device_does_with_the_predicted_collectives(found, name) -> None:
-    seen = found[name]
-    assert seen["largest_parameter"] > 0.05
-    assert seen["difference"] <= tolerance_of(name, "sgd") * seen["largest_parameter"]
-    assert seen["replicas_equal"]
-    entries = sorted([list(entry.key) for entry in predicted(case_of(name)).collectives], key=str)
-    assert json.loads(json.dumps(entries)) == sorted(seen["collectives"], key=str)
+    assert_parameters_of_one_device({name: found[name]})
+    assert_collectives(case_of(name), found[name])
 
 
 @each_name

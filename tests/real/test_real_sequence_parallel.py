@@ -1,10 +1,9 @@
 """Real: sequences divided among tensor-parallel ranks; training equals one device's, predictions what was counted."""
 
-import json
 from pathlib import Path
 
 import pytest
-from real_runs import HELPERS, planted, predicted, predicted_peaks, quick, run_cases, scenario_file, star, tolerance_of
+from real_runs import ADAMW64, HELPERS, SGD, PushesAsPredicted, in_groups, planted, scenario_file, star
 
 from gssim.program.lowering import Lowering
 from gssim.scenario import load_scenario
@@ -18,8 +17,6 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.real
 
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "plan.sequence_parallel=true"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 TENSOR = ["plan.method=tensor"]
 LLAMA = [f"workload.model={HELPERS}/models/of_tests/tiny-llama.toml"]
 GS, Z3, LEVELS = (["plan.tp=2", f"plan.method={name}"] for name in ("gs", "gs_z3", "gs_hier"))
@@ -36,8 +33,8 @@ ON_TWO = {
     "llama-full-sgd": ("small-demo.toml", [*SGD, *TENSOR, *LLAMA, "plan.recompute=full"]),
     "llama-selective-sgd": ("small-demo.toml", [*SGD, *TENSOR, *LLAMA, "plan.recompute=selective"]),
 }
-FEW = ("gpt-full-adamw", "gpt-uneven-selective-adamw", "gpt-owned-adamw", "llama-full-sgd")
-"""Cases on two ranks that are not slow: blocks are cut evenly and not, and run again in both ways; owners sum; what the
+FEW = {2: ("gpt-full-adamw", "gpt-uneven-selective-adamw", "gpt-owned-adamw", "llama-full-sgd")}
+"""Cases that are not slow: blocks are cut evenly and not, and run again in both ways; owners sum; what the
 first block takes is not what the embedding makes."""
 ON_FOUR = {
     "gpt-ddp-sgd": ("small-demo.toml", [*SGD, "plan.method=ddp", "plan.tp=2", "plan.dp_replicate=2"]),
@@ -57,49 +54,21 @@ ON_FOUR = {
 }
 
 
-GROUPS = {
-    "2": {name: ON_TWO[name] for name in FEW},
-    "2-others": {name: case for name, case in ON_TWO.items() if name not in FEW},
-    "4": ON_FOUR,
-}
+def case_of(ranks: int, name: str, changed: tuple[str, list[str]], folder: Path) -> dict[str, object]:
+    scenario, changes = changed
+    file, overrides = scenario_file(scenario), [star(ranks), *USUAL, *changes]
+    if any("push.threshold" in each for each in changes):
+        density = 0.3 if "-some-" in name else 1
+        overrides.append(f"workload.gradients={planted(folder, file, overrides, density, name=name)}")
+    return {"scenario": file, "overrides": overrides, "same_peak_ratio": 0.003 if "-some-" in name else 1e-5}
 
 
-@pytest.fixture(scope="module", params=quick(GROUPS, ["2"]))
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run all cases of a group in one launch; return (cases, what they showed)."""
-    ranks, cases, folder = int(request.param[0]), {}, tmp_path_factory.mktemp(f"ranks{request.param}")
-    for name, (scenario, changes) in GROUPS[request.param].items():
-        file, overrides = scenario_file(scenario), [star(ranks), *USUAL, *changes]
-        if any("push.threshold" in each for each in changes):
-            density = 0.3 if "-some-" in name else 1
-            overrides.append(f"workload.gradients={planted(folder, file, overrides, density, name=name)}")
-        cases[name] = {"scenario": file, "overrides": overrides, "same_peak_ratio": 0.003 if "-some-" in name else 1e-5}
-    return cases, run_cases(folder, cases, ranks=ranks)
+world = in_groups({2: ON_TWO, 4: ON_FOUR}, FEW, case_of)
 
 
-def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    for name, seen in world[1].items():
-        assert seen["largest_parameter"] > 0.05
-        least = tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"]
-        assert (seen["difference"] <= least) != ("-some-" in name), name
-        assert seen["replicas_equal"], name
-
-
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    for name, case in world[0].items():
-        collectives, seen = predicted(case).collectives, world[1][name]
-        entries = json.loads(json.dumps([list(entry.key) for entry in collectives]))
-        assert sorted(entries, key=str) == sorted(seen["collectives"], key=str), name
-        told = sum(entry.payload_bytes or 0 for entry in collectives)
-        assert sum(each or 0 for each in seen["payloads"]) == pytest.approx(
-            told, rel=0.08 if "-some-" in name else 0
-        ), name
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    for name, case in world[0].items():
-        most = 0.01 if "-some-" in name else 0.001
-        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name
+class TestTraining(PushesAsPredicted):
+    def peak_error(self, name, case):
+        return 0.01 if "-some-" in name else 0.001
 
 
 def test_buckets_of_slices_follow_the_order_of_their_own_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

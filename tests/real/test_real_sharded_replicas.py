@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from real_runs import (
     HELPERS,
-    predicted,
+    assert_collectives,
+    by_ranks,
     predicted_peaks,
     run_module,
-    run_once,
     scenario_file,
     selected,
     slow_where,
@@ -121,20 +121,13 @@ def test_replicas_train_as_one_device_each_and_synchronize_their_shards(compared
     assert min(compared[written_out]["apart"]) > 1e-6  # the last of seven steps is an inner one
 
 
-WORLDS = {}
-
-
-@pytest.fixture(scope="module")
-def world(request, tmp_path_factory):
-    return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
+world = by_ranks(cases_for)
 
 
 @pytest.mark.parametrize(("world", "name"), SHOWN, indirect=["world"])
 def test_collectives_and_peaks_are_the_predicted_ones(world, name):
     cases, seen = world[0], world[1][name]
-    result = predicted(cases[name])
-    entries = [list(entry.key) for entry in result.collectives]
-    assert sorted(json.loads(json.dumps(entries)), key=str) == sorted(seen["collectives"], key=str)
+    assert_collectives(cases[name], seen)
     assert seen["replicas_equal"]
     errors = [abs(p / m - 1) for p, m in zip(predicted_peaks(cases[name], products=True), seen["peaks"], strict=True)]
     assert max(errors) < (LARGEST_PEAK if name.startswith("residual") else MEDIAN_PEAK)

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 from real_runs import (
-    assert_losses_of_one_device,
-    assert_parameters_of_one_device,
-    assert_predicted_collectives,
-    predicted_peaks,
-    quick,
-    run_cases,
+    ADAMW64,
+    SGD,
+    TrainsAdapters,
+    adapters_of,
+    in_groups,
     scenario_file,
     star,
 )
@@ -22,12 +21,6 @@ from test_real_adapters import traced
 pytestmark = pytest.mark.real
 
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
-ADAPTERS = {
-    "query-value": "workload.adapters={rank=4, alpha=8}",
-    "all": "workload.adapters={rank=3, targets='all-linear'}",
-}
 TENSOR, UNEVEN = ["plan.method=tensor"], ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]
 SEQUENCE, CLIPPED, TWICE = "plan.sequence_parallel=true", "workload.clip_norm=0.01", "plan.micro_batches=2"
 FULL, SELECTIVE = "plan.recompute=full", "plan.recompute=selective"
@@ -101,41 +94,20 @@ ON: dict[int, dict[str, list[str]]] = {
         "llama-query-value-staged-clipped-sgd": [*SGD, *STAGES, "workload.clip_norm=0.05"],
     },
 }
-FEW = ("llama-query-value-sequence-full-sgd", "gpt2-all-sgd")
-"""Cases on two ranks that are not slow: both ways to store a map, divided sequences and whole ones."""
-GROUPS = {
-    "2": (2, {name: case for name, case in ON[2].items() if name in FEW}),
-    "2-others": (2, {name: case for name, case in ON[2].items() if name not in FEW}),
-    "4": (4, ON[4]),
-}
+FEW = {2: ("llama-query-value-sequence-full-sgd", "gpt2-all-sgd")}
+"""Cases that are not slow: both ways to store a map, divided sequences and whole ones."""
 
 
-@pytest.fixture(scope="module", params=quick(GROUPS, ["2"]))
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run all cases of a group in one launch; return (cases, what they showed)."""
-    (ranks, group), cases = GROUPS[request.param], {}
-    for name, changes in group.items():
-        model, kind = next((name.split("-")[0], each) for each in ADAPTERS if f"-{each}-" in name)
-        overrides = [star(ranks), f"workload.model={model_of(model)}", *USUAL, ADAPTERS[kind], *changes]
-        cases[name] = {"scenario": scenario_file("small-demo.toml"), "overrides": overrides}
-    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=ranks)
+def case_of(ranks: int, name: str, changes: list[str], _folder: Path) -> dict[str, object]:
+    model, adapters = adapters_of(name)
+    overrides = [star(ranks), f"workload.model={model_of(model)}", *USUAL, adapters, *changes]
+    return {"scenario": scenario_file("small-demo.toml"), "overrides": overrides}
 
 
-def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    assert_parameters_of_one_device(world[1])
-    for name, seen in world[1].items():
-        assert seen["difference_ratio"] < 1e-3, name  # of the adapters, whose parameters are small
-        assert seen["dtensors"] == 0 or "zero" in name or "hsdp" in name, name  # slices are of our own
+world = in_groups(ON, FEW, case_of)
 
 
-def test_losses_are_those_of_one_device(world: tuple[dict, dict]) -> None:
-    assert_losses_of_one_device(world[1])
-
-
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    assert_predicted_collectives(*world)
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    for name, case in world[0].items():
-        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=0.001), name
+class TestAdapters(TrainsAdapters):
+    def test_slices_are_of_our_own(self, world):
+        for name, seen in world[1].items():
+            assert seen["dtensors"] == 0 or "zero" in name or "hsdp" in name, name

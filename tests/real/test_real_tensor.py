@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 from real_runs import (
-    assert_parameters_of_one_device,
-    assert_predicted_collectives,
-    predicted_peaks,
-    quick,
-    run_cases,
+    ADAMW64,
+    SGD,
+    TrainsAsOneDevice,
+    in_groups,
     scenario_file,
     star,
 )
@@ -24,8 +23,6 @@ pytestmark = pytest.mark.real
 
 GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 IMAGES = ["workload.precision=fp64", "workload.global_batch_size=12"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 BASE = {"gpt": "small-demo.toml", "bert": "small-bert.toml", "resnet": "small-resnet.toml"}
 UNEVEN = ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]
 SLOWED = "run.slowdowns=[{rank=1, first_step=0, compute_ratio=2}]"
@@ -62,14 +59,6 @@ FOREACH = ["workload.optimizer_implementation=foreach", "workload.global_batch_s
 """The optimizer updates DTensors, and then all others, and has the most in memory: samples are few."""
 
 
-def cases_for(ranks: int) -> dict[str, dict[str, object]]:
-    found = on_two_ranks() if ranks == 2 else on_four_ranks()
-    return {
-        name: {"scenario": scenario_file(BASE[name.split("-")[0]]), "overrides": [star(ranks), *overrides]}
-        for name, overrides in found.items()
-    }
-
-
 def on_two_ranks() -> dict[str, list[str]]:
     tensor = ["plan.method=tensor"]
     gpt2, llama = (f"workload.model={tiny(kind)}" for kind in ("gpt2", "llama"))
@@ -103,40 +92,30 @@ def on_four_ranks() -> dict[str, list[str]]:
     }
 
 
-ALIKE = ("gpt-even-sgd", "gpt-uneven-adamw", "gpt-even-recompute-sgd", "bert-even-adamw", "gpt-even-slowed-sgd")
-ALIKE += ("gpt-llama-sgd", "gpt-one-owner-adamw", "gpt-one-owner-z3-adamw", "gpt-one-replica-zero1-sgd")
-"""Cases on two ranks that are slow: the others cut each kind of model, evenly and not, slow a rank and run again."""
-GROUPS = {
-    "2": {name: case for name, case in cases_for(2).items() if name not in ALIKE},
-    "2-alike": {name: case for name, case in cases_for(2).items() if name in ALIKE},
-    "4": cases_for(4),
+FEW = {
+    2: (
+        *("gpt-even-foreach-adamw", "bert-uneven-selective-sgd", "resnet-even-sgd", "gpt-uneven-slowed-sgd"),
+        *("gpt-hugging-face-adamw", "gpt-one-replica-adamw"),
+    )
 }
+"""Cases that are not slow: they cut each kind of model, evenly and not, slow a rank and run again."""
 
 
-@pytest.fixture(scope="module", params=quick(GROUPS, ["2"]))
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run all cases of a group in one launch; return (cases, what they showed)."""
-    cases = GROUPS[request.param]
-    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=int(request.param[0]))
+def case_of(ranks: int, name: str, changes: list[str], _folder: Path) -> dict[str, object]:
+    return {"scenario": scenario_file(BASE[name.split("-")[0]]), "overrides": [star(ranks), *changes]}
 
 
-def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    assert_parameters_of_one_device(world[1])
+world = in_groups({2: on_two_ranks, 4: on_four_ranks}, FEW, case_of)
 
 
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    assert_predicted_collectives(*world)
+class TestTraining(TrainsAsOneDevice):
+    def peak_error(self, name, case):
+        return 0.01
 
-
-def test_what_is_predicted_to_be_dtensors_is(world: tuple[dict, dict]) -> None:
-    """They cost the host more. Where FSDP2 shards what is cut, all are."""
-    for name, case in world[0].items():
-        scenario = load_scenario(Path(case["scenario"]), case["overrides"]).scenario
-        expected = native_tensors(scenario.workload.model) if scenario.policies.cuts_natively else 0
-        whole = sum(len(layer.parameter_names) for layer in unrolled(scenario.workload.model))
-        assert world[1][name]["dtensors"] == (whole if "zero3" in name else expected), name
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    for name, case in world[0].items():
-        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=0.01), name
+    def test_what_is_predicted_to_be_dtensors_is(self, world):
+        """They cost the host more. Where FSDP2 shards what is cut, all are."""
+        for name, case in world[0].items():
+            scenario = load_scenario(Path(case["scenario"]), case["overrides"]).scenario
+            expected = native_tensors(scenario.workload.model) if scenario.policies.cuts_natively else 0
+            whole = sum(len(layer.parameter_names) for layer in unrolled(scenario.workload.model))
+            assert world[1][name]["dtensors"] == (whole if "zero3" in name else expected), name

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from real_runs import (
+    ADAMW64,
     SCENARIOS,
-    assert_losses_of_one_device,
-    assert_parameters_of_one_device,
+    SGD,
+    RoutesAsPredicted,
     assert_predicted_collectives,
-    predicted,
+    in_groups,
     predicted_peaks,
-    quick,
     run_cases,
     scenario_file,
     star,
@@ -24,8 +24,6 @@ pytestmark = pytest.mark.real
 
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=8", "plan.tp=2", "plan.etp=1"]
 USUAL += ["plan.sequence_parallel=true"]
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 ROUTER, LOAD = ["workload.expert_routing=router"], ["workload.expert_routing=load"]
 SKEWED = [*LOAD, "workload.expert_load.skew=0.7"]
 MIXTURE = [f"workload.model={SCENARIOS}/models/mixture-byte-1m.toml"]
@@ -207,67 +205,32 @@ def on_eight_ranks() -> dict[str, list[str]]:
     }
 
 
-FEW = (
-    "clipped-ddp-router-adamw",
-    "mixtral-all-zero3-skewed-load-sgd",
-    "gs-published-vocabulary-mixtral-skewed-load-sgd",
-    "adapters-mixtral-zero3-skewed-load-sgd",
-)
+FEW = {
+    4: (
+        "clipped-ddp-router-adamw",
+        "mixtral-all-zero3-skewed-load-sgd",
+        "gs-published-vocabulary-mixtral-skewed-load-sgd",
+        "adapters-mixtral-zero3-skewed-load-sgd",
+    ),
+}
 """Not slow, on four ranks: one group that divides the experts, and two that each do, with and without shards, and with
 owners of gradients; and with adapters."""
-WORLDS = {"2": (2, on_two_ranks), "4": (4, on_four_ranks), "4-others": (4, on_four_ranks), "8": (8, on_eight_ranks)}
 
 
-@pytest.fixture(scope="module", params=quick(WORLDS, ["4"]))
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run all cases of a group in one launch; return (cases, what they showed)."""
-    ranks, made = WORLDS[request.param]
-    cases = {
-        name: {"scenario": scenario_file("moe-experts.toml"), "overrides": [star(ranks), *USUAL, *overrides]}
-        for name, overrides in made().items()
-        if ranks != 4 or (name in FEW) == (request.param == "4")
-    }
-    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=ranks)
+def case_of(ranks: int, _name: str, changes: list[str], _folder: Path) -> dict[str, object]:
+    return {"scenario": scenario_file("moe-experts.toml"), "overrides": [star(ranks), *USUAL, *changes]}
 
 
-def routed(found: dict, kind: str) -> dict:
-    """Return what cases showed whose experts are chosen by `router` or by `load`."""
-    return {name: seen for name, seen in found.items() if f"-{kind}-" in f"-{name}"}
+world = in_groups({2: on_two_ranks, 4: on_four_ranks, 8: on_eight_ranks}, FEW, case_of)
 
 
-def test_parameters_and_losses_with_the_models_own_router_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    # a load is dealt out to each part of a sequence, on one device to the whole
-    of_router = routed(world[1], "router")
-    assert of_router
-    assert_parameters_of_one_device(of_router)
-    assert_losses_of_one_device(of_router)
-
-
-def test_parameters_are_equal_on_all_ranks(world: tuple[dict, dict]) -> None:
-    assert all(seen["replicas_equal"] for seen in world[1].values())
-
-
-def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    assert_predicted_collectives(*world)
-
-
-def test_the_predicted_rows_are_the_ones_that_were_sent(world: tuple[dict, dict]) -> None:
-    for name, seen in routed(world[1], "load").items():
-        rows = [each.payload_bytes for each in predicted(world[0][name]).collectives if each.kind == "all-to-all-v"]
-        sent = zip(seen["collectives"], seen["payloads"], strict=True)
-        payloads = [payload for key, payload in sent if key[0] == "all-to-all-v"]
-        assert sorted(filter(None, rows)) == sorted(filter(None, payloads)), name  # those of a ring have none
-        assert sum(filter(None, payloads)) > 0
-
-
-def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    compared = routed(world[1], "load")
-    assert compared
-    for name, seen in compared.items():
+class TestExperts(RoutesAsPredicted):
+    def peak_error(self, name, case):
+        if "-load-" not in f"-{name}":
+            return None
         # where less is held, moments count more, most of all in a ring
         closely = not any(each in name for each in ("staged", "full", "selective"))
-        most = 0.001 if closely else 0.02 if "ring" in name else 0.005
-        assert predicted_peaks(world[0][name]) == pytest.approx(seen["peaks"], rel=most), name
+        return 0.001 if closely else 0.02 if "ring" in name else 0.005
 
 
 # 16 bits -------------------------------------------------------------------------------------------------------------

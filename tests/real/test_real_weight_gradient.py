@@ -1,6 +1,5 @@
 """Real: weight gradients dealt out by layers; steps with the others frozen are the oracle of what is put together."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
@@ -8,7 +7,17 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from real_runs import Cases, predicted, predicted_peaks, run_once, scenario_file, slow_where, star, tolerance_of
+from real_runs import (
+    ADAMW64,
+    SGD,
+    assert_collectives,
+    assert_parameters_of_one_device,
+    by_ranks,
+    predicted_peaks,
+    scenario_file,
+    slow_where,
+    star,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -100,8 +109,6 @@ def test_layers_put_together_from_their_roles_do_what_a_step_with_the_others_fro
 
 # On ranks ------------------------------------------------------------------------------------------------------------
 
-SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
-ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 SLOWED = "run.slowdowns=[{rank=1, first_step=0, compute_ratio=2}]"
 SMALL = ["workload.sequence_length=24", "workload.global_batch_size=11"]  # no batch need be divided
 FULL, AGAIN = ["plan.recompute=full"], ["plan.recompute=selective"]
@@ -135,13 +142,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
     }
 
 
-WORLDS: dict[int, tuple[Cases, Cases]] = {}
-
-
-@pytest.fixture
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cases, Cases]:
-    """Run the selected cases of one number of ranks in one launch; return (cases, what they showed)."""
-    return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
+world = by_ranks(cases_for)
 
 
 FEW = {2: ["gpt-slowed-sgd", "gpt-selective-micro-batches-adamw"], 3: ["gpt-adamw"]}
@@ -155,9 +156,6 @@ FEW = {2: ["gpt-slowed-sgd", "gpt-selective-micro-batches-adamw"], 3: ["gpt-adam
 )
 def test_it_trains_as_one_device_does_publishes_once_and_peaks_where_predicted(world, name):
     case, seen = world[0][name], world[1][name]
-    prediction = predicted(case)
-    assert seen["largest_parameter"] > 0.05
-    assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"]
-    assert seen["replicas_equal"]
-    assert json.loads(json.dumps([list(entry.key) for entry in prediction.collectives])) == seen["collectives"]
+    assert_parameters_of_one_device({name: seen})
+    assert_collectives(case, seen)
     assert predicted_peaks(case) == pytest.approx(seen["peaks"], rel=0.01)

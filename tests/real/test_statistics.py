@@ -26,7 +26,7 @@ from gssim.errors import UserError
 from gssim.plan import Push
 from gssim.scenario import Scenario, load_model, single_device
 from gssim.scenario.run import Run
-from gssim.sparsity import push_density
+from gssim.sparsity import push_ratios
 from gssim.units import validated
 from gssim.workload.gradient_statistics import SKETCH_EDGES, GradientStatistics, Sketch, read_gradients
 
@@ -239,7 +239,9 @@ def test_the_density_predicted_at_a_sampled_step_is_the_exact_fraction(taken, ra
         for edge, higher in pairwise(EDGES[typical : typical + 12]):
             for threshold in (edge, (edge * higher) ** 0.5):
                 push = Push(threshold=float(threshold))
-                predicted = push_density(dense_alone(taken), push, samples=BATCH[rank], tensor=name, step=step)
+                predicted = push_ratios(dense_alone(taken), push, samples=BATCH[rank], tensor=name, step=step).over(
+                    0.0, 1.0
+                )
                 exact = float((magnitudes >= threshold).double().mean())
                 span = float(((magnitudes >= edge) & (magnitudes < higher)).double().mean())
                 allowed = 0.011 * exact if threshold == edge else 0.6 * span + 0.011 * exact

@@ -105,8 +105,10 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
     if len(looks) > MOST_LOOKS:
         looks = {layout.plan_of(row): {**mark(str(row["method"])), "linestyle": ""} for row in table.answered}
         numbers = _numbers(chosen.values(), layout, price)
-    kinds = _hollow_kinds([row for rows in chosen.values() for row in rows])
-    controlled = any(is_control(row) for rows in chosen.values() for row in rows)
+    drawn = [row for rows in chosen.values() for row in rows]
+    not_dense = {"thresholded": is_thresholded, "compressed or periodic": is_compressed}
+    kinds = ", ".join(kind for kind, holds in not_dense.items() if any(map(holds, drawn)))
+    controlled = any(map(is_control, drawn))
     note = (
         "Predicted; plans that fit. Left and below is better. Line: the best of the dense plans: no other is faster "
         f"at a lower {price.label}."
@@ -130,12 +132,6 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
         for box, rows in zip(boxes, chosen.values(), strict=True):
             _panel(add_axes(figure, box), rows, layout, looks, price, numbers)
     return Chart(price.name, price.title, figure, _words(chosen, layout, price))
-
-
-def _hollow_kinds(rows: Sequence[Row]) -> str:
-    """Return the kinds of plans among these that are not dense, as text; empty if all are dense."""
-    kinds = {"thresholded": is_thresholded, "compressed or periodic": is_compressed}
-    return ", ".join(kind for kind, holds in kinds.items() if any(map(holds, rows)))
 
 
 def price_of(row: Row, price: Price) -> float:

@@ -6,7 +6,6 @@ import matplotlib as mpl
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from analysis.charts.drawing import (
     BYTE_UNITS,
@@ -17,7 +16,7 @@ from analysis.charts.drawing import (
     plain,
     unit_for,
 )
-from analysis.charts.sweeps.panels import bar_sheet, frame_bars, listed, subset_note
+from analysis.charts.sweeps.panels import bar_sheet, frame_bars, listed, subset_note, swatch
 from analysis.sweep_tables import (
     FITS,
     THRESHOLD,
@@ -202,9 +201,7 @@ def _legend(panels: Mapping[Place, Sequence[tuple[str, Row]]], shown: Sequence[s
     entries: list[tuple[Artist, str]] = []
     occurring = {category for bars in panels.values() for _, row in bars for category in _drawn(row, shown)}
     for category in [each for each in LOOKS if each in occurring]:
-        colour, hatch = LOOKS[category]
-        edge = "white" if category in DARK and hatch else "0.25"
-        patch = Patch(facecolor=colour, edgecolor=edge, hatch=hatch, linewidth=0.6)
+        patch = swatch(*LOOKS[category], dark=category in DARK)
         entries.append((patch, WORDS.get(category, category.replace("_", " "))))
     if any(_near(bars) for bars in panels.values()):
         entries.append((Line2D([], [], color="black", linewidth=3), "memory of the device"))

@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from analysis.charts.accuracy import log_ticks
@@ -184,6 +185,11 @@ def frame_bars(axes: Axes, labels: Sequence[str], longest: float, name: str) -> 
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.set_xlabel(name)
     axes.grid(axis="x", color="0.9", linewidth=0.6)
+
+
+def swatch(colour: str, hatch: str, *, dark: bool) -> Patch:
+    """Return the legend's mark of a part of stacked bars; the hatching of a dark one is white."""
+    return Patch(facecolor=colour, edgecolor="white" if dark and hatch else "0.25", hatch=hatch, linewidth=0.6)
 
 
 def subset_note(drawn: int, there: int, things: str = "settings") -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib as mpl
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Polygon
+from matplotlib.patches import Polygon
 
 from analysis.charts.drawing import (
     LABEL_POINTS,
@@ -20,7 +20,7 @@ from analysis.charts.drawing import (
     unit_for,
 )
 from analysis.charts.step_phases import DARK_PHASES, PHASE_COLOURS, magnitudes
-from analysis.charts.sweeps.panels import bar_sheet, frame_bars, subset_note, threshold_words
+from analysis.charts.sweeps.panels import bar_sheet, frame_bars, subset_note, swatch, threshold_words
 from analysis.sweep_tables import (
     THRESHOLD,
     Layout,
@@ -185,18 +185,7 @@ def _cut(axes: Axes, y: float, x: float, limit: float) -> None:
 
 
 def _legend(shown: Sequence[str]) -> list[tuple[Artist, str]]:
-    return [
-        (
-            Patch(
-                facecolor=LOOKS[part][0],
-                edgecolor="white" if part in DARK and LOOKS[part][1] else "0.25",
-                hatch=LOOKS[part][1],
-                linewidth=0.6,
-            ),
-            part.replace("_", " "),
-        )
-        for part in shown
-    ]
+    return [(swatch(*LOOKS[part], dark=part in DARK), part.replace("_", " ")) for part in shown]
 
 
 def _words(panels: Mapping[Place, Bars], layout: Layout) -> str:

@@ -1,7 +1,7 @@
 """Registry of the algorithms of collectives, which map the members of a group to stages of hops.
 
 The hops of an algorithm and a group are created once (sizes only scale them), so a model of a hundred layers costs no
-more than one of a single layer. Closed forms of the algorithms' times on idle links: `closed_forms`.
+more than one of a single layer.
 """
 
 from collections.abc import Callable, Sequence

@@ -173,10 +173,10 @@ def chosen(points: Sequence[Point], patterns: Sequence[str], *, file: Path) -> t
     return tuple(p for p in points if not patterns or any(fnmatchcase(p.name, pattern) for pattern in patterns))
 
 
-def loaded_point(point: Point, *, file: Path, gradients_needed: bool = True, shared: Shared | None = None) -> Loaded:
+def loaded_point(point: Point, *, file: Path, gradients_needed: bool = True) -> Loaded:
     """Return the point's scenario; if it is invalid, raise UserError that names the sweep and the point."""
     try:
-        return point.load(gradients_needed=gradients_needed, shared=shared)
+        return point.load(gradients_needed=gradients_needed)
     except UserError as error:
         raise UserError(f"{file}: {point.name}: {error}") from None
 

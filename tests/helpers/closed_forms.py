@@ -16,9 +16,6 @@ def ring_all_reduce_time_s(*, size_bytes: float, ranks: int, bandwidth_bytes_per
         t = 2(n-1) * (latency + size / (n * bandwidth))
 
     Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
-
-    >>> ring_all_reduce_time_s(size_bytes=8e9, ranks=2, bandwidth_bytes_per_s=4e9, latency_s=0)
-    2.0
     """
     return 2 * (ranks - 1) * (latency_s + size_bytes / (ranks * bandwidth_bytes_per_s))
 
