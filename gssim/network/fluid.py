@@ -227,6 +227,8 @@ class Network:
         self.active: list[_Transfer] = []
         self.left_s: dict[int, float] = {}
         """Time at which the last session on a link ended."""
+        self._queued: dict[Sessions, simpy.Event] = {}
+        """By sessions whose messages go one after another: the end of the last message that was handed over."""
         self._alone: dict[Sessions, tuple[Floats, Ints]] = {}
         """Cached rate and limiting link of single sessions without any other traffic."""
         for stage, stream in zip(streams, conditions.traffic, strict=True):
@@ -260,6 +262,7 @@ class Network:
         """Return the time of a stage on idle links."""
         alone = copy(self)
         alone.env, alone.active, alone.carried, alone.left_s = simpy.Environment(), [], self.carried.copy(), {}
+        alone._queued = {}
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
 
@@ -426,11 +429,17 @@ class Network:
             yield self.env.timeout(wait_s)
         if not sizes.any():
             return
+        before, end = None, self.env.event()
+        if pace.notices and not coupled:  # whole messages over one connection, which sends one after another
+            before, self._queued[group] = self._queued.get(group), end
+        if before is not None and not before.processed:
+            yield before
         busy = self.env.timeout(pace.processor_s) if pace.processor_s else None
         if len(group.link) and pace.group_bytes:
             sizes = self._let_through(group, sizes, pace.group_bytes, coupled=coupled)
         if len(group.link) and sizes.any():
             yield self._start(group, sizes)
+        end.succeed()
         if pace.group_bytes:
             self.left_s |= dict.fromkeys(group.links, self.env.now)
         if busy is not None:

@@ -75,7 +75,7 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
             parts.insert_after(index, _in_hook(low, bucket, begun))
             rounds = [[*before, *tasks] for before, tasks in zip(rounds, ended, strict=True)]
             continue
-        stream = "communication" if low.scenario.plan.overlap else "compute"
+        stream = low.communication_stream(len(reductions)) if low.scenario.plan.overlap else "compute"
         reduced_bytes = PRECISION_BYTES[precision] * bucket.elements
         exchange = Communication(kind, low.group, reduced_bytes, half_precision=summed)
         task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))
