@@ -229,6 +229,8 @@ class Network:
         """Time at which the last session on a link ended."""
         self._queued: dict[Sessions, simpy.Event] = {}
         """By sessions whose messages go one after another: the end of the last message that was handed over."""
+        self._handled_s: dict[Sessions, float] = {}
+        """Time until which the processors of sessions' ends are busy with the bytes of earlier messages."""
         self._alone: dict[Sessions, tuple[Floats, Ints]] = {}
         """Cached rate and limiting link of single sessions without any other traffic."""
         for stage, stream in zip(streams, conditions.traffic, strict=True):
@@ -262,7 +264,7 @@ class Network:
         """Return the time of a stage on idle links."""
         alone = copy(self)
         alone.env, alone.active, alone.carried, alone.left_s = simpy.Environment(), [], self.carried.copy(), {}
-        alone._queued = {}
+        alone._queued, alone._handled_s = {}, {}
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
 
@@ -430,11 +432,15 @@ class Network:
         if not sizes.any():
             return
         before, end = None, self.env.event()
-        if pace.notices and not coupled:  # whole messages over one connection, which sends one after another
+        if pace.notices and not coupled:  # the connection of two ranks sends whole messages one after another
             before, self._queued[group] = self._queued.get(group), end
         if before is not None and not before.processed:
             yield before
-        busy = self.env.timeout(pace.processor_s) if pace.processor_s else None
+        busy = None
+        if pace.processor_s:  # one thread of a rank handles the bytes of all messages, one after another
+            waits_s = max(0.0, self._handled_s.get(group, 0.0) - self.env.now)
+            self._handled_s[group] = self.env.now + waits_s + pace.processor_s
+            busy = self.env.timeout(waits_s + pace.processor_s)
         if len(group.link) and pace.group_bytes:
             sizes = self._let_through(group, sizes, pace.group_bytes, coupled=coupled)
         if len(group.link) and sizes.any():
