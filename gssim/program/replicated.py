@@ -58,7 +58,7 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     precision = low.policies.compress or low.reduce_precision
     summed = precision if PRECISION_BYTES[precision] == HALF_BYTES else ""
     casts = hooked and precision != workload.gradient_precision
-    parts, reductions = BackwardParts(low, tasks), []
+    parts, reductions = BackwardParts(low, tasks), list[TaskId]()
     rounds: list[list[Task]] = [[], []]
     for bucket in low.buckets:
         index = parts.at(bucket.complete)
