@@ -140,7 +140,7 @@ def test_collectives_and_peaks_are_as_measured(file):
 
 
 AS_TRAINED = [file for file in FILES if file.startswith("h100-large-2026-11/results/")]
-FURTHER_OFF = {"two--ddp.b1c47cfd0dc015d6": 0.085, "one-nccl--fsdp.b7bc09b2897916fb": 0.3}
+FURTHER_OFF = {"two--ddp.b1c47cfd0dc015d6": 0.12, "one-nccl--fsdp.b7bc09b2897916fb": 0.3}
 """Small kernels of two processes on one GPU take a seventh longer; the host's time for FSDP2's units, measured beside
 three other ranks.
 """
