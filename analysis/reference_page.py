@@ -166,7 +166,7 @@ prefix: {units}. An unknown key is refused, with the allowed ones. What is
 - `gradients/`: gradient statistics, written by `gsreal gradients`, never by hand
 - `sweeps/`, `studies/`: many points of one question; variants that are trained for real
 - `measured/`: results of real runs: [the lab's matrix](measured/lab/README.md), [again on another
-  machine](measured/lab-2026-11-28/README.md), [further plans there](measured/lab-plans/README.md) and [with several
+  machine](measured/lab-2026-11-29/README.md), [further plans there](measured/lab-plans/README.md) and [with several
   axes](measured/lab-axes/README.md),
   [studies](measured/studies/README.md), two cores, GPUs
 """

@@ -31,6 +31,15 @@ class Hops:
         """Number of stored values."""
         return len(self.source)
 
+    @cached_property
+    def are_mutual(self) -> bool:
+        """Whether two ranks send to each other, and nobody else sends.
+
+        >>> Hops.of([(0, 1, 1.0), (1, 0, 1.0)]).are_mutual, Hops.of([(0, 1, 1.0), (1, 2, 1.0)]).are_mutual
+        (True, False)
+        """
+        return len(self.source) == 2 and bool((self.source == self.target[::-1]).all())
+
     def carried_by_rank(self, ranks: int) -> tuple[Floats, Floats]:
         """Return the bytes that each rank sends and receives, per byte of the stage's size."""
         sent = summed(self.source, self.weight, ranks)

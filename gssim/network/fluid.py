@@ -217,6 +217,10 @@ class Network:
         self.active: list[_Transfer] = []
         self.left_s: dict[int, float] = {}
         """Time at which the last session on a link ended."""
+        self._queued: dict[Sessions, simpy.Event] = {}
+        """By sessions whose messages go one after another: the end of the last message that was handed over."""
+        self._handled_s: dict[Sessions, float] = {}
+        """Time until which the processors of sessions' ends are busy with the bytes of earlier messages."""
         self._alone: dict[Sessions, tuple[Floats, Ints]] = {}
         """Cached rate and limiting link of single sessions without any other traffic."""
         for stage, stream in zip(streams, conditions.traffic, strict=True):
@@ -250,6 +254,7 @@ class Network:
         """Return the time of a stage on idle links."""
         alone = copy(self)
         alone.env, alone.active, alone.carried, alone.left_s = simpy.Environment(), [], self.carried.copy(), {}
+        alone._queued, alone._handled_s = {}, {}
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
 
@@ -371,7 +376,7 @@ class Network:
         for group in traffic.groups:
             sizes = group.unit_bytes * (stage.size_bytes * stage.stretch_ratio * pace.factor)
             wait_s = self._wait_s(stage, group, sizes, pace)
-            delayed = self._delayed(group, sizes, wait_s, pace, coupled=stage.coupled)
+            delayed = self._delayed(group, sizes, wait_s, pace, stage)
             if len(traffic.groups) == 1:
                 yield from delayed
                 return
@@ -410,21 +415,44 @@ class Network:
         return float(times_s[longest]), int(limit[longest])
 
     def _delayed(
-        self, group: Sessions, sizes: Floats, wait_s: float, pace: Pace, *, coupled: bool
+        self, group: Sessions, sizes: Floats, wait_s: float, pace: Pace, stage: Stage
     ) -> Generator[Any, Any, None]:
+        if pace.notices and stage.hops.are_mutual:  # notices go behind the bytes of what the same ranks carry already
+            moving = [transfer.done for transfer in self.active if transfer.sessions is group]
+            if moving:
+                yield moving[0]
         if wait_s:
             yield self.env.timeout(wait_s)
-        if not sizes.any():
-            return
-        busy = self.env.timeout(pace.processor_s) if pace.processor_s else None
-        if len(group.link) and pace.group_bytes:
-            sizes = self._let_through(group, sizes, pace.group_bytes, coupled=coupled)
-        if len(group.link) and sizes.any():
-            yield self._start(group, sizes)
+        if sizes.any():
+            yield from self._transferred(group, sizes, pace, stage)
+
+    def _transferred(self, group: Sessions, sizes: Floats, pace: Pace, stage: Stage) -> Generator[Any, Any, None]:
+        end = self.env.event()
+        if pace.notices and not stage.coupled:  # the connection of two ranks sends whole messages one after another
+            before, self._queued[group] = self._queued.get(group), end
+            if before is not None and not before.processed:
+                yield before
+        handled = self._handled(group, pace.processor_s)
+        if len(group.link):
+            if pace.group_bytes:
+                sizes = self._let_through(group, sizes, pace.group_bytes, coupled=stage.coupled)
+            if sizes.any():
+                yield self._start(group, sizes)
+        end.succeed()
         if pace.group_bytes:
             self.left_s |= dict.fromkeys(group.links, self.env.now)
-        if busy is not None:
-            yield busy
+        if handled is not None:
+            yield handled
+
+    def _handled(self, group: Sessions, processor_s: float) -> simpy.Event | None:
+        """Return the event at which the ends have handled the bytes, after those of earlier stages of the sessions: one
+        thread of a rank does it.
+        """
+        if not processor_s:
+            return None
+        waits_s = max(0.0, self._handled_s.get(group, 0.0) - self.env.now)
+        self._handled_s[group] = self.env.now + waits_s + processor_s
+        return self.env.timeout(waits_s + processor_s)
 
     def _let_through(self, group: Sessions, sizes: Floats, group_bytes: int, *, coupled: bool) -> Floats:
         """Return the bytes that remain after an idle shaped link has passed a burst at once.

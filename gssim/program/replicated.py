@@ -58,7 +58,7 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     precision = low.policies.compress or low.reduce_precision
     summed = precision if PRECISION_BYTES[precision] == HALF_BYTES else ""
     casts = hooked and precision != workload.gradient_precision
-    parts, reductions = BackwardParts(low, tasks), []
+    parts, reductions = BackwardParts(low, tasks), list[TaskId]()
     rounds: list[list[Task]] = [[], []]
     for bucket in low.buckets:
         index = parts.at(bucket.complete)
@@ -75,7 +75,7 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
             parts.insert_after(index, _in_hook(low, bucket, begun))
             rounds = [[*before, *tasks] for before, tasks in zip(rounds, ended, strict=True)]
             continue
-        stream = "communication" if low.scenario.plan.overlap else "compute"
+        stream = low.communication_stream(len(reductions)) if low.scenario.plan.overlap else "compute"
         reduced_bytes = PRECISION_BYTES[precision] * bucket.elements
         exchange = Communication(kind, low.group, reduced_bytes, half_precision=summed)
         task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))

@@ -140,8 +140,10 @@ def test_collectives_and_peaks_are_as_measured(file):
 
 
 AS_TRAINED = [file for file in FILES if file.startswith("h100-large-2026-11/results/")]
-FURTHER_OFF = {"two--ddp.29989fd23524e101": 0.12, "one-nccl--fsdp.b7bc09b2897916fb": 0.3}
-"""Buckets that gloo reduces two at a time; the host's time for FSDP2's units, measured beside three other ranks."""
+FURTHER_OFF = {"two--ddp.b1c47cfd0dc015d6": 0.12, "one-nccl--fsdp.b7bc09b2897916fb": 0.3}
+"""Small kernels of two processes on one GPU take a seventh longer; the host's time for FSDP2's units, measured beside
+three other ranks.
+"""
 
 
 @pytest.mark.parametrize("file", AS_TRAINED)

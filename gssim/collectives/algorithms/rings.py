@@ -94,37 +94,39 @@ SEGMENT_BYTES = 2**20
 """Largest message of gloo's all-reduce (kMaxSegmentSize)."""
 
 
-def _segmented(stage: Stage, members: Members, segments: int, turns: int) -> Stage:
-    """Return a ring whose rounds consist of `segments` messages each, two of which are in flight at a time.
+def _segmented(ring: Stage, members: Members, segments: int) -> Stage:
+    """Return a round of a ring whose steps consist of `segments` messages each, two of which are in flight at a time.
 
     The receive of a message is posted when the second-last message has arrived. Two ranks share one connection for both
     directions: the notice of a receive queues behind the message in flight the other way, and arrives with its end.
 
-    Where a notice queues behind other ranks' messages inside the network, later rounds fall into step with that queue.
+    Where a notice queues behind other ranks' messages inside the network, later steps fall into step with that queue.
     So this delay occurs only once, and is at most as long as one message. (Simulated rings of 3 to 8 ranks, with 4 to
     56 messages each, that begin at random moments lose 0.6 to 1.3 messages on average.)
     """
     if members.count == 1:
-        return stage
+        return ring
     if members.count == 2:
-        return replace(stage, steps=turns * (segments - 1), notices=turns, starts=turns)
+        return replace(ring, steps=segments - 1, notices=1, starts=1)
     messages = (members.count - 1) * segments
     pairs = messages / 2
-    hidden_ratio, queued_ratio = (pairs - 1) / messages, 1 / (turns * messages)
-    return replace(stage, steps=turns * pairs, starts=turns, hidden_ratio=hidden_ratio, queued_ratio=queued_ratio)
+    return replace(ring, steps=pairs, starts=1, hidden_ratio=(pairs - 1) / messages, queued_ratio=1 / messages)
 
 
 def segmented_all_reduce(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Ring all-reduce whose chunks are sent in at least two segments (pytorch/gloo, gloo/allreduce.cc, ring)."""
+    """Ring all-reduce whose chunks are sent in at least two segments (pytorch/gloo, gloo/allreduce.cc, ring).
+
+    The second round goes the same way as the first. It begins with no message in flight, but in step with the queues.
+    """
     segments = max(2, math.ceil(communication.size_bytes / SEGMENT_BYTES / members.count))
-    (ring,) = ring_all_reduce(members, communication)
-    return (_segmented(ring, members, segments, turns=2),)
+    reducing = _segmented(_ring(members, communication.size_bytes, turns=1, reduces=True), members, segments)
+    return reducing, replace(reducing, reduced_bytes=0.0, queued_ratio=0.0)
 
 
 def segmented_all_gather(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Ring all-gather whose parts are sent in two halves (pytorch/gloo, gloo/allgather.cc)."""
     (ring,) = ring_all_gather(members, communication)
-    return (_segmented(ring, members, 2, turns=1),)
+    return (_segmented(ring, members, 2),)
 
 
 def ring_all_to_all(members: Members, communication: Communication) -> tuple[Stage, ...]:
