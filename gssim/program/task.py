@@ -484,10 +484,15 @@ def each_once(tasks: Sequence[Task]) -> Iterable[Task]:
 def _collectives_of(tasks: Iterable[Task]) -> dict[TaskId, Communication]:
     """Return the collectives in which tasks take part, in the order of the tasks."""
     found: dict[TaskId, Communication] = {}
+    seen: dict[int, TaskId] = {}  # by identity: most ranks name a collective by the same object, hashed only once
     for task in tasks:
-        if task.communication is not None and task.communication not in found:
+        name = task.communication
+        if name is None or id(name) in seen:
+            continue
+        seen[id(name)] = name
+        if name not in found:
             assert task.exchange is not None
-            found[task.communication] = task.exchange
+            found[name] = task.exchange
     return found
 
 
@@ -528,6 +533,8 @@ class Collectives(Mapping[TaskId, Communication]):
         They are counted by template: roles with chunks of the same collectives have templates that name the same ones.
         If two templates have only some of their names in common, all tasks are counted one by one.
         """
+        if not any(isinstance(tasks, Outline) for tasks in self._by_rank):
+            return _counted(self._all.values())
         plain: dict[TaskId, Communication] = {}
         order: dict[int, Communication] = {}
         chunks: dict[tuple[TaskId, ...], _Repeated] = {}
@@ -647,6 +654,11 @@ class Bucket:
     def elements(self) -> int:
         """Number of gradient elements."""
         return sum(parameter.elements for _, parameter in self.members)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Name of each member in the model."""
+        return tuple(parameter.name.replace("{}", instance.module) for instance, parameter in self.members)
 
     @property
     def of_experts(self) -> bool:
