@@ -222,40 +222,31 @@ class GroupPeaks:
 
 
 def group_peaks_of(program: Program, task_group: TaskGroup, steps: int) -> GroupPeaks:
-    """Return the tracker of a task group's peaks over `steps` steps."""
-    places = [
-        place
-        for place in range(len(task_group.tasks))
-        if any(
-            program.tasks[role][place].need.peak_bytes or program.tasks[role][place].need.kept
-            for role in task_group.roles
-        )
-    ]
+    """Return the tracker of a task group's peaks over `steps` steps. Many tasks and roles share their needs."""
+    by_role = [[task.need for task in program.tasks[role]] for role in task_group.roles]
+    by_place = list(zip(*by_role, strict=True))
+    places = [place for place, needs in enumerate(by_place) if any(need.peak_bytes or need.kept for need in needs)]
     persistent = tuple(program.persistent[role] for role in task_group.roles)
+    distinct = {id(need): need for place in places for need in by_place[place]}
     names = [name for each in persistent for name in each]
-    for place in places:
-        for role in task_group.roles:
-            need = program.tasks[role][place].need
-            names += [name for name, _ in (*need.peak, *need.kept)]
+    names += [name for need in distinct.values() for name, _ in (*need.peak, *need.kept)]
     categories = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    peak, kept = np.zeros((2, len(places), len(categories), len(task_group.roles)))
-    for row, place in enumerate(places):
-        for column, role in enumerate(task_group.roles):
-            need = program.tasks[role][place].need
-            for name, size in need.peak:
-                peak[row, categories[name], column] = size
-            for name, size in need.kept:
-                kept[row, categories[name], column] = size
-    numbers = {stream: number for number, stream in enumerate(task_group.streams)}
-    peak_bytes = np.array(
-        [[program.tasks[role][place].need.peak_bytes for role in task_group.roles] for place in places]
-    )
+    number_of = {key: number for number, key in enumerate(distinct)}
+    numbers = np.array([[number_of[id(need)] for need in by_place[place]] for place in places], dtype=np.int64)
+    numbers = numbers.reshape(len(places), len(task_group.roles))
+    peak, kept = np.zeros((2, len(distinct), len(categories)))
+    for number, need in enumerate(distinct.values()):
+        for name, size in need.peak:
+            peak[number, categories[name]] = size
+        for name, size in need.kept:
+            kept[number, categories[name]] = size
+    streams = {stream: number for number, stream in enumerate(task_group.streams)}
     needs = _MemoryNeeds(
         tuple(places),
-        tuple(numbers[task_group.tasks[place].stream] for place in places),
+        tuple(streams[task_group.tasks[place].stream] for place in places),
         tuple(categories),
-        peak,
-        peak_bytes.reshape(len(places), len(task_group.roles)),
-        kept,
+        np.ascontiguousarray(peak[numbers].swapaxes(1, 2)),
+        np.array([need.peak_bytes for need in distinct.values()])[numbers],
+        np.ascontiguousarray(kept[numbers].swapaxes(1, 2)),
     )
     return GroupPeaks(persistent, needs, steps)
