@@ -142,25 +142,31 @@ class _Transfer:
     )
 
     def __init__(self, sessions: Sessions, remaining: Floats, done: simpy.Event, now_s: float) -> None:
-        self.sessions, self.remaining, self.done, self.last_s = sessions, remaining, done, now_s
-        self.rate: Floats
+        self.sessions, self.done, self.last_s = sessions, done, now_s
         self.single = len(remaining) == 1
-        """Whether there is only one session; plain numbers are then faster than arrays."""
+        """Whether there is only one session; values of sessions are then lists, as plain numbers are faster than
+        arrays.
+        """
+        self.remaining: Any = remaining.tolist() if self.single else remaining
+        self.rate: Any
+        self.limit: Any
+        """The link that limits each session's rate."""
         self.going: Bools
         """Of several sessions: which have not ended."""
         if not self.single:
             self.going = remaining > 0
-        self.limit: Ints
-        """The link that limits each session's rate."""
         self.links, self.link_bits = sessions.links, sessions.link_bits
         self.version = 0
+
+    def share(self, rates: Floats, limit: Ints) -> None:
+        """Set the rate of each session, and the link that limits it."""
+        self.rate, self.limit = (rates.tolist(), limit.tolist()) if self.single else (rates, limit)
 
     def advance(self, now_s: float) -> None:
         """Reduce the remaining bytes by those carried since the last change."""
         if now_s > self.last_s:
             if self.single:
-                left_bytes = self.remaining[0] - self.rate[0] * (now_s - self.last_s)
-                self.remaining[0] = max(left_bytes, 0.0)
+                self.remaining[0] = max(self.remaining[0] - self.rate[0] * (now_s - self.last_s), 0.0)
                 self.last_s = now_s
                 return
             going = self.remaining > 0
@@ -183,11 +189,21 @@ class _Transfer:
         self.going = self.going & ~ended
         return self.sessions.link[ended[self.sessions.session]]
 
+    @property
+    def unfinished(self) -> Bools:
+        """Whether each session has bytes left."""
+        return np.asarray(self.remaining) > 0
+
     def lasts_s(self) -> Floats:
         """Return the remaining time of each session at its rate; 0 for those that have ended."""
         times_s = np.zeros(len(self.remaining))
-        np.divide(self.remaining, self.rate, out=times_s, where=self.remaining > 0)
+        np.divide(self.remaining, self.rate, out=times_s, where=self.unfinished)
         return times_s
+
+    def lasts_alone_s(self) -> float:
+        """Return the remaining time of the only session; 0 if it has ended."""
+        left_bytes, rate = self.remaining[0], self.rate[0]
+        return (left_bytes / rate if rate else math.inf) if left_bytes > 0 else 0.0
 
     @property
     def is_over(self) -> bool:
@@ -463,10 +479,10 @@ class Network:
 
         The clock's rounding is below the slack of `settle`, so no bytes remain at that time.
         """
-        transfer.rate, transfer.limit = self._rates([transfer.sessions])
+        transfer.share(*self._rates([transfer.sessions]))
         transfer.version += 1
         version = transfer.version
-        last_s = float(transfer.remaining[0] / transfer.rate[0])
+        last_s = transfer.lasts_alone_s()
         if math.isinf(last_s):
             return  # only background traffic, which never ends
 
@@ -542,13 +558,13 @@ class Network:
         now_s = self.env.now
         for transfer in transfers:
             transfer.advance(now_s)
-        is_whole = all(each.single and each.remaining[0] > 0 for each in transfers)
-        going = None if is_whole else [each.remaining > 0 for each in transfers]
+        is_whole = all([each.single and each.remaining[0] > 0 for each in transfers])
+        going = None if is_whole else [each.unfinished for each in transfers]
         rates, limit = self._rates([each.sessions for each in transfers], going)
         start = 0
         for transfer in transfers:
             end = start + len(transfer.remaining)
-            transfer.rate, transfer.limit = rates[start:end], limit[start:end]
+            transfer.share(rates[start:end], limit[start:end])
             start = end
         self._plan(transfers)
 
@@ -557,8 +573,8 @@ class Network:
         for transfer in transfers:
             transfer.version += 1
         versions = [transfer.version for transfer in transfers]
-        if all(transfer.single for transfer in transfers):
-            first_s = self._single_changes_s(transfers)
+        if all([transfer.single for transfer in transfers]):
+            first_s = min([transfer.lasts_alone_s() for transfer in transfers])  # no rate changes before one ends
         else:
             lasts_s = [transfer.lasts_s() for transfer in transfers]
             first_s = min(float(rest_s.max()) for rest_s in lasts_s)
@@ -569,20 +585,13 @@ class Network:
         assert wake.callbacks is not None
         wake.callbacks.append(lambda _event: self._wake(transfers, versions))
 
-    def _single_changes_s(self, transfers: Sequence[_Transfer]) -> float:
-        """Return the time until the first of some single-session transfers ends; no rate changes before that."""
-        return min(
-            float(transfer.remaining[0] / transfer.rate[0]) if transfer.remaining[0] > 0 else 0.0
-            for transfer in transfers
-        )
-
     def _changes_s(self, transfers: Sequence[_Transfer], lasts_s: Sequence[Floats]) -> float:
         """Return the time until a session ends on a link that limits others which go on; infinite if there is none."""
         if len(transfers) == 1 and len(lasts_s[0]) == 1:
             return math.inf  # there are no other sessions
         slack_s = 1e-12 + 2 * math.ulp(self.env.now)
         entries = [
-            (last_s, transfer.limit, transfer.sessions.session, transfer.sessions.link)
+            (last_s, np.asarray(transfer.limit), transfer.sessions.session, transfer.sessions.link)
             for transfer, last_s in zip(transfers, lasts_s, strict=True)
         ]
         return first_change_s(entries, links=len(self.capacity), slack_s=slack_s)
