@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gssim.program import Program, Task, TaskId
-from gssim.units import Floats
+from gssim.units import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,15 +46,29 @@ class TaskGroup:
 
 
 def task_groups_of(program: Program) -> tuple[TaskGroup, ...]:
-    """Return the task groups of a program's roles, in the order of their first roles."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    """Return the task groups of a program's roles, in the order of their first roles.
+
+    Roles are compared only with those that join the same collectives: to compare takes less time than to hash all
+    identities of tasks, because most of these are the same objects.
+    """
+    groups: list[list[int]] = []
+    by_collectives: dict[tuple[int, ...], list[tuple[Sequence[Any], list[int]]]] = {}
+    numbers: dict[TaskId | None, int] = {}
+    number_of: dict[int, int] = {}  # by identity
     for role, tasks in enumerate(program.tasks):
-        shape = tuple(
-            (task.id, task.phase, task.stream, task.communication, task.after, task.issue and task.issue.goes_on)
-            for task in tasks
-        )
-        alike.setdefault(shape, []).append(role)
-    return tuple(_task_group(program, roles) for roles in alike.values())
+        joined = [task.communication for task in tasks]
+        for each in joined:
+            if id(each) not in number_of:
+                number_of[id(each)] = numbers.setdefault(each, len(numbers))
+        shape = [(task.id, task.phase, task.stream, task.after, task.issue and task.issue.goes_on) for task in tasks]
+        known = by_collectives.setdefault(tuple([number_of[id(each)] for each in joined]), [])
+        roles = next((roles for other, roles in known if other == shape), None)
+        if roles is None:
+            roles = []
+            known.append((shape, roles))
+            groups.append(roles)
+        roles.append(role)
+    return tuple(_task_group(program, roles) for roles in groups)
 
 
 def _task_group(program: Program, roles: Sequence[int]) -> TaskGroup:
@@ -96,12 +110,38 @@ def _segments(tasks: Sequence[Task], stream: str, first: int) -> list[Segment]:
     ]
 
 
+Index = slice | Ints
+"""Some of the ranks of a task group, as an index into vectors: a slice for all of them, which is faster."""
+EVERYBODY = slice(None)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The tasks of a segment up to its collective, as rows of the times of all tasks of the group."""
+
+    count: int
+    places: slice | Ints
+    """Their positions in the step."""
+    duration_s: Floats
+    """By task and rank."""
+    issues: bool
+    """Whether the host issues some of them."""
+
+    def rows(self, some: Index) -> tuple[Index, Index]:
+        """Return their rows, and the columns of some ranks, as an index into times by task and rank."""
+        if isinstance(self.places, slice) or isinstance(some, slice):
+            return self.places, some
+        return self.places[:, None], some
+
+
 class Ranks:
     """Classes of a task group as positions in vectors, with the begin and end of every task in every step."""
 
     def __init__(self, task_group: TaskGroup, classes: Sequence[int], columns: Sequence[int], steps: int) -> None:
         count, segments = len(classes), len(task_group.segments)
         self.task_group, self.classes, self.columns = task_group, np.array(classes), columns
+        self.everybody = np.arange(count)
+        """Positions of all of them."""
         self.duration_s = task_group.duration_s[:, columns]
         self.takes_time: list[bool] = np.any(self.duration_s, axis=1).tolist()
         self.issued_s = np.zeros(count)
@@ -120,3 +160,22 @@ class Ranks:
             self.needed[1:, stream[0].number] += 1
             for segment in stream[1:]:
                 self.needed[:, segment.number] += 1
+        self._work: dict[int, Work] = {}
+
+    def index_of(self, members: Ints) -> Index:
+        """Return the positions of some ranks as an index."""
+        return EVERYBODY if members is self.everybody else members
+
+    def work_of(self, segment: Segment) -> Work:
+        """Return the tasks of a segment up to its collective."""
+        if segment.number not in self._work:
+            places = segment.tasks if segment.communication is None else segment.tasks[:-1]
+            tasks = [self.task_group.tasks[place] for place in places]
+            one_by_one = places == tuple(range(places[0], places[-1] + 1)) if places else True
+            self._work[segment.number] = Work(
+                len(places),
+                slice(places[0], places[-1] + 1) if one_by_one and places else np.array(places, dtype=np.int64),
+                self.duration_s[list(places)],
+                any(task.issue is not None for task in tasks),
+            )
+        return self._work[segment.number]
