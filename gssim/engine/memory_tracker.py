@@ -195,18 +195,19 @@ class GroupPeaks:
             held = [[each.get(name, 0.0) for name in needs.categories] for each in self.persistent[roles]]
             kept = np.where(ends[:, None, None], needs.kept[rows, :, roles], 0.0)
             whole = [sum(each.values()) for each in self.persistent[roles]]
-            changes = np.vstack([whole, kept.reshape(-1, len(whole))])
-            current_bytes = np.cumsum(changes, axis=0)[:: len(needs.categories)]
+            changes = kept.reshape(-1, len(whole))
+            counts = changes.any(axis=1)  # to add zeros takes time, and changes nothing
+            before = np.r_[0, np.cumsum(counts)][: -1 : len(needs.categories)]
+            current_bytes = np.cumsum(np.vstack([whole, changes[counts]]), axis=0)[before]
             beside: Floats = np.zeros((len(order), len(whole)))
             for each, is_active in active:
                 beside = beside + np.where(is_active[:, None], needs.peak_bytes[each, roles], 0.0)
-            total_bytes = np.where(ends[:, None], -np.inf, current_bytes[:-1] + beside)
+            total_bytes = np.where(ends[:, None], -np.inf, current_bytes + beside)
             worst = np.argmax(total_bytes, axis=0)
-            current = np.cumsum(np.concatenate([np.array(held).T[None], kept]), axis=0)
             for column, event in enumerate(worst.tolist()):
                 role, values = first + column, np.array(held[column])
                 if total_bytes[event, column] > whole[column]:
-                    values = current[event, :, column].copy()
+                    values = np.cumsum(np.concatenate([values[None], kept[:event, :, column]]), axis=0)[-1]
                     for each, is_active in active:
                         if is_active[event]:
                             values += needs.peak[each[event], :, role]

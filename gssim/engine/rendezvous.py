@@ -343,21 +343,25 @@ def _joins(program: Program, role: int) -> Sequence[tuple[TaskId, int, int, tupl
     A task follows the tasks before it on its stream, the tasks that it waits for, and, transitively, what these follow.
     The second step shows whether its first collective follows the last one of the first.
     """
-    streams: dict[str, int] = {}
-    for task in program.tasks[role]:
+    tasks, streams = program.tasks[role], dict[str, int]()
+    for task in tasks:
         streams.setdefault(task.stream, len(streams))
+    awaited = {each for task in tasks for each in task.after}
     latest: dict[str, tuple[int, ...]] = dict.fromkeys(streams, (-1,) * len(streams))
     """By stream: for every stream, the place of the last task that this stream's latest task follows (or is)."""
     joins = []
     place = 0
     for _ in range(2):
         known: dict[TaskId, tuple[int, ...]] = {}
-        for task in program.tasks[role]:
-            own = streams[task.stream]
-            followed = [latest[task.stream], *(known[each] for each in task.after if each in known)]
-            behind = followed[0] if len(followed) == 1 else tuple(map(max, *followed))
+        for task in tasks:
+            own, behind = streams[task.stream], latest[task.stream]
+            for each in task.after:
+                if each in known:
+                    behind = tuple(map(max, behind, known[each]))
             if task.communication is not None:
                 joins.append((task.communication, own, place, behind))
-            latest[task.stream] = known[task.id] = (*behind[:own], place, *behind[own + 1 :])
+            latest[task.stream] = behind = (*behind[:own], place, *behind[own + 1 :])
+            if task.id in awaited:
+                known[task.id] = behind
             place += 1
     return joins

@@ -39,6 +39,8 @@ class TaskGroup:
     """By task and role."""
     host_s: Floats
     """Host time to issue each task, by task and role; 0 if it needs none."""
+    issued: frozenset[int]
+    """Places of the tasks that the host issues."""
     streams: Mapping[str, tuple[Segment, ...]]
     segments: tuple[Segment, ...]
     waiting: Mapping[int, tuple[int, ...]]
@@ -88,6 +90,7 @@ def _task_group(program: Program, roles: Sequence[int]) -> TaskGroup:
         tuple(roles),
         np.array([[task.duration_s for task in program.tasks[role]] for role in roles]).T.copy(),
         np.array([[task.issue.host_s if task.issue else 0.0 for task in program.tasks[role]] for role in roles]).T,
+        frozenset(place for place, task in enumerate(tasks) if task.issue is not None),
         streams,
         tuple(segments),
         {number: tuple(found) for number, found in waiting.items()},
@@ -170,12 +173,9 @@ class Ranks:
         """Return the tasks of a segment up to its collective."""
         if segment.number not in self._work:
             places = segment.tasks if segment.communication is None else segment.tasks[:-1]
-            tasks = [self.task_group.tasks[place] for place in places]
-            one_by_one = places == tuple(range(places[0], places[-1] + 1)) if places else True
-            self._work[segment.number] = Work(
-                len(places),
-                slice(places[0], places[-1] + 1) if one_by_one and places else np.array(places, dtype=np.int64),
-                self.duration_s[list(places)],
-                any(task.issue is not None for task in tasks),
-            )
+            rows: slice | Ints = slice(places[0], places[-1] + 1) if places else slice(0)
+            if places and places[-1] - places[0] >= len(places):  # others lie between them
+                rows = np.array(places, dtype=np.int64)
+            issues = not self.task_group.issued.isdisjoint(places)
+            self._work[segment.number] = Work(len(places), rows, self.duration_s[rows], issues)
         return self._work[segment.number]

@@ -187,7 +187,8 @@ class _Transfer:
             return NO_LINKS
         self.remaining[ended] = 0.0
         self.going = self.going & ~ended
-        return self.sessions.link[ended[self.sessions.session]]
+        freed: Ints = self.sessions.link[ended[self.sessions.session]]
+        return freed
 
     @property
     def unfinished(self) -> Bools:

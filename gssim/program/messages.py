@@ -308,7 +308,8 @@ def _bucket_kinds(low: Lowering, _statistics: Same) -> tuple[Sequence[int], Sequ
     if low.statistics is not None:  # where owners cut tensors, densities may differ between tensors that are alike
         alike = {} if any(_cut_tensors(low)) else _parameters_alike(low)
     kinds: dict[Hashable, int] = {}
-    firsts, numbers = [], []
+    firsts: list[Bucket] = []
+    numbers = []
     for bucket in low.buckets:
         names = ("" if alike is None else alike.get(name, name) for name in bucket.names)
         kind = tuple(zip(names, (id(parameter) for _, parameter in bucket.members), strict=True))

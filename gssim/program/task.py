@@ -708,6 +708,10 @@ class MicroBatch:
     sent_before: bool = False
     """Whether earlier micro-batches communicated their own gradients."""
 
+    def __hash__(self) -> int:
+        """Return equal hashes for equal micro-batches: they are parts of many keys."""
+        return self.index
+
     @property
     def first(self) -> bool:
         """Whether it is the first micro-batch of the step."""
