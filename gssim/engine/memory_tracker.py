@@ -225,29 +225,32 @@ class GroupPeaks:
 def group_peaks_of(program: Program, task_group: TaskGroup, steps: int) -> GroupPeaks:
     """Return the tracker of a task group's peaks over `steps` steps. Many tasks and roles share their needs."""
     by_role = [[task.need for task in program.tasks[role]] for role in task_group.roles]
-    by_place = list(zip(*by_role, strict=True))
-    places = [place for place, needs in enumerate(by_place) if any(need.peak_bytes or need.kept for need in needs)]
+    every = {id(need): need for needs in by_role for need in needs}
+    number_of = {key: number for number, key in enumerate(every)}
+    numbers = np.array([[number_of[id(need)] for need in needs] for needs in by_role]).T  # by place and role
+    is_needed = np.array([bool(need.peak_bytes or need.kept) for need in every.values()])
+    places = np.flatnonzero(is_needed[numbers].any(axis=1))
+    kinds, first, numbers = np.unique(numbers[places], return_index=True, return_inverse=True)
+    listed = list(every.values())
+    needs_of = [listed[number] for number in kinds.tolist()]
     persistent = tuple(program.persistent[role] for role in task_group.roles)
-    distinct = {id(need): need for place in places for need in by_place[place]}
     names = [name for each in persistent for name in each]
-    names += [name for need in distinct.values() for name, _ in (*need.peak, *need.kept)]
+    names += [name for number in np.argsort(first) for name, _ in (*needs_of[number].peak, *needs_of[number].kept)]
     categories = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    number_of = {key: number for number, key in enumerate(distinct)}
-    numbers = np.array([[number_of[id(need)] for need in by_place[place]] for place in places], dtype=np.int64)
     numbers = numbers.reshape(len(places), len(task_group.roles))
-    peak, kept = np.zeros((2, len(distinct), len(categories)))
-    for number, need in enumerate(distinct.values()):
+    peak, kept = np.zeros((2, len(needs_of), len(categories)))
+    for number, need in enumerate(needs_of):
         for name, size in need.peak:
             peak[number, categories[name]] = size
         for name, size in need.kept:
             kept[number, categories[name]] = size
     streams = {stream: number for number, stream in enumerate(task_group.streams)}
     needs = _MemoryNeeds(
-        tuple(places),
-        tuple(streams[task_group.tasks[place].stream] for place in places),
+        tuple(places.tolist()),
+        tuple(streams[task_group.tasks[place].stream] for place in places.tolist()),
         tuple(categories),
         np.ascontiguousarray(peak[numbers].swapaxes(1, 2)),
-        np.array([need.peak_bytes for need in distinct.values()])[numbers],
+        np.array([need.peak_bytes for need in needs_of])[numbers],
         np.ascontiguousarray(kept[numbers].swapaxes(1, 2)),
     )
     return GroupPeaks(persistent, needs, steps)

@@ -24,6 +24,7 @@ from gssim import collectives
 from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.host import Clock
 from gssim.engine.state import MachineState
+from gssim.engine.task_groups import task_groups_of
 from gssim.network import Prepared
 from gssim.program import Program, Task, TaskId
 
@@ -311,6 +312,8 @@ def links_used_in_turn(machine: MachineState) -> frozenset[int]:
     for link, crossed_by in crossing.items():
         by_users[tuple(crossed_by)].append(link)
     several = list(users.values())
+    groups = machine.program.once(task_groups_of)
+    first_alike = {role: group.roles[0] for group in groups for role in group.roles}  # they join alike
     in_turn: set[int] = set()
     for numbers, equal in by_users.items():
         of_these = [user for number in numbers for user in several[number]]
@@ -318,7 +321,7 @@ def links_used_in_turn(machine: MachineState) -> frozenset[int]:
         if not common:
             continue
         joined = frozenset(chain.from_iterable(alike for alike, _ in of_these))
-        if machine.program.once(joins_in_turn, machine.roles[min(common)], joined):
+        if machine.program.once(joins_in_turn, first_alike[machine.roles[min(common)]], joined):
             in_turn.update(equal)
     return frozenset(in_turn - machine.network.busy_links)
 

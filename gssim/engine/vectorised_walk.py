@@ -119,7 +119,7 @@ class VectorisedWalk:
         """Number of each collective."""
         self._arrivals: dict[tuple[int, int, int], _Arrivals] = {}
         """By step, number of the collective, and number of the instance."""
-        self._instance_numbers: dict[tuple[int, Instances], Ints] = {}
+        self._numbers: dict[tuple[int, Instances], tuple[Ints, int | None]] = {}
         self._delays: dict[Instances, Floats | None] = {}
         self._transfers: dict[CollectiveInstance, PreparedTransfer | None] = {}
         self._known: dict[tuple[int, int], _KnownTimes] = {}
@@ -255,14 +255,9 @@ class VectorisedWalk:
         if key not in self._meetings:
             collective = segment.communication
             assert collective is not None
-            numbers = self.instance_of(ranks, collective)
-            self._meetings[key] = _Meeting(
-                self._names.setdefault(collective, len(self._names)),
-                self.machine.instances[collective],
-                self.delays_s(collective),
-                numbers,
-                int(numbers[0]) if (numbers == numbers[0]).all() else None,
-            )
+            name, instances = self._names.setdefault(collective, len(self._names)), self.machine.instances[collective]
+            numbers, only = self._numbers_of(ranks, instances)
+            self._meetings[key] = _Meeting(name, instances, self._delays_of(instances), numbers, only)
         return self._meetings[key]
 
     def _arrive(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> None:
@@ -306,7 +301,9 @@ class VectorisedWalk:
         """Return the delays of each instance of a collective (indexed by delay and instance); None if they depend on
         other traffic.
         """
-        instances = self.machine.instances[collective]
+        return self._delays_of(self.machine.instances[collective])
+
+    def _delays_of(self, instances: Instances) -> Floats | None:
         if instances not in self._delays:
             found = [delays_of_collective(self.machine, each, self._links_in_turn) for each in instances]
             known = [each for each in found if each is not None]
@@ -357,12 +354,16 @@ class VectorisedWalk:
 
     def instance_of(self, ranks: Ranks, collective: TaskId) -> Ints:
         """Return the number of the collective instance in which each class takes part."""
-        instances = self.machine.instances[collective]
+        return self._numbers_of(ranks, self.machine.instances[collective])[0]
+
+    def _numbers_of(self, ranks: Ranks, instances: Instances) -> tuple[Ints, int | None]:
+        """Return the number of the instance in which each class takes part; and that of all, if it is the same one."""
         key = (id(ranks), instances)
-        if key not in self._instance_numbers:
+        if key not in self._numbers:
             of_class = {each.index: number for number, instance in enumerate(instances) for each in instance.classes}
-            self._instance_numbers[key] = np.array([of_class[each] for each in ranks.classes.tolist()])
-        return self._instance_numbers[key]
+            numbers = [of_class[each] for each in ranks.classes.tolist()]
+            self._numbers[key] = np.array(numbers), numbers[0] if len(set(numbers)) == 1 else None
+        return self._numbers[key]
 
     # By the clock -----------------------------------------------------------------------------------------------------
 
