@@ -242,6 +242,8 @@ class Network:
         self.capacity = self.folded.capacity
         self.carried = np.zeros(len(self.capacity))
         self.active: list[_Transfer] = []
+        self._starting: list[_Transfer] = []
+        """Transfers that start now, to which rates are given together."""
         self.left_s: dict[int, float] = {}
         """Time at which the last session on a link ended."""
         self._alone: dict[Sessions, tuple[Floats, Ints]] = {}
@@ -272,11 +274,13 @@ class Network:
             own_load=np.append(group.own_load, 1.0),
         )
         self._start(limited, np.full(1, np.inf))
+        self._begin()
 
     def alone_s(self, stage: Stage, pace: Pace | None = None) -> float:
         """Return the time of a stage on idle links."""
         alone = copy(self)
-        alone.env, alone.active, alone.carried, alone.left_s = simpy.Environment(), [], self.carried.copy(), {}
+        alone.env, alone.active, alone._starting = simpy.Environment(), [], []
+        alone.carried, alone.left_s = self.carried.copy(), {}
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
 
@@ -459,7 +463,7 @@ class Network:
         The link's tokens accumulate while nothing crosses it, up to a head start.
         """
         longest_s, link = self._longest(group, sizes, coupled=coupled)
-        if any(link in transfer.links for transfer in self.active):
+        if any(link in transfer.links for transfer in (*self.active, *self._starting)):
             return sizes
         ahead_s = head_start_s(float(self.capacity[link]), group_bytes)
         ahead_s = min(ahead_s, self.env.now - self.left_s.get(link, -math.inf))
@@ -467,13 +471,24 @@ class Network:
 
     def _start(self, group: Sessions, sizes: Floats) -> simpy.Event:
         transfer = _Transfer(group, sizes.copy(), self.env.event(), self.env.now)
-        self.active.append(transfer)
-        together = self._touching(transfer)
-        if len(together) == len(sizes) == 1:
-            self._go_alone(transfer)
-        else:
-            self._share(together)
+        if not self._starting:
+            now = self.env.timeout(0)
+            assert now.callbacks is not None
+            now.callbacks.append(lambda _event: self._begin())
+        self._starting.append(transfer)
         return transfer.done
+
+    def _begin(self) -> None:
+        """Give rates to the transfers that start now, to those that touch one another together."""
+        starting, self._starting = self._starting, []
+        self.active += starting
+        while starting:
+            together = self._touching(starting[-1])
+            if len(together) == 1 and together[0].single:
+                self._go_alone(together[0])
+            else:
+                self._share(together)
+            starting = [each for each in starting if each not in together]
 
     def _go_alone(self, transfer: _Transfer) -> None:
         """Schedule the end of a session that is alone on its links; it is void if another session begins before.
