@@ -140,7 +140,8 @@ class PushSizes:
 
     def payloads(self, values: Floats) -> Floats:
         """Return the sum over all messages between different nodes, by bucket."""
-        by_bucket = self.from_others(values)[self.kinds]
+        by_kind = self.from_others(values)  # kept in its order in memory, by which sums may differ in the last digit
+        by_bucket = by_kind[self.kinds] if by_kind.flags.c_contiguous else np.take(by_kind.T, self.kinds, axis=1).T
         return np.asarray(by_bucket @ self._node_kinds[2].astype(np.float64))
 
 
