@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from gssim import collectives, cost, sparsity
-from gssim.collectives import sums_of_others
+from gssim.collectives import Communication, sums_of_others
 from gssim.execution.cache import Same
 from gssim.memory import Event, Footprint, footprint
 from gssim.plan import absolute_threshold, encodings
@@ -141,11 +141,6 @@ def _thresholding(low: Lowering, rank: int, kind: int) -> tuple[float, Footprint
 
 def _publish_id(bucket: Bucket) -> TaskId:
     return TaskId("publish", bucket=bucket.index)
-
-
-def received_bytes(low: Lowering, bucket: Bucket, rank: int) -> float:
-    """Return the size of the rank's receive buffers for the messages of all other owners."""
-    return _of_rank(low, rank)[0][bucket_kind(low, bucket)]
 
 
 @once_a_step
@@ -325,32 +320,49 @@ def _on_communication_stream(low: Lowering, tasks: list[Task]) -> list[Task]:
 
 def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     """Return the exchange of a bucket in the push group: posted messages, or a ring followed by unpacking."""
-    place, thresholded = low.place(rank), low.thresholds_publish
-    division = low.division(bucket)
-    parts: tuple[float, ...] = (
-        message_bytes(low, bucket_kind(low, bucket), place) if thresholded else dense_bytes(low, division.owned[place])
-    )
-    carried: dict[str, Any] = {"part_bytes": parts}
-    if _posts_messages(low):
-        carried = {"pair_bytes": to_all(parts, 1), "carried_as": "all-to-all-v"}
-    own = _publish_id(bucket)
-    communication, exchange = push_group_collective(
-        low,
-        bucket,
-        rank,
-        own,
-        "all-gather-v",
-        division.places[place] * low.value_bytes,
-        data_dependent=thresholded,
-        **carried,
-    )
-    received = received_bytes(low, bucket, rank) if thresholded else 0.0
-    need = footprint([Event(0, received, "communication", stream=_side_stream(low, rank))])
+    own, place = _publish_id(bucket), low.place(rank)
+    communication, exchange = _exchange_of_bucket(low, bucket.index, place)
+    need = _receiving(low, rank, bucket_kind(low, bucket))
     if not _posts_messages(low):
         ring = collective_task(own, exchange, communication=communication, need=need)
-        return [ring, unpack(low, rank, bucket)] if thresholded else [ring]
+        return [ring, unpack(low, rank, bucket)] if low.thresholds_publish else [ring]
+    parts = _part_bytes(low, bucket, place)
     others, own_bytes = len(parts) - 1, parts[low.node(rank)]
     posting_s = collectives.posting_s(low.scenario.cluster, low.device(rank), others * own_bytes, others)
     begin = Task(own.serving("begin"), "exposed_communication", need=need)  # messages start as soon as they are posted
     post = Task(own.serving("post"), "exposed_communication", duration_s=posting_s)
     return [begin, post, collective_task(own, exchange, communication=communication, after=(begin.id,))]
+
+
+@once_a_step
+def _exchange_of_bucket(low: Lowering, number: int, place: int) -> tuple[TaskId, Communication]:
+    """Return the exchange by which the owners at a place publish the bucket with an index, with its identity."""
+    bucket = low.buckets[number]
+    parts = _part_bytes(low, bucket, place)
+    carried: dict[str, Any] = {"part_bytes": parts}
+    if _posts_messages(low):
+        carried = {"pair_bytes": to_all(parts, 1), "carried_as": "all-to-all-v"}
+    return push_group_collective(
+        low,
+        bucket,
+        low.group[place],
+        _publish_id(bucket),
+        "all-gather-v",
+        low.division(bucket).places[place] * low.value_bytes,
+        data_dependent=low.thresholds_publish,
+        **carried,
+    )
+
+
+def _part_bytes(low: Lowering, bucket: Bucket, place: int) -> tuple[float, ...]:
+    """Return the size of the message that each node's owner at a place publishes of a bucket."""
+    if low.thresholds_publish:
+        return message_bytes(low, bucket_kind(low, bucket), place)
+    return dense_bytes(low, low.division(bucket).owned[place])
+
+
+@once_a_step
+def _receiving(low: Lowering, rank: int, kind: int) -> Footprint:
+    """Return the memory of the rank's receive buffers for the messages of all other owners, of a bucket of a kind."""
+    received_bytes = _of_rank(low, rank)[0][kind] if low.thresholds_publish else 0.0
+    return footprint([Event(0, received_bytes, "communication", stream=_side_stream(low, rank))])
