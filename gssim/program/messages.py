@@ -480,7 +480,10 @@ def sent_ratios(low: Lowering, micro_batch: MicroBatch) -> tuple[Hashable, ...]:
 
 def in_order(low: Lowering, ratios: Mapping[str, sparsity.Ratios]) -> Hashable:
     """Return the fractions of tensors as a key: equal for equal fractions."""
-    return low.shared.once("order of densities", Same(ratios), lambda: tuple(sorted(ratios.items())))
+    alike = _parameters_alike(low)
+    # of parameters that are alike the first, unless some of these have fractions of their own
+    names = ratios if any(_cut_tensors(low)) or _partial_names(low) else dict.fromkeys(alike.values())
+    return low.shared.once("order of densities", Same(ratios), lambda: tuple([ratios[name] for name in names]))
 
 
 @once_a_step
