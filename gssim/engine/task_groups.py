@@ -6,6 +6,7 @@ ends with a collective, or with a task that others wait for, so that these wait 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,11 @@ class TaskGroup:
     waiting: Mapping[int, tuple[int, ...]]
     """For each segment, the segments of the same step that wait for one of its tasks, once per such task."""
 
+    @cached_property
+    def place_of(self) -> Mapping[TaskId, int]:
+        """Position of each task in the step."""
+        return {task.id: place for place, task in enumerate(self.tasks)}
+
 
 def task_groups_of(program: Program) -> tuple[TaskGroup, ...]:
     """Return the task groups of a program's roles, in the order of their first roles.
@@ -62,7 +68,13 @@ def task_groups_of(program: Program) -> tuple[TaskGroup, ...]:
         for each in joined:
             if id(each) not in number_of:
                 number_of[id(each)] = numbers.setdefault(each, len(numbers))
-        shape = [(task.id, task.phase, task.stream, task.after, task.issue and task.issue.goes_on) for task in tasks]
+        shape = (
+            [task.id for task in tasks],
+            [task.phase for task in tasks],
+            [task.stream for task in tasks],
+            [task.after for task in tasks],
+            [task.issue and task.issue.goes_on for task in tasks],
+        )
         known = by_collectives.setdefault(tuple([number_of[id(each)] for each in joined]), [])
         roles = next((roles for other, roles in known if other == shape), None)
         if roles is None:
@@ -155,7 +167,7 @@ class Ranks:
         """Time at which the compute stream began to wait for others before a task."""
         self.awaited = np.full((steps, len(task_group.tasks), count), -1)
         """Index of the dependency that was waited for; -1: none."""
-        self.place = {task.id: place for place, task in enumerate(task_group.tasks)}
+        self.place = task_group.place_of
         needed = np.array([len(each.after) for each in task_group.segments])
         self.needed = np.broadcast_to(needed[None, :, None], (steps, segments, count)).copy()
         """Number of dependencies that have not ended, by step and segment."""
