@@ -195,18 +195,19 @@ class GroupPeaks:
             held = [[each.get(name, 0.0) for name in needs.categories] for each in self.persistent[roles]]
             kept = np.where(ends[:, None, None], needs.kept[rows, :, roles], 0.0)
             whole = [sum(each.values()) for each in self.persistent[roles]]
-            changes = np.vstack([whole, kept.reshape(-1, len(whole))])
-            current_bytes = np.cumsum(changes, axis=0)[:: len(needs.categories)]
+            changes = kept.reshape(-1, len(whole))
+            counts = changes.any(axis=1)  # to add zeros takes time, and changes nothing
+            before = np.r_[0, np.cumsum(counts)][: -1 : len(needs.categories)]
+            current_bytes = np.cumsum(np.vstack([whole, changes[counts]]), axis=0)[before]
             beside: Floats = np.zeros((len(order), len(whole)))
             for each, is_active in active:
                 beside = beside + np.where(is_active[:, None], needs.peak_bytes[each, roles], 0.0)
-            total_bytes = np.where(ends[:, None], -np.inf, current_bytes[:-1] + beside)
+            total_bytes = np.where(ends[:, None], -np.inf, current_bytes + beside)
             worst = np.argmax(total_bytes, axis=0)
-            current = np.cumsum(np.concatenate([np.array(held).T[None], kept]), axis=0)
             for column, event in enumerate(worst.tolist()):
                 role, values = first + column, np.array(held[column])
                 if total_bytes[event, column] > whole[column]:
-                    values = current[event, :, column].copy()
+                    values = np.cumsum(np.concatenate([values[None], kept[:event, :, column]]), axis=0)[-1]
                     for each, is_active in active:
                         if is_active[event]:
                             values += needs.peak[each[event], :, role]
@@ -222,40 +223,34 @@ class GroupPeaks:
 
 
 def group_peaks_of(program: Program, task_group: TaskGroup, steps: int) -> GroupPeaks:
-    """Return the tracker of a task group's peaks over `steps` steps."""
-    places = [
-        place
-        for place in range(len(task_group.tasks))
-        if any(
-            program.tasks[role][place].need.peak_bytes or program.tasks[role][place].need.kept
-            for role in task_group.roles
-        )
-    ]
+    """Return the tracker of a task group's peaks over `steps` steps. Many tasks and roles share their needs."""
+    by_role = [[task.need for task in program.tasks[role]] for role in task_group.roles]
+    every = {id(need): need for needs in by_role for need in needs}
+    number_of = {key: number for number, key in enumerate(every)}
+    numbers = np.array([[number_of[id(need)] for need in needs] for needs in by_role]).T  # by place and role
+    is_needed = np.array([bool(need.peak_bytes or need.kept) for need in every.values()])
+    places = np.flatnonzero(is_needed[numbers].any(axis=1))
+    kinds, first, numbers = np.unique(numbers[places], return_index=True, return_inverse=True)
+    listed = list(every.values())
+    needs_of = [listed[number] for number in kinds.tolist()]
     persistent = tuple(program.persistent[role] for role in task_group.roles)
     names = [name for each in persistent for name in each]
-    for place in places:
-        for role in task_group.roles:
-            need = program.tasks[role][place].need
-            names += [name for name, _ in (*need.peak, *need.kept)]
+    names += [name for number in np.argsort(first) for name, _ in (*needs_of[number].peak, *needs_of[number].kept)]
     categories = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    peak, kept = np.zeros((2, len(places), len(categories), len(task_group.roles)))
-    for row, place in enumerate(places):
-        for column, role in enumerate(task_group.roles):
-            need = program.tasks[role][place].need
-            for name, size in need.peak:
-                peak[row, categories[name], column] = size
-            for name, size in need.kept:
-                kept[row, categories[name], column] = size
-    numbers = {stream: number for number, stream in enumerate(task_group.streams)}
-    peak_bytes = np.array(
-        [[program.tasks[role][place].need.peak_bytes for role in task_group.roles] for place in places]
-    )
+    numbers = numbers.reshape(len(places), len(task_group.roles))
+    peak, kept = np.zeros((2, len(needs_of), len(categories)))
+    for number, need in enumerate(needs_of):
+        for name, size in need.peak:
+            peak[number, categories[name]] = size
+        for name, size in need.kept:
+            kept[number, categories[name]] = size
+    streams = {stream: number for number, stream in enumerate(task_group.streams)}
     needs = _MemoryNeeds(
-        tuple(places),
-        tuple(numbers[task_group.tasks[place].stream] for place in places),
+        tuple(places.tolist()),
+        tuple(streams[task_group.tasks[place].stream] for place in places.tolist()),
         tuple(categories),
-        peak,
-        peak_bytes.reshape(len(places), len(task_group.roles)),
-        kept,
+        np.ascontiguousarray(peak[numbers].swapaxes(1, 2)),
+        np.array([need.peak_bytes for need in needs_of])[numbers],
+        np.ascontiguousarray(kept[numbers].swapaxes(1, 2)),
     )
     return GroupPeaks(persistent, needs, steps)

@@ -31,9 +31,15 @@ from gssim.collectives import Communication
 from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.fast_path import is_independent
 from gssim.engine.memory_tracker import allocates_beside_compute
-from gssim.engine.rendezvous import PreparedTransfer, carry_out, delays_of_collective, prepared_transfer
+from gssim.engine.rendezvous import (
+    PreparedTransfer,
+    call_at,
+    carry_out,
+    carry_prepared,
+    delays_of_collective,
+    prepared_transfer,
+)
 from gssim.engine.state import MachineState
-from gssim.network import Prepared
 from gssim.program import Chunk, Outline, Program, Task, TaskId, Template, parts_of
 from gssim.result import PHASES
 
@@ -543,34 +549,13 @@ class OutlineWalk:
             self.env.process(self._carry_out(instance, streams, start_s))
             return
         self._times[step][instance] += 1
-        begin_s = reduce(add, known[0], start_s)
-        begin = partial(self._transfer, known[1], known[2], streams)
+        delays_s, prepared, reduction_s = known
+        transfer = partial(carry_prepared, self.machine, prepared, reduction_s, partial(self._end, streams))
+        begin_s = reduce(add, delays_s, start_s)
         if begin_s > self.env.now:
-            _call(self.env.at(begin_s), begin)
+            call_at(self.env, begin_s, transfer)
         else:
-            begin(None)
-
-    def _transfer(
-        self, prepared: Prepared, reduction_s: float, streams: Sequence[_Stream], _event: simpy.Event | None
-    ) -> None:
-        """Start the transfer of a collective's bytes."""
-        end = partial(self._end, streams)
-        if prepared.processor_s or reduction_s:
-            end = partial(self._transferred, self.env.now + prepared.processor_s, reduction_s, streams)
-        if prepared.sessions is None:
-            end(None)
-        else:
-            _call(self.machine.network.start(prepared), end)
-
-    def _transferred(
-        self, busy_until_s: float, reduction_s: float, streams: Sequence[_Stream], _event: simpy.Event | None
-    ) -> None:
-        """End a collective once processors have handled its bytes and reduced them."""
-        end_s = max(self.env.now, busy_until_s) + reduction_s
-        if end_s > self.env.now:
-            _call(self.env.at(end_s), partial(self._end, streams))
-        else:
-            self._end(streams, None)
+            transfer()
 
     def _carry_out(
         self, instance: CollectiveInstance, streams: Sequence[_Stream], start_s: float
@@ -579,9 +564,9 @@ class OutlineWalk:
         if start_s > self.env.now:
             yield self.env.at(start_s)
         yield from carry_out(self.machine, instance)
-        self._end(streams, None)
+        self._end(streams)
 
-    def _end(self, streams: Sequence[_Stream], _event: simpy.Event | None) -> None:
+    def _end(self, streams: Sequence[_Stream]) -> None:
         """End a collective for its members, which then go on."""
         now_s = float(self.env.now)
         for stream in streams:
@@ -692,9 +677,3 @@ def _after_piece(rank: _Rank, piece: _Piece, began_s: float, seconds: dict[str, 
     if seconds is not None:
         seconds[piece.phase] += now_s - began_s
     return now_s
-
-
-def _call(event: simpy.Event, function: Callable[[simpy.Event], None]) -> None:
-    """Call a function when an event is processed."""
-    assert event.callbacks is not None
-    event.callbacks.append(function)

@@ -12,16 +12,19 @@ and 22 ms): one was done after 22 or 41 ms, the other after 62, the sum, in 23 o
 
 import math
 from collections import defaultdict
-from collections.abc import Generator, Set
+from collections.abc import Callable, Generator, Sequence, Set
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import simpy
 
 from gssim import collectives
 from gssim.engine.collective_instances import CollectiveInstance
+from gssim.engine.host import Clock
 from gssim.engine.state import MachineState
+from gssim.engine.task_groups import task_groups_of
 from gssim.network import Prepared
 from gssim.program import Program, Task, TaskId
 
@@ -234,6 +237,36 @@ def prepared_transfer(machine: MachineState, instance: CollectiveInstance) -> Pr
     return (*first, prepared.wait_s) if prepared.wait_s else first, prepared, reduction_s
 
 
+def carry_prepared(machine: MachineState, prepared: Prepared, reduction_s: float, ended: Callable[[], None]) -> None:
+    """Carry the bytes of a prepared collective from now on, by callbacks instead of a process; `ended` is called at its
+    end.
+    """
+    if prepared.processor_s or reduction_s:
+        ended = partial(_handle, machine, machine.env.now + prepared.processor_s, reduction_s, ended)
+    if prepared.sessions is None:
+        ended()
+        return
+    done = machine.network.start(prepared)
+    assert done.callbacks is not None
+    done.callbacks.append(lambda _event: ended())
+
+
+def _handle(machine: MachineState, busy_until_s: float, reduction_s: float, ended: Callable[[], None]) -> None:
+    """Let processors handle a collective's bytes, and reduce them; `ended` is called at the end."""
+    end_s = max(machine.env.now, busy_until_s) + reduction_s
+    if end_s > machine.env.now:
+        call_at(machine.env, end_s, ended)
+    else:
+        ended()
+
+
+def call_at(env: Clock, time_s: float, function: Callable[[], None]) -> None:
+    """Call a function by the clock at a time that has not passed."""
+    event = env.at(time_s)
+    assert event.callbacks is not None
+    event.callbacks.append(lambda _event: function())
+
+
 def delays_of_collective(
     machine: MachineState, instance: CollectiveInstance, idle: Set[int]
 ) -> tuple[float, ...] | None:
@@ -263,55 +296,75 @@ def links_used_in_turn(machine: MachineState) -> frozenset[int]:
     That holds if a single class of ranks takes part in all collectives that cross a link, and its streams join these
     one after another.
     """
-    users: dict[frozenset[int], list[tuple[TaskId, CollectiveInstance]]] = defaultdict(list)
+    names: dict[tuple[CollectiveInstance, ...], list[TaskId]] = defaultdict(list)
     for name, instances in machine.instances.items():
+        names[instances].append(name)
+    users: dict[frozenset[int], list[tuple[Sequence[TaskId], CollectiveInstance]]] = defaultdict(list)
+    for instances, alike in names.items():
         for instance in instances:
             crossed = [machine.network.folded.of(stage).links for stage in instance.schedule.stages]
-            users[crossed[0] if len(crossed) == 1 else frozenset().union(*crossed)].append((name, instance))
+            users[crossed[0] if len(crossed) == 1 else frozenset().union(*crossed)].append((alike, instance))
     crossing: dict[int, list[int]] = defaultdict(list)
     for number, links in enumerate(users):
         for link in links:
             crossing[link].append(number)
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    by_users: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for link, crossed_by in crossing.items():
-        alike[tuple(crossed_by)].append(link)
+        by_users[tuple(crossed_by)].append(link)
     several = list(users.values())
+    groups = machine.program.once(task_groups_of)
+    first_alike = {role: group.roles[0] for group in groups for role in group.roles}  # they join alike
     in_turn: set[int] = set()
-    for numbers, equal in alike.items():
+    for numbers, equal in by_users.items():
         of_these = [user for number in numbers for user in several[number]]
         common = frozenset.intersection(*{instance.class_numbers for _, instance in of_these})
-        names = frozenset(name for name, _ in of_these)
         if not common:
             continue
-        if machine.program.once(joins_in_turn, machine.roles[min(common)], names):
+        joined = frozenset(chain.from_iterable(alike for alike, _ in of_these))
+        if machine.program.once(joins_in_turn, first_alike[machine.roles[min(common)]], joined):
             in_turn.update(equal)
     return frozenset(in_turn - machine.network.busy_links)
 
 
 def joins_in_turn(program: Program, role: int, names: Set[TaskId]) -> bool:
-    """Return whether a rank always joins some collectives one after another, whatever the times of its tasks.
-
-    A task follows the tasks before it on its stream, the tasks that it waits for, and, transitively, what these follow.
-    """
+    """Return whether a rank always joins some collectives one after another, whatever the times of its tasks."""
     if len({task.stream for task in program.tasks[role] if task.communication in names}) <= 1:
         return True  # as a stream does all of its tasks
-    streams: dict[str, int] = {}
-    for task in program.tasks[role]:
+    before: tuple[int, int] | None = None  # stream and place of the previously joined collective
+    for name, stream, place, behind in program.once(_joins, role):
+        if name in names:
+            if before is not None and behind[before[0]] < before[1]:
+                return False
+            before = (stream, place)
+    return True
+
+
+def _joins(program: Program, role: int) -> Sequence[tuple[TaskId, int, int, tuple[int, ...]]]:
+    """Return the collectives that a rank joins in two steps: each with the stream and the place of the task that joins
+    it, and for every stream the place of the last task that this one follows; -1: none.
+
+    A task follows the tasks before it on its stream, the tasks that it waits for, and, transitively, what these follow.
+    The second step shows whether its first collective follows the last one of the first.
+    """
+    tasks, streams = program.tasks[role], dict[str, int]()
+    for task in tasks:
         streams.setdefault(task.stream, len(streams))
+    awaited = {each for task in tasks for each in task.after}
     latest: dict[str, tuple[int, ...]] = dict.fromkeys(streams, (-1,) * len(streams))
     """By stream: for every stream, the place of the last task that this stream's latest task follows (or is)."""
-    before: tuple[int, int] | None = None  # stream and place of the previously joined collective
+    joins = []
     place = 0
-    for _ in range(2):  # the second step shows whether its first collective follows the last one of the first
+    for _ in range(2):
         known: dict[TaskId, tuple[int, ...]] = {}
-        for task in program.tasks[role]:
-            own = streams[task.stream]
-            followed = [latest[task.stream], *(known[each] for each in task.after if each in known)]
-            behind = followed[0] if len(followed) == 1 else tuple(map(max, *followed))
-            if task.communication in names:
-                if before is not None and behind[before[0]] < before[1]:
-                    return False
-                before = (own, place)
-            latest[task.stream] = known[task.id] = (*behind[:own], place, *behind[own + 1 :])
+        for task in tasks:
+            own, behind = streams[task.stream], latest[task.stream]
+            for each in task.after:
+                if each in known:
+                    behind = tuple(map(max, behind, known[each]))
+            if task.communication is not None:
+                joins.append((task.communication, own, place, behind))
+            latest[task.stream] = behind = (*behind[:own], place, *behind[own + 1 :])
+            if task.id in awaited:
+                known[task.id] = behind
             place += 1
-    return True
+    return joins

@@ -139,8 +139,7 @@ def _latest_arrivals(
 
 def _order_of(_program: Program, task_group: TaskGroup) -> _Order | None:
     """Return the order of a group's tasks; None if it is another, or begins on the host with the step before."""
-    tasks = task_group.tasks
-    place_of = {task.id: place for place, task in enumerate(tasks)}
+    tasks, place_of = task_group.tasks, task_group.place_of
     after = [[place_of[each] for each in task.after] for task in tasks]
     if any(each >= place for place, several in enumerate(after) for each in several):
         return None

@@ -6,12 +6,13 @@ ends with a collective, or with a task that others wait for, so that these wait 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from gssim.program import Program, Task, TaskId
-from gssim.units import Floats
+from gssim.units import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,22 +40,49 @@ class TaskGroup:
     """By task and role."""
     host_s: Floats
     """Host time to issue each task, by task and role; 0 if it needs none."""
+    issued: frozenset[int]
+    """Places of the tasks that the host issues."""
     streams: Mapping[str, tuple[Segment, ...]]
     segments: tuple[Segment, ...]
     waiting: Mapping[int, tuple[int, ...]]
     """For each segment, the segments of the same step that wait for one of its tasks, once per such task."""
 
+    @cached_property
+    def place_of(self) -> Mapping[TaskId, int]:
+        """Position of each task in the step."""
+        return {task.id: place for place, task in enumerate(self.tasks)}
+
 
 def task_groups_of(program: Program) -> tuple[TaskGroup, ...]:
-    """Return the task groups of a program's roles, in the order of their first roles."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    """Return the task groups of a program's roles, in the order of their first roles.
+
+    Roles are compared only with those that join the same collectives: to compare takes less time than to hash all
+    identities of tasks, because most of these are the same objects.
+    """
+    groups: list[list[int]] = []
+    by_collectives: dict[tuple[int, ...], list[tuple[Sequence[Any], list[int]]]] = {}
+    numbers: dict[TaskId | None, int] = {}
+    number_of: dict[int, int] = {}  # by identity
     for role, tasks in enumerate(program.tasks):
-        shape = tuple(
-            (task.id, task.phase, task.stream, task.communication, task.after, task.issue and task.issue.goes_on)
-            for task in tasks
+        joined = [task.communication for task in tasks]
+        for each in joined:
+            if id(each) not in number_of:
+                number_of[id(each)] = numbers.setdefault(each, len(numbers))
+        shape = (
+            [task.id for task in tasks],
+            [task.phase for task in tasks],
+            [task.stream for task in tasks],
+            [task.after for task in tasks],
+            [task.issue and task.issue.goes_on for task in tasks],
         )
-        alike.setdefault(shape, []).append(role)
-    return tuple(_task_group(program, roles) for roles in alike.values())
+        known = by_collectives.setdefault(tuple([number_of[id(each)] for each in joined]), [])
+        roles = next((roles for other, roles in known if other == shape), None)
+        if roles is None:
+            roles = []
+            known.append((shape, roles))
+            groups.append(roles)
+        roles.append(role)
+    return tuple(_task_group(program, roles) for roles in groups)
 
 
 def _task_group(program: Program, roles: Sequence[int]) -> TaskGroup:
@@ -74,6 +102,7 @@ def _task_group(program: Program, roles: Sequence[int]) -> TaskGroup:
         tuple(roles),
         np.array([[task.duration_s for task in program.tasks[role]] for role in roles]).T.copy(),
         np.array([[task.issue.host_s if task.issue else 0.0 for task in program.tasks[role]] for role in roles]).T,
+        frozenset(place for place, task in enumerate(tasks) if task.issue is not None),
         streams,
         tuple(segments),
         {number: tuple(found) for number, found in waiting.items()},
@@ -96,12 +125,38 @@ def _segments(tasks: Sequence[Task], stream: str, first: int) -> list[Segment]:
     ]
 
 
+Index = slice | Ints
+"""Some of the ranks of a task group, as an index into vectors: a slice for all of them, which is faster."""
+EVERYBODY = slice(None)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The tasks of a segment up to its collective, as rows of the times of all tasks of the group."""
+
+    count: int
+    places: slice | Ints
+    """Their positions in the step."""
+    duration_s: Floats
+    """By task and rank."""
+    issues: bool
+    """Whether the host issues some of them."""
+
+    def rows(self, some: Index) -> tuple[Index, Index]:
+        """Return their rows, and the columns of some ranks, as an index into times by task and rank."""
+        if isinstance(self.places, slice) or isinstance(some, slice):
+            return self.places, some
+        return self.places[:, None], some
+
+
 class Ranks:
     """Classes of a task group as positions in vectors, with the begin and end of every task in every step."""
 
     def __init__(self, task_group: TaskGroup, classes: Sequence[int], columns: Sequence[int], steps: int) -> None:
         count, segments = len(classes), len(task_group.segments)
         self.task_group, self.classes, self.columns = task_group, np.array(classes), columns
+        self.everybody = np.arange(count)
+        """Positions of all of them."""
         self.duration_s = task_group.duration_s[:, columns]
         self.takes_time: list[bool] = np.any(self.duration_s, axis=1).tolist()
         self.issued_s = np.zeros(count)
@@ -112,7 +167,7 @@ class Ranks:
         """Time at which the compute stream began to wait for others before a task."""
         self.awaited = np.full((steps, len(task_group.tasks), count), -1)
         """Index of the dependency that was waited for; -1: none."""
-        self.place = {task.id: place for place, task in enumerate(task_group.tasks)}
+        self.place = task_group.place_of
         needed = np.array([len(each.after) for each in task_group.segments])
         self.needed = np.broadcast_to(needed[None, :, None], (steps, segments, count)).copy()
         """Number of dependencies that have not ended, by step and segment."""
@@ -120,3 +175,19 @@ class Ranks:
             self.needed[1:, stream[0].number] += 1
             for segment in stream[1:]:
                 self.needed[:, segment.number] += 1
+        self._work: dict[int, Work] = {}
+
+    def index_of(self, members: Ints) -> Index:
+        """Return the positions of some ranks as an index."""
+        return EVERYBODY if members is self.everybody else members
+
+    def work_of(self, segment: Segment) -> Work:
+        """Return the tasks of a segment up to its collective."""
+        if segment.number not in self._work:
+            places = segment.tasks if segment.communication is None else segment.tasks[:-1]
+            rows: slice | Ints = slice(places[0], places[-1] + 1) if places else slice(0)
+            if places and places[-1] - places[0] >= len(places):  # others lie between them
+                rows = np.array(places, dtype=np.int64)
+            issues = not self.task_group.issued.isdisjoint(places)
+            self._work[segment.number] = Work(len(places), rows, self.duration_s[rows], issues)
+        return self._work[segment.number]

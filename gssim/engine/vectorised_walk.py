@@ -12,11 +12,13 @@ clock. The result is exact to the last digit if the collective is one session. O
 as its time is that of another size, scaled (`Network.on_idle_links_s`).
 """
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from itertools import chain
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -24,10 +26,18 @@ import simpy
 
 from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.memory_tracker import group_peaks_of
-from gssim.engine.rendezvous import carry_out, delays_of_collective, links_used_in_turn
+from gssim.engine.rendezvous import (
+    PreparedTransfer,
+    call_at,
+    carry_out,
+    carry_prepared,
+    delays_of_collective,
+    links_used_in_turn,
+    prepared_transfer,
+)
 from gssim.engine.repeated_step import repeated_step
 from gssim.engine.state import MachineState, TaskSpan
-from gssim.engine.task_groups import Ranks, Segment, TaskGroup, task_groups_of
+from gssim.engine.task_groups import Index, Ranks, Segment, TaskGroup, task_groups_of
 from gssim.program import Program, TaskId
 from gssim.result import PHASES
 from gssim.units import Floats, Ints, distinct
@@ -68,6 +78,25 @@ class _KnownTimes:
         return ends_s
 
 
+Instances = tuple[CollectiveInstance, ...]
+"""The instances of a collective; equal collectives have the same."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Meeting:
+    """A collective as the ranks of a task group join it."""
+
+    name: int
+    """Number of the collective, by which the meetings of several task groups are told to be the same one."""
+    instances: Instances
+    delays_s: Floats | None
+    """Delays of each instance, to be added up; None if they depend on other traffic."""
+    numbers: Ints
+    """Number of the instance that each rank joins."""
+    only: int | None
+    """The number of the instance, if all of these ranks join the same one."""
+
+
 class VectorisedWalk:
     """Executes all ranks of a machine, task group by task group."""
 
@@ -79,24 +108,29 @@ class VectorisedWalk:
         """Segments of the first step, each once for every rank, that have not ended."""
         self.repeats = False
         """Whether all steps after the first are known to repeat it; see [Note: equal steps] in `repeated_step`."""
-        self._further_begun = False
-        """Whether a collective of a step after the first has begun by the clock."""
+        self._further_begun_s = math.inf
+        """Earliest start, by the clock, of a collective of a step after the first."""
         self._ahead = Counter[CollectiveInstance]()
         """How often each collective was counted ahead of the clock in steps after the first."""
         self._ready: deque[tuple[Ranks, int, Segment, Ints]] = deque()
-        self._arrivals: dict[tuple[int, TaskId, int], _Arrivals] = {}
-        self._instance_numbers: dict[tuple[int, TaskId], Ints] = {}
-        self._known_delays: dict[TaskId, Floats | None] = {}
-        """Delays of each instance of a collective, to be added up; None if they depend on other traffic."""
-        self._known: dict[tuple[int, TaskId], _KnownTimes] = {}
+        self._meetings: dict[tuple[int, int], _Meeting] = {}
+        """By `id` of the ranks and number of the segment with which they join."""
+        self._names: dict[TaskId, int] = {}
+        """Number of each collective."""
+        self._arrivals: dict[tuple[int, int, int], _Arrivals] = {}
+        """By step, number of the collective, and number of the instance."""
+        self._numbers: dict[tuple[int, Instances], tuple[Ints, int | None]] = {}
+        self._delays: dict[Instances, Floats | None] = {}
+        self._transfers: dict[CollectiveInstance, PreparedTransfer | None] = {}
+        self._known: dict[tuple[int, int], _KnownTimes] = {}
+        """By step and number of the collective."""
 
     def run(self) -> None:
         """Execute all steps; raise RuntimeError if they cannot end."""
         for each in self.ranks:
-            everybody = np.arange(len(each.classes))
             for stream in each.task_group.streams.values():
                 if not stream[0].after:
-                    self._ready.append((each, 0, stream[0], everybody))
+                    self._ready.append((each, 0, stream[0], each.everybody))
         self._run_ready()
         self.machine.env.run(until=self.finished)
         if self.repeats:
@@ -121,7 +155,7 @@ class VectorisedWalk:
     def _repeat_first_step(self) -> None:
         """Complete all further steps from the first, if they repeat it."""
         machine = self.machine
-        if self._further_begun or any(
+        if self._further_begun_s < machine.env.now or any(
             instance.schedule.group_bytes for several in machine.arranged.all for instance in several
         ):  # what passes shaped links at once depends on the step before
             return
@@ -138,41 +172,59 @@ class VectorisedWalk:
 
     def _begin(self, ranks: Ranks, step: int, segment: Segment, members: Ints) -> None:
         """Add up the times of a segment's tasks, up to a collective."""
-        now_s, tasks = ranks.now_s[segment.stream][members], ranks.task_group.tasks
+        some = ranks.index_of(members)
+        now_s = ranks.now_s[segment.stream][some]
         if segment.after:
-            now_s = self._dependencies_end(ranks, step, segment, members, now_s)
-        for place in segment.tasks:
-            ranks.began_s[step, place, members] = now_s
-            if tasks[place].communication is not None:
-                self._arrive(ranks, step, segment, members, now_s)
-                return
-            began_s = now_s
-            if ranks.takes_time[place]:
-                now_s = now_s + ranks.duration_s[place, members]
-            issue = tasks[place].issue
-            if issue is not None:  # as in `MachineState.issued_s`
-                host_s = ranks.task_group.host_s[place, ranks.columns][members]
-                ranks.issued_s[members] = (ranks.issued_s[members] if issue.goes_on else began_s) + host_s
-                now_s = np.maximum(now_s, ranks.issued_s[members])
-            ranks.ended_s[step, place, members] = now_s
-        self._end(ranks, step, segment, members, now_s)
+            now_s = self._dependencies_end(ranks, step, segment, some, now_s)
+        work = ranks.work_of(segment)
+        if work.issues:
+            now_s = self._issue(ranks, step, segment, some, now_s)
+        elif work.count:
+            # one after another, as for a rank alone
+            times_s = np.add.accumulate(np.concatenate([now_s[None], work.duration_s[:, some]]))
+            ranks.began_s[step][work.rows(some)] = times_s[:-1]
+            ranks.ended_s[step][work.rows(some)] = times_s[1:]
+            now_s = times_s[-1]
+        if segment.communication is None:
+            self._end(ranks, step, segment, members, now_s)
+            return
+        ranks.began_s[step, segment.tasks[-1], some] = now_s
+        self._arrive(ranks, step, segment, members, now_s)
 
-    def _dependencies_end(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> Floats:
+    def _issue(self, ranks: Ranks, step: int, segment: Segment, some: Index, now_s: Floats) -> Floats:
+        """Add up the times of a segment's tasks, some of which the host issues; return the end of the last one before
+        a collective.
+        """
+        for place in segment.tasks:
+            task = ranks.task_group.tasks[place]
+            if task.communication is not None:
+                break
+            ranks.began_s[step, place, some] = began_s = now_s
+            if ranks.takes_time[place]:
+                now_s = now_s + ranks.duration_s[place, some]
+            if task.issue is not None:  # as in `MachineState.issued_s`
+                host_s = ranks.task_group.host_s[place, ranks.columns][some]
+                ranks.issued_s[some] = (ranks.issued_s[some] if task.issue.goes_on else began_s) + host_s
+                now_s = np.maximum(now_s, ranks.issued_s[some])
+            ranks.ended_s[step, place, some] = now_s
+        return now_s
+
+    def _dependencies_end(self, ranks: Ranks, step: int, segment: Segment, some: Index, now_s: Floats) -> Floats:
         """Return the times at which ranks may start a segment, given the ends of its dependencies on other streams,
         which are all known.
         """
-        ends_s = np.array([ranks.ended_s[step, ranks.place[each], members] for each in segment.after])
-        latest_s = ends_s.max(axis=0)
+        ends_s = [ranks.ended_s[step, ranks.place[each], some] for each in segment.after]
+        latest_s = reduce(np.maximum, ends_s)
         waits = latest_s > now_s
         if segment.stream == "compute" and waits.any():
             late = len(ends_s) - 1 - np.argmax(np.greater(ends_s[::-1], now_s), axis=0)
-            ranks.wait_s[step, segment.tasks[0], members] = now_s
-            ranks.awaited[step, segment.tasks[0], members] = np.where(waits, late, -1)
+            ranks.wait_s[step, segment.tasks[0], some] = now_s
+            ranks.awaited[step, segment.tasks[0], some] = np.where(waits, late, -1)
         return np.where(waits, latest_s, now_s)
 
     def _end(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats | float) -> None:
         """End a segment, and make ready the segments for which it was the last pending dependency."""
-        ranks.now_s[segment.stream][members] = now_s
+        ranks.now_s[segment.stream][ranks.index_of(members)] = now_s
         self._remaining -= len(members)
         if not step:
             self._left_in_first -= len(members)
@@ -185,27 +237,42 @@ class VectorisedWalk:
             self._release(ranks, step, ranks.task_group.segments[number], members)
 
     def _release(self, ranks: Ranks, step: int, segment: Segment, members: Ints) -> None:
+        """Count down a pending dependency of a segment; ranks for which it was the last one are ready."""
         needed = ranks.needed[step, segment.number]
-        needed[members] -= 1
-        ready = members[needed[members] == 0]
+        if members is ranks.everybody:
+            needed -= 1
+            pending = np.count_nonzero(needed)
+            ready = members if not pending else members[needed == 0] if pending < len(members) else members[:0]
+        else:
+            needed[members] -= 1
+            ready = members[needed[members] == 0]
         if len(ready):
             self._ready.append((ranks, step, segment, ready))
 
+    def _meeting(self, ranks: Ranks, segment: Segment) -> _Meeting:
+        """Return the collective that a segment ends with."""
+        key = (id(ranks), segment.number)
+        if key not in self._meetings:
+            collective = segment.communication
+            assert collective is not None
+            name, instances = self._names.setdefault(collective, len(self._names)), self.machine.instances[collective]
+            numbers, only = self._numbers_of(ranks, instances)
+            self._meetings[key] = _Meeting(name, instances, self._delays_of(instances), numbers, only)
+        return self._meetings[key]
+
     def _arrive(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> None:
         """Record the arrival of ranks at a collective; the last arrivals start it."""
-        collective = segment.communication
-        assert collective is not None
-        instances = self.machine.instances[collective]
-        delays_s = self.delays_s(collective)
+        meeting = self._meeting(ranks, segment)
+        instances, delays_s = meeting.instances, meeting.delays_s
         if delays_s is not None and len(instances) > 1:
-            self._arrive_at_known(ranks, step, segment, members, now_s)
+            self._arrive_at_known(meeting, ranks, step, segment, members, now_s)
             return
-        numbers = self.instance_of(ranks, collective)[members] if len(instances) > 1 else None
-        for number in (0,) if numbers is None else distinct(numbers).tolist():
-            key = (step, collective, number)
+        numbers = meeting.numbers[members]
+        for number in distinct(numbers).tolist() if meeting.only is None else (meeting.only,):
+            key = (step, meeting.name, number)
             arrivals = self._arrivals.setdefault(key, _Arrivals(len(instances[number].classes)))
-            inside = slice(None) if numbers is None else numbers == number
-            arriving = members[inside]
+            inside = slice(None) if meeting.only is not None else numbers == number
+            arriving = members if meeting.only is not None else members[inside]
             arrivals.missing -= len(arriving)
             arrivals.latest_s = max(arrivals.latest_s, float(now_s[inside].max()))
             arrivals.arrived.append((ranks, step, segment, arriving))
@@ -213,7 +280,7 @@ class VectorisedWalk:
                 continue
             del self._arrivals[key]
             if delays_s is None:
-                self.machine.env.process(self._run_instance(instances[number], arrivals))
+                self._start(instances[number], step, arrivals)
                 continue
             end_s = arrivals.latest_s
             for delay_s in delays_s[:, 0].tolist():  # as by the clock
@@ -234,45 +301,48 @@ class VectorisedWalk:
         """Return the delays of each instance of a collective (indexed by delay and instance); None if they depend on
         other traffic.
         """
-        if collective not in self._known_delays:
-            instances = self.machine.instances[collective]
+        return self._delays_of(self.machine.instances[collective])
+
+    def _delays_of(self, instances: Instances) -> Floats | None:
+        if instances not in self._delays:
             found = [delays_of_collective(self.machine, each, self._links_in_turn) for each in instances]
             known = [each for each in found if each is not None]
             count = max(map(len, known), default=0)
-            self._known_delays[collective] = (
+            self._delays[instances] = (
                 np.array([(*each, *(0.0,) * (count - len(each))) for each in known]).T
                 if len(known) == len(found)
                 else None
             )
-        return self._known_delays[collective]
+        return self._delays[instances]
 
-    def _arrive_at_known(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> None:
+    def _arrive_at_known(
+        self, meeting: _Meeting, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats
+    ) -> None:
         """Record the arrival of ranks at a collective of known duration. Instances that are complete end at once, ahead
         of the clock.
         """
-        collective = segment.communication
-        assert collective is not None
-        instances, delays_s = self.machine.instances[collective], self._known_delays[collective]
-        assert delays_s is not None
-        key = (step, collective)
+        key = (step, meeting.name)
         if key not in self._known:
-            self._known[key] = _KnownTimes(instances, delays_s)
-        known, numbers = self._known[key], self.instance_of(ranks, collective)[members]
+            assert meeting.delays_s is not None
+            self._known[key] = _KnownTimes(meeting.instances, meeting.delays_s)
+        known, numbers = self._known[key], meeting.numbers[members]
         known.arrived.append((ranks, segment, members, numbers))
         if not known.join(numbers, now_s):
             return
         ends_s, arrived, known.arrived = known.ends_s(), known.arrived, []
         for others, theirs, some, places in arrived:
             complete = known.missing[places] == 0
-            if not complete.all():
+            if complete.all():
+                done, end_s = some, ends_s[places]
+            else:
                 known.arrived.append((others, theirs, some[~complete], places[~complete]))
-            if complete.any():
                 done, end_s = some[complete], ends_s[places[complete]]
-                others.ended_s[step, theirs.tasks[-1], done] = end_s
+            if len(done):
+                others.ended_s[step, theirs.tasks[-1], others.index_of(done)] = end_s
                 self._end(others, step, theirs, done, end_s)
         if not known.missing.any():
             del self._known[key]
-            for instance in instances:
+            for instance in meeting.instances:
                 self._count(instance)
                 self._ahead[instance] += step > 0
 
@@ -284,27 +354,64 @@ class VectorisedWalk:
 
     def instance_of(self, ranks: Ranks, collective: TaskId) -> Ints:
         """Return the number of the collective instance in which each class takes part."""
-        key = (id(ranks), collective)
-        if key not in self._instance_numbers:
-            several = enumerate(self.machine.instances[collective])
-            of_class = {each.index: number for number, instance in several for each in instance.classes}
-            self._instance_numbers[key] = np.array([of_class[each] for each in ranks.classes.tolist()])
-        return self._instance_numbers[key]
+        return self._numbers_of(ranks, self.machine.instances[collective])[0]
 
-    def _run_instance(self, instance: CollectiveInstance, arrivals: _Arrivals) -> Generator[simpy.Event, Any, None]:
+    def _numbers_of(self, ranks: Ranks, instances: Instances) -> tuple[Ints, int | None]:
+        """Return the number of the instance in which each class takes part; and that of all, if it is the same one."""
+        key = (id(ranks), instances)
+        if key not in self._numbers:
+            of_class = {each.index: number for number, instance in enumerate(instances) for each in instance.classes}
+            numbers = [of_class[each] for each in ranks.classes.tolist()]
+            self._numbers[key] = np.array(numbers), numbers[0] if len(set(numbers)) == 1 else None
+        return self._numbers[key]
+
+    # By the clock -----------------------------------------------------------------------------------------------------
+
+    def _start(self, instance: CollectiveInstance, step: int, arrivals: _Arrivals) -> None:
+        """Carry out a collective whose last member has arrived."""
+        start_s = max(arrivals.latest_s, float(self.machine.env.now))
+        if step:
+            self._further_begun_s = min(self._further_begun_s, start_s)
+        if instance not in self._transfers:
+            self._transfers[instance] = prepared_transfer(self.machine, instance)
+        known = self._transfers[instance]
+        if known is None:
+            self.machine.env.process(self._run_instance(instance, start_s, arrivals))
+            return
+        transfer = partial(self._transfer, instance, known, arrivals)
+        call_at(self.machine.env, reduce(add, known[0], start_s), transfer)
+
+    def _transfer(self, instance: CollectiveInstance, known: PreparedTransfer, arrivals: _Arrivals) -> None:
+        """Send the bytes of a collective."""
+        if self.repeats:
+            return
+        for stage in instance.schedule.stages:
+            self.machine.network.count(stage)
+        _, prepared, reduction_s = known
+        carry_prepared(self.machine, prepared, reduction_s, partial(self._transferred, instance, arrivals))
+
+    def _transferred(self, instance: CollectiveInstance, arrivals: _Arrivals) -> None:
+        for stage in instance.schedule.stages:
+            self.machine.count_bytes(stage)
+        self._end_instance(arrivals, float(self.machine.env.now))
+        self._run_ready()
+
+    def _run_instance(
+        self, instance: CollectiveInstance, start_s: float, arrivals: _Arrivals
+    ) -> Generator[simpy.Event, Any, None]:
+        """Carry out a collective of several stages."""
         env = self.machine.env
-        if arrivals.latest_s > env.now:
-            yield env.at(arrivals.latest_s)
+        if start_s > env.now:
+            yield env.at(start_s)
             if self.repeats:
                 return
-        self._further_begun |= any(step > 0 for _, step, _, _ in arrivals.arrived)
         yield from carry_out(self.machine, instance)
         self._end_instance(arrivals, float(env.now))
         self._run_ready()
 
     def _end_instance(self, arrivals: _Arrivals, end_s: float) -> None:
         for ranks, step, segment, members in arrivals.arrived:
-            ranks.ended_s[step, segment.tasks[-1], members] = end_s
+            ranks.ended_s[step, segment.tasks[-1], ranks.index_of(members)] = end_s
             self._end(ranks, step, segment, members, end_s)
 
     # Outcome ----------------------------------------------------------------------------------------------------------
@@ -312,9 +419,10 @@ class VectorisedWalk:
     def blocked_ranks(self) -> list[str]:
         """Return the ranks that wait for ever, each with what it waits for."""
         classes, texts = self.machine.classes, []
+        named = list(self._names)
         waiting = [
-            (self.machine.instances[collective][number], arrivals.arrived)
-            for (_, collective, number), arrivals in self._arrivals.items()
+            (self.machine.instances[named[name]][number], arrivals.arrived)
+            for (_, name, number), arrivals in self._arrivals.items()
         ]
         for (step, _), known in self._known.items():
             for number, instance in enumerate(known.instances):

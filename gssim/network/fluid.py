@@ -132,25 +132,31 @@ class _Transfer:
     )
 
     def __init__(self, sessions: Sessions, remaining: Floats, done: simpy.Event, now_s: float) -> None:
-        self.sessions, self.remaining, self.done, self.last_s = sessions, remaining, done, now_s
-        self.rate: Floats
+        self.sessions, self.done, self.last_s = sessions, done, now_s
         self.single = len(remaining) == 1
-        """Whether there is only one session; plain numbers are then faster than arrays."""
+        """Whether there is only one session; values of sessions are then lists, as plain numbers are faster than
+        arrays.
+        """
+        self.remaining: Any = remaining.tolist() if self.single else remaining
+        self.rate: Any
+        self.limit: Any
+        """The link that limits each session's rate."""
         self.going: Bools
         """Of several sessions: which have not ended."""
         if not self.single:
             self.going = remaining > 0
-        self.limit: Ints
-        """The link that limits each session's rate."""
         self.links, self.link_bits = sessions.links, sessions.link_bits
         self.version = 0
+
+    def share(self, rates: Floats, limit: Ints) -> None:
+        """Set the rate of each session, and the link that limits it."""
+        self.rate, self.limit = (rates.tolist(), limit.tolist()) if self.single else (rates, limit)
 
     def advance(self, now_s: float) -> None:
         """Reduce the remaining bytes by those carried since the last change."""
         if now_s > self.last_s:
             if self.single:
-                left_bytes = self.remaining[0] - self.rate[0] * (now_s - self.last_s)
-                self.remaining[0] = max(left_bytes, 0.0)
+                self.remaining[0] = max(self.remaining[0] - self.rate[0] * (now_s - self.last_s), 0.0)
                 self.last_s = now_s
                 return
             going = self.remaining > 0
@@ -171,13 +177,24 @@ class _Transfer:
             return NO_LINKS
         self.remaining[ended] = 0.0
         self.going = self.going & ~ended
-        return self.sessions.link[ended[self.sessions.session]]
+        freed: Ints = self.sessions.link[ended[self.sessions.session]]
+        return freed
+
+    @property
+    def unfinished(self) -> Bools:
+        """Whether each session has bytes left."""
+        return np.asarray(self.remaining) > 0
 
     def lasts_s(self) -> Floats:
         """Return the remaining time of each session at its rate; 0 for those that have ended."""
         times_s = np.zeros(len(self.remaining))
-        np.divide(self.remaining, self.rate, out=times_s, where=self.remaining > 0)
+        np.divide(self.remaining, self.rate, out=times_s, where=self.unfinished)
         return times_s
+
+    def lasts_alone_s(self) -> float:
+        """Return the remaining time of the only session; 0 if it has ended."""
+        left_bytes, rate = self.remaining[0], self.rate[0]
+        return (left_bytes / rate if rate else math.inf) if left_bytes > 0 else 0.0
 
     @property
     def is_over(self) -> bool:
@@ -215,6 +232,8 @@ class Network:
         self.capacity = self.folded.capacity
         self.carried = np.zeros(len(self.capacity))
         self.active: list[_Transfer] = []
+        self._starting: list[_Transfer] = []
+        """Transfers that start now, to which rates are given together."""
         self.left_s: dict[int, float] = {}
         """Time at which the last session on a link ended."""
         self._queued: dict[Sessions, simpy.Event] = {}
@@ -249,12 +268,13 @@ class Network:
             own_load=np.append(group.own_load, 1.0),
         )
         self._start(limited, np.full(1, np.inf))
+        self._begin()
 
     def alone_s(self, stage: Stage, pace: Pace | None = None) -> float:
         """Return the time of a stage on idle links."""
         alone = copy(self)
-        alone.env, alone.active, alone.carried, alone.left_s = simpy.Environment(), [], self.carried.copy(), {}
-        alone._queued, alone._handled_s = {}, {}
+        alone.env, alone.active, alone._starting = simpy.Environment(), [], []
+        alone.carried, alone.left_s, alone._queued, alone._handled_s = self.carried.copy(), {}, {}, {}
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
 
@@ -460,7 +480,7 @@ class Network:
         The link's tokens accumulate while nothing crosses it, up to a head start.
         """
         longest_s, link = self._longest(group, sizes, coupled=coupled)
-        if any(link in transfer.links for transfer in self.active):
+        if any(link in transfer.links for transfer in (*self.active, *self._starting)):
             return sizes
         ahead_s = head_start_s(float(self.capacity[link]), group_bytes)
         ahead_s = min(ahead_s, self.env.now - self.left_s.get(link, -math.inf))
@@ -468,23 +488,34 @@ class Network:
 
     def _start(self, group: Sessions, sizes: Floats) -> simpy.Event:
         transfer = _Transfer(group, sizes.copy(), self.env.event(), self.env.now)
-        self.active.append(transfer)
-        together = self._touching(transfer)
-        if len(together) == len(sizes) == 1:
-            self._go_alone(transfer)
-        else:
-            self._share(together)
+        if not self._starting:
+            now = self.env.timeout(0)
+            assert now.callbacks is not None
+            now.callbacks.append(lambda _event: self._begin())
+        self._starting.append(transfer)
         return transfer.done
+
+    def _begin(self) -> None:
+        """Give rates to the transfers that start now, to those that touch one another together."""
+        starting, self._starting = self._starting, []
+        self.active += starting
+        while starting:
+            together = self._touching(starting[-1])
+            if len(together) == 1 and together[0].single:
+                self._go_alone(together[0])
+            else:
+                self._share(together)
+            starting = [each for each in starting if each not in together]
 
     def _go_alone(self, transfer: _Transfer) -> None:
         """Schedule the end of a session that is alone on its links; it is void if another session begins before.
 
         The clock's rounding is below the slack of `settle`, so no bytes remain at that time.
         """
-        transfer.rate, transfer.limit = self._rates([transfer.sessions])
+        transfer.share(*self._rates([transfer.sessions]))
         transfer.version += 1
         version = transfer.version
-        last_s = float(transfer.remaining[0] / transfer.rate[0])
+        last_s = transfer.lasts_alone_s()
         if math.isinf(last_s):
             return  # only background traffic, which never ends
 
@@ -560,13 +591,13 @@ class Network:
         now_s = self.env.now
         for transfer in transfers:
             transfer.advance(now_s)
-        is_whole = all(each.single and each.remaining[0] > 0 for each in transfers)
-        going = None if is_whole else [each.remaining > 0 for each in transfers]
+        is_whole = all([each.single and each.remaining[0] > 0 for each in transfers])
+        going = None if is_whole else [each.unfinished for each in transfers]
         rates, limit = self._rates([each.sessions for each in transfers], going)
         start = 0
         for transfer in transfers:
             end = start + len(transfer.remaining)
-            transfer.rate, transfer.limit = rates[start:end], limit[start:end]
+            transfer.share(rates[start:end], limit[start:end])
             start = end
         self._plan(transfers)
 
@@ -575,8 +606,8 @@ class Network:
         for transfer in transfers:
             transfer.version += 1
         versions = [transfer.version for transfer in transfers]
-        if all(transfer.single for transfer in transfers):
-            first_s = self._single_changes_s(transfers)
+        if all([transfer.single for transfer in transfers]):
+            first_s = min([transfer.lasts_alone_s() for transfer in transfers])  # no rate changes before one ends
         else:
             lasts_s = [transfer.lasts_s() for transfer in transfers]
             first_s = min(float(rest_s.max()) for rest_s in lasts_s)
@@ -587,20 +618,13 @@ class Network:
         assert wake.callbacks is not None
         wake.callbacks.append(lambda _event: self._wake(transfers, versions))
 
-    def _single_changes_s(self, transfers: Sequence[_Transfer]) -> float:
-        """Return the time until the first of some single-session transfers ends; no rate changes before that."""
-        return min(
-            float(transfer.remaining[0] / transfer.rate[0]) if transfer.remaining[0] > 0 else 0.0
-            for transfer in transfers
-        )
-
     def _changes_s(self, transfers: Sequence[_Transfer], lasts_s: Sequence[Floats]) -> float:
         """Return the time until a session ends on a link that limits others which go on; infinite if there is none."""
         if len(transfers) == 1 and len(lasts_s[0]) == 1:
             return math.inf  # there are no other sessions
         slack_s = 1e-12 + 2 * math.ulp(self.env.now)
         entries = [
-            (last_s, transfer.limit, transfer.sessions.session, transfer.sessions.link)
+            (last_s, np.asarray(transfer.limit), transfer.sessions.session, transfer.sessions.link)
             for transfer, last_s in zip(transfers, lasts_s, strict=True)
         ]
         return first_change_s(entries, links=len(self.capacity), slack_s=slack_s)

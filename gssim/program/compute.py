@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -381,6 +382,12 @@ class BackwardParts:
         self.tasks = list(tasks)
         self._index = {task.id: index for index, task in enumerate(tasks) if task.id.op == "backward"}
         self._behind: dict[int, list[Task]] = defaultdict(list)
+
+    def without_inserted(self) -> "BackwardParts":
+        """Return the same parts, before any tasks were inserted."""
+        other = copy(self)
+        other._behind = defaultdict(list)
+        return other
 
     def at(self, place: tuple[int, int]) -> int:
         """Return the index of the task in which the backward reaches `place` (layer, position)."""

@@ -876,16 +876,23 @@ class Lowering:
         `by_data`: a class for each rank, equal for ranks with equal data-dependent messages. If it is None and messages
         depend on data, every rank has its own role.
         """
-        positions = np.arange(len(self.group))
-        policies = self.scenario.policies
         if unfolded or (self.sends_by_data and by_data is None):
-            return positions, list(self.group)
+            return np.arange(len(self.group)), list(self.group)
+        code = self._roles_of_all_steps()
+        if by_data is not None:
+            code = np.unique(code * (int(by_data.max()) + 1) + by_data, return_inverse=True)[1]
+        _, first, role = np.unique(code, return_index=True, return_inverse=True)
+        by_rank = np.argsort(first, kind="stable")
+        return np.argsort(by_rank, kind="stable")[role], [self.group[i] for i in first[by_rank].tolist()]
+
+    @once_a_run
+    def _roles_of_all_steps(self) -> Ints:
+        """Return a class for each rank, equal for ranks with equal tasks but for data-dependent messages."""
+        positions, policies = np.arange(len(self.group)), self.scenario.policies
         devices = [self.scenario.cluster.devices[rank].type for rank in self.group]
         names = {name: i for i, name in enumerate(dict.fromkeys(devices))}
         sizes = self.batch_sizes
         columns = [np.array([names[device] for device in devices]), np.array([sizes[rank] for rank in self.group])]
-        if by_data is not None:
-            columns.append(by_data)
         if self.offload:
             columns.append(np.array([self.ranks_on_host(rank) for rank in self.group]))
         for slowed in filter(None, self.slowed_steps or [self.slowed]):
@@ -895,7 +902,8 @@ class Lowering:
             np.array([place(rank) for rank in self.group]) for place in (self.expert_position, self.ring_position)
         ]
         if policies.gradients == "push":
-            owned = [self.owning(bucket)._ownership_columns(bucket) for bucket in self.buckets]
+            of_size = {(bucket.elements, bucket.of_experts): bucket for bucket in self.buckets}
+            owned = [self.owning(bucket)._ownership_columns(bucket) for bucket in of_size.values()]
             columns += [column for by_bucket in owned for column in by_bucket]
             columns.append(np.array(self.summed_elements if policies.tp > 1 else [0] * len(self.group)))
         if self.assigns_tensors or self.flat_part:
@@ -913,9 +921,7 @@ class Lowering:
         code = np.zeros(len(positions), np.int64)
         for column in columns:
             code = np.unique(code * (int(column.max()) + 1) + column, return_inverse=True)[1]
-        _, first, role = np.unique(code, return_index=True, return_inverse=True)
-        by_rank = np.argsort(first, kind="stable")
-        return np.argsort(by_rank, kind="stable")[role], [self.group[i] for i in first[by_rank].tolist()]
+        return code
 
     def _ownership_columns(self, bucket: Bucket) -> list[Ints]:
         """Return columns that distinguish ranks by what they own of a bucket, and how the place's part is divided."""

@@ -1,4 +1,10 @@
-"""Sizes of the messages of a push: bytes and entries per sender and owner, densities, and residuals kept on ranks."""
+"""Sizes of the messages of a push: bytes and entries per sender and owner, densities, and residuals kept on ranks.
+
+[Note: alike buckets] Repeated layers fill buckets with the same parameters, one after another. If their gradients also
+have the same statistics (transferred ones do inside the model), equally many entries are sent of them to each owner, in
+every step. Such buckets are of one kind: amounts by bucket are computed once for each kind, and their messages are the
+same objects.
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +33,7 @@ def is_thresholded(low: Lowering) -> bool:
 def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> Pairs:
     """Return the bytes that each node's rank at `place` sends to each owner for a bucket, as a matrix."""
     if is_thresholded(low):
-        return push_sizes(low, micro_batch, place).matrix(bucket.index)
+        return push_sizes(low, micro_batch, place).matrix(bucket)
     return matrix_to_all(low, low.division(bucket).owned[place], low.value_bytes)
 
 
@@ -67,39 +73,42 @@ def messages_of(low: Lowering, encoding: str, elements: Floats, entries: Floats)
 class PushSizes:
     """Thresholded pushes of all buckets from the ranks at a place, one on each node."""
 
+    kinds: Sequence[int]
+    """Kind of each bucket; see [Note: alike buckets]."""
     classes: Ints
     """Class of the sender on each node; see `_sender_classes`."""
     runs: Ints
     """Run of owners to which each node's rank belongs; see `OwnedPieces`."""
     messages: Messages
-    """Messages by bucket, class of senders, and run of owners."""
+    """Messages by kind of bucket, class of senders, and run of owners."""
 
-    def matrix(self, bucket: int) -> Pairs:
+    def matrix(self, bucket: Bucket) -> Pairs:
         """Return the bytes from each node's rank to each owner for a bucket."""
-        if bucket not in self._matrices:
-            self._matrices[bucket] = Pairs(self.messages.size_bytes[bucket], self.classes, self.runs)
-        return self._matrices[bucket]
+        kind = self.kinds[bucket.index]
+        if kind not in self._matrices:
+            self._matrices[kind] = Pairs(self.messages.size_bytes[kind], self.classes, self.runs)
+        return self._matrices[kind]
 
     @cached_property
     def _matrices(self) -> dict[int, Pairs]:
         return {}
 
     @cached_property
-    def _kinds(self) -> tuple[Ints, Ints, Ints, Ints]:
+    def _node_kinds(self) -> tuple[Ints, Ints, Ints, Ints]:
         """For each distinct kind of node: its class, run and number of nodes; and the kind of each node."""
         count = int(self.runs[-1]) + 1
         kinds, of_node, nodes = np.unique(self.classes * count + self.runs, return_inverse=True, return_counts=True)
         return kinds // count, kinds % count, nodes, of_node
 
     def of_node(self, values: Floats, node: int) -> list[float]:
-        """Return a node's value for each bucket; `values` are by bucket and kind of node."""
-        found: list[float] = values[:, self._kinds[3][node]].tolist()
+        """Return a node's value for each kind of bucket; `values` are by kind of bucket and kind of node."""
+        found: list[float] = values[:, self._node_kinds[3][node]].tolist()
         return found
 
     @cached_property
     def alike(self) -> Ints:
-        """A number by bucket and run. Neighbours with equal numbers own as many elements and receive the same in a
-        bucket.
+        """A number by kind of bucket and run. Neighbours with equal numbers own as many elements and receive the same
+        in a bucket.
 
         They then also send the same to all others, in the same order: see [Note: neighbours] in `equal_messages`.
         """
@@ -109,29 +118,31 @@ class PushSizes:
 
     @cached_property
     def sent_bytes(self) -> Floats:
-        """Bytes that a rank of each kind of node sends, by bucket."""
+        """Bytes that a rank of each kind of node sends, by kind of bucket."""
         return self.to_others(self.messages.size_bytes)
 
     @cached_property
     def received_bytes(self) -> Floats:
-        """Bytes that a rank of each kind of node receives, by bucket."""
+        """Bytes that a rank of each kind of node receives, by kind of bucket."""
         return self.from_others(self.messages.size_bytes)
 
     def to_others(self, values: Floats) -> Floats:
-        """Return `values` summed over a sender's messages to all others, by bucket and kind of node."""
-        kind, run, _, _ = self._kinds
+        """Return `values` summed over a sender's messages to all others, by kind of bucket and kind of node."""
+        kind, run, _, _ = self._node_kinds
         return sums_of_others(values, np.bincount(self.runs))[:, kind, run]
 
     def from_others(self, values: Floats) -> Floats:
-        """Return `values` summed over all messages to an owner, by bucket and kind of node."""
-        kind, run, _, _ = self._kinds
+        """Return `values` summed over all messages to an owner, by kind of bucket and kind of node."""
+        kind, run, _, _ = self._node_kinds
         senders = np.bincount(self.classes, minlength=values.shape[1])[:, None]
         others = senders - (kind == np.arange(len(senders))[:, None])
         return np.asarray((others * values[:, :, run]).sum(axis=1))
 
     def payloads(self, values: Floats) -> Floats:
         """Return the sum over all messages between different nodes, by bucket."""
-        return np.asarray(self.from_others(values) @ self._kinds[2].astype(np.float64))
+        by_kind = self.from_others(values)  # kept in its order in memory, by which sums may differ in the last digit
+        by_bucket = by_kind[self.kinds] if by_kind.flags.c_contiguous else np.take(by_kind.T, self.kinds, axis=1).T
+        return np.asarray(by_bucket @ self._node_kinds[2].astype(np.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,13 +191,13 @@ def _push_totals(low: Lowering, _statistics: Same, _step: int, micro_batch: Micr
 def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
     """Return the messages of a step's thresholded pushes from the ranks at a place, after a micro-batch."""
     pieces, (kinds, numbers) = owned_pieces(low, place), _sender_classes(low, micro_batch)
-    entries = np.zeros((len(low.buckets), len(kinds), len(pieces.members)))
+    entries = np.zeros((len(pieces.elements_owned), len(kinds), len(pieces.members)))
     for number, kind in enumerate(kinds):
         if kind.samples:
             every = not low.push.selects
             entries[:, number] = pieces.elements_owned if every else pieces.entries(_push_ratios(low, kind))
     messages = messages_of(low, low.push.encoding, pieces.elements_owned[:, None], entries)
-    return PushSizes(np.array(numbers), pieces.runs, messages)
+    return PushSizes(pieces.kinds, np.array(numbers), pieces.runs, messages)
 
 
 class Sender(NamedTuple):
@@ -243,23 +254,25 @@ def to_all(owned: Sequence[float], factor: int) -> Pairs:
 
 @dataclass(frozen=True, eq=False)
 class OwnedPieces:
-    """The pieces of tensors in the ranges of the owners at a place, bucket by bucket, in order.
+    """The pieces of tensors in the ranges of the owners at a place, in order, of one bucket of each kind after another.
 
     Consecutive owners form a run if the number of entries sent to each is equal whatever the densities: their ranges
     are equally large in every bucket, and lie inside the same block of one tensor. Only the first owner of a run is
     stored.
     """
 
+    kinds: Sequence[int]
+    """Kind of each bucket; see [Note: alike buckets]."""
     runs: Ints
     """Index of the run to which each node's owner belongs."""
     elements_owned: Floats
-    """Elements of an owner's range, by bucket and run."""
+    """Elements of an owner's range, by kind of bucket and run."""
     owner: Ints
-    """Index of the range in which each piece lies; ranges are counted over buckets and runs."""
+    """Index of the range in which each piece lies; ranges are counted over kinds of buckets and runs."""
     elements: Ints
     """Elements of each piece."""
     tensors: tuple[str, ...]
-    """Names of the tensors of all buckets."""
+    """Names of the tensors of these buckets."""
     ranges: sparsity.Ranges
 
     @cached_property
@@ -275,18 +288,47 @@ class OwnedPieces:
 
 
 def owned_pieces(low: Lowering, place: int) -> OwnedPieces:
-    """Return the pieces of tensors in the ranges of every bucket of the first owner of each run."""
+    """Return the pieces of tensors in the ranges of a bucket of every kind of the first owner of each run."""
     return _owned_pieces(low, Same(low.statistics), place)
 
 
+def bucket_kind(low: Lowering, bucket: Bucket) -> int:
+    """Return the kind of a bucket; see [Note: alike buckets]."""
+    return _bucket_kinds(low, Same(low.statistics))[0][bucket.index]
+
+
+def first_of_kinds(low: Lowering) -> Sequence[Bucket]:
+    """Return the first bucket of each kind; see [Note: alike buckets]."""
+    return _bucket_kinds(low, Same(low.statistics))[1]
+
+
 @once_a_run
-def _owned_pieces(low: Lowering, _statistics: Same, place: int) -> OwnedPieces:
-    members = [(instance, p) for bucket in low.buckets for instance, p in bucket.members]
-    names = tuple(p.name.replace("{}", instance.module) for instance, p in members)
-    tensor_sizes = np.array([p.elements for _, p in members], dtype=np.int64)
+def _bucket_kinds(low: Lowering, _statistics: Same) -> tuple[Sequence[int], Sequence[Bucket]]:
+    """Return the kind of each bucket, and the first bucket of each kind; see [Note: alike buckets]."""
+    alike: Mapping[str, str] | None = None
+    if low.statistics is not None:  # where owners cut tensors, densities may differ between tensors that are alike
+        alike = {} if any(_cut_tensors(low)) else _parameters_alike(low)
+    kinds: dict[Hashable, int] = {}
+    firsts: list[Bucket] = []
+    numbers = []
+    for bucket in low.buckets:
+        names = ("" if alike is None else alike.get(name, name) for name in bucket.names)
+        kind = tuple(zip(names, (id(parameter) for _, parameter in bucket.members), strict=True))
+        if kind not in kinds:
+            kinds[kind] = len(firsts)
+            firsts.append(bucket)
+        numbers.append(kinds[kind])
+    return numbers, firsts
+
+
+@once_a_run
+def _owned_pieces(low: Lowering, statistics: Same, place: int) -> OwnedPieces:
+    kinds, buckets = _bucket_kinds(low, statistics)
+    names = tuple(name for bucket in buckets for name in bucket.names)
+    tensor_sizes = np.array([p.elements for bucket in buckets for _, p in bucket.members], dtype=np.int64)
     starts = np.cumsum(tensor_sizes) - tensor_sizes  # as if all buckets were one
-    begins = np.cumsum([0, *(bucket.elements for bucket in low.buckets)])[:-1]
-    by_bucket = [_ranges(low, low.division(bucket), place) for bucket in low.buckets]
+    begins = np.cumsum([0, *(bucket.elements for bucket in buckets)])[:-1]
+    by_bucket = [_ranges(low, low.division(bucket), place) for bucket in buckets]
     every = np.stack([each + begin for each, begin in zip(by_bucket, begins, strict=True)])
     firsts = _first_of_runs(every, _block_starts(low, names, starts, tensor_sizes))
     ranges = every[:, firsts].reshape(-1, 2)
@@ -304,8 +346,8 @@ def _owned_pieces(low: Lowering, _statistics: Same, place: int) -> OwnedPieces:
     parts_of, part = (low.places, place) if low.of_experts else (1, 0)
     fractions = [(part + edge / tensor_sizes[tensor]) / parts_of for edge in (begin, end)]
     parts = sparsity.Ranges(tensor, *fractions)
-    owned = (last - first).astype(np.float64).reshape(len(low.buckets), -1)
-    return OwnedPieces(np.cumsum(firsts) - 1, owned, owner, end - begin, names, parts)
+    owned = (last - first).astype(np.float64).reshape(len(buckets), -1)
+    return OwnedPieces(kinds, np.cumsum(firsts) - 1, owned, owner, end - begin, names, parts)
 
 
 def _block_starts(low: Lowering, names: Sequence[str], starts: Ints, sizes: Ints) -> Floats:
@@ -409,20 +451,24 @@ def by_parameter(low: Lowering, ratios_of: Callable[[str], sparsity.Ratios]) -> 
 
     Parameters with the same statistics are computed once, for example those of one role after a transfer of statistics.
     """
+    alike = _parameters_alike(low)
+    ratios = {name: ratios_of(name) for name in dict.fromkeys(alike.values())}
+    return {name: ratios[first] for name, first in alike.items()}
+
+
+def _parameters_alike(low: Lowering) -> Mapping[str, str]:
+    """Return for every parameter the first one with the same statistics."""
     statistics = low.statistics
     assert statistics is not None  # loading demands them
 
     def first_alike() -> Mapping[str, str]:
-        """Return for every parameter the first one with the same statistics."""
         first: dict[tuple[int, ...], str] = {}
         names = [name for instance in low.whole_layers for name in instance.parameter_names]
         tables: list[Mapping[str, object]] = [*(trace.tensors for trace in statistics.traces), statistics.changes]
         return {name: first.setdefault(tuple(id(each.get(name)) for each in tables), name) for name in names}
 
     key = Same(statistics), Same(low.scenario.workload.model)
-    alike = low.shared.once("parameters alike", key, first_alike)
-    ratios = {name: ratios_of(name) for name in dict.fromkeys(alike.values())}
-    return {name: ratios[first] for name, first in alike.items()}
+    return low.shared.once("parameters alike", key, first_alike)
 
 
 def sent_ratios(low: Lowering, micro_batch: MicroBatch) -> tuple[Hashable, ...]:
@@ -434,7 +480,10 @@ def sent_ratios(low: Lowering, micro_batch: MicroBatch) -> tuple[Hashable, ...]:
 
 def in_order(low: Lowering, ratios: Mapping[str, sparsity.Ratios]) -> Hashable:
     """Return the fractions of tensors as a key: equal for equal fractions."""
-    return low.shared.once("order of densities", Same(ratios), lambda: tuple(sorted(ratios.items())))
+    alike = _parameters_alike(low)
+    # of parameters that are alike the first, unless some of these have fractions of their own
+    names = ratios if any(_cut_tensors(low)) or _partial_names(low) else dict.fromkeys(alike.values())
+    return low.shared.once("order of densities", Same(ratios), lambda: tuple([ratios[name] for name in names]))
 
 
 @once_a_step

@@ -10,7 +10,7 @@ from gssim.memory import Event, footprint, input_bytes
 from gssim.program.clipping import clip_gradients, divides_master_gradients, unscale_gradients
 from gssim.program.compressed import compressor_tensors
 from gssim.program.compute import forward_id
-from gssim.program.lowering import Lowering, once_a_step
+from gssim.program.lowering import Lowering, once_a_run, once_a_step
 from gssim.program.messages import threshold_memory
 from gssim.program.offload import around_update, copy_buffer_bytes, host_bytes, updating_device
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
@@ -167,7 +167,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
         ]
         published = [_broadcast_tensors(low, each) for each in (False, True)]
         return [*tasks, *summed, *unscaled, *clipped, updates[0], *published[0], updates[1], *published[1]]
-    update = _update(low, rank, owned, low.matrices(rank), None, ends=True)
+    update = _whole_update(low, rank)
     if low.policies.gradients == "push":
         return publish(low, rank, [*tasks, *summed, *clipped], update)
     updated = around_update(low, rank, update, partial(owned_tensors, low))
@@ -175,6 +175,12 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
         return [*_gather_beside_forward(low, tasks), *summed, *unscaled, *clipped, *updated]
     tasks = [*tasks, *summed, *unscaled, *clipped, *updated, *_publish_replicas(low)]
     return [*tasks, *synchronize_parameters(low, rank)]
+
+
+@once_a_run
+def _whole_update(low: Lowering, rank: int) -> Task:
+    """Return the update of everything that the rank's optimizer updates."""
+    return _update(low, rank, owned_tensors(low, rank), low.matrices(rank), None, ends=True)
 
 
 def _update(
@@ -364,6 +370,7 @@ def _elements(low: Lowering, first: int, last: int) -> list[int]:
     return [parameter.elements for instance in low.layers[first:last] for parameter in instance.layer.parameters]
 
 
+@once_a_run
 def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     """Return the elements of every tensor that the rank's optimizer updates; matrices that are Muon's come first."""
     gradients = low.scenario.policies.gradients
@@ -422,6 +429,7 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     return tuple(float(elements * value_bytes) for elements in owned_tensors(low, rank))
 
 
+@once_a_run
 def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return what a rank always keeps on its device, and in its host's memory, by category."""
     workload, policies = low.scenario.workload, low.scenario.policies

@@ -10,7 +10,7 @@ programs.
 """
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -253,10 +253,8 @@ class Steps:
                 self._uneven.setdefault(is_thresholded(lowerings[0]), (payloads, dependent))
             else:  # the collectives of an earlier step, with the data-dependent payloads of this one
                 same, dependent = self._uneven[is_thresholded(lowerings[0])]
-                payloads = {
-                    name: _data_payload(lowerings[0], name) if name in dependent and name.op in SENT_BY_DATA else size
-                    for name, size in same.items()
-                }
+                by_data = (name for name in same if name.op in SENT_BY_DATA and name in dependent)
+                payloads = {**same, **_data_payloads(lowerings[0], by_data)}
             self._traffic[step] = StepTraffic(
                 payloads,
                 sum(payloads[name] for name in payloads if name in dependent),
@@ -339,14 +337,22 @@ SENT_BY_DATA = ("push", "publish")
 """Operations whose payload differs from step to step. Expert load is the same in all steps of a prediction."""
 
 
-def _data_payload(low: Lowering, name: TaskId) -> float:
-    """Return the payload of a push or publication in this step, as its `Communication` would have it."""
-    bucket, place = low.buckets[name.bucket or 0], name.place or 0
-    low = low.owning(bucket)
-    if name.op == "publish":
-        return published_bytes(low, place)[bucket.index]
-    (micro_batch,) = (each for each in low.micro_batches if each.number == name.micro_batch)
-    return float(push_totals(low, micro_batch, place).payload_bytes[bucket.index])
+def _data_payloads(low: Lowering, names: Iterable[TaskId]) -> Mapping[TaskId, float]:
+    """Return the payloads of pushes and publications in this step, as their `Communication`s would have them."""
+    found: dict[TaskId, float] = {}
+    of_buckets: dict[tuple[str, int | None, int | None, bool], Sequence[float]] = {}
+    for name in names:
+        bucket = low.buckets[name.bucket or 0]
+        key = (name.op, name.micro_batch, name.place, bucket.of_experts)
+        if key not in of_buckets:
+            owners, place = low.owning(bucket), name.place or 0
+            if name.op == "publish":
+                of_buckets[key] = published_bytes(owners, place)
+            else:
+                (micro_batch,) = (each for each in low.micro_batches if each.number == name.micro_batch)
+                of_buckets[key] = push_totals(owners, micro_batch, place).payload_bytes.tolist()
+        found[name] = of_buckets[key][bucket.index]
+    return found
 
 
 def _sent_bytes(low: Lowering) -> float:

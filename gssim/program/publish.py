@@ -26,22 +26,24 @@ from typing import Any
 import numpy as np
 
 from gssim import collectives, cost, sparsity
-from gssim.collectives import sums_of_others
+from gssim.collectives import Communication, sums_of_others
 from gssim.execution.cache import Same
-from gssim.memory import Event, footprint
+from gssim.memory import Event, Footprint, footprint
 from gssim.plan import absolute_threshold, encodings
 from gssim.program.compute import forward_id
-from gssim.program.lowering import Lowering, once_a_step
+from gssim.program.lowering import Lowering, once_a_run, once_a_step
 from gssim.program.messages import (
     MAX_CACHED_DENSITIES,
     Messages,
+    bucket_kind,
     by_parameter,
     dense_bytes,
+    first_of_kinds,
     messages_of,
     owned_pieces,
     to_all,
 )
-from gssim.program.push import COUNT_BYTES, among_owners, push_group_collective
+from gssim.program.push import COUNT_BYTES, among_owners, exchange_in_node, push_group_collective
 from gssim.program.sharded import insert_beside
 from gssim.program.task import Bucket, Task, TaskId, collective_task
 from gssim.units import Floats
@@ -53,22 +55,23 @@ DENSE = encodings.ENCODINGS.index("dense")
 
 @once_a_step
 def published(low: Lowering, place: int) -> Messages:
-    """Return the messages of the owners at a place, by bucket and run of owners; see `OwnedPieces`."""
+    """Return the messages of the owners at a place, by kind of bucket and run of owners; see `OwnedPieces`."""
     pieces, rules = owned_pieces(low, place), low.scenario.plan.publish
     entries = pieces.entries(publish_ratios(low)) if rules.selects else pieces.elements_owned
     return messages_of(low, rules.encoding, pieces.elements_owned, entries)
 
 
 @once_a_step
-def message_bytes(low: Lowering, bucket: int, place: int) -> tuple[float, ...]:
-    """Return the size of the message that each node's owner at `place` publishes of a bucket."""
-    return tuple(published(low, place).size_bytes[bucket][owned_pieces(low, place).runs].tolist())
+def message_bytes(low: Lowering, kind: int, place: int) -> tuple[float, ...]:
+    """Return the size of the message that each node's owner at `place` publishes of a bucket of some kind."""
+    return tuple(published(low, place).size_bytes[kind][owned_pieces(low, place).runs].tolist())
 
 
 @once_a_step
 def published_bytes(low: Lowering, place: int) -> list[float]:
     """Return the payload of each bucket's thresholded publication among the ranks at a place, in bytes."""
-    sizes = published(low, place).size_bytes @ owned_pieces(low, place).members
+    pieces = owned_pieces(low, place)
+    sizes = published(low, place).size_bytes[pieces.kinds] @ pieces.members
     payloads: list[float] = ((low.nodes - 1) * sizes).tolist()
     return payloads
 
@@ -77,7 +80,8 @@ def published_bytes(low: Lowering, place: int) -> list[float]:
 def _buffers(low: Lowering, place: int) -> tuple[Floats, Floats]:
     """Return the buffer of an owner's message, and the buffers of all other owners' messages, in bytes.
 
-    Both by bucket and run of owners. A dense message has no buffer: it is sent from the replica and received in it.
+    Both by kind of bucket and run of owners. A dense message has no buffer: it is sent from the replica and received in
+    it.
     """
     messages = published(low, place)
     buffers = np.where(messages.encoding == DENSE, 0.0, messages.size_bytes)
@@ -116,34 +120,33 @@ def threshold_and_pack(low: Lowering, rank: int, order: Sequence[Bucket]) -> lis
 
 
 def _threshold_bucket(low: Lowering, rank: int, bucket: Bucket) -> Task:
-    """Return the task that thresholds and packs a bucket of the rank's own shard.
+    """Return the task that thresholds and packs a bucket of the rank's own shard."""
+    duration_s, need = _thresholding(low, rank, bucket_kind(low, bucket))
+    return Task(_publish_id(bucket).serving("threshold"), "compression", duration_s=duration_s, need=need)
+
+
+@once_a_step
+def _thresholding(low: Lowering, rank: int, kind: int) -> tuple[float, Footprint]:
+    """Return the seconds and the memory of thresholding and packing a bucket of a kind of the rank's own shard.
 
     Differences are computed in scratch. Published values are read from the master copy and written to the replica.
     """
-    device = low.device(rank)
-    _, buffer_bytes, _, packing_s = _of_rank(low, rank)
-    elements = low.pushed_elements(bucket, rank)
+    device, (_, buffer_bytes, _, packing_s) = low.device(rank), _of_rank(low, rank)
+    elements = low.pushed_elements(first_of_kinds(low)[kind], rank)
     duration_s = cost.copy_time_s(device, elements * (low.value_bytes + low.master_bytes))
     duration_s += cost.select_time_s(device, elements=float(elements), parts=1, value=low.value_bytes)
-    duration_s += packing_s[bucket.index]
-    need = footprint([Event(0, buffer_bytes[bucket.index], "communication")])
-    threshold = _publish_id(bucket).serving("threshold")
-    return Task(threshold, "compression", duration_s=duration_s, need=need)
+    duration_s += packing_s[kind]
+    return duration_s, footprint([Event(0, buffer_bytes[kind], "communication")])
 
 
 def _publish_id(bucket: Bucket) -> TaskId:
     return TaskId("publish", bucket=bucket.index)
 
 
-def received_bytes(low: Lowering, bucket: Bucket, rank: int) -> float:
-    """Return the size of the rank's receive buffers for the messages of all other owners."""
-    return _of_rank(low, rank)[0][bucket.index]
-
-
 @once_a_step
 def _of_rank(low: Lowering, rank: int) -> tuple[list[float], ...]:
-    """Return four lists by bucket: the bytes of others' message buffers and of the rank's own, the seconds to write
-    others' messages to the replica, and the seconds to pack the rank's own.
+    """Return four lists by kind of bucket: the bytes of others' message buffers and of the rank's own, the seconds to
+    write others' messages to the replica, and the seconds to pack the rank's own.
     """
     place, device_type = low.place(rank), low.scenario.cluster.devices[rank].type
     (buffers, others), messages = _buffers(low, place), published(low, place)
@@ -161,8 +164,8 @@ def _of_rank(low: Lowering, rank: int) -> tuple[list[float], ...]:
 
 @once_a_step
 def _unpacking_s(low: Lowering, place: int, device_type: str) -> Floats:
-    """Return the seconds a device takes to write all other owners' messages to the replica, by bucket and run of
-    owners.
+    """Return the seconds a device takes to write all other owners' messages to the replica, by kind of bucket and run
+    of owners.
 
     Dense messages take none, as they are received in the replica.
     """
@@ -173,41 +176,45 @@ def _unpacking_s(low: Lowering, place: int, device_type: str) -> Floats:
 
 
 def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
-    """Return the task that writes the received messages of a bucket to the replica, and frees all messages.
+    """Return the task that writes the received messages of a bucket to the replica, and frees all messages."""
+    duration_s, need = _unpacking(low, rank, bucket_kind(low, bucket))
+    return Task(_publish_id(bucket).serving("put"), "compression", duration_s=duration_s, need=need)
+
+
+@once_a_step
+def _unpacking(low: Lowering, rank: int, kind: int) -> tuple[float, Footprint]:
+    """Return the seconds and the memory of writing the received messages of a bucket of a kind to the replica.
 
     torch writes at int64 indices. COO indices are cast to them, on a CPU in chunks; the indices of a bitmap are listed
     first, on a CPU by numpy.
     """
     device, place = low.device(rank), low.place(rank)
     messages, pieces = published(low, place), owned_pieces(low, place)
-    on_cpu, encoding = device.kind == "cpu", messages.encoding[bucket.index]
+    on_cpu, encoding = device.kind == "cpu", messages.encoding[kind]
     most = encodings.CHUNK_ELEMENTS if on_cpu else math.inf
     indexed = encoding == encodings.ENCODINGS.index("coo") if on_cpu else encoding != DENSE
     own = pieces.runs[low.node(rank)]
     indexed[own] &= pieces.members[own] > 1
-    places = min(float(messages.entries[bucket.index].max(where=indexed, initial=0.0)), most)
+    places = min(float(messages.entries[kind].max(where=indexed, initial=0.0)), most)
     others_bytes, own_bytes, unpack_s, _ = _of_rank(low, rank)
-    given_back = others_bytes[bucket.index] + own_bytes[bucket.index]
+    given_back = others_bytes[kind] + own_bytes[kind]
     stream = _side_stream(low, rank)
     cast = [
         Event(0, INDEX_BYTES * places, "temporaries", stream=stream),
         Event(1, -INDEX_BYTES * places, "temporaries"),
     ]
-    need = footprint([*cast, Event(2, -given_back, "communication")])
-    put = _publish_id(bucket).serving("put")
-    return Task(put, "compression", duration_s=unpack_s[bucket.index], need=need)
+    return unpack_s[kind], footprint([*cast, Event(2, -given_back, "communication")])
 
 
 def mean_publish_density(low: Lowering) -> float:
     """Return the fraction of all owned elements that owners publish in this step."""
-    messages = [
-        (published(owners, place), owned_pieces(owners, place).members)
-        for owners in low.all_owners
-        if owners.nodes > 1 or not owners.of_experts
-        for place in range(owners.places)
-    ]
-    elements = sum(float((each.elements * members).sum()) for each, members in messages)
-    return sum(float((each.entries * members).sum()) for each, members in messages) / elements if elements else 0.0
+    entries = elements = 0.0
+    for owners in low.all_owners:
+        for place in range(owners.places) if owners.nodes > 1 or not owners.of_experts else ():
+            messages, pieces = published(owners, place), owned_pieces(owners, place)
+            entries += float((messages.entries[pieces.kinds] * pieces.members).sum())
+            elements += float((messages.elements[pieces.kinds] * pieces.members).sum())
+    return entries / elements if elements else 0.0
 
 
 def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> list[Task]:
@@ -215,8 +222,11 @@ def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> li
     if low.policies.parameters != "replicated":
         return [*tasks, update]
     sends: Sequence[Task]
-    alike = low.first_of_places
-    sends, waits = _publish_tasks(low, rank if low.thresholds_publish else alike[low.position(rank) % len(alike)])
+    alike = low.first_of_places  # what they publish is equal in all steps
+    if low.thresholds_publish:
+        sends, waits = _tasks_of_step(low, rank)
+    else:
+        sends, waits = _tasks_of_every_step(low, alike[low.position(rank) % len(alike)])
     if not _overlaps(low):
         return [*tasks, update, *sends]
     if sends and not _posts_messages(low):  # where messages are posted, the compute stream of the CPU does that
@@ -231,6 +241,17 @@ PUBLISH_BEGIN = TaskId("publish-begin")
 
 
 @once_a_step
+def _tasks_of_step(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, list[Task]]]:
+    """Return the tasks of a rank that publish what has changed in this step; see `_publish_tasks`."""
+    return _publish_tasks(low, rank)
+
+
+@once_a_run
+def _tasks_of_every_step(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, list[Task]]]:
+    """Return the tasks of a rank that publish everything in each step; see `_publish_tasks`."""
+    return _publish_tasks(low, rank)
+
+
 def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, list[Task]]]:
     """Return the tasks that publish, and the tasks that wait for them, keyed by the forward that they precede."""
     overlaps = _overlaps(low)
@@ -266,8 +287,7 @@ def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     elif low.thresholds_publish:  # what was packed, for nobody, is freed
         tasks.append(unpack(low, rank, bucket))
     if low.reduces_in_nodes:
-        parts = dense_bytes(low, low.division(bucket).places)
-        exchange = low.communication("all-gather-v", "dp_shard", sum(parts), part_bytes=parts)
+        exchange = exchange_in_node(low, "all-gather-v", bucket)
         tasks.append(collective_task(TaskId("publish-in-node", bucket=bucket.index), exchange))
     return _on_communication_stream(low, tasks)
 
@@ -302,30 +322,49 @@ def _on_communication_stream(low: Lowering, tasks: list[Task]) -> list[Task]:
 
 def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     """Return the exchange of a bucket in the push group: posted messages, or a ring followed by unpacking."""
-    place, thresholded = low.place(rank), low.thresholds_publish
-    division = low.division(bucket)
-    parts = message_bytes(low, bucket.index, place) if thresholded else dense_bytes(low, division.owned[place])
-    carried: dict[str, Any] = {"part_bytes": parts}
-    if _posts_messages(low):
-        carried = {"pair_bytes": to_all(parts, 1), "carried_as": "all-to-all-v"}
-    own = _publish_id(bucket)
-    communication, exchange = push_group_collective(
-        low,
-        bucket,
-        rank,
-        own,
-        "all-gather-v",
-        division.places[place] * low.value_bytes,
-        data_dependent=thresholded,
-        **carried,
-    )
-    received = received_bytes(low, bucket, rank) if thresholded else 0.0
-    need = footprint([Event(0, received, "communication", stream=_side_stream(low, rank))])
+    own, place = _publish_id(bucket), low.place(rank)
+    communication, exchange = _exchange_of_bucket(low, bucket.index, place)
+    need = _receiving(low, rank, bucket_kind(low, bucket))
     if not _posts_messages(low):
         ring = collective_task(own, exchange, communication=communication, need=need)
-        return [ring, unpack(low, rank, bucket)] if thresholded else [ring]
+        return [ring, unpack(low, rank, bucket)] if low.thresholds_publish else [ring]
+    parts = _part_bytes(low, bucket, place)
     others, own_bytes = len(parts) - 1, parts[low.node(rank)]
     posting_s = collectives.posting_s(low.scenario.cluster, low.device(rank), others * own_bytes, others)
     begin = Task(own.serving("begin"), "exposed_communication", need=need)  # messages start as soon as they are posted
     post = Task(own.serving("post"), "exposed_communication", duration_s=posting_s)
     return [begin, post, collective_task(own, exchange, communication=communication, after=(begin.id,))]
+
+
+@once_a_step
+def _exchange_of_bucket(low: Lowering, number: int, place: int) -> tuple[TaskId, Communication]:
+    """Return the exchange by which the owners at a place publish the bucket with an index, with its identity."""
+    bucket = low.buckets[number]
+    parts = _part_bytes(low, bucket, place)
+    carried: dict[str, Any] = {"part_bytes": parts}
+    if _posts_messages(low):
+        carried = {"pair_bytes": to_all(parts, 1), "carried_as": "all-to-all-v"}
+    return push_group_collective(
+        low,
+        bucket,
+        low.group[place],
+        _publish_id(bucket),
+        "all-gather-v",
+        low.division(bucket).places[place] * low.value_bytes,
+        data_dependent=low.thresholds_publish,
+        **carried,
+    )
+
+
+def _part_bytes(low: Lowering, bucket: Bucket, place: int) -> tuple[float, ...]:
+    """Return the size of the message that each node's owner at a place publishes of a bucket."""
+    if low.thresholds_publish:
+        return message_bytes(low, bucket_kind(low, bucket), place)
+    return dense_bytes(low, low.division(bucket).owned[place])
+
+
+@once_a_step
+def _receiving(low: Lowering, rank: int, kind: int) -> Footprint:
+    """Return the memory of the rank's receive buffers for the messages of all other owners, of a bucket of a kind."""
+    received_bytes = _of_rank(low, rank)[0][kind] if low.thresholds_publish else 0.0
+    return footprint([Event(0, received_bytes, "communication", stream=_side_stream(low, rank))])

@@ -4,21 +4,23 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.execution.cache import Same
-from gssim.memory import Event, Footprint, footprint
+from gssim.memory import NOTHING, Event, Footprint, footprint
 from gssim.plan import encodings
 from gssim.program.compute import BackwardParts, hook_time_s
-from gssim.program.lowering import Lowering, once_a_run, once_a_step
+from gssim.program.lowering import ComputeKind, Lowering, once_a_run, once_a_step
 from gssim.program.messages import (
     OthersOf,
     accumulates_in_residual,
+    bucket_kind,
     dense_bytes,
+    first_of_kinds,
     is_thresholded,
     matrix_to_all,
     push_matrix,
@@ -42,14 +44,24 @@ def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
     """
     if not micro_batch.sends_gradients:
         return tasks
-    parts = BackwardParts(low, tasks)
-    places = [parts.at(bucket.complete) for bucket in low.buckets]
-    for place, bucket in zip(places, low.buckets, strict=True):
-        parts.lengthen(place, cost.copy_time_s(low.device(rank), bucket.elements * low.value_bytes))
+    collecting, places = _collecting(low, low.compute_kind(rank, micro_batch))
+    parts = collecting.without_inserted()
     *pushes, rest = _in_turn(low, rank, micro_batch)
     for place, push in zip(places, pushes, strict=True):
         parts.insert_after(place, push)
     return [*parts.merged(), *rest]
+
+
+@once_a_run
+def _collecting(low: Lowering, kind: ComputeKind) -> tuple[BackwardParts, Sequence[int]]:
+    """Return the backward of ranks of a kind, with the time to copy gradients into buckets, and the index of the part
+    that completes each bucket.
+    """
+    parts, device = BackwardParts(low, low.computed[kind]), low.scenario.cluster.device_types[kind.device_type]
+    places = [parts.at(bucket.complete) for bucket in low.buckets]
+    for place, bucket in zip(places, low.buckets, strict=True):
+        parts.lengthen(place, cost.copy_time_s(device, bucket.elements * low.value_bytes))
+    return parts, places
 
 
 def push_accumulated(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
@@ -99,37 +111,144 @@ def send_bucket(
     Ranks that send and receive the same of a bucket share these tasks.
     """
     low = low.owning(bucket)
-    kind = (bucket.index, micro_batch, *_bucket_kind(low, rank, bucket, micro_batch))
-    sent = _sent_buckets(low)
-    if kind not in sent:
-        sent[kind] = _send_bucket(low, rank, bucket, micro_batch)
-    return sent[kind]
+    costs = _costs(low, rank, bucket_kind(low, bucket), micro_batch)
+    return _tasks_of_bucket(low, bucket.index, low.place(rank), micro_batch, costs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Costs:
+    """Seconds and memory of a rank's tasks for a bucket; buckets of one kind have the same."""
+
+    threshold_s: float
+    threshold: Footprint
+    post_s: float
+    post: Footprint
+    """Memory of posting the messages; of freeing the bucket, where there are none."""
+    push: Footprint
+    add_s: float
+    add: Footprint
+
+
+@once_a_step
+def _costs(low: Lowering, rank: int, kind: int, micro_batch: MicroBatch) -> _Costs:
+    """Return a rank's costs of the buckets of a kind: one object for all ranks that send and receive the same of it."""
+    bucket, known = first_of_kinds(low)[kind], _known_costs(low)
+    key = (kind, micro_batch, *_what_counts(low, rank, bucket, micro_batch))
+    if key not in known:
+        known[key] = _new_costs(low, rank, bucket, micro_batch)
+    return known[key]
+
+
+@once_a_step
+def _known_costs(_low: Lowering) -> dict[Hashable, _Costs]:
+    """Return the step's cache of costs (empty at first)."""
+    return {}
+
+
+def _what_counts(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> Iterator[Hashable]:
+    """Yield everything that a rank's costs of a bucket depend on."""
+    place, node = low.place(rank), low.node(rank)
+    yield from (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank] > 0, place)
+    yield low.pushed_elements(bucket, rank)
+    if is_thresholded(low):
+        sizes = push_sizes(low, micro_batch, place)
+        yield from (int(sizes.classes[node]), int(sizes.alike[bucket_kind(low, bucket), sizes.runs[node]]))
+
+
+def _new_costs(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> _Costs:
+    thresholded, device, place = is_thresholded(low), low.device(rank), low.place(rank)
+    threshold_s = cost.copy_time_s(device, low.pushed_elements(bucket, rank) * low.master_bytes)
+    if thresholded:
+        threshold_s += _threshold_s(low, rank, bucket, micro_batch)
+    threshold = _threshold_memory(low, rank, bucket, micro_batch)
+    offered = low.division(bucket).places[place] * low.value_bytes
+    if low.nodes == 1:  # nothing is left to push
+        release = [] if thresholded else [Event(0, -float(offered), "buckets")]
+        return _Costs(threshold_s, threshold, 0.0, footprint(release), NOTHING, 0.0, NOTHING)
+    if thresholded:
+        kind, amounts = bucket_kind(low, bucket), _amounts(low, rank, micro_batch)
+        sent_bytes, received_bytes = amounts.sent_bytes[kind], amounts.received_bytes[kind]
+    else:
+        matrix, own = push_matrix(low, bucket, micro_batch, place), low.node(rank)
+        sent_bytes, received_bytes = matrix.sent[own], matrix.received[own]
+    packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -float(offered), "buckets")
+    adding = _accumulation_memory(low, bucket, rank, micro_batch)
+    staged = low.sends_from_host(device)
+    posted, sent, released = _exchange_memory(low, packed, adding, sent_bytes, received_bytes, staged=staged)
+    if not low.policies.point_to_point:  # the backend's all-to-all posts from a flat copy, in its own thread
+        post_s = cost.copy_time_s(device, sent_bytes)
+    elif low.scenario.plan.overlap:
+        post_s = collectives.posting_s(low.scenario.cluster, device, sent_bytes, low.nodes - 1)
+    else:  # posting is part of the exchange's own time
+        post_s = 0.0
+    push = NOTHING if low.scenario.plan.overlap else footprint(sent)
+    add_s = _add_s(low, bucket, rank, micro_batch, received_bytes)
+    return _Costs(threshold_s, threshold, post_s, footprint(posted), push, add_s, footprint(released))
 
 
 _BucketTasks = tuple[list[Task], list[Task], list[Task]]
 
 
 @once_a_step
-def _sent_buckets(_low: Lowering) -> dict[Hashable, _BucketTasks]:
-    """Return the step's cache of the tasks of buckets (empty at first)."""
-    return {}
-
-
-def _bucket_kind(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> Iterator[Hashable]:
-    """Yield everything that a rank's tasks for a bucket depend on."""
-    place, node = low.place(rank), low.node(rank)
-    yield from (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank] > 0, place)
-    yield low.pushed_elements(bucket, rank)
-    if is_thresholded(low):
-        sizes = push_sizes(low, micro_batch, place)
-        yield from (int(sizes.classes[node]), int(sizes.alike[bucket.index, sizes.runs[node]]))
-
-
-def _send_bucket(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> _BucketTasks:
-    reduce = _reduce_scatter_in_node(low, bucket.index, low.place(rank)) if low.reduces_in_nodes else []
+def _tasks_of_bucket(low: Lowering, number: int, place: int, micro_batch: MicroBatch, costs: _Costs) -> _BucketTasks:
+    """Return the tasks of the bucket with an index on the ranks at a place; see `send_bucket`."""
+    names = _names(low, number)
+    reduce = _reduce_scatter_in_node(low, number, place) if low.reduces_in_nodes else []
     after = (reduce[-1].id,) if reduce and low.overlaps else ()
-    push, drain = _push_bucket(low, rank, bucket, micro_batch, after)
-    return reduce, push, drain
+    threshold = Task(names.threshold, "compression", duration_s=costs.threshold_s, after=after, need=costs.threshold)
+    if low.nodes == 1:
+        return reduce, [threshold, Task(names.free, "compression", need=costs.post)], []
+    communication, exchange = _exchange_of_bucket(low, number, place, micro_batch)
+    counts = [_count_exchange(low, number)] if is_thresholded(low) else []
+    post = Task(names.post, "exposed_communication", duration_s=costs.post_s, need=costs.post)
+    stream, begun = "compute", post.id
+    if low.scenario.plan.overlap:  # messages start as they are posted, the backend's call after its flat copy
+        stream = "communication"
+        begun = [threshold, *counts][-1].id if low.policies.point_to_point else post.id
+    push = collective_task(names.push, exchange, stream, communication=communication, after=(begun,), need=costs.push)
+    add = Task(names.add, "compression", duration_s=costs.add_s, after=(push.id,), need=costs.add)
+    return reduce, [threshold, *counts, post, push], [add]
+
+
+class _Names(NamedTuple):
+    """Identities of the tasks that send a bucket, shared by all ranks: the same objects are compared fast."""
+
+    threshold: TaskId
+    free: TaskId
+    post: TaskId
+    push: TaskId
+    add: TaskId
+
+
+@once_a_run
+def _names(_low: Lowering, number: int) -> _Names:
+    push = TaskId("push", bucket=number)
+    return _Names(
+        TaskId("threshold", bucket=number),
+        TaskId("free", bucket=number),
+        push.serving("post"),
+        push,
+        TaskId("add", bucket=number),
+    )
+
+
+@once_a_step
+def _exchange_of_bucket(
+    low: Lowering, number: int, place: int, micro_batch: MicroBatch
+) -> tuple[TaskId, Communication]:
+    """Return the exchange by which the ranks at a place push the bucket with an index, with its identity."""
+    bucket = low.buckets[number]
+    return push_group_collective(
+        low,
+        bucket,
+        low.group[place],
+        _names(low, number).push,
+        "all-to-all-v",
+        (low.nodes - 1) * low.division(bucket).places[place] * low.value_bytes,
+        pair_bytes=push_matrix(low, bucket, micro_batch, place),
+        data_dependent=is_thresholded(low),
+        carried_as=_carried_as(low),
+    )
 
 
 @once_a_run
@@ -140,8 +259,8 @@ def _reduce_scatter_in_node(low: Lowering, number: int, place: int) -> list[Task
     large as the largest of them.
     """
     own, bucket = TaskId("reduce-scatter", bucket=number), low.buckets[number]
-    parts = dense_bytes(low, low.division(bucket).places)
-    exchange = low.communication("reduce-scatter-v", "dp_shard", sum(parts), part_bytes=parts)
+    exchange = exchange_in_node(low, "reduce-scatter-v", bucket)
+    parts = exchange.part_bytes
     whole = float(sum(parts))
     staged = float(low.forwarded_elements(bucket, place) * low.value_bytes)
     events = [Event(0, float(parts[place]), "buckets"), Event(1, staged, "communication")]
@@ -152,65 +271,19 @@ def _reduce_scatter_in_node(low: Lowering, number: int, place: int) -> list[Task
     return [collective_task(own, exchange, need=footprint([*events, Event(3, -whole, "buckets")]))]
 
 
-def _push_bucket(
-    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[TaskId, ...]
-) -> tuple[list[Task], list[Task]]:
-    """Return the tasks that send a bucket, and those that add received messages; `after`: tasks before the push."""
-    thresholded = is_thresholded(low)
-    matrix = push_matrix(low, bucket, micro_batch, low.place(rank))
-    own = low.node(rank)
-    tasks = [_threshold_bucket(low, rank, bucket, micro_batch, after)]
-    offered = low.division(bucket).places[low.place(rank)] * low.value_bytes
-    if low.nodes == 1:  # nothing is left to push
-        release = [] if thresholded else [Event(0, -float(offered), "buckets")]
-        return [*tasks, Task(TaskId("free", bucket=bucket.index), "compression", need=footprint(release))], []
-    push = TaskId("push", bucket=bucket.index)
-    size = (low.nodes - 1) * offered
-    carried_as = _carried_as(low)
-    communication, exchange = push_group_collective(
-        low,
-        bucket,
-        rank,
-        push,
-        "all-to-all-v",
-        size,
-        pair_bytes=matrix,
-        data_dependent=thresholded,
-        carried_as=carried_as,
-    )
-    if thresholded:
-        amounts = _amounts(low, rank, micro_batch)
-        sent_bytes, received_bytes = amounts.sent_bytes[bucket.index], amounts.received_bytes[bucket.index]
-        tasks.append(_count_exchange(low, bucket.index))
-    else:
-        sent_bytes, received_bytes = matrix.sent[own], matrix.received[own]
-    packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -float(offered), "buckets")
-    adding = _accumulation_memory(low, bucket, rank, micro_batch)
-    staged = low.sends_from_host(low.device(rank))
-    posted, sent, released = _exchange_memory(low, packed, adding, sent_bytes, received_bytes, staged=staged)
-    ready = tasks[-1].id
-    if not low.policies.point_to_point:  # the backend's all-to-all posts from a flat copy, in its own thread
-        posting_s = cost.copy_time_s(low.device(rank), sent_bytes)
-    elif low.scenario.plan.overlap:
-        posting_s = collectives.posting_s(low.scenario.cluster, low.device(rank), sent_bytes, low.nodes - 1)
-    else:  # posting is part of the exchange's own time
-        posting_s = 0.0
-    post = Task(push.serving("post"), "exposed_communication", duration_s=posting_s, need=footprint(posted))
-    tasks.append(post)
-    if low.scenario.plan.overlap:  # messages start as they are posted, the backend's call after its flat copy
-        begun = (ready if low.policies.point_to_point else post.id,)
-        tasks.append(collective_task(push, exchange, "communication", communication=communication, after=begun))
-    else:
-        after = (post.id,)
-        tasks.append(collective_task(push, exchange, communication=communication, after=after, need=footprint(sent)))
-    add_s = _add_s(low, bucket, rank, micro_batch, received_bytes)
-    add = TaskId("add", bucket=bucket.index)
-    return tasks, [Task(add, "compression", duration_s=add_s, after=(push,), need=footprint(released))]
+def exchange_in_node(low: Lowering, kind: str, bucket: Bucket) -> Communication:
+    """Return the dense exchange of a bucket within every node; buckets of equal sizes share it."""
+    return _exchange_in_node(low, kind, dense_bytes(low, low.division(bucket).places))
+
+
+@once_a_run
+def _exchange_in_node(low: Lowering, kind: str, part_bytes: tuple[int, ...]) -> Communication:
+    return low.communication(kind, "dp_shard", sum(part_bytes), part_bytes=part_bytes)
 
 
 @dataclass(frozen=True, eq=False)
 class _Amounts:
-    """Bytes and seconds of a rank's thresholded pushes, by bucket."""
+    """Bytes and seconds of a rank's thresholded pushes, by kind of bucket."""
 
     sent_bytes: Sequence[float]
     received_bytes: Sequence[float]
@@ -232,13 +305,14 @@ def _amounts(low: Lowering, rank: int, micro_batch: MicroBatch) -> _Amounts:
 
 @once_a_step
 def _selecting_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type: str) -> Floats:
-    """Return the seconds that a rank takes to select and pack entries for all other owners, by bucket and kind of node.
+    """Return the seconds that a rank takes to select and pack entries for all other owners, by kind of bucket and of
+    node.
 
     This includes clearing the sent entries in the residual, if there is one.
     """
     sizes, device = push_sizes(low, micro_batch, place), low.scenario.cluster.device_types[device_type]
     messages, value = sizes.messages, low.value_bytes
-    parts = [len(bucket.members) if low.push.kind != "absolute" else 1 for bucket in low.buckets]
+    parts = [len(bucket.members) if low.push.kind != "absolute" else 1 for bucket in first_of_kinds(low)]
     times_s = cost.select_time_s(
         device, elements=messages.elements, parts=np.array(parts, dtype=float)[:, None, None], value=value
     )
@@ -250,7 +324,7 @@ def _selecting_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type
 
 @once_a_step
 def _adding_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type: str) -> Floats:
-    """Return the seconds a rank takes to add all others' messages and their weights, by bucket and kind of node."""
+    """Return the seconds a rank takes to add all others' messages and their weights, by kind of bucket and of node."""
     sizes, device = push_sizes(low, micro_batch, place), low.scenario.cluster.device_types[device_type]
     messages = sizes.messages
     times_s = messages.priced(partial(cost.unpack_time_s, device, value=low.value_bytes))
@@ -266,7 +340,7 @@ def _add_s(low: Lowering, bucket: Bucket, rank: int, micro_batch: MicroBatch, re
     add_s = 0.0 if low.policies.point_to_point else cost.copy_time_s(device, received_bytes)
     if not is_thresholded(low):
         return add_s + cost.copy_time_s(device, 1.5 * received_bytes)  # read both, write one
-    add_s += _amounts(low, rank, micro_batch).add_s[bucket.index]
+    add_s += _amounts(low, rank, micro_batch).add_s[bucket_kind(low, bucket)]
     return add_s + cost.division_time_s(device, size_bytes=own * low.master_bytes) * _normalises_by_weight(low)
 
 
@@ -286,24 +360,24 @@ def push_group_collective(
     place, owned = low.place(rank), low.division(bucket).owned
     alike = [place] if low.sends_by_data else [other for other in range(low.places) if owned[other] == owned[place]]
     own = task if len(alike) == low.places else task._replace(place=alike[0])
-    if "pair_bytes" in parts:
-        matrix = parts.pop("pair_bytes")
-        return own, _exchange_in_groups(low, kind, tuple(alike), size_bytes, Same(matrix), **parts)
-    return own, _in_push_groups(low, kind, alike, size_bytes, **parts)
+    (name,) = UNEVEN & parts.keys()
+    sizes = Same(parts.pop(name))
+    return own, _in_push_groups(low, kind, tuple(alike), size_bytes, name, sizes, **parts)
+
+
+UNEVEN = frozenset({"pair_bytes", "part_bytes"})
+"""Fields of a collective that hold the sizes of its messages, of which an uneven one has one."""
 
 
 @once_a_step
-def _exchange_in_groups(
-    low: Lowering, /, kind: str, places: tuple[int, ...], size_bytes: float, matrix: Same, **parts: Any
+def _in_push_groups(
+    low: Lowering, /, kind: str, places: tuple[int, ...], size_bytes: float, name: str, sizes: Same, **settings: Any
 ) -> Communication:
     """Return one object for all owners: uneven exchanges are told apart by object identity."""
-    return _in_push_groups(low, kind, places, size_bytes, pair_bytes=matrix.value, **parts)
-
-
-def _in_push_groups(low: Lowering, kind: str, places: Sequence[int], size_bytes: float, **parts: Any) -> Communication:
     group, *beside = (low.push_groups[each] for each in places)
     at_once = low.places if low.sends_by_data else 1
-    return Communication(kind, group, size_bytes, beside=tuple(beside), at_once=at_once, **parts)
+    uneven: dict[str, Any] = {name: sizes.value}
+    return Communication(kind, group, size_bytes, beside=tuple(beside), at_once=at_once, **uneven, **settings)
 
 
 def _carried_as(low: Lowering) -> str:
@@ -357,18 +431,6 @@ def _accumulation_memory(low: Lowering, bucket: Bucket, rank: int, micro_batch: 
     return [Event(1, own, "temporaries"), Event(4, -own - total, "temporaries")]
 
 
-def _threshold_bucket(
-    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[TaskId, ...]
-) -> Task:
-    """Return the task that copies the rank's own part of the gradient, and thresholds and packs the others'."""
-    duration_s = cost.copy_time_s(low.device(rank), low.pushed_elements(bucket, rank) * low.master_bytes)
-    if is_thresholded(low):
-        duration_s += _threshold_s(low, rank, bucket, micro_batch)
-    need = _threshold_memory(low, rank, bucket, micro_batch)
-    threshold = TaskId("threshold", bucket=bucket.index)
-    return Task(threshold, "compression", duration_s=duration_s, after=after, need=need)
-
-
 def _threshold_s(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> float:
     """Return the seconds to add residuals, to estimate thresholds, and to select and pack the others' entries."""
     device, push = low.device(rank), low.push
@@ -386,7 +448,7 @@ def _threshold_s(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBat
         if not estimates_thresholds(low) and push.threshold:
             samples = [encodings.followed_elements(push.threshold, bucket.elements)]
         total_s += cost.estimate_time_s(device, samples=sum(samples), tensors=len(bucket.members))
-    return total_s + _amounts(low, rank, micro_batch).select_s[bucket.index]
+    return total_s + _amounts(low, rank, micro_batch).select_s[bucket_kind(low, bucket)]
 
 
 def estimates_thresholds(low: Lowering) -> bool:
@@ -417,7 +479,7 @@ def _threshold_memory(low: Lowering, rank: int, bucket: Bucket, micro_batch: Mic
         return footprint(events)
     place = low.place(rank)
     messages = OthersOf(push_matrix(low, bucket, micro_batch, place), low.node(rank))
-    sent_bytes = _amounts(low, rank, micro_batch).sent_bytes[bucket.index]
+    sent_bytes = _amounts(low, rank, micro_batch).sent_bytes[bucket_kind(low, bucket)]
     events.append(Event(2, sent_bytes, "communication", messages))
     released = 1 if accumulates_in_residual(low) and low.batch_sizes[rank] > 0 else 3
     events.append(Event(released, -float(low.division(bucket).places[place] * low.value_bytes), "buckets"))
@@ -431,11 +493,15 @@ def _is_first_push(micro_batch: MicroBatch) -> bool:
 @once_a_run
 def _count_exchange(low: Lowering, bucket: int) -> Task:
     """Return the task that tells every owner how many entries will come; it posts the messages and waits for them."""
+    return collective_task(TaskId("counts", bucket=bucket), _counts(low))
+
+
+@once_a_run
+def _counts(low: Lowering) -> Communication:
     size = low.nodes * (low.nodes - 1) * COUNT_BYTES
     matrix = matrix_to_all(low, (COUNT_BYTES,) * low.nodes, 1)
     settings: dict[str, Any] = {"pair_bytes": matrix, "carried_as": _carried_as(low), "at_once": low.places}
-    exchange = among_owners(low, "all-to-all-v", size, **settings)
-    return collective_task(TaskId("counts", bucket=bucket), exchange)
+    return among_owners(low, "all-to-all-v", size, **settings)
 
 
 def among_owners(low: Lowering, kind: str, size_bytes: float, **settings: Any) -> Communication:

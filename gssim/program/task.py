@@ -270,9 +270,13 @@ class TaskId(NamedTuple):
             yield f"step {self.step}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Task:
-    """One task of a rank: either computes for `duration_s`, or takes part in the collective `communication`."""
+    """One task of a rank: either computes for `duration_s`, or takes part in the collective `communication`.
+
+    It is never changed, but not frozen either: a program has many thousands, and frozen ones take four times as long to
+    create.
+    """
 
     id: TaskId
     phase: str
@@ -484,10 +488,15 @@ def each_once(tasks: Sequence[Task]) -> Iterable[Task]:
 def _collectives_of(tasks: Iterable[Task]) -> dict[TaskId, Communication]:
     """Return the collectives in which tasks take part, in the order of the tasks."""
     found: dict[TaskId, Communication] = {}
+    seen: dict[int, TaskId] = {}  # by identity: most ranks name a collective by the same object, hashed only once
     for task in tasks:
-        if task.communication is not None and task.communication not in found:
+        name = task.communication
+        if name is None or id(name) in seen:
+            continue
+        seen[id(name)] = name
+        if name not in found:
             assert task.exchange is not None
-            found[task.communication] = task.exchange
+            found[name] = task.exchange
     return found
 
 
@@ -528,6 +537,8 @@ class Collectives(Mapping[TaskId, Communication]):
         They are counted by template: roles with chunks of the same collectives have templates that name the same ones.
         If two templates have only some of their names in common, all tasks are counted one by one.
         """
+        if not any(isinstance(tasks, Outline) for tasks in self._by_rank):
+            return _counted(self._all.values())
         plain: dict[TaskId, Communication] = {}
         order: dict[int, Communication] = {}
         chunks: dict[tuple[TaskId, ...], _Repeated] = {}
@@ -648,6 +659,11 @@ class Bucket:
         """Number of gradient elements."""
         return sum(parameter.elements for _, parameter in self.members)
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Name of each member in the model."""
+        return tuple(parameter.name.replace("{}", instance.module) for instance, parameter in self.members)
+
     @property
     def of_experts(self) -> bool:
         """Whether its parameters are of experts that ranks divide: no bucket has others beside them."""
@@ -695,6 +711,10 @@ class MicroBatch:
     """Whether gradients are communicated after this micro-batch, if the plan communicates them at all."""
     sent_before: bool = False
     """Whether earlier micro-batches communicated their own gradients."""
+
+    def __hash__(self) -> int:
+        """Return equal hashes for equal micro-batches: they are parts of many keys."""
+        return self.index
 
     @property
     def first(self) -> bool:

@@ -10,6 +10,7 @@ represented by their digests.
 import hashlib
 import json
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from gssim.cluster import Cluster, Conditions
@@ -83,15 +84,9 @@ def canonical(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
     if plan.shares.replan:
         shares["replanning"] = _fields(plan.shares.replanning)
 
-    def model_digest() -> str:
-        """Return the digest of the model without its name, its source, and what follows from its module."""
-        layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
-        return _digest(_fields(model, leave_out=UNASKED_OF_MODEL) | {"layers": layers})
-
     return {
         "version": VERSION,
-        "workload": _fields(workload, leave_out=unasked)
-        | {"model": shared.once("identity of model", Same(model), model_digest)},
+        "workload": _fields(workload, leave_out=unasked) | {"model": _model_digest(Same(model))},
         "plan": _fields(plan, leave_out=AS_RESOLVED) | {"publish": _fields(plan.publish, leave_out={"overlap"})},
         "policies": {name: getattr(policies, name) for name in POLICIES}
         | ({"compress": policies.compress} if policies.compress else {})
@@ -104,6 +99,19 @@ def canonical(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
         "network": _fields(scenario.network),
         "run": _fields(scenario.run, leave_out={"evaluate_every_steps"}),  # evaluations change no step
     }
+
+
+MOST_MODELS = 32
+"""Number of models whose digests, and whose plain data, a process caches: large models take longer to dump than most
+scenarios to simulate. The models themselves are cached by `loading`."""
+
+
+@lru_cache(maxsize=MOST_MODELS)
+def _model_digest(same: Same) -> str:
+    """Return the digest of a model without its name, its source, and what follows from its module."""
+    model: Any = same.value
+    layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
+    return _digest(_fields(model, leave_out=UNASKED_OF_MODEL) | {"layers": layers})
 
 
 def scenario_id(scenario: ScenarioParts, shared: Shared) -> str:
@@ -182,10 +190,10 @@ def resolved(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
         "question": scenario.question,
         "cluster": shared.once("plain cluster", Same(cluster), lambda: _dumped(cluster)),
     }
-    return head | shared.once("plain tables", _tables(scenario), lambda: _resolved_tables(scenario, shared))
+    return head | shared.once("plain tables", _tables(scenario), lambda: _resolved_tables(scenario))
 
 
-def _resolved_tables(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
+def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
     """Return the tables of a scenario besides the cluster as plain data."""
     model, plan, run, policies = scenario.workload.model, scenario.plan, scenario.run, scenario.policies
     unused = {"uncut_reason", "adapted", "autocast"}
@@ -195,7 +203,7 @@ def _resolved_tables(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
     unused |= set() if policies.ep > 1 else {"expert_layers", "expert_tensor_ranks"}
     unused |= set() if policies.ep > 1 and policies.tp > 1 else {"expert_sequence_layers"}
     unused |= set() if policies.cp > 1 else {"context_layers"}
-    whole = shared.once("plain model", (Same(model), frozenset(unused)), lambda: _dumped(model, exclude=unused))
+    whole = _plain_model(Same(model), frozenset(unused))
     data: dict[str, Any] = {
         "workload": {"model": whole} | _dumped(scenario.workload, exclude={"model"}),
         "plan": _dumped(plan),
@@ -245,6 +253,11 @@ def _resolved_tables(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
         if is_absent:
             del table[key]
     return data
+
+
+@lru_cache(maxsize=MOST_MODELS)
+def _plain_model(model: Same, unused: frozenset[str]) -> Any:
+    return _dumped(model.value, exclude=set(unused))
 
 
 def _dumped(value: object, **options: Any) -> Any:

@@ -22,6 +22,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist, fmean
 from typing import TypeVar
 
@@ -118,7 +119,8 @@ class Moment:
         return width, math.log(values[at + 1] / values[at]) / width if width > 0 else 0.0
 
 
-def moment_of(sampled_steps: Sequence[int], step: float, first_step: int = 0) -> Moment:
+@lru_cache(maxsize=256)
+def moment_of(sampled_steps: tuple[int, ...], step: float, first_step: int = 0) -> Moment:
     """Return the position of a step among the sampled ones; values are constant after the last of these."""
     after = bisect_left(sampled_steps, step)
     if after == len(sampled_steps) or sampled_steps[after] == step:

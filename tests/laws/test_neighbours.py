@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gssim.program import Steps, messages
-from gssim.program.messages import owned_pieces
+from gssim.program.messages import first_of_kinds, owned_pieces
 from gssim.result import Result
 from gssim.scenario import Loaded, load_scenario
 from gssim.simulation import simulate
@@ -66,6 +66,29 @@ def test_runs_of_owners_are_all_of_their_owners(changes, per_host, monkeypatch):
     monkeypatch.setattr(messages, "_first_of_runs", lambda ranges, starts: np.ones(ranges.shape[1], dtype=bool))
     apart, lows = simulate(asked).result, Steps(asked.scenario, asked.gradients)._at(10)
     assert all(len(owned_pieces(lows[0], place).members) == 128 / per_host for place in places)
+    assert texts(together) == texts(apart)
+    assert numbers(together) == pytest.approx(numbers(apart), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [("plan.method=gs_hier",), pytest.param(("plan.publish.threshold=1e-4",), marks=pytest.mark.slow)],
+)
+def test_buckets_of_equal_layers_are_all_what_the_first_of_them_is(changes, monkeypatch):
+    """Their statistics are transferred, and equal in the inner blocks."""
+    switch = SWITCH.format(ranks=8, per_host=2)
+    model = [
+        f"workload.model={SCENARIOS / 'models/gpt2-124m.toml'}",
+        "workload.global_batch_size=8",
+        "workload.sequence_length=512",
+    ]
+    run = ["run.steps=2", "run.warmup_steps=2", "plan.push.threshold=1e-4"]
+    asked = load_scenario(SCENARIOS / "gpt3-1024-unequal.toml", [switch, *model, *run, "plan.method=gs", *changes])
+    together, (low, *_) = simulate(asked).result, Steps(asked.scenario, asked.gradients)._at(3)
+    assert len(first_of_kinds(low)) < len(low.buckets) / 2
+    monkeypatch.setattr(messages, "_bucket_kinds", lambda low, _: (range(len(low.buckets)), low.buckets))
+    apart, (low, *_) = simulate(asked).result, Steps(asked.scenario, asked.gradients)._at(3)
+    assert len(owned_pieces(low, 0).elements_owned) == len(low.buckets)
     assert texts(together) == texts(apart)
     assert numbers(together) == pytest.approx(numbers(apart), rel=1e-12)
 

@@ -77,7 +77,7 @@ def test_together_they_do_what_each_does_alone(kind, changes, monkeypatch):
     alone = outcome(asked)
     assert together[2].vectorised is not None
     if kind == "switch" and not changes:  # its messages are of many sizes
-        assert all(known is not None for known in together[2].vectorised._known_delays.values())
+        assert all(together[2].vectorised.delays_s(name) is not None for name in together[2].instances)
     assert alone[2].vectorised is None
     assert len(alone[2].classes) > 2
     assert_equal_but_for_rounding(together, alone)
@@ -107,7 +107,7 @@ def test_collectives_inside_nodes_end_ahead_of_the_clock_when_they_would_by_it(c
     asked = [SERVERS, "plan.method=gs_hier", "plan.push.threshold=1e-3", *changes]
     ahead = outcome(asked)
     walk = ahead[2].vectorised
-    known = {name.op for name, delays_s in walk._known_delays.items() if delays_s is not None}
+    known = {name.op for name in ahead[2].instances if walk.delays_s(name) is not None}
     assert known == {"reduce-scatter", "publish-in-node"}
     monkeypatch.setattr(machine, "MIN_CLASSES_VECTORISED", 1000)
     by_clock = outcome(asked)
