@@ -121,6 +121,8 @@ class Lowering:
     """Compute and update time of a rank relative to its device type's, by rank; only for ranks slower than that."""
     slowed_steps: Sequence[Mapping[int, float]] = ()
     """`slowed` of each step of a period, where a program covers a whole period; empty: `slowed` holds in all steps."""
+    for_memory: bool = False
+    """Whether only the memory of tasks counts: pipeline stages then exchange no messages."""
 
     step_cache: dict[Hashable, Any] = field(default_factory=dict)
     """Values of functions that differ from step to step, by function and arguments."""
@@ -304,6 +306,7 @@ class Lowering:
             micro_batches=plan.micro_batches,
             sharded=self.reduces_after_schedule,
             frees_sent=plan.receive_buffers == "in-flight",
+            messages=not self.for_memory,
         )
 
     def position(self, rank: int) -> int:
