@@ -159,26 +159,27 @@ class _Role:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.parts = parts_of(tasks)
+        self.templates = {id(part.template): part.template for part in self.parts if isinstance(part, Chunk)}
+        """By identity."""
+        self.stream_of = {part.id: part.stream for part in self.parts if isinstance(part, Task)}
+        """Streams of the tasks that are in no chunk."""
         self.slot_of: dict[Name, int] = {}
         """Slot of each task or part that others wait for."""
-        self.stream_of: dict[TaskId, str] = {}
-        """Streams of these tasks, but for those of chunks."""
-        self.templates: dict[int, Template] = {}
-        """By identity."""
-        for part in self.parts:
-            if not isinstance(part, Chunk):
-                for name in part.after:
-                    self.slot_of.setdefault(name, len(self.slot_of))
+        inside: list[TaskId] = []
+        """Tasks of chunks that are waited for on other streams; on its own, a chunk ends before what follows it."""
         for part in self.parts:
             if isinstance(part, Chunk):
-                self.templates[id(part.template)] = part.template
-            elif isinstance(part, Task) and part.id in self.slot_of:
-                self.stream_of[part.id] = part.stream
-        inside = [each for each in self.slot_of if isinstance(each, TaskId) and each not in self.stream_of]
+                continue
+            for name in part.after:
+                if isinstance(name, TaskId) and name not in self.stream_of:
+                    if part.stream == "compute":
+                        continue
+                    inside.append(name)
+                self.slot_of.setdefault(name, len(self.slot_of))
         chunks = {part.last: part for part in self.parts if isinstance(part, Chunk)} if inside else {}
         self.waits_inside_chunks = not all(each in chunks for each in inside)
-        """Whether a task waits for a task that is not the last of its chunk."""
-        for each in inside:  # which waits for a chunk by the identity of its last task
+        """Whether another stream waits for a task that is not the last of its chunk."""
+        for each in inside:
             if each in chunks:
                 self.slot_of[each] = self.slot_of.setdefault(chunks[each], self.slot_of[each])
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gssim import collectives
 from gssim.cluster import DeviceType
@@ -117,6 +117,14 @@ def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[in
     return tasks
 
 
+class _Computed(NamedTuple):
+    """The forward or the backward of a stage, without the number of the micro-batch."""
+
+    own: Template | Sequence[Task]
+    reductions: Sequence[Task]
+    """What it has of these, where they run after the schedule."""
+
+
 @dataclass
 class _ScheduleWriter:
     """Translates actions of the schedule into tasks."""
@@ -136,9 +144,8 @@ class _ScheduleWriter:
     parts: list[Part] = field(default_factory=list)
     deferred: list[Task] = field(default_factory=list)
     """Tasks that run after the schedule."""
-    computed: dict[tuple[int, str, Hashable, Gathered | None], Template | Sequence[Task]] = field(default_factory=dict)
-    """Forwards and backwards, by stage, direction, and what micro-batches with equal ones have in common; templates
-    where that is possible."""
+    computed: dict[tuple[int, str, Hashable, Gathered | None], _Computed] = field(default_factory=dict)
+    """Forwards and backwards, by stage, direction, and what micro-batches with equal ones have in common."""
     routes: dict[tuple[str, int], tuple[Route, float]] = field(default_factory=dict)
     """What messages have in common, and the host time to post one; by kind of message and source stage."""
     posted: dict[Message, Posted] = field(default_factory=dict)
@@ -202,39 +209,36 @@ class _ScheduleWriter:
         pushes = low.policies.gradients == "push" and micro_batch.sends_gradients
         like = micro_batch if pushes else (micro_batch.first, micro_batch.sends_gradients)
         key = (action.stage, action.kind, like, gathered)
-        unnumbered = self.computed.get(key)
-        if unnumbered is None:
+        if key not in self.computed:
             both = stage_tasks(low, micro_batch, gathered)
-            if chunked and gathered is None:
-                unnumbered = self.template_of(both, action.kind, shared=not micro_batch.sends_gradients)
-            if unnumbered is None:
-                unnumbered = _part_of(both, action.kind)
-            self.computed[key] = unnumbered
-        if isinstance(unnumbered, Template):
-            self.add_part(Chunk(unnumbered, micro_batch.number, stage))
-            return
-        part = with_ids(unnumbered, partial(TaskId.at, micro_batch=micro_batch.number, stage=stage))
+            made = partial(self.computed_of, both, action.kind, as_chunk=chunked and gathered is None)
+            if micro_batch.sends_gradients:
+                self.computed[key] = made()
+            else:  # programs that differ in their number of micro-batches share these tasks, and so their template
+                place = ("forward or backward", Same(both), action.kind, Same(self.named), chunked)
+                weight = ELEMENTS_PER_TASK * len(both)
+                self.computed[key] = low.shared.large.once(place, made, weight=lambda _: weight)
+        own, reductions = self.computed[key]
+        at = partial(TaskId.at, micro_batch=micro_batch.number, stage=stage)
+        if reductions:
+            self.deferred += with_ids(reductions, at)
+        if isinstance(own, Template):
+            self.add_part(Chunk(own, micro_batch.number, stage))
+        else:
+            self.add(*with_ids(own, at))
+
+    def computed_of(self, both: Sequence[Task], kind: str, *, as_chunk: bool) -> _Computed:
+        """Return the forward or the backward (`kind`) of a stage's tasks; `as_chunk`: as a template, if possible."""
+        forward_count = next(
+            place for place, task in enumerate(both) if task.id.op in BACKWARD or task.id.during == "backward"
+        )
+        own, reductions = both[:forward_count] if kind == "forward" else both[forward_count:], list[Task]()
         if not self.low.scenario.plan.overlap:
-            self.deferred += [task for task in part if is_reduction(task)]
-            part = [task for task in part if not is_reduction(task)]
-        self.add(*part)
-
-    def template_of(self, both: Sequence[Task], kind: str, *, shared: bool) -> Template | None:
-        """Return the template of the forward or the backward (`kind`) of a stage's tasks; None if it cannot be one.
-
-        Programs that differ in their number of micro-batches share the tasks, where they have no reductions (`shared`),
-        and so the template.
-        """
-
-        def made() -> Template | None:
-            own = _part_of(both, kind)
-            is_template = not any(map(is_reduction, own)) and can_be_template(own)
-            return Template(tuple(map(self.named.task, own))) if is_template else None
-
-        if not shared:
-            return made()
-        key = ("template", Same(both), kind, Same(self.named))
-        return self.low.shared.large.once(key, made, weight=lambda _: ELEMENTS_PER_TASK * len(both))
+            reductions = [task for task in own if is_reduction(task)]
+            own = [task for task in own if not is_reduction(task)]
+        if as_chunk and not any(map(is_reduction, own)) and can_be_template(own):
+            return _Computed(Template(tuple(map(self.named.task, own))), reductions)
+        return _Computed(own, reductions)
 
     def unpack(self, action: Action) -> None:
         """Append the host's unpacking of the message that a forward or backward needs, if it was received."""
@@ -312,14 +316,6 @@ class _ScheduleWriter:
     def size_bytes(self, message: Message) -> float:
         """Return the size of a message: the source stage's output, or the gradient of the target stage's output."""
         return self.output_bytes[message.source if message.kind == "activation" else message.target]
-
-
-def _part_of(both: Sequence[Task], kind: str) -> Sequence[Task]:
-    """Return the forward or the backward (`kind`) of a stage's tasks."""
-    forward_count = next(
-        place for place, task in enumerate(both) if task.id.op in BACKWARD or task.id.during == "backward"
-    )
-    return both[:forward_count] if kind == "forward" else both[forward_count:]
 
 
 @once_a_run
