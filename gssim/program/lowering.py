@@ -550,6 +550,18 @@ class Lowering:
         """Whether stages reduce-scatter gradients after the pipeline's schedule; see [Note: stages] in `sharded`."""
         return bool(self.stages) and self.policies.gradients == "reduce-scatter"
 
+    @cached_property
+    def shares_stages(self) -> bool:
+        """Whether a stage's micro-batches have the same tasks in programs of other numbers of micro-batches: a
+        prediction that extrapolates lowers four.
+
+        Pushed gradients, copies to the host and rows of experts may depend on the number; of sharded parameters, which
+        are gathered, on the place in the schedule.
+        """
+        depends = self.policies.gradients == "push" or self.offload is not None or self.policies.ep > 1
+        equal = not depends and not self.reduces_after_schedule and len(set(self.batch_sizes)) == 1
+        return bool(self.stages) and equal
+
     def samples(self, rank: int, micro_batch: MicroBatch) -> int:
         """Return the number of samples of a rank in a micro-batch."""
         return self._split(self.batch_sizes[rank], micro_batch.count)[micro_batch.index]

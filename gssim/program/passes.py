@@ -612,35 +612,47 @@ def _unnumbered(
 ) -> Sequence[Task]:
     """Return a micro-batch's tasks without its number: all passes but the update, for a rank or one of its stages.
 
-    Equal kinds get the same object, the one that programs share if no pass changes it.
+    Equal kinds get the same object.
     """
     policies = low.scenario.policies
-    pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
     kind = _MicroBatchKind(
         _rank_kind(low, rank),
         low.samples(rank, micro_batch),
         micro_batch.first,
         micro_batch.sends_gradients,
-        micro_batch.index if pushes and low.push.selects else 0,
+        micro_batch.index if policies.gradients == "push" and low.push.selects else 0,
         micro_batch.last and low.offload is not None and policies.frees_gradients,
         gathered,
     )
     if kind not in alike.unnumbered:
-        computed = low.compute_kind(rank, micro_batch)
-        if computed not in low.computed:
-            if low.stages and low.policies.ep == 1:  # with experts, equal layers may exchange different numbers of rows
-                low.computed[computed] = _of_equal_stage(low, rank, micro_batch)
-            else:
-                low.computed[computed] = compute(low, rank, micro_batch)
-        shared = low.computed[computed]
-        tasks = list(shared)
-        if gathered is not None:
-            alike.unnumbered[kind] = run_stage(low, rank, tasks, micro_batch, gathered)
-            return alike.unnumbered[kind]
-        reduced = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, tasks, micro_batch)
-        held = HOLD_PARAMETERS[policies.parameters, pushes](low, rank, reduced)
-        alike.unnumbered[kind] = shared if held is tasks else held
+        made = partial(_all_passes, low, rank, micro_batch, gathered)
+        if low.shares_stages:
+            like = kind._replace(rank=kind.rank._replace(batch_size=0))
+            scenario = _first_of_any_count(low.scenario, low.shared)
+            key = ("micro-batch of a stage", scenario, low.tensor_part, like, low.slowed.get(rank))
+            alike.unnumbered[kind] = low.shared.large.once(
+                key, made, weight=lambda tasks: ELEMENTS_PER_TASK * len(tasks)
+            )
+        else:
+            alike.unnumbered[kind] = made()
     return alike.unnumbered[kind]
+
+
+def _all_passes(low: Lowering, rank: int, micro_batch: MicroBatch, gathered: Gathered | None) -> Sequence[Task]:
+    """Return the tasks of all passes but the update."""
+    policies = low.scenario.policies
+    computed = low.compute_kind(rank, micro_batch)
+    if computed not in low.computed:
+        if low.stages and low.policies.ep == 1:  # with experts, equal layers may exchange different numbers of rows
+            low.computed[computed] = _of_equal_stage(low, rank, micro_batch)
+        else:
+            low.computed[computed] = compute(low, rank, micro_batch)
+    tasks = list(low.computed[computed])
+    if gathered is not None:
+        return run_stage(low, rank, tasks, micro_batch, gathered)
+    pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
+    tasks = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, tasks, micro_batch)
+    return HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks)
 
 
 def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:

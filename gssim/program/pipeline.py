@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -201,31 +201,37 @@ class _ScheduleWriter:
         low, micro_batch = self.stages[action.stage], self.low.micro_batches[action.micro_batch]
         if self.pushes_last:
             micro_batch = replace(micro_batch, sends_gradients=False)
-        stage = None if low is self.low else action.stage
-        self.unpack(action)
-        self.add(*self.copies.pop(action.stage, ()))
+        if self.unpacks:
+            self.unpack(action)
+        if action.stage in self.copies:
+            self.add(*self.copies.pop(action.stage))
         gathered = self.gathered_for(action) if low.reduces_after_schedule else None
         # all micro-batches have the same size; those whose gradients are pushed may have messages of their own
-        pushes = low.policies.gradients == "push" and micro_batch.sends_gradients
+        pushes = micro_batch.sends_gradients and low.policies.gradients == "push"
         like = micro_batch if pushes else (micro_batch.first, micro_batch.sends_gradients)
         key = (action.stage, action.kind, like, gathered)
         if key not in self.computed:
-            both = stage_tasks(low, micro_batch, gathered)
-            made = partial(self.computed_of, both, action.kind, as_chunk=chunked and gathered is None)
-            if micro_batch.sends_gradients:
-                self.computed[key] = made()
-            else:  # programs that differ in their number of micro-batches share these tasks, and so their template
-                place = ("forward or backward", Same(both), action.kind, Same(self.named), chunked)
+            both, as_chunk = stage_tasks(low, micro_batch, gathered), chunked and gathered is None
+            made = partial(self.computed_of, both, action.kind, as_chunk=as_chunk)
+            if low.shares_stages:
                 weight = ELEMENTS_PER_TASK * len(both)
+                place = ("forward or backward", Same(both), action.kind, Same(self.named), as_chunk)
                 self.computed[key] = low.shared.large.once(place, made, weight=lambda _: weight)
+            else:
+                self.computed[key] = made()
         own, reductions = self.computed[key]
-        at = partial(TaskId.at, micro_batch=micro_batch.number, stage=stage)
+        stage = None if low is self.low else action.stage
         if reductions:
-            self.deferred += with_ids(reductions, at)
+            self.deferred += self.numbered(reductions, micro_batch, stage)
         if isinstance(own, Template):
             self.add_part(Chunk(own, micro_batch.number, stage))
         else:
-            self.add(*with_ids(own, at))
+            self.add(*self.numbered(own, micro_batch, stage))
+
+    @staticmethod
+    def numbered(tasks: Sequence[Task], micro_batch: MicroBatch, stage: int | None) -> list[Task]:
+        """Return tasks with the micro-batch and the stage in their identities."""
+        return with_ids(tasks, partial(TaskId.at, micro_batch=micro_batch.number, stage=stage))
 
     def computed_of(self, both: Sequence[Task], kind: str, *, as_chunk: bool) -> _Computed:
         """Return the forward or the backward (`kind`) of a stage's tasks; `as_chunk`: as a template, if possible."""
@@ -240,12 +246,17 @@ class _ScheduleWriter:
             return _Computed(Template(tuple(map(self.named.task, own))), reductions)
         return _Computed(own, reductions)
 
+    @cached_property
+    def unpacks(self) -> bool:
+        """Whether the host unpacks messages."""
+        return self.low.scenario.cluster.backend_cost is not None and not self.low.for_memory
+
     def unpack(self, action: Action) -> None:
         """Append the host's unpacking of the message that a forward or backward needs, if it was received."""
         cost, source = self.low.scenario.cluster.backend_cost, action.stage - 1
         if action.kind == "backward":
             source = action.stage + 1
-        if cost is None or self.low.for_memory or source in self.stages or not 0 <= source < len(self.low.all_stages):
+        if cost is None or source in self.stages or not 0 <= source < len(self.low.all_stages):
             return
         kind = "activation" if action.kind == "forward" else "gradient"
         message = Message(kind, source, action.micro_batch)
