@@ -588,19 +588,19 @@ class OutlineWalk:
         if prepared.processor_s or reduction_s:
             end = partial(self._transferred, self.env.now + prepared.processor_s, reduction_s, streams)
         if prepared.sessions is None:
-            end(None)
+            end()
         else:
-            _call(self.machine.network.start(prepared), end)
+            self.machine.network.start(prepared, end)
 
     def _transferred(
-        self, busy_until_s: float, reduction_s: float, streams: Sequence[_Stream], _event: simpy.Event | None
+        self, busy_until_s: float, reduction_s: float, streams: Sequence[_Stream], _event: simpy.Event | None = None
     ) -> None:
         """End a collective once processors have handled its bytes and reduced them."""
         end_s = max(self.env.now, busy_until_s) + reduction_s
         if end_s > self.env.now:
             _call(self.env.at(end_s), partial(self._end, streams))
         else:
-            self._end(streams, None)
+            self._end(streams)
 
     def _carry_out(
         self, instance: CollectiveInstance, streams: Sequence[_Stream], start_s: float
@@ -609,9 +609,9 @@ class OutlineWalk:
         if start_s > self.env.now:
             yield self.env.at(start_s)
         yield from carry_out(self.machine, instance)
-        self._end(streams, None)
+        self._end(streams)
 
-    def _end(self, streams: Sequence[_Stream], _event: simpy.Event | None) -> None:
+    def _end(self, streams: Sequence[_Stream], _event: simpy.Event | None = None) -> None:
         """End a collective for its members, which then go on."""
         now_s = float(self.env.now)
         for stream in streams:

@@ -1,7 +1,7 @@
 """Fluid simulation of flows with max-min fair rates, recomputed whenever a flow begins or ends; no packets."""
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -125,10 +125,9 @@ class Prepared:
 
 
 class _Transfer:
-    """Sessions that began together: remaining bytes and rate of each, and the event at which all have ended."""
+    """Sessions that began together: remaining bytes and rate of each, and what is called once all have ended."""
 
     __slots__ = (
-        "done",
         "going",
         "last_s",
         "limit",
@@ -138,11 +137,12 @@ class _Transfer:
         "remaining",
         "sessions",
         "single",
+        "then",
         "version",
     )
 
-    def __init__(self, sessions: Sessions, remaining: Floats, done: simpy.Event, now_s: float) -> None:
-        self.sessions, self.remaining, self.done, self.last_s = sessions, remaining, done, now_s
+    def __init__(self, sessions: Sessions, remaining: Floats, then: Callable[[], object], now_s: float) -> None:
+        self.sessions, self.remaining, self.then, self.last_s = sessions, remaining, then, now_s
         self.rate: Floats
         self.single = len(remaining) == 1
         """Whether there is only one session; plain numbers are then faster than arrays."""
@@ -254,7 +254,7 @@ class Network:
             load=np.append(group.load, 1.0),
             own_load=np.append(group.own_load, 1.0),
         )
-        self._start(limited, np.full(1, np.inf))
+        self._start(limited, np.full(1, np.inf), lambda: None)
 
     def alone_s(self, stage: Stage, pace: Pace | None = None) -> float:
         """Return the time of a stage on idle links."""
@@ -296,11 +296,11 @@ class Network:
             return Prepared(wait_s, None, None, 0.0)
         return Prepared(wait_s, group if len(group.link) else None, sizes, pace.processor_s, stage_bytes)
 
-    def start(self, prepared: Prepared) -> simpy.Event:
-        """Start the sessions of a stage now, and return the event that ends them."""
+    def start(self, prepared: Prepared, then: Callable[[], object]) -> None:
+        """Start the sessions of a stage now; `then` is called when they have all ended."""
         assert prepared.sessions is not None
         assert prepared.sizes is not None
-        return self._start(prepared.sessions, prepared.sizes)
+        self._start(prepared.sessions, prepared.sizes, then)
 
     def on_idle_links_s(self, prepared: Prepared) -> float:
         """Return the time of a stage's sessions on links that nothing else uses, until the last session ends.
@@ -430,7 +430,9 @@ class Network:
         if len(group.link) and pace.group_bytes:
             sizes = self._let_through(group, sizes, pace.group_bytes, coupled=coupled)
         if len(group.link) and sizes.any():
-            yield self._start(group, sizes)
+            done = self.env.event()
+            self._start(group, sizes, done.succeed)
+            yield done
         if pace.group_bytes:
             self.left_s |= dict.fromkeys(group.links, self.env.now)
         if busy is not None:
@@ -448,15 +450,14 @@ class Network:
         ahead_s = min(ahead_s, self.env.now - self.left_s.get(link, -math.inf))
         return np.asarray(sizes * max(0.0, 1 - ahead_s / longest_s), dtype=np.float64)
 
-    def _start(self, group: Sessions, sizes: Floats) -> simpy.Event:
-        transfer = _Transfer(group, sizes.copy(), self.env.event(), self.env.now)
+    def _start(self, group: Sessions, sizes: Floats, then: Callable[[], object]) -> None:
+        transfer = _Transfer(group, sizes.copy(), then, self.env.now)
         self.active.append(transfer)
         together = self._touching(transfer)
         if len(together) == len(sizes) == 1:
             self._go_alone(transfer)
         else:
             self._share(together)
-        return transfer.done
 
     def _go_alone(self, transfer: _Transfer) -> None:
         """Schedule the end of a session that is alone on its links; it is void if another session begins before.
@@ -473,6 +474,7 @@ class Network:
         def ended(_event: simpy.Event) -> None:
             if version == transfer.version:
                 self._end(transfer)
+                transfer.then()
 
         wake = self.env.timeout(last_s)
         assert wake.callbacks is not None
@@ -481,7 +483,6 @@ class Network:
     def _end(self, transfer: _Transfer) -> None:
         transfer.version += 1
         self.active.remove(transfer)
-        transfer.done.succeed()
 
     def _touching(self, transfer: _Transfer) -> list[_Transfer]:
         """Return the transfers that share links with this one, or with others that do."""
@@ -603,12 +604,16 @@ class Network:
             if len(links):
                 freed[links] = True
         left: list[_Transfer] = []
+        ended: list[_Transfer] = []
         for other in touched:
             if other.is_over:
                 self._end(other)
+                ended.append(other)
             else:
                 left.append(other)
         if any(other.is_limited_by(freed) for other in left):
             self._share(left)
         elif left:  # all other sessions keep their rates: their limiting links are as full as before
             self._plan(left)
+        for other in ended:  # once the others go on, since what follows may begin new transfers
+            other.then()

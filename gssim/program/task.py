@@ -390,7 +390,7 @@ class Template:
         return _collectives_of(self.tasks)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Chunk:
     """The tasks of a template for one micro-batch."""
 
