@@ -515,7 +515,10 @@ class OutlineWalk:
         step_s = max(rank.ends_s[0] for rank in self.ranks)
         is_in_time = self._first_end_s <= step_s <= self._further_s
         self._is_undecided = False
-        if is_in_time and not any(stream.is_issued_ahead for stream in self._streams):
+        one_of_each = {
+            id(stream.operations): stream for stream in self._streams
+        }.values()  # a role's classes share them
+        if is_in_time and not any(stream.is_issued_ahead for stream in one_of_each):
             self.repeated_s = step_s
             self.finished.succeed()
         elif self._held is not None:
