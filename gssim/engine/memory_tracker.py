@@ -9,7 +9,7 @@ import numpy as np
 
 from gssim.engine.task_groups import TaskGroup
 from gssim.memory import NOTHING, Footprint
-from gssim.program import Program, Task, parts_of
+from gssim.program import Program, Task, parts_of, without_messages
 from gssim.units import Bools, Floats, Ints
 
 NOISE_BYTES = 1e-3
@@ -73,7 +73,7 @@ def memory_after(program: Program, role: int, steps: int) -> MemoryTracker:
     A simulation in which only one stream allocates memory has the same result.
     """
     memory = MemoryTracker(dict(program.persistent[role]))
-    parts = parts_of(program.tasks[role])
+    parts = without_messages(program.tasks[role])
     needs = [part.need if isinstance(part, Task) else part.template.need for part in parts]
     memory.run([need for need in needs if need.peak_bytes or need.kept] * steps)
     return memory

@@ -40,7 +40,20 @@ from gssim.engine.rendezvous import (
     prepared_transfer,
 )
 from gssim.engine.state import MachineState
-from gssim.program import Chunk, Outline, Program, Task, TaskId, Template, parts_of
+from gssim.program import (
+    Awaited,
+    Chunk,
+    MessageName,
+    Name,
+    Outline,
+    Posted,
+    Program,
+    Task,
+    TaskId,
+    Template,
+    name_of,
+    parts_of,
+)
 from gssim.result import PHASES
 
 
@@ -152,71 +165,83 @@ class _Role:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.parts = parts_of(tasks)
-        names = (each for part in self.parts if isinstance(part, Task) for each in part.after)
-        self.slot_of: dict[TaskId, int] = {}
-        for name in names:
-            self.slot_of.setdefault(name, len(self.slot_of))
-        self.stream_of: dict[int, str] = {}
-        """Stream of the task of each slot."""
-        self.templates: dict[int, Template] = {}
+        self.templates = {id(part.template): part.template for part in self.parts if isinstance(part, Chunk)}
         """By identity."""
+        self.stream_of = {part.id: part.stream for part in self.parts if isinstance(part, Task)}
+        """Streams of the tasks that are in no chunk."""
+        self.slot_of: dict[Name, int] = {}
+        """Slot of each task or part that others wait for."""
+        inside: list[TaskId] = []
+        """Tasks of chunks that are waited for on other streams; on its own, a chunk ends before what follows it."""
         for part in self.parts:
             if isinstance(part, Chunk):
-                self.templates[id(part.template)] = part.template
-            elif part.id in self.slot_of:
-                self.stream_of[self.slot_of[part.id]] = part.stream
-
-    @property
-    def waits_inside_chunks(self) -> bool:
-        """Return whether a task waits for a task that is not the last of its chunk."""
-        last = {part.last for part in self.parts if isinstance(part, Chunk)}
-        return any(slot not in self.stream_of and name not in last for name, slot in self.slot_of.items())
+                continue
+            for name in part.after:
+                if isinstance(name, TaskId) and name not in self.stream_of:
+                    if part.stream == "compute":
+                        continue
+                    inside.append(name)
+                self.slot_of.setdefault(name, len(self.slot_of))
+        chunks = {part.last: part for part in self.parts if isinstance(part, Chunk)} if inside else {}
+        self.waits_inside_chunks = not all(each in chunks for each in inside)
+        """Whether another stream waits for a task that is not the last of its chunk."""
+        for each in inside:
+            if each in chunks:
+                self.slot_of[each] = self.slot_of.setdefault(chunks[each], self.slot_of[each])
 
     def operations(
-        self, whole: Collection[int], number: Callable[[Task], int]
+        self, whole: Collection[int], idle: Collection[int], number: Callable[[Task | Posted], int]
     ) -> tuple[dict[str, list[_Operation]], int]:
         """Return the operations of each stream, and the number of slots.
 
-        `whole`: `id`s of the templates that are priced as a whole. `number`: gives the number of the collective that a
-        task joins.
+        `whole`: `id`s of the templates that are priced as a whole; `idle`: of those that take no time. `number`: gives
+        the number of the collective that a task joins.
         """
         streams: dict[str, list[_Operation]] = defaultdict(list)
-        streams["compute"] = []
-        slots = dict(self.slot_of)
-        stream_of = {task: self.stream_of[slot] for task, slot in slots.items() if slot in self.stream_of}
+        compute = streams["compute"] = []
+        slots, stream_of = dict(self.slot_of), dict(self.stream_of)
         for part in self.parts:
-            if isinstance(part, Task):
-                self._add(streams, part, number, slots, stream_of)
-            elif id(part.template) in whole:
-                slot = slots.get(part.last, -1)
-                streams["compute"].append(_Operation((), slot, id(part.template), (), -1, ""))
-            else:
+            slot = slots.get(name_of(part), -1)
+            if isinstance(part, Posted):
+                (before,) = part.after
+                streams[part.stream].append(_Operation((slots[before],), slot, -1, (), number(part), part.phase))
+            elif isinstance(part, Awaited):
+                messages = tuple([slots[each] for each in part.after])
+                compute.append(_Operation(messages, slot, -1, (), -1, part.phase))
+            elif isinstance(part, Task):
+                self._add([part], streams, number, slots, stream_of)
+            elif id(part.template) not in whole:
                 tasks = part.tasks
-                for each in (each for task in tasks for each in task.after):
-                    slots.setdefault(each, len(slots))
-                stream_of |= {task.id: task.stream for task in tasks if task.id in slots}
-                for task in tasks:
-                    self._add(streams, task, number, slots, stream_of)
+                if slot >= 0:
+                    slots[tasks[-1].id] = slot
+                self._add(tasks, streams, number, slots, stream_of)
+            elif slot >= 0 or id(part.template) not in idle:
+                compute.append(_Operation((), slot, id(part.template), (), -1, ""))
         return streams, len(slots)
 
     @staticmethod
     def _add(
+        tasks: Sequence[Task],
         streams: dict[str, list[_Operation]],
-        task: Task,
-        number: Callable[[Task], int],
-        slots: Mapping[TaskId, int],
-        stream_of: Mapping[TaskId, str],
+        number: Callable[[Task | Posted], int],
+        slots: dict[Name, int],
+        stream_of: dict[TaskId, str],
     ) -> None:
-        others = [each for each in task.after if stream_of.get(each, "compute") != task.stream]  # not its own
-        after = [slots[each] for each in others]
-        slot = slots.get(task.id, -1)
-        meeting = -1 if task.communication is None else number(task)
-        pieces: tuple[_Piece, ...] = ()
-        if meeting < 0 and (task.duration_s or task.issue is not None):
-            host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
-            pieces = (_Piece((task.duration_s,), host_s, goes_on, task.phase),)
-        if after or slot >= 0 or meeting >= 0 or pieces:
-            streams[task.stream].append(_Operation(tuple(after), slot, -1, pieces, meeting, task.phase))
+        """Add the operations of tasks, and slots for those that they wait for."""
+        for each in (each for task in tasks for each in task.after):
+            slots.setdefault(each, len(slots))
+        stream_of.update((task.id, task.stream) for task in tasks if task.id in slots)
+        for task in tasks:
+            slot = slots.get(task.id, -1)
+            others = [each for each in task.after if stream_of.get(each, "compute") != task.stream]  # not its own
+            after = tuple([slots[each] for each in others])
+            meeting = -1 if task.communication is None else number(task)
+            pieces: tuple[_Piece, ...] = ()
+            if meeting < 0 and (task.duration_s or task.issue is not None):
+                host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
+                pieces = (_Piece((task.duration_s,), host_s, goes_on, task.phase),)
+            if after or slot >= 0 or meeting >= 0 or pieces:
+                streams[task.stream].append(_Operation(after, slot, -1, pieces, meeting, task.phase))
 
 
 def can_walk_outlines(machine: MachineState) -> bool:
@@ -264,7 +289,7 @@ class OutlineWalk:
         self._prepared: dict[CollectiveInstance, PreparedTransfer | None] = {}
         self._instances: dict[int, dict[int, tuple[int, CollectiveInstance]]] = {}
         """For each collective (by `id`) and class: the number of its instance, and the instance."""
-        self._numbers: dict[TaskId, int] = {}
+        self._numbers: dict[TaskId | MessageName, int] = {}
         self._instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
         """`_instances` by number of the collective."""
         self._owner_of_link = self._link_owners()
@@ -386,7 +411,12 @@ class OutlineWalk:
                 if len(found) == len(indices):
                     for index, one in zip(indices, found, strict=True):
                         priced[index][key] = one
-            operations, slots = role.operations(set(priced[indices[0]]), self._number)
+            idle = {
+                key
+                for key in priced[indices[0]]
+                if not any(own.delays_s or own.pieces or own.instances for own in (priced[i][key] for i in indices))
+            }
+            operations, slots = role.operations(set(priced[indices[0]]), idle, self._number)
             counts = Counter(each.template for each in operations["compute"] if each.template >= 0)
             for index in indices:
                 seconds: dict[str, float] = defaultdict(float)
@@ -401,7 +431,7 @@ class OutlineWalk:
                 streams += [_Stream(rank, name == "compute", several) for name, several in operations.items()]
         return sorted(ranks, key=lambda rank: rank.index), streams
 
-    def _number(self, task: Task) -> int:
+    def _number(self, task: Task | Posted) -> int:
         """Return the number of the collective that a task joins."""
         name = task.communication
         assert name is not None
@@ -491,7 +521,10 @@ class OutlineWalk:
         step_s = max(rank.ends_s[0] for rank in self.ranks)
         is_in_time = self._first_end_s <= step_s <= self._further_s
         self._is_undecided = False
-        if is_in_time and not any(stream.is_issued_ahead for stream in self._streams):
+        one_of_each = {
+            id(stream.operations): stream for stream in self._streams
+        }.values()  # a role's classes share them
+        if is_in_time and not any(stream.is_issued_ahead for stream in one_of_each):
             self.repeated_s = step_s
             self.finished.succeed()
         elif self._held is not None:
@@ -618,10 +651,10 @@ def _meetings(
     """Yield each counted collective beside the compute stream, with every collective that the rank joins before the
     compute stream waits for it; paired with None if it is not waited for in this step.
     """
-    going: dict[TaskId, Communication] = {}
+    going: dict[Name, Communication] = {}
     met: set[tuple[int, int]] = set()
     for part in parts_of(tasks):
-        if isinstance(part, Task) and part.stream == "compute":
+        if not isinstance(part, Chunk) and part.stream == "compute":
             for name in part.after:
                 going.pop(name, None)
         for each in going.values():
@@ -632,8 +665,9 @@ def _meetings(
                     part.template.collectives.values() if isinstance(part, Chunk) else filter(None, [part.exchange])
                 )
                 yield from ((each, other) for other in others)
-        if isinstance(part, Task) and part.stream != "compute" and part.exchange is not None and counts(part.exchange):
-            going[part.id] = part.exchange
+        exchange = None if isinstance(part, Chunk) or part.stream == "compute" else part.exchange
+        if exchange is not None and counts(exchange):
+            going[name_of(part)] = exchange
     yield from ((each, None) for each in going.values())
 
 

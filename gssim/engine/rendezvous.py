@@ -245,10 +245,8 @@ def carry_prepared(machine: MachineState, prepared: Prepared, reduction_s: float
         ended = partial(_handle, machine, machine.env.now + prepared.processor_s, reduction_s, ended)
     if prepared.sessions is None:
         ended()
-        return
-    done = machine.network.start(prepared)
-    assert done.callbacks is not None
-    done.callbacks.append(lambda _event: ended())
+    else:
+        machine.network.start(prepared, ended)
 
 
 def _handle(machine: MachineState, busy_until_s: float, reduction_s: float, ended: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """Fluid simulation of flows with max-min fair rates, recomputed whenever a flow begins or ends; no packets."""
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -115,10 +115,9 @@ class Prepared:
 
 
 class _Transfer:
-    """Sessions that began together: remaining bytes and rate of each, and the event at which all have ended."""
+    """Sessions that began together: remaining bytes and rate of each, and what is called once all have ended."""
 
     __slots__ = (
-        "done",
         "going",
         "last_s",
         "limit",
@@ -128,11 +127,12 @@ class _Transfer:
         "remaining",
         "sessions",
         "single",
+        "then",
         "version",
     )
 
-    def __init__(self, sessions: Sessions, remaining: Floats, done: simpy.Event, now_s: float) -> None:
-        self.sessions, self.done, self.last_s = sessions, done, now_s
+    def __init__(self, sessions: Sessions, remaining: Floats, then: Callable[[], object], now_s: float) -> None:
+        self.sessions, self.then, self.last_s = sessions, then, now_s
         self.single = len(remaining) == 1
         """Whether there is only one session; values of sessions are then lists, as plain numbers are faster than
         arrays.
@@ -237,7 +237,7 @@ class Network:
         self.left_s: dict[int, float] = {}
         """Time at which the last session on a link ended."""
         self._queued: dict[Sessions, simpy.Event] = {}
-        """By sessions whose messages go one after another: the end of the last message that was handed over."""
+        """By sessions whose messages wait for notices: the end of the last message that was handed over."""
         self._handled_s: dict[Sessions, float] = {}
         """Time until which the processors of sessions' ends are busy with the bytes of earlier messages."""
         self._alone: dict[Sessions, tuple[Floats, Ints]] = {}
@@ -267,7 +267,7 @@ class Network:
             load=np.append(group.load, 1.0),
             own_load=np.append(group.own_load, 1.0),
         )
-        self._start(limited, np.full(1, np.inf))
+        self._start(limited, np.full(1, np.inf), lambda: None)
         self._begin()
 
     def alone_s(self, stage: Stage, pace: Pace | None = None) -> float:
@@ -311,11 +311,11 @@ class Network:
             return Prepared(wait_s, None, None, 0.0)
         return Prepared(wait_s, group if len(group.link) else None, sizes, pace.processor_s, stage_bytes)
 
-    def start(self, prepared: Prepared) -> simpy.Event:
-        """Start the sessions of a stage now, and return the event that ends them."""
+    def start(self, prepared: Prepared, then: Callable[[], object]) -> None:
+        """Start the sessions of a stage now; `then` is called when they have all ended."""
         assert prepared.sessions is not None
         assert prepared.sizes is not None
-        return self._start(prepared.sessions, prepared.sizes)
+        self._start(prepared.sessions, prepared.sizes, then)
 
     def on_idle_links_s(self, prepared: Prepared) -> float:
         """Return the time of a stage's sessions on links that nothing else uses, until the last session ends.
@@ -438,9 +438,9 @@ class Network:
         self, group: Sessions, sizes: Floats, wait_s: float, pace: Pace, stage: Stage
     ) -> Generator[Any, Any, None]:
         if pace.notices and stage.hops.are_mutual:  # notices go behind the bytes of what the same ranks carry already
-            moving = [transfer.done for transfer in self.active if transfer.sessions is group]
-            if moving:
-                yield moving[0]
+            before = self._queued.get(group)
+            if before is not None and not before.processed:
+                yield before
         if wait_s:
             yield self.env.timeout(wait_s)
         if sizes.any():
@@ -448,16 +448,19 @@ class Network:
 
     def _transferred(self, group: Sessions, sizes: Floats, pace: Pace, stage: Stage) -> Generator[Any, Any, None]:
         end = self.env.event()
-        if pace.notices and not stage.coupled:  # the connection of two ranks sends whole messages one after another
+        if pace.notices:
             before, self._queued[group] = self._queued.get(group), end
-            if before is not None and not before.processed:
+            # the connection of two ranks sends whole messages one after another
+            if not stage.coupled and before is not None and not before.processed:
                 yield before
         handled = self._handled(group, pace.processor_s)
         if len(group.link):
             if pace.group_bytes:
                 sizes = self._let_through(group, sizes, pace.group_bytes, coupled=stage.coupled)
             if sizes.any():
-                yield self._start(group, sizes)
+                done = self.env.event()
+                self._start(group, sizes, done.succeed)
+                yield done
         end.succeed()
         if pace.group_bytes:
             self.left_s |= dict.fromkeys(group.links, self.env.now)
@@ -486,14 +489,12 @@ class Network:
         ahead_s = min(ahead_s, self.env.now - self.left_s.get(link, -math.inf))
         return np.asarray(sizes * max(0.0, 1 - ahead_s / longest_s), dtype=np.float64)
 
-    def _start(self, group: Sessions, sizes: Floats) -> simpy.Event:
-        transfer = _Transfer(group, sizes.copy(), self.env.event(), self.env.now)
+    def _start(self, group: Sessions, sizes: Floats, then: Callable[[], object]) -> None:
         if not self._starting:
             now = self.env.timeout(0)
             assert now.callbacks is not None
             now.callbacks.append(lambda _event: self._begin())
-        self._starting.append(transfer)
-        return transfer.done
+        self._starting.append(_Transfer(group, sizes.copy(), then, self.env.now))
 
     def _begin(self) -> None:
         """Give rates to the transfers that start now, to those that touch one another together."""
@@ -522,6 +523,7 @@ class Network:
         def ended(_event: simpy.Event) -> None:
             if version == transfer.version:
                 self._end(transfer)
+                transfer.then()
 
         wake = self.env.timeout(last_s)
         assert wake.callbacks is not None
@@ -530,7 +532,6 @@ class Network:
     def _end(self, transfer: _Transfer) -> None:
         transfer.version += 1
         self.active.remove(transfer)
-        transfer.done.succeed()
 
     def _touching(self, transfer: _Transfer) -> list[_Transfer]:
         """Return the transfers that share links with this one, or with others that do."""
@@ -645,12 +646,16 @@ class Network:
             if len(links):
                 freed[links] = True
         left: list[_Transfer] = []
+        ended: list[_Transfer] = []
         for other in touched:
             if other.is_over:
                 self._end(other)
+                ended.append(other)
             else:
                 left.append(other)
         if any(other.is_limited_by(freed) for other in left):
             self._share(left)
         elif left:  # all other sessions keep their rates: their limiting links are as full as before
             self._plan(left)
+        for other in ended:  # once the others go on, since what follows may begin new transfers
+            other.then()

@@ -46,23 +46,34 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=64)
 def schedule(
-    name: str, *, ranks: int, stages: int, micro_batches: int, sharded: bool = False, frees_sent: bool = False
+    name: str,
+    *,
+    ranks: int,
+    stages: int,
+    micro_batches: int,
+    sharded: bool = False,
+    frees_sent: bool = False,
+    messages: bool = True,
 ) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of each rank in a step; `sharded`: those on sharded parameters and gradients too.
 
     `frees_sent`: interleaved stages refer to an output until its backward, and to a gradient until the next, as
     Megatron-LM's; torch's refer to all to the end. GPipe and 1F1B leave gathering to the stages' own forwards and
-    backwards. Raises ValueError, with the reason, where the schedule does not exist for these numbers.
+    backwards. `messages`: whether to send, receive and wait, which takes no memory. Raises ValueError, with the reason,
+    where the schedule does not exist for these numbers.
 
     >>> [action.kind for action in schedule("1f1b", ranks=2, stages=2, micro_batches=2)[1]][:4]
     ['receive', 'wait', 'forward', 'backward']
     """
     refuse(name, ranks=ranks, stages=stages, micro_batches=micro_batches)
     if name == "interleaved":
-        return _interleaved(ranks, stages // ranks, micro_batches, sharded=sharded, frees_sent=frees_sent)
+        return _interleaved(
+            ranks, stages // ranks, micro_batches, sharded=sharded, frees_sent=frees_sent, messages=messages
+        )
     single = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "deepspeed": _deepspeed}[name]
     reduced = [(Action("reduce", stage),) if sharded else () for stage in range(stages)]
-    return tuple((*single(stage, stages, micro_batches), *reduced[stage]) for stage in range(stages))
+    recorders = [_Recorder(stage, stages, messages=messages) for stage in range(stages)]
+    return tuple((*single(each, micro_batches), *reduced[each.stage]) for each in recorders)
 
 
 def refuse(name: str, *, ranks: int, stages: int, micro_batches: int) -> None:
@@ -81,8 +92,9 @@ def refuse(name: str, *, ranks: int, stages: int, micro_batches: int) -> None:
 class _Recorder:
     """Records a rank's actions, and releases a tensor once none of torch's local variables refers to it."""
 
-    def __init__(self, stage: int, stages: int) -> None:
-        self.stage, self.first, self.last = stage, stage == 0, stage == stages - 1
+    def __init__(self, stage: int, stages: int, *, messages: bool) -> None:
+        self.stage, self.stages, self.records_messages = stage, stages, messages
+        self.first, self.last = stage == 0, stage == stages - 1
         self.actions: list[Action] = []
         self.variables: dict[str, tuple[Message, ...]] = {}
         self.references = Counter[Message]()
@@ -106,8 +118,8 @@ class _Recorder:
             self.assign(variable)
 
     def post(self, kind: str, *messages: Message) -> None:
-        """Post messages to be sent or received, if there are any."""
-        if messages:
+        """Post messages to be sent or received, if there are any, and if messages are recorded."""
+        if messages and self.records_messages:
             self.actions.append(Action(kind, messages=messages))
 
     def wait(self, *messages: Message) -> None:
@@ -135,9 +147,8 @@ class _Recorder:
         return () if self.first else (Message("gradient", self.stage, micro_batch),)
 
 
-def _gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
+def _gpipe(do: _Recorder, micro_batches: int) -> Iterator[Action]:
     """GPipe: all forwards, then all backwards; sent tensors stay referenced to the end."""
-    do = _Recorder(stage, stages)
     for kind, compute in (("activation", do.forward), ("gradient", do.backward)):
         sent: list[Message] = []
         for i in range(micro_batches):
@@ -151,10 +162,9 @@ def _gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
     yield from do.actions
 
 
-def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
+def _one_forward_one_backward(do: _Recorder, micro_batches: int) -> Iterator[Action]:
     """1F1B: warm-up forwards, then a backward and a forward in turn, then the remaining backwards."""
-    do = _Recorder(stage, stages)
-    warmup = min(micro_batches, stages - stage)
+    warmup = min(micro_batches, do.stages - do.stage)
     in_work: tuple[Message, ...] = ()
     sends: tuple[Message, ...] = ()
     for i in range(warmup):
@@ -192,15 +202,15 @@ def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> It
     yield from do.actions
 
 
-def _deepspeed(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
+def _deepspeed(do: _Recorder, micro_batches: int) -> Iterator[Action]:
     """1F1B of DeepSpeed's PipelineEngine (runtime/pipe/schedule.py, TrainSchedule): one message at a time.
 
     In even steps the even stages run forward and the odd ones backward, in odd steps the reverse, so that the stages of
     a pair exchange what they made in the step before: first the gradient goes back, then the activation forward. A rank
     waits for each message, the sent ones too, before the next and before it computes.
     """
-    do = _Recorder(stage, stages)
     sends: tuple[Message, ...] = ()
+    stage, stages = do.stage, do.stages
     for step in range(2 * (micro_batches + stages - 1)):
         forward = (step - stage) % 2 == 0
         micro_batch = (step - stage) // 2 if forward else (step + stage + 1) // 2 - stages
@@ -239,7 +249,7 @@ def _exchange(do: _Recorder, sends: tuple[Message, ...], receives: tuple[Message
 
 
 def _interleaved(
-    ranks: int, local: int, micro_batches: int, *, sharded: bool, frees_sent: bool
+    ranks: int, local: int, micro_batches: int, *, sharded: bool, frees_sent: bool, messages: bool
 ) -> tuple[tuple[Action, ...], ...]:
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): a rank has `local` stages, and runs the earliest first.
 
@@ -247,9 +257,14 @@ def _interleaved(
     until then, unless `frees_sent`.
     """
     stages = ranks * local
-    orders = [_with_shard_actions(_compute_order(rank, ranks, local, micro_batches)) for rank in range(ranks)]
-    every = [tuple(_with_waits(order, stages, frees_sent=frees_sent)) for order in _with_messages(orders, stages)]
-    return tuple(tuple(each for each in order if sharded or each.kind not in SHARD_ACTIONS) for order in every)
+    orders = [_compute_order(rank, ranks, local, micro_batches) for rank in range(ranks)]
+    if sharded or messages:
+        orders = [_with_shard_actions(order) for order in orders]
+    if messages:
+        orders = _with_messages(orders, stages)
+    every = [tuple(_with_waits(order, stages, ranks, frees_sent=frees_sent)) for order in orders]
+    left_out = (() if sharded else SHARD_ACTIONS) + (() if messages else ("wait",))
+    return tuple(tuple(each for each in order if each.kind not in left_out) for order in every)
 
 
 def _compute_order(rank: int, ranks: int, local: int, micro_batches: int) -> list[Action]:
@@ -347,25 +362,27 @@ def _outputs(action: Action, stages: int) -> tuple[Message, ...]:
     return (Message("gradient", action.stage, action.micro_batch),) if is_sent else ()
 
 
-def _with_waits(order: list[Action], stages: int, *, frees_sent: bool) -> Iterator[Action]:
+def _with_waits(order: list[Action], stages: int, ranks: int, *, frees_sent: bool) -> Iterator[Action]:
     """Yield the order with waits and releases inserted where torch's runtime has them."""
-    sent: dict[Message, None] = {}
+    sent: list[Message] = []
     freed: set[Message] = set()
     gradient: Message | None = None
     received = {message for action in order if action.kind == "receive" for message in action.messages}
     for action in order:
-        needed = [] if action.messages else [m for m in _inputs(action, stages) if m in received]
+        needed = [m for m in _inputs(action, stages) if m in received] if received else []
         if needed:
             yield Action("wait", messages=tuple(needed))
         yield action
-        if action.kind == "send":
-            sent |= dict.fromkeys(action.messages)
+        outputs = _outputs(action, stages)
+        if ranks > 1:
+            sent += outputs
         if action.kind == "backward":
             output = Message("activation", action.stage, action.micro_batch)
-            unused = [output] if frees_sent or output not in sent else []
+            stays = ranks > 1 and action.stage < stages - 1 and not frees_sent
+            unused = [] if stays else [output]
             if frees_sent:
                 unused += [gradient] if gradient is not None else []
-                gradient = next(iter(_outputs(action, stages)), None)
+                gradient = outputs[0] if outputs else None
             freed.update(unused)
             for message in unused:
                 yield Action("release", messages=(message,))

@@ -6,16 +6,23 @@ from gssim.program.passes import Steps, StepTraffic, lower, lowering_key
 from gssim.program.periodic import after_inner_steps
 from gssim.program.sharded import Tensors, units
 from gssim.program.task import (
+    Awaited,
     Chunk,
     Issue,
+    MessageName,
+    Name,
     Outline,
+    Part,
+    Posted,
     Program,
     Task,
     TaskId,
     Template,
     each_once,
+    name_of,
     parts_of,
     unnumbered,
+    without_messages,
 )
 from gssim.program.tensor_slices import unmeasured_host_time
 from gssim.program.text import program_table, program_text, read_tasks

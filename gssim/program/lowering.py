@@ -121,6 +121,8 @@ class Lowering:
     """Compute and update time of a rank relative to its device type's, by rank; only for ranks slower than that."""
     slowed_steps: Sequence[Mapping[int, float]] = ()
     """`slowed` of each step of a period, where a program covers a whole period; empty: `slowed` holds in all steps."""
+    for_memory: bool = False
+    """Whether only the memory of tasks counts: pipeline stages then exchange no messages."""
 
     step_cache: dict[Hashable, Any] = field(default_factory=dict)
     """Values of functions that differ from step to step, by function and arguments."""
@@ -304,6 +306,7 @@ class Lowering:
             micro_batches=plan.micro_batches,
             sharded=self.reduces_after_schedule,
             frees_sent=plan.receive_buffers == "in-flight",
+            messages=not self.for_memory,
         )
 
     def position(self, rank: int) -> int:
@@ -546,6 +549,18 @@ class Lowering:
     def reduces_after_schedule(self) -> bool:
         """Whether stages reduce-scatter gradients after the pipeline's schedule; see [Note: stages] in `sharded`."""
         return bool(self.stages) and self.policies.gradients == "reduce-scatter"
+
+    @cached_property
+    def shares_stages(self) -> bool:
+        """Whether a stage's micro-batches have the same tasks in programs of other numbers of micro-batches: a
+        prediction that extrapolates lowers four.
+
+        Pushed gradients, copies to the host and rows of experts may depend on the number; of sharded parameters, which
+        are gathered, on the place in the schedule.
+        """
+        depends = self.policies.gradients == "push" or self.offload is not None or self.policies.ep > 1
+        equal = not depends and not self.reduces_after_schedule and len(set(self.batch_sizes)) == 1
+        return bool(self.stages) and equal
 
     def samples(self, rank: int, micro_batch: MicroBatch) -> int:
         """Return the number of samples of a rank in a micro-batch."""

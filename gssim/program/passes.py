@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -30,6 +30,7 @@ from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
 from gssim.program.lowering import Lowering, layer_groups, once_a_run
 from gssim.program.messages import in_order, is_thresholded, mean_push_density, push_totals, sent_ratios
+from gssim.program.named import Named
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
 from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
 from gssim.program.publish import mean_publish_density, publish_ratios, published_bytes
@@ -46,16 +47,17 @@ from gssim.program.sharded import (
 )
 from gssim.program.stage_boundary import Stage, stages_of
 from gssim.program.task import (
-    Chunk,
+    ELEMENTS_PER_TASK,
     Collectives,
     Issue,
     MicroBatch,
     Outline,
+    Part,
     Program,
     Task,
     TaskId,
-    Template,
     collective_task,
+    expanded,
     with_ids,
 )
 from gssim.program.tensor_slices import CONTEXT_OPERATIONS
@@ -168,13 +170,13 @@ class Steps:
         shared: Shared | None = None,
         for_memory: bool = False,
     ) -> None:
-        self.scenario, self.unfolded, self.for_memory, slowed = scenario, unfolded, for_memory, slowed or {}
+        self.scenario, self.unfolded, slowed = scenario, unfolded, slowed or {}
         alike = not (unfolded or slowed or any(slowed_steps)) and _slices_are_equal(scenario)
         self._copies = scenario.policies.tp if alike else 1
         """Number of tensor slices that one lowering represents."""
         shared = shared or Shared()
         self._lowerings = [
-            replace(low, shared=shared, slowed_steps=slowed_steps)
+            replace(low, shared=shared, slowed_steps=slowed_steps, for_memory=for_memory)
             for low in _lowerings(scenario, statistics, 0, scenario.policies.tp // self._copies, slowed, shared)
         ]
         self._forget()
@@ -310,12 +312,25 @@ class Steps:
         """
         alike, parts_of_model = _Alike(), low.policies.tp
         chunked = not self.unfolded and (parts_of_model == 1 or self._copies == parts_of_model)
-        by_rank = [_tasks(low, rank, alike, chunked=chunked, for_memory=self.for_memory) for rank in ranks]
-        several = len(self._lowerings) > 1
-        if not self.for_memory and (several or self._copies > 1):
-            named = _Named(parts_of_model, self._copies, several=several)
-            by_rank = [_mapped(parts, named.task) for parts in by_rank]
-        return [Outline(parts) if low.stages and chunked else tuple(cast(list[Task], parts)) for parts in by_rank]
+        named = self._named(low)
+        by_rank = [_tasks(low, rank, alike, named, chunked=chunked) for rank in ranks]
+        outlined = bool(low.stages) and chunked
+        return [Outline(parts) if outlined else tuple(expanded(parts)) for parts in by_rank]
+
+    def _named(self, low: Lowering) -> Named:
+        """Return what names the collectives; programs that differ in their number of micro-batches share it."""
+
+        def new() -> Named:
+            return Named(low.policies.tp, self._copies, several=len(self._lowerings) > 1)
+
+        if not low.stages or low.policies.gradients == "push":  # whose messages differ from step to step
+            return new()
+        key = (_first_of_any_count(self.scenario, low.shared), self._copies, len(self._lowerings) > 1)
+        return low.shared.once("names of collectives", key, new, most=MOST_NAMED)
+
+
+MOST_NAMED = 4
+"""Number of scenarios whose names of collectives are kept, for other numbers of micro-batches."""
 
 
 def step_key(low: Lowering) -> tuple[Hashable, ...]:
@@ -457,25 +472,25 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
     return held_layers(unrolled(held_slice(scenario, part)), scenario.stage_ranges)
 
 
-def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool, for_memory: bool = False) -> list[Task | Chunk]:
+def _tasks(low: Lowering, rank: int, alike: "_Alike", named: Named, *, chunked: bool) -> list[Part]:
     """Return the tasks of a rank's step; `chunked`: as parts of an outline, if the rank has pipeline stages.
-
-    `for_memory`: without the messages between stages.
 
     Where fragments are synchronized, the tasks are those of a whole period. A fragment's exchange continues from one
     step to the next, so its identity has no step.
     """
-    if low.policies.in_fragments:
-        tasks: list[Task | Chunk] = []
-        for step in range(low.policies.sync_every_steps or 1):
-            tasks += with_ids(_step_tasks(low.at_step(step), rank, alike), partial(TaskId.in_step, step=step + 1))
-        return tasks
     if low.stages:
         stage_tasks = partial(_unnumbered, rank=rank, alike=alike)
-        parts = pipeline(low, rank, stage_tasks, chunked=chunked, for_memory=for_memory)
+        parts = pipeline(low, rank, stage_tasks, named, chunked=chunked)
         replicas = replicas_of(low, low.batch_sizes[rank])
-        return [*_load_batch(low, rank), *parts, *optimize(low, rank, [], replicas=replicas)]
-    return [*_step_tasks(low, rank, alike)]
+        update = map(named.task, optimize(low, rank, [], replicas=replicas))
+        return [*_load_batch(low, rank), *parts, *update]
+    tasks: list[Task] = []
+    if low.policies.in_fragments:
+        for step in range(low.policies.sync_every_steps or 1):
+            tasks += with_ids(_step_tasks(low.at_step(step), rank, alike), partial(TaskId.in_step, step=step + 1))
+    else:
+        tasks = _step_tasks(low, rank, alike)
+    return [*map(named.task, tasks)] if named.changes else [*tasks]
 
 
 def _step_tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:
@@ -593,43 +608,57 @@ class _Alike:
 
     steps: dict[_RankKind, list[Task]] = field(default_factory=dict)
     """All tasks before the update."""
-    micro_batches: dict[tuple[_RankKind, MicroBatch], list[Task]] = field(default_factory=dict)
-    unnumbered: dict[_MicroBatchKind, list[Task]] = field(default_factory=dict)
+    micro_batches: dict[tuple[_RankKind, MicroBatch], Sequence[Task]] = field(default_factory=dict)
+    unnumbered: dict[_MicroBatchKind, Sequence[Task]] = field(default_factory=dict)
     """Tasks of micro-batches, without the micro-batch's number in their identities."""
 
 
 def _unnumbered(
     low: Lowering, micro_batch: MicroBatch, gathered: Gathered | None = None, *, rank: int, alike: _Alike
-) -> list[Task]:
+) -> Sequence[Task]:
     """Return a micro-batch's tasks without its number: all passes but the update, for a rank or one of its stages.
 
-    Equal kinds get the same list object.
+    Equal kinds get the same object.
     """
     policies = low.scenario.policies
-    pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
     kind = _MicroBatchKind(
         _rank_kind(low, rank),
         low.samples(rank, micro_batch),
         micro_batch.first,
         micro_batch.sends_gradients,
-        micro_batch.index if pushes and low.push.selects else 0,
+        micro_batch.index if policies.gradients == "push" and low.push.selects else 0,
         micro_batch.last and low.offload is not None and policies.frees_gradients,
         gathered,
     )
     if kind not in alike.unnumbered:
-        computed = low.compute_kind(rank, micro_batch)
-        if computed not in low.computed:
-            if low.stages and low.policies.ep == 1:  # with experts, equal layers may exchange different numbers of rows
-                low.computed[computed] = _of_equal_stage(low, rank, micro_batch)
-            else:
-                low.computed[computed] = compute(low, rank, micro_batch)
-        tasks = list(low.computed[computed])
-        if gathered is not None:
-            alike.unnumbered[kind] = run_stage(low, rank, tasks, micro_batch, gathered)
-            return alike.unnumbered[kind]
-        tasks = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, tasks, micro_batch)
-        alike.unnumbered[kind] = HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks)
+        made = partial(_all_passes, low, rank, micro_batch, gathered)
+        if low.shares_stages:
+            like = kind._replace(rank=kind.rank._replace(batch_size=0))
+            scenario = _first_of_any_count(low.scenario, low.shared)
+            key = ("micro-batch of a stage", scenario, low.tensor_part, like, low.slowed.get(rank))
+            alike.unnumbered[kind] = low.shared.large.once(
+                key, made, weight=lambda tasks: ELEMENTS_PER_TASK * len(tasks)
+            )
+        else:
+            alike.unnumbered[kind] = made()
     return alike.unnumbered[kind]
+
+
+def _all_passes(low: Lowering, rank: int, micro_batch: MicroBatch, gathered: Gathered | None) -> Sequence[Task]:
+    """Return the tasks of all passes but the update."""
+    policies = low.scenario.policies
+    computed = low.compute_kind(rank, micro_batch)
+    if computed not in low.computed:
+        if low.stages and low.policies.ep == 1:  # with experts, equal layers may exchange different numbers of rows
+            low.computed[computed] = _of_equal_stage(low, rank, micro_batch)
+        else:
+            low.computed[computed] = compute(low, rank, micro_batch)
+    tasks = list(low.computed[computed])
+    if gathered is not None:
+        return run_stage(low, rank, tasks, micro_batch, gathered)
+    pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
+    tasks = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, tasks, micro_batch)
+    return HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks)
 
 
 def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:
@@ -655,10 +684,6 @@ def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequen
         lambda: _renamed(low, rank, tasks, dict(zip(first, names, strict=True))),
         weight=lambda renamed: ELEMENTS_PER_TASK * len(renamed),
     )
-
-
-ELEMENTS_PER_TASK = 10
-"""About how many elements of a large value take as much memory as a task."""
 
 
 def _first_of_any_count(scenario: Scenario, shared: Shared) -> Same:
@@ -700,49 +725,3 @@ def _own_exchange(low: Lowering, rank: int, task: Task, exchange: Communication)
 def _of_layer(name: TaskId, layers: Mapping[str, str]) -> TaskId:
     """Return an identity with the layer renamed."""
     return name.of_layer(layers[name.layer]) if name.layer in layers else name
-
-
-def _mapped(parts: Sequence[Task | Chunk], change: Callable[[Task], Task]) -> list[Task | Chunk]:
-    """Return the parts of an outline with every task changed; chunks of one template still share a template."""
-    templates: dict[int, Template] = {}
-    result: list[Task | Chunk] = []
-    for part in parts:
-        if isinstance(part, Task):
-            result.append(change(part))
-            continue
-        template = part.template
-        if id(template) not in templates:
-            templates[id(template)] = Template(tuple(map(change, template.tasks)))
-        result.append(Chunk(templates[id(template)], part.micro_batch, part.stage))
-    return result
-
-
-class _Named:
-    """Gives collectives of tasks an identity that is unique over all parts of the model, if there are `several`; and
-    repeats those of ranks with one slice for those with every other equal slice.
-    """
-
-    def __init__(self, slices: int, copies: int, *, several: bool) -> None:
-        self.slices, self.copies, self.several = slices, copies, several
-        self._repeated: dict[int, tuple[Communication, Communication]] = {}
-        """By `id` of a collective: the collective, and its repeated version."""
-
-    def task(self, task: Task) -> Task:
-        """Return a task with its collective repeated, under its identity."""
-        exchange, name = task.exchange, task.communication
-        if exchange is None or name is None:
-            return task
-        if id(exchange) not in self._repeated:
-            self._repeated[id(exchange)] = (exchange, self._in_every_copy(exchange))
-        repeated = self._repeated[id(exchange)][1]
-        if repeated is exchange and not self.several:
-            return task
-        name = name.of_group(exchange.group) if self.several else name
-        return task.renamed(task.id, name, task.after, repeated)
-
-    def _in_every_copy(self, exchange: Communication) -> Communication:
-        """Return a collective with the same ones of the other slices beside it, if it is between ranks with one."""
-        if self.copies == 1 or len({rank % self.slices for rank in exchange.group}) > 1:
-            return exchange
-        groups = [tuple(rank + copy for rank in group) for copy in range(self.copies) for group in exchange.groups]
-        return replace(exchange, beside=tuple(groups[1:]))

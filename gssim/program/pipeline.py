@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gssim import collectives
 from gssim.cluster import DeviceType
@@ -16,13 +16,19 @@ from gssim.plan import Action
 from gssim.plan.pipeline_schedule import Message
 from gssim.program.compressed import HALF_BYTES
 from gssim.program.lowering import Lowering, once_a_run
+from gssim.program.named import Named
 from gssim.program.push import push_accumulated
 from gssim.program.replicated import is_reduction
 from gssim.program.sharded import Gathered, reduce_stage_gradients, reshard_stage, unshard_stage
 from gssim.program.task import (
     BACKWARD,
+    ELEMENTS_PER_TASK,
+    Awaited,
     Chunk,
     MicroBatch,
+    Part,
+    Posted,
+    Route,
     Task,
     TaskId,
     Template,
@@ -39,16 +45,10 @@ StageTasks = Callable[[Lowering, MicroBatch, Gathered | None], Sequence[Task]]
 the micro-batch's number. The last argument says which sharded parameters are already gathered."""
 
 
-MESSAGE_ACTIONS = ("send", "receive", "wait")
-"""Actions of a schedule that allocate and free no memory."""
-
-
-def pipeline(
-    low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool, for_memory: bool = False
-) -> list[Task | Chunk]:
+def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, named: Named, *, chunked: bool) -> list[Part]:
     """Return the tasks of a pipeline rank up to its reduced gradients; `chunked`: as parts of an outline.
 
-    `for_memory`: without the messages between stages.
+    `named`: gives collectives their identities.
 
     Messages run in the background; those to (or from) one peer run in the order in which they are posted. The rank
     waits for them where torch's schedule does. The backend starts a message when both ends have posted it (gloo's
@@ -67,22 +67,20 @@ def pipeline(
     replicas = replicas_of(low, low.batch_sizes[rank])
     sums = _sum_tied_gradients(low, rank, replicas)
     pushes_last = low.policies.gradients == "push" and (bool(sums) or len(low.stages) > 1)
-    writer = _ScheduleWriter(low, rank, replicas, stages, sizes, low.device(rank), pushes_last, for_memory)
+    writer = _ScheduleWriter(low, rank, named, replicas, stages, sizes, low.device(rank), pushes_last)
     writer.add(Task(TaskId("step-begin"), "idle"))
     actions = low.schedule[mesh.place(rank).pp]
-    if for_memory:
-        actions = tuple(action for action in actions if action.kind not in MESSAGE_ACTIONS)
     for place, action in enumerate(actions):
         if action.kind == "unshard":
             uses = (each for each in actions[place:] if each.kind in COMPUTES and each.stage == action.stage)
             writer.unshard(next(uses))
         else:
             writer.add_action(action, stage_tasks, chunked=chunked)
-    pushes: list[Task] = []
+    writer.add(*writer.deferred, *sums)
     if pushes_last:
         last = low.micro_batches[-1]
-        pushes = with_ids(push_accumulated(low, rank, last), partial(TaskId.at, micro_batch=last.number))
-    return [*writer.tasks, *writer.deferred, *sums, *pushes]
+        writer.add(*with_ids(push_accumulated(low, rank, last), partial(TaskId.at, micro_batch=last.number)))
+    return writer.parts
 
 
 def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> list[Task]:
@@ -119,12 +117,21 @@ def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[in
     return tasks
 
 
+class _Computed(NamedTuple):
+    """The forward or the backward of a stage, without the number of the micro-batch."""
+
+    own: Template | Sequence[Task]
+    reductions: Sequence[Task]
+    """What it has of these, where they run after the schedule."""
+
+
 @dataclass
 class _ScheduleWriter:
     """Translates actions of the schedule into tasks."""
 
     low: Lowering
     rank: int
+    named: Named
     replicas: Sequence[Sequence[int]]
     """Ranks of each replica of the pipeline with as many samples as this one, in order of their pp coordinate."""
     stages: dict[int, Lowering]
@@ -134,47 +141,48 @@ class _ScheduleWriter:
     device: DeviceType
     pushes_last: bool
     """Whether gradients are pushed after the schedule instead of in the last backward."""
-    for_memory: bool
-    """Whether only the memory of tasks counts: equal releases then share a task, whatever they release."""
-    tasks: list[Task | Chunk] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     deferred: list[Task] = field(default_factory=list)
     """Tasks that run after the schedule."""
-    parts: dict[tuple[int, str, Hashable, Gathered | None], Template | Sequence[Task]] = field(default_factory=dict)
-    """Forwards and backwards, by stage, direction, and what micro-batches with equal ones have in common; templates
-    where that is possible."""
-    routes: dict[tuple[int, int], tuple[Communication, str, float]] = field(default_factory=dict)
-    """Point-to-point messages by source and target stage: the exchange, its stream, and the host time to post it."""
-    message_ids: dict[Message, TaskId] = field(default_factory=dict)
-    transfer_ids: dict[Message, TaskId] = field(default_factory=dict)
-    releases: dict[tuple[str, int], Task] = field(default_factory=dict)
-    """The first release of a message's tensor, by kind of message and source stage; others free as much memory."""
+    computed: dict[tuple[int, str, Hashable, Gathered | None], _Computed] = field(default_factory=dict)
+    """Forwards and backwards, by stage, direction, and what micro-batches with equal ones have in common."""
+    routes: dict[tuple[str, int], tuple[Route, float]] = field(default_factory=dict)
+    """What messages have in common, and the host time to post one; by kind of message and source stage."""
+    posted: dict[Message, Posted] = field(default_factory=dict)
+    """The rank's ends of messages."""
+    releases: dict[tuple[str, int], Template] = field(default_factory=dict)
+    """Releases of messages' tensors, by kind of message and source stage."""
     gathered: dict[int, Gathered] = field(default_factory=dict)
     """Units of each stage that are gathered at this point of the schedule, by stage number."""
     copies: dict[int, list[Task]] = field(default_factory=dict)
     """Copies out of the buffers into which stages' units were gathered ahead of use, by stage number."""
     resharded: int = 0
     """How many times a stage's parameters were freed between two uses."""
-    latest: TaskId | Chunk = TaskId("step-begin")  # noqa: RUF009 -- immutable
-    """The latest task of the compute stream, or the chunk that it ends; messages are posted after it."""
+    latest: TaskId | Chunk | Awaited = TaskId("step-begin")  # noqa: RUF009 -- immutable
+    """What the compute stream does last; messages are posted after it."""
 
     def add(self, *tasks: Task) -> None:
         """Append tasks."""
-        self.tasks += tasks
+        self.parts += map(self.named.task, tasks)
         for task in reversed(tasks):
             if task.stream == "compute":
                 self.latest = task.id
                 return
 
+    def add_part(self, part: Chunk | Awaited) -> None:
+        """Append tasks of the compute stream."""
+        self.parts.append(part)
+        self.latest = part
+
     def add_action(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
         """Append the tasks of an action."""
-        if action.kind in ("forward", "backward"):
+        if action.kind in COMPUTES:
             self.add_compute(action, stage_tasks, chunked=chunked)
         elif action.kind == "wait":
-            own = TaskId("messages", "await", messages=tuple(map(self.message_id, action.messages)))
-            self.add(Task(own, "exposed_communication", after=tuple(map(self.transfer_id, action.messages))))
+            self.add_part(Awaited(tuple([self.posted[message] for message in action.messages])))
         elif action.kind == "release":
             for message in action.messages:
-                self.free(message)
+                self.add_part(Chunk(self.release(message), self.number(message), message.source))
         elif action.kind == "reshard":
             stage = self.stages[action.stage]
             freed = reshard_stage(stage, self.gathered.pop(action.stage, Gathered()), self.resharded)
@@ -193,42 +201,68 @@ class _ScheduleWriter:
         low, micro_batch = self.stages[action.stage], self.low.micro_batches[action.micro_batch]
         if self.pushes_last:
             micro_batch = replace(micro_batch, sends_gradients=False)
-        stage = None if low is self.low else action.stage
-        self.unpack(action)
-        self.add(*self.copies.pop(action.stage, ()))
+        if self.unpacks:
+            self.unpack(action)
+        if action.stage in self.copies:
+            self.add(*self.copies.pop(action.stage))
         gathered = self.gathered_for(action) if low.reduces_after_schedule else None
         # all micro-batches have the same size; those whose gradients are pushed may have messages of their own
-        pushes = low.policies.gradients == "push" and micro_batch.sends_gradients
+        pushes = micro_batch.sends_gradients and low.policies.gradients == "push"
         like = micro_batch if pushes else (micro_batch.first, micro_batch.sends_gradients)
         key = (action.stage, action.kind, like, gathered)
-        unnumbered = self.parts.get(key)
-        if unnumbered is None:
-            unnumbered = self.parts[key] = _part_of(
-                stage_tasks(low, micro_batch, gathered), action.kind, chunked=chunked and gathered is None
-            )
-        if isinstance(unnumbered, Template):
-            chunk = Chunk(unnumbered, micro_batch.number, stage)
-            self.tasks.append(chunk)
-            self.latest = chunk
-            return
-        part = with_ids(unnumbered, partial(TaskId.at, micro_batch=micro_batch.number, stage=stage))
+        if key not in self.computed:
+            both, as_chunk = stage_tasks(low, micro_batch, gathered), chunked and gathered is None
+            made = partial(self.computed_of, both, action.kind, as_chunk=as_chunk)
+            if low.shares_stages:
+                weight = ELEMENTS_PER_TASK * len(both)
+                place = ("forward or backward", Same(both), action.kind, Same(self.named), as_chunk)
+                self.computed[key] = low.shared.large.once(place, made, weight=lambda _: weight)
+            else:
+                self.computed[key] = made()
+        own, reductions = self.computed[key]
+        stage = None if low is self.low else action.stage
+        if reductions:
+            self.deferred += self.numbered(reductions, micro_batch, stage)
+        if isinstance(own, Template):
+            self.add_part(Chunk(own, micro_batch.number, stage))
+        else:
+            self.add(*self.numbered(own, micro_batch, stage))
+
+    @staticmethod
+    def numbered(tasks: Sequence[Task], micro_batch: MicroBatch, stage: int | None) -> list[Task]:
+        """Return tasks with the micro-batch and the stage in their identities."""
+        return with_ids(tasks, partial(TaskId.at, micro_batch=micro_batch.number, stage=stage))
+
+    def computed_of(self, both: Sequence[Task], kind: str, *, as_chunk: bool) -> _Computed:
+        """Return the forward or the backward (`kind`) of a stage's tasks; `as_chunk`: as a template, if possible."""
+        forward_count = next(
+            place for place, task in enumerate(both) if task.id.op in BACKWARD or task.id.during == "backward"
+        )
+        own, reductions = both[:forward_count] if kind == "forward" else both[forward_count:], list[Task]()
         if not self.low.scenario.plan.overlap:
-            self.deferred += [task for task in part if is_reduction(task)]
-            part = [task for task in part if not is_reduction(task)]
-        self.add(*part)
+            reductions = [task for task in own if is_reduction(task)]
+            own = [task for task in own if not is_reduction(task)]
+        if as_chunk and not any(map(is_reduction, own)) and can_be_template(own):
+            return _Computed(Template(tuple(map(self.named.task, own))), reductions)
+        return _Computed(own, reductions)
+
+    @cached_property
+    def unpacks(self) -> bool:
+        """Whether the host unpacks messages."""
+        return self.low.scenario.cluster.backend_cost is not None and not self.low.for_memory
 
     def unpack(self, action: Action) -> None:
         """Append the host's unpacking of the message that a forward or backward needs, if it was received."""
         cost, source = self.low.scenario.cluster.backend_cost, action.stage - 1
         if action.kind == "backward":
             source = action.stage + 1
-        if cost is None or self.for_memory or source in self.stages or not 0 <= source < len(self.low.all_stages):
+        if cost is None or source in self.stages or not 0 <= source < len(self.low.all_stages):
             return
         kind = "activation" if action.kind == "forward" else "gradient"
         message = Message(kind, source, action.micro_batch)
         duration_s = cost.unpacking_s + cost.unpacking_byte_s * self.size_bytes(message)
         if duration_s:
-            own = self.message_id(message).serving("unpack")
+            own = self.posted[message].message.serving("unpack")
             self.add(Task(own, "exposed_communication", duration_s=duration_s))
 
     def stage_in_ids(self, number: int) -> int | None:
@@ -253,73 +287,46 @@ class _ScheduleWriter:
         self.gathered[action.stage] = Gathered(root=True, before_forward=stay, before_backward=stay)
         return Gathered(now.root, blocks, blocks)
 
-    def message_id(self, message: Message) -> TaskId:
-        """Return the identity of a message, the same on both sides."""
-        if message not in self.message_ids:
-            number = self.low.micro_batches[message.micro_batch].number
-            kind: Literal["activation", "gradient"] = "activation" if message.kind == "activation" else "gradient"
-            self.message_ids[message] = TaskId(kind, stage=message.source, micro_batch=number)
-        return self.message_ids[message]
-
-    def transfer_id(self, message: Message) -> TaskId:
-        """Return the identity of the task that sends or receives a message."""
-        if message not in self.transfer_ids:
-            action: Literal["send", "receive"] = "send" if message.source in self.stages else "receive"
-            self.transfer_ids[message] = self.message_id(message).serving(action)
-        return self.transfer_ids[message]
+    def number(self, message: Message) -> int | None:
+        """Return the number of a message's micro-batch in identities."""
+        return self.low.micro_batches[message.micro_batch].number
 
     def post(self, message: Message, *, sends: bool) -> None:
         """Append a message that starts once posted, on a stream of its own per peer and direction."""
-        ends = (message.source, message.target)
-        if ends not in self.routes:
-            self.routes[ends] = self.route(message, sends=sends)
-        exchange, stream, posting_s = self.routes[ends]
-        if isinstance(self.latest, Chunk):
-            self.latest = self.latest.last
-        own, transfer, after = self.message_id(message), self.transfer_id(message), (self.latest,)
-        self.add(collective_task(transfer, exchange, stream, communication=own, after=after))
+        key = (message.kind, message.source)
+        if key not in self.routes:
+            self.routes[key] = self.route(message, sends=sends)
+        route, posting_s = self.routes[key]
+        posted = self.posted[message] = Posted(route, self.number(message), (self.latest,))
+        self.parts.append(posted)
         if posting_s:  # the message is sent as it is posted
-            self.add(Task(own.serving("post"), "exposed_communication", duration_s=posting_s))
+            self.add(Task(posted.message.serving("post"), "exposed_communication", duration_s=posting_s))
 
-    def route(self, message: Message, *, sends: bool) -> tuple[Communication, str, float]:
-        """Return what messages between two stages have in common on this side; see `routes`."""
+    def route(self, message: Message, *, sends: bool) -> tuple[Route, float]:
+        """Return what the messages between two stages have in common on this side; see `routes`."""
         count, size = len(self.replicas[0]), self.size_bytes(message)
         source, target = message.source % count, message.target % count
         first, *others = ((ranks[source], ranks[target]) for ranks in self.replicas)
         exchange = Communication("send", first, size, beside=tuple(others))
-        if not sends:
-            return exchange, f"receive from {source} on pp", 0.0
-        return exchange, f"send to {target} on pp", collectives.posting_s(self.low.scenario.cluster, self.device, size)
+        kind: Literal["activation", "gradient"] = "activation" if message.kind == "activation" else "gradient"
+        stream = f"send to {target} on pp" if sends else f"receive from {source} on pp"
+        repeated, group = self.named.repeated(exchange), self.named.group(exchange)
+        route = Route(kind, message.source, repeated, stream, sends, group)
+        return route, collectives.posting_s(self.low.scenario.cluster, self.device, size) if sends else 0.0
 
-    def free(self, message: Message) -> None:
-        """Append the release of a tensor that a stage has sent."""
+    def release(self, message: Message) -> Template:
+        """Return the release of a tensor that a stage has sent."""
         key = (message.kind, message.source)
-        known = self.releases.get(key)
-        if known is not None and self.for_memory:
-            self.tasks.append(known)
-            self.latest = known.id
-            return
-        if known is None:
+        if key not in self.releases:
+            own = TaskId("activation" if message.kind == "activation" else "gradient", "release")
             category = "activations" if message.kind == "activation" else "temporaries"
             need = release_of(self.size_bytes(message), category)
-        else:
-            need = known.need
-        release = Task(self.message_id(message).serving("release"), "idle", need=need)
-        self.releases.setdefault(key, release)
-        self.add(release)
+            self.releases[key] = Template((Task(own, "idle", need=need),))
+        return self.releases[key]
 
     def size_bytes(self, message: Message) -> float:
         """Return the size of a message: the source stage's output, or the gradient of the target stage's output."""
         return self.output_bytes[message.source if message.kind == "activation" else message.target]
-
-
-def _part_of(several: Sequence[Task], kind: str, *, chunked: bool) -> Template | Sequence[Task]:
-    """Return the forward or the backward (`kind`) of a stage's tasks; `chunked`: as a template if possible."""
-    forward_count = next(
-        place for place, task in enumerate(several) if task.id.op in BACKWARD or task.id.during == "backward"
-    )
-    own = several[:forward_count] if kind == "forward" else several[forward_count:]
-    return Template(tuple(own)) if chunked and not any(map(is_reduction, own)) and can_be_template(own) else own
 
 
 @once_a_run

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, chain
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
 from gssim.cluster import Curve
 from gssim.collectives import Communication
@@ -321,6 +321,10 @@ class Task:
         )
 
 
+ELEMENTS_PER_TASK = 10
+"""About how many elements of a large value take as much memory as a task."""
+
+
 def collective_task(
     own: TaskId,
     exchange: Communication,
@@ -390,7 +394,7 @@ class Template:
         return _collectives_of(self.tasks)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Chunk:
     """The tasks of a template for one micro-batch."""
 
@@ -398,7 +402,7 @@ class Chunk:
     micro_batch: int | None
     """Index of the micro-batch; None if the step has only one."""
     stage: int | None
-    """Number of the stage; None if the rank has only one."""
+    """Number of the stage, if its tasks have one in their identities."""
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -409,6 +413,124 @@ class Chunk:
     def last(self) -> TaskId:
         """Identity of the last task."""
         return self.template.tasks[-1].id.at(micro_batch=self.micro_batch, stage=self.stage)
+
+
+# Messages of pipelines ------------------------------------------------------------------------------------------------
+#
+# [Note: messages of outlines] A rank of a pipeline posts thousands of messages, and waits for each; these differ in
+# their micro-batch only. An outline lists what is posted (`Posted`) and what is waited for (`Awaited`) in place of
+# tasks, which are made on first access like those of chunks. They name one another, and chunks, by reference.
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """What a rank's messages from one stage to another have in common."""
+
+    kind: Literal["activation", "gradient"]
+    stage: int
+    """The stage that produces them."""
+    exchange: Communication
+    stream: str
+    sends: bool
+    """Whether the rank sends or receives them."""
+    group: Sequence[int] | None = None
+    """`TaskId.group` of their collectives."""
+
+
+@dataclass(slots=True, eq=False)
+class Posted:
+    """A rank's end of a message between stages: the task that sends or receives it."""
+
+    route: Route
+    micro_batch: int | None
+    after: "tuple[TaskId | Chunk | Awaited]"
+    """The last thing that the rank's compute stream does before it posts the message."""
+
+    phase: ClassVar[str] = "exposed_communication"
+    duration_s: ClassVar[float] = 0.0
+    issue: ClassVar[None] = None
+    need: ClassVar[Footprint] = NOTHING
+
+    @property
+    def stream(self) -> str:
+        """Stream of the messages of its route."""
+        return self.route.stream
+
+    @property
+    def exchange(self) -> Communication:
+        """The collective that carries the message."""
+        return self.route.exchange
+
+    @property
+    def communication(self) -> "MessageName":
+        """Name of the message, the same on both sides."""
+        route = self.route
+        return route.kind, route.stage, self.micro_batch, route.group
+
+    @property
+    def message(self) -> TaskId:
+        """Identity of the message."""
+        return TaskId(self.route.kind, stage=self.route.stage, micro_batch=self.micro_batch)
+
+    @property
+    def last(self) -> TaskId:
+        """Identity of the task."""
+        return self.message.serving("send" if self.route.sends else "receive")
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """The task."""
+        message = self.message if self.route.group is None else self.message.of_group(self.route.group)
+        (before,) = self.after
+        after = (before if isinstance(before, TaskId) else before.last,)
+        return (collective_task(self.last, self.exchange, self.stream, communication=message, after=after),)
+
+
+@dataclass(slots=True, eq=False)
+class Awaited:
+    """A rank's wait for messages that it has posted."""
+
+    after: tuple[Posted, ...]
+
+    phase: ClassVar[str] = "exposed_communication"
+    duration_s: ClassVar[float] = 0.0
+    issue: ClassVar[None] = None
+    need: ClassVar[Footprint] = NOTHING
+    stream: ClassVar[str] = "compute"
+    communication: ClassVar[None] = None
+    exchange: ClassVar[None] = None
+
+    @property
+    def last(self) -> TaskId:
+        """Identity of the task."""
+        return TaskId("messages", "await", messages=tuple(each.message for each in self.after))
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """The task."""
+        return (Task(self.last, self.phase, after=tuple(each.last for each in self.after)),)
+
+
+MessageName = tuple[str, int, int | None, Sequence[int] | None]
+"""Kind of a pipeline's message, the stage that produces it, its micro-batch, and `Route.group`."""
+Part = Task | Chunk | Posted | Awaited
+"""A part of an outline."""
+Name = TaskId | Chunk | Posted | Awaited
+"""What tasks and messages of an outline wait for: a task by its identity, or a part by reference."""
+
+
+def name_of(part: Part) -> Name:
+    """Return the name by which others wait for a part of an outline."""
+    return part.id if isinstance(part, Task) else part
+
+
+def expanded(parts: Iterable[Part]) -> Iterator[Task]:
+    """Yield the tasks of parts."""
+    for part in parts:
+        if isinstance(part, Task):
+            yield part
+        else:
+            yield from part.tasks
 
 
 def can_be_template(tasks: Sequence[Task]) -> bool:
@@ -430,16 +552,16 @@ class Outline(Sequence[Task]):
     (3, 'forward h.0 micro-batch 1')
     """
 
-    def __init__(self, parts: Iterable["Task | Chunk"]) -> None:
+    def __init__(self, parts: Iterable[Part]) -> None:
         self.parts = tuple(parts)
 
     @cached_property
     def _tasks(self) -> tuple[Task, ...]:
-        return tuple(chain.from_iterable((part,) if isinstance(part, Task) else part.tasks for part in self.parts))
+        return tuple(expanded(self.parts))
 
     @cached_property
     def _length(self) -> int:
-        return sum(1 if isinstance(part, Task) else len(part.template.tasks) for part in self.parts)
+        return sum(len(part.template.tasks) if isinstance(part, Chunk) else 1 for part in self.parts)
 
     def __len__(self) -> int:
         """Return the number of tasks."""
@@ -462,14 +584,21 @@ class Outline(Sequence[Task]):
         return hash(self._tasks)
 
 
-def parts_of(tasks: Sequence[Task]) -> Sequence[Task | Chunk]:
+def parts_of(tasks: Sequence[Task]) -> Sequence[Part]:
     """Return the parts of an outline, or the tasks themselves if they are not one."""
     return tasks.parts if isinstance(tasks, Outline) else tasks
 
 
+def without_messages(tasks: Sequence[Task]) -> list[Task | Chunk]:
+    """Return the parts of an outline (or the tasks) without a pipeline's messages, which take no memory."""
+    return [part for part in parts_of(tasks) if isinstance(part, (Task, Chunk))]
+
+
 def unnumbered(tasks: Sequence[Task]) -> Iterator[Task]:
-    """Yield the tasks of an outline, with those of chunks without micro-batch and stage, which is much faster."""
-    for part in parts_of(tasks):
+    """Yield the tasks of an outline, with those of chunks without micro-batch and stage, which is much faster, and
+    without a pipeline's messages.
+    """
+    for part in without_messages(tasks):
         if isinstance(part, Task):
             yield part
         else:
@@ -477,7 +606,7 @@ def unnumbered(tasks: Sequence[Task]) -> Iterator[Task]:
 
 
 def each_once(tasks: Sequence[Task]) -> Iterable[Task]:
-    """Return the tasks of an outline, with the tasks of each template only once."""
+    """Return the tasks of an outline, those of each template only once, and without a pipeline's messages."""
     if not isinstance(tasks, Outline):
         return tasks
     templates = {id(part.template): part.template for part in tasks.parts if isinstance(part, Chunk)}
@@ -539,22 +668,26 @@ class Collectives(Mapping[TaskId, Communication]):
         """
         if not any(isinstance(tasks, Outline) for tasks in self._by_rank):
             return _counted(self._all.values())
-        plain: dict[TaskId, Communication] = {}
+        plain: dict[TaskId | MessageName, Communication] = {}
         order: dict[int, Communication] = {}
         chunks: dict[tuple[TaskId, ...], _Repeated] = {}
         of_template: dict[int, _Repeated] = {}
         for part in chain.from_iterable(map(parts_of, self._by_rank)):
             if isinstance(part, Chunk):
+                own = part.template.collectives
+                if not own:
+                    continue
                 if id(part.template) not in of_template:
-                    own = part.template.collectives
                     of_template[id(part.template)] = chunks.setdefault(tuple(own), _Repeated(own, set()))
                     order |= {id(each): each for each in chunks[tuple(own)].collectives.values()}
                 of_template[id(part.template)].places.add((part.micro_batch, part.stage))
-            elif part.communication is not None and part.communication not in plain:
+                continue
+            name = part.communication
+            if name is not None and name not in plain:
                 assert part.exchange is not None
-                plain[part.communication] = part.exchange
+                plain[name] = part.exchange
                 order[id(part.exchange)] = part.exchange
-        if _overlap(plain, chunks.values()):
+        if _overlap((name for name in plain if isinstance(name, TaskId)), chunks.values()):
             return _counted(self._all.values())
         counts: Counter[int] = Counter(map(id, plain.values()))
         for repeated in chunks.values():

@@ -34,7 +34,7 @@ from typing import Any
 from gssim.cluster import DeviceType
 from gssim.engine import MEMORY_STEPS, MemoryTracker
 from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeftError, Request, rounded_bytes
-from gssim.program import Chunk, Program, Task, parts_of, unnumbered
+from gssim.program import Chunk, Program, Task, unnumbered, without_messages
 from gssim.result import CATEGORIES
 from gssim.result.result import Fit, Margin
 from gssim.scenario import Scenario
@@ -72,7 +72,7 @@ def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes:
 
 def _without(program: Program, role: int, left_out: range) -> list[Task | Chunk]:
     """Return the parts of a role's tasks that belong to none of the micro-batches in `left_out`."""
-    parts = parts_of(program.tasks[role])
+    parts = without_messages(program.tasks[role])
     numbers = (part.id.micro_batch if isinstance(part, Task) else part.micro_batch for part in parts)
     return [part for part, number in zip(parts, numbers, strict=True) if number is None or number not in left_out]
 

@@ -61,6 +61,17 @@ def test_every_stage_takes_every_micro_batch_forward_then_backward_once(pipeline
                 assert computed.index((kind, stage, i)) < computed.index(("backward", stage, i))
 
 
+@given(pipelines(), st.booleans(), st.booleans())
+def test_a_schedule_without_messages_has_all_other_actions(pipeline, sharded, frees_sent):
+    name, ranks, stages, micro_batches = pipeline
+    numbers = {"ranks": ranks, "stages": stages, "micro_batches": micro_batches}
+    whole, alone = (
+        schedule(name, **numbers, sharded=sharded, frees_sent=frees_sent, messages=each) for each in (True, False)
+    )
+    others = [tuple(each for each in actions if each.kind not in ("send", "receive", "wait")) for actions in whole]
+    assert alone == tuple(others)
+
+
 def needed(action: Action, stages: int) -> set[Message]:
     if action.kind == "forward" and action.stage > 0:
         return {Message("activation", action.stage - 1, action.micro_batch)}

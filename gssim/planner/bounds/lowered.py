@@ -29,7 +29,7 @@ from gssim.engine import MEMORY_STEPS, Machine, allocates_beside_compute, memory
 from gssim.execution.cache import Shared
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import chance_of
-from gssim.program import Chunk, Program, Task, TaskId, parts_of, unnumbered
+from gssim.program import Chunk, MessageName, Name, Posted, Program, Task, TaskId, name_of, parts_of, unnumbered
 from gssim.result import WAITING_PHASES
 from gssim.scenario import Scenario
 from gssim.simulation import outside_bytes
@@ -93,7 +93,7 @@ class _Operation(NamedTuple):
     duration_s: float
     after: Sequence[int] = ()
     """Numbers of the operations that must end first."""
-    message: TaskId | None = None
+    message: TaskId | MessageName | None = None
     """The message between two ranks that it sends or receives."""
     sends: bool = False
 
@@ -104,7 +104,7 @@ Streams = Mapping[str, Sequence[_Operation]]
 
 def _longest_step_s(scenario: Scenario, program: Program, alone_s: Alone) -> float:
     """Return the least time that the step of some role takes."""
-    exchanges: dict[TaskId, Communication] = {}
+    exchanges: dict[TaskId | MessageName, Communication] = {}
     roles = [_operations(tasks, exchanges, partial(alone_s, role)) for role, tasks in enumerate(program.tasks)]
     mesh = scenario.policies.mesh
     first_ranks = [rank for rank in range(mesh.ranks) if mesh.place(rank).pp == 0] if mesh.pp > 1 else []
@@ -114,7 +114,9 @@ def _longest_step_s(scenario: Scenario, program: Program, alone_s: Alone) -> flo
 
 
 def _operations(
-    tasks: Sequence[Task], exchanges: dict[TaskId, Communication], alone_s: Callable[[Communication], float]
+    tasks: Sequence[Task],
+    exchanges: dict[TaskId | MessageName, Communication],
+    alone_s: Callable[[Communication], float],
 ) -> Streams:
     """Return the operations of a role's tasks; each template is followed once.
 
@@ -124,7 +126,11 @@ def _operations(
     of_template: dict[int, float] = {}
     known: dict[int, float] = {}  # equal micro-batches share their collectives
     parts = parts_of(tasks)
-    numbers = {part.id if isinstance(part, Task) else part.last: number for number, part in enumerate(parts)}
+    numbers: dict[Name, int] = {}
+    for number, part in enumerate(parts):
+        numbers[name_of(part)] = number
+        if isinstance(part, Chunk):
+            numbers[part.last] = number
     for number, part in enumerate(parts):
         if isinstance(part, Chunk):
             template = part.template
@@ -133,15 +139,17 @@ def _operations(
             streams["compute"].append(_Operation(number, of_template[id(template)]))
             continue
         duration_s, message = part.duration_s, None
-        if part.communication is not None and part.exchange is not None:
-            exchange = exchanges.setdefault(part.communication, part.exchange)
+        name, sends = part.communication, isinstance(part, Posted) and part.route.sends
+        if name is not None and part.exchange is not None:
+            exchange = exchanges.setdefault(name, part.exchange)
             if id(exchange) not in known:
                 known[id(exchange)] = alone_s(exchange)
             duration_s = known[id(exchange)]
-            message = part.communication if exchange.kind == "send" else None
+            message = name if exchange.kind == "send" else None
+            sends = sends or (isinstance(part, Task) and part.id.action == "send")
         # tasks inside chunks have no number; only the bound is less tight if one waits for these
         after = [numbers[each] for each in part.after if each in numbers] if part.after else ()
-        streams[part.stream].append(_Operation(number, duration_s, after, message, part.id.action == "send"))
+        streams[part.stream].append(_Operation(number, duration_s, after, message, sends))
     return streams
 
 
@@ -158,7 +166,7 @@ def _step_of_first_s(ranks: Sequence[Streams]) -> float:
     7.0
     """
     followed = {each.message for streams in ranks for several in streams.values() for each in several if each.sends}
-    sent_s: dict[TaskId, float] = {}
+    sent_s: dict[TaskId | MessageName, float] = {}
     progress = [
         _Progress(operations, ends_s, -math.inf if place or name != "compute" else 0.0)
         for place, streams in enumerate(ranks)
