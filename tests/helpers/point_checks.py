@@ -15,7 +15,7 @@ from gssim.cluster import Cluster
 from gssim.plan import INDEX_BYTES
 from gssim.plan.mesh import REPLICA_AXES
 from gssim.plan.splitting import shards_inside_experts
-from gssim.program import Task, parts_of
+from gssim.program import Task, without_messages
 from gssim.result import PHASES, Result
 from gssim.scenario import Loaded, Scenario, tied_parameters
 from gssim.scenario.stages import TiedParameter
@@ -470,7 +470,7 @@ def _left_behind(simulated: Simulated) -> Iterator[str]:
     for role, tasks in enumerate(simulated.typical.machine.program.tasks):
         left: dict[str, float] = defaultdict(float)
         moved_bytes = 0.0
-        for part in parts_of(tasks):
+        for part in without_messages(tasks):
             for category, size in (part.need if isinstance(part, Task) else part.template.need).kept:
                 left[category] += size
                 moved_bytes += abs(size)
