@@ -304,9 +304,10 @@ def search_command(
     search = Search(loaded, loaded.scenario.search, top)
     run = ["gssim", "run", str(scenario), *(word for each in overrides or [] for word in ("--set", each))]
     try:
-        search.prepare()
-        with processes_with(shared, count) as workers, progress_bar("searching") as on_progress:
-            search.run(workers, on_progress)
+        with processes_with(shared, count) as workers:
+            search.prepare(workers)
+            with progress_bar("searching") as on_progress:
+                search.run(workers, on_progress)
     except KeyboardInterrupt:
         _print_found(search, loaded.scenario.question, run, as_json=as_json)
         best = "; these are the best so far" if search.found().best else ""

@@ -36,8 +36,8 @@ class Workers(Protocol):
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
         """Submit a chunk; return a handle of it."""
 
-    def ended(self, chunks: Collection[Any]) -> Collection[Any]:
-        """Wait a short time; return the handles of finished chunks."""
+    def ended(self, chunks: Collection[Any], within_s: float = LOOK_S) -> Collection[Any]:
+        """Wait for one to finish, at most a short time; return the handles of finished chunks."""
 
     def answer(self, chunk: Any) -> Any:
         """Return the result of a finished chunk, or raise its exception; RunFailedError if the chunk was lost."""
@@ -55,7 +55,7 @@ class Alone:
         future.set_result(work(argument))
         return future
 
-    def ended(self, chunks: Collection[Any]) -> Collection[Any]:
+    def ended(self, chunks: Collection[Any], within_s: float = LOOK_S) -> Collection[Any]:
         """Return all chunks."""
         return chunks
 
@@ -81,9 +81,9 @@ class Processes:
         except BrokenProcessPool:
             raise _died() from None
 
-    def ended(self, chunks: Collection[Any]) -> Collection[Any]:
+    def ended(self, chunks: Collection[Any], within_s: float = LOOK_S) -> Collection[Any]:
         """Wait a short time for one to finish."""
-        return wait(chunks, timeout=LOOK_S, return_when=FIRST_COMPLETED).done
+        return wait(chunks, timeout=within_s, return_when=FIRST_COMPLETED).done
 
     def answer(self, chunk: Any) -> Any:
         """Return the result."""
@@ -220,12 +220,12 @@ class DaskWorkers:
         """Submit a chunk."""
         return self._client.submit(work, argument, pure=False)
 
-    def ended(self, chunks: Collection[Any]) -> Collection[Any]:
+    def ended(self, chunks: Collection[Any], within_s: float = LOOK_S) -> Collection[Any]:
         """Wait a short time for one to finish."""
         from distributed import wait
 
         try:
-            finished: Collection[Any] = wait(list(chunks), timeout=LOOK_S, return_when=FIRST_COMPLETED).done
+            finished: Collection[Any] = wait(list(chunks), timeout=within_s, return_when=FIRST_COMPLETED).done
             return finished
         except TimeoutError:
             return ()

@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.engine import MEMORY_STEPS, Machine, allocates_beside_compute, memory_after
 from gssim.execution.cache import Shared
 from gssim.planner.bounds.collectives import CollectiveBounds
-from gssim.planner.bounds.compute import chance_of
+from gssim.planner.bounds.compute import chance_of, least_chance
 from gssim.program import Chunk, Program, Task, TaskId, parts_of, unnumbered
 from gssim.result import WAITING_PHASES
 from gssim.scenario import Scenario
@@ -45,7 +46,7 @@ def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBou
         return collectives.alone_s(communication, program.role_of.index(role))
 
     links_s = float(collectives.links_s(program.exchanges).max(initial=0.0))
-    return least_chance(scenario) * max(links_s, _longest_step_s(scenario, program, alone_s))
+    return least_chance(_devices(scenario)) * max(links_s, _longest_step_s(scenario, program, alone_s))
 
 
 def met_step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds, shared: Shared) -> float:
@@ -73,16 +74,11 @@ def met_step_time_s(scenario: Scenario, program: Program, collectives: Collectiv
             alone[id(communication)] = of_roles(communication)
         return alone[id(communication)][role]
 
-    return least_chance(scenario) * _longest_step_s(scenario, program, alone_s)
+    return least_chance(_devices(scenario)) * _longest_step_s(scenario, program, alone_s)
 
 
-def least_chance(scenario: Scenario) -> float:
-    """Return the least random factor on a step's time.
-
-    It also applies to steps that are limited only by links: they may end a little earlier or later than the step
-    before.
-    """
-    return min(chance_of(scenario.cluster.type_of(rank)) for rank in range(scenario.ranks))
+def _devices(scenario: Scenario) -> list[DeviceType]:
+    return [scenario.cluster.type_of(rank) for rank in range(scenario.ranks)]
 
 
 class _Operation(NamedTuple):
