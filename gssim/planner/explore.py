@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush, heapreplace
 from typing import Any
 
@@ -59,7 +60,7 @@ def judged(loaded: Loaded, known: Bound, limits: Limits, shared: Shared) -> Resu
         if LoweredBounds.apply_to(loaded):
             bounds = LoweredBounds(loaded, limits.objective, shared)
             bound = bounds.allocated().with_(known)
-            for closer in (bounds.met, bounds.reserved):
+            for closer in (bounds.met, partial(bounds.reserved, rule_out=limits.rule_out)):
                 if limits.rule_out(bound):
                     return bound
                 bound = closer(bound)

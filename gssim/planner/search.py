@@ -17,6 +17,7 @@ from gssim.errors import RunFailedError, UserError
 from gssim.execution import Workers
 from gssim.execution.cache import Shared
 from gssim.plan import METHODS
+from gssim.plan.shard_sizing import import_solver
 from gssim.planner.advice import with_suggested_changes
 from gssim.planner.batches import PLAN, Batches
 from gssim.planner.bounds import Bound, Bounds
@@ -229,6 +230,9 @@ class Search:
         self.plans = 0
         self.own: list[Candidate] = []
         """The scenario's own plan, as one element, once `prepare` has run."""
+        types = {device.type for device in loaded.scenario.cluster.devices}
+        if "cost" in space.shards and len(types) > 1:  # processes are forked later
+            import_solver()
         wanted = [RankedSet("best", top, lambda each: True)]
         wanted += [RankedSet(name, 1, holds) for name, holds in RIVALS.items()]
         self.explorer = Explorer(

@@ -135,6 +135,10 @@ class TrafficBounds:
     def _busy_times_of(self, sent: Sequence[tuple[Task, Communication]], ranks: int) -> BusyTimes:
         collectives = self.by_ranks[ranks]
         streams_s: dict[str, float] = defaultdict(float)
+        alone_s: dict[int, float] = {}
+        """By `id` of the collective: tasks share most of them, and comparing them takes long."""
         for task, communication in sent:
-            streams_s[task.stream] += collectives.alone_s(communication, 0)
+            if id(communication) not in alone_s:
+                alone_s[id(communication)] = collectives.alone_s(communication, 0)
+            streams_s[task.stream] += alone_s[id(communication)]
         return BusyTimes(streams_s, collectives.links_s(Counter(communication for _, communication in sent).items()))
