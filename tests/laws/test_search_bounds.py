@@ -540,3 +540,15 @@ def test_plans_share_policies_that_differ_in_no_key_on_which_these_depend(key):
             continue
         assert parts.policies(changed) is shared
         assert resolve(changed, devices=4, hosts=parts.hosts, backend="gloo") == shared
+
+
+def test_bounds_are_the_same_whichever_plans_were_bounded_before():
+    """Plans share most of what their bounds are made of: whatever decides a value has to be in its key."""
+    loaded = question()
+    every = Bounds(loaded.scenario, "step-time")
+    plans = list(candidates(loaded.scenario, loaded.scenario.search, Batches(every)))
+    for each in random.Random(5).sample(plans, 20):
+        alone = Bounds(loaded.scenario, "step-time")
+        bound = every.of(each.plan)
+        assert alone.of(each.plan) == bound, each.override
+        assert alone.closer(each.plan, bound) == every.closer(each.plan, bound), each.override
