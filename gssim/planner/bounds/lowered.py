@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from gssim.cluster import DeviceType
@@ -81,11 +82,14 @@ def _devices(scenario: Scenario) -> list[DeviceType]:
     return [scenario.cluster.type_of(rank) for rank in range(scenario.ranks)]
 
 
+NO_NUMBER = -1
+
+
 class _Operation(NamedTuple):
-    """A task or a chunk of tasks."""
+    """A task, or several in a row."""
 
     number: int
-    """Number among the rank's operations."""
+    """Number of the last task among the rank's; `NO_NUMBER`: none waits for it."""
     duration_s: float
     after: Sequence[int] = ()
     """Numbers of the operations that must end first."""
@@ -112,7 +116,8 @@ def _longest_step_s(scenario: Scenario, program: Program, alone_s: Alone) -> flo
 def _operations(
     tasks: Sequence[Task], exchanges: dict[TaskId, Communication], alone_s: Callable[[Communication], float]
 ) -> Streams:
-    """Return the operations of a role's tasks; each template is followed once.
+    """Return the operations of a role's tasks; each template is followed once, and tasks in a row between which nothing
+    else matters are one operation.
 
     `exchanges`: the collectives of the tasks of earlier roles, to which those of this role are added.
     """
@@ -120,25 +125,47 @@ def _operations(
     of_template: dict[int, float] = {}
     known: dict[int, float] = {}  # equal micro-batches share their collectives
     parts = parts_of(tasks)
-    numbers = {part.id if isinstance(part, Task) else part.last: number for number, part in enumerate(parts)}
+    numbers = _awaited(parts)
+    ends = set(numbers.values())
+    row_s: dict[str, float] = {}
+    """By stream: seconds of its latest tasks, which belong to no operation yet."""
     for number, part in enumerate(parts):
+        after: Sequence[int] = ()
+        message, sends = None, False
         if isinstance(part, Chunk):
-            template = part.template
+            stream, template = "compute", part.template
             if id(template) not in of_template:
                 of_template[id(template)] = _step_of_first_s([_operations(template.tasks, exchanges, alone_s)])
-            streams["compute"].append(_Operation(number, of_template[id(template)]))
-            continue
-        duration_s, message = part.duration_s, None
-        if part.communication is not None and part.exchange is not None:
-            exchange = exchanges.setdefault(part.communication, part.exchange)
-            if id(exchange) not in known:
-                known[id(exchange)] = alone_s(exchange)
-            duration_s = known[id(exchange)]
-            message = part.communication if exchange.kind == "send" else None
-        # tasks inside chunks have no number; only the bound is less tight if one waits for these
-        after = [numbers[each] for each in part.after if each in numbers] if part.after else ()
-        streams[part.stream].append(_Operation(number, duration_s, after, message, part.id.action == "send"))
+            duration_s = of_template[id(template)]
+        else:
+            stream, duration_s = part.stream, part.duration_s
+            if part.communication is not None and part.exchange is not None:
+                exchange = exchanges.setdefault(part.communication, part.exchange)
+                if id(exchange) not in known:
+                    known[id(exchange)] = alone_s(exchange)
+                duration_s = known[id(exchange)]
+                message = part.communication if exchange.kind == "send" else None
+            # tasks inside chunks have no number; only the bound is less tight if one waits for these
+            after = [numbers[each] for each in part.after if each in numbers] if part.after else ()
+            sends = part.id.action == "send"
+        before_s = row_s.pop(stream, 0.0)
+        if after or message is not None:
+            row = [_Operation(NO_NUMBER, before_s)] if before_s else []
+            streams[stream] += [*row, _Operation(number, duration_s, after, message, sends)]
+        elif number in ends:
+            streams[stream].append(_Operation(number, before_s + duration_s))
+        else:
+            row_s[stream] = before_s + duration_s
+    for stream, duration_s in row_s.items():
+        streams[stream].append(_Operation(NO_NUMBER, duration_s))
     return streams
+
+
+def _awaited(parts: Sequence[Task | Chunk]) -> dict[TaskId, int]:
+    """Return the numbers of the tasks for which others wait, and of the chunks that end with one."""
+    awaited = set(chain.from_iterable([part.after for part in parts if isinstance(part, Task) and part.after]))
+    ends = [part.id if isinstance(part, Task) else part.last for part in parts]
+    return {own: number for number, own in enumerate(ends) if own in awaited}
 
 
 def _step_of_first_s(ranks: Sequence[Streams]) -> float:
