@@ -122,7 +122,8 @@ def processes_with(state: Any, jobs: int) -> Iterator[Workers]:
     """Provide an executor of `jobs` processes, each with `state` as its `worker_state`, and one piece of work at a
     time.
 
-    Where processes can be forked, they start with the present content of `state`. Call this before starting any thread.
+    Where processes can be forked, they start with the content that `state` has when the first work is submitted, which
+    must be before any thread is started.
     """
     with _pool(jobs, "fork" if sys.platform == "linux" else "spawn", state) as pool:
         yield Processes(pool, jobs)
@@ -146,9 +147,6 @@ def _pool(jobs: int, start: str, state: Any) -> Iterator[ProcessPoolExecutor]:
     forked = [running] if start == "fork" else []
     initial = (state, stopped, forked, dict(os.environ))
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=initial)
-    if forked:
-        with _interrupt_blocked():
-            pool.submit(os.getpid).result()  # all processes are forked now
     try:
         yield pool
     except BaseException:

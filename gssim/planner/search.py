@@ -31,8 +31,10 @@ from gssim.simulation import no_collection, simulate
 
 MAX_TRIED = 50
 """Most plans that are tried until one can run."""
-LOOK_S = 0.01
-"""Seconds after which the enumeration of plans looks whether a worker is idle."""
+BEGIN_S, LOOK_S = 0.5, 0.01
+"""Seconds after which the enumeration of plans looks whether a worker is idle: at first, and then each time. Workers
+that are forked later have more of what plans share.
+"""
 
 
 @dataclass(frozen=True)
@@ -248,8 +250,10 @@ class Search:
         self.nearest: tuple[Candidate, Result] | None = None
 
     def prepare(self, workers: Workers | None = None) -> None:
-        """Enumerate the plans and their lower bounds; `workers` judge the most promising ones meanwhile."""
-        looked_s = time.monotonic()
+        """Enumerate the plans and their lower bounds; `workers` judge the most promising ones meanwhile, and have begun
+        when this ends.
+        """
+        look_s = time.monotonic() + BEGIN_S
         try:
             with no_collection():
                 for each in candidates(self.loaded.scenario, self.space, Batches(self.bounds), self.counts.left_out):
@@ -262,9 +266,11 @@ class Search:
                         continue
                     self.bounded.append((bound, each))
                     self.explorer.add(bound, each)
-                    if workers is not None and time.monotonic() > looked_s + LOOK_S:
+                    if workers is not None and time.monotonic() > look_s:
                         self.explorer.advance(workers)
-                        looked_s = time.monotonic()
+                        look_s = time.monotonic() + LOOK_S
+                if workers is not None:
+                    self.explorer.advance(workers)
         except KeyboardInterrupt:
             self.explorer.leave()
             raise

@@ -34,7 +34,8 @@ from gssim.scenario import SearchSpace, load_model
     "seed", [pytest.param(seed, marks=[] if seed % 8 == 0 else pytest.mark.slow) for seed in range(20)]
 )
 def test_a_search_finds_what_simulating_every_plan_finds(monkeypatch, seed):
-    monkeypatch.setattr("gssim.planner.search.LOOK_S", 0.0)  # plans are judged while others are enumerated
+    for name in ("BEGIN_S", "LOOK_S"):  # plans are judged while others are enumerated
+        monkeypatch.setattr(f"gssim.planner.search.{name}", 0.0)
     loaded, space = random_question(seed)
     search = Search(loaded, space, top=4)
     workers = InThisProcess(loaded)
