@@ -123,8 +123,8 @@ def search(scenario: Scenario, *, top: int = 5, jobs: int | None = None) -> list
         raise UserError(f"{scenario.name}: was not loaded from a file; search what gssim.load returns of one")
     loaded = load_scenario(source.path, source.overrides, searched=True, shared=shared)
     found = Search(loaded, loaded.scenario.search, top)
-    found.prepare()
     with processes_with(shared, count) as workers:
+        found.prepare(workers)
         found.run(workers)
     return found.found().results()
 

@@ -285,7 +285,7 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
     console = plain_console(PIPE_WIDTH)
     if question:
         console.print(one_line(question), style="bold", highlight=False)
-    counts = {status: sum(each == status for each in table["status"]) for status in dict.fromkeys(table["status"])}
+    counts = Counter(table["status"])
     shown = table
     if table.height > 4 * FASTEST:
         fitting = table.filter(table["status"] == "fits")  # steps of few samples are short
@@ -307,7 +307,7 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
             ]
         rows.append([row["point"], *(cells if pushes else cells[:-1]), row["status"]])
     _print_points(console, ("point", "ranks", "step", "waits", "samples/s", "peak allocated", *pushes, "status"), rows)
-    _print_unanswered(console, [row for row in table.iter_rows(named=True) if row["step_time_s"] is None])
+    _print_unanswered(console, table.filter(table["step_time_s"].is_null()).rows(named=True))
 
 
 SHOWN_REASONS = 6

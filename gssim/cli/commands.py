@@ -177,6 +177,8 @@ def sweep_command(
     count = checked_jobs(jobs)
     _check_options(out, jobs, dask, as_json=as_json)
     asked = load_sweep(sweep)
+    if dask is None and count > 1:
+        start_fork_server()  # now, while the points are listed
     points = chosen(points_of(asked, file=sweep, overrides=overrides or []), only or [], file=sweep)
     if out is not None and out.suffix in TABLES:
         _make_table(asked, points, only or [], sweep, out, count, dask, again=again)
@@ -217,8 +219,6 @@ def _make_table(
     _check_only(out, points, only, file=file)
     count = min(jobs, len(points))
     workers = dask_workers(dask) if dask is not None else processes(count)
-    if dask is None and count > 1:
-        start_fork_server()  # now, while the points' inputs are read
     elsewhere = dask is not None
     with _report_interrupt(parts_folder(out)), progress_bar("predicting") as on_progress:
         table = tabulate(
@@ -304,9 +304,10 @@ def search_command(
     search = Search(loaded, loaded.scenario.search, top)
     run = ["gssim", "run", str(scenario), *(word for each in overrides or [] for word in ("--set", each))]
     try:
-        search.prepare()
-        with processes_with(shared, count) as workers, progress_bar("searching") as on_progress:
-            search.run(workers, on_progress)
+        with processes_with(shared, count) as workers:
+            search.prepare(workers)
+            with progress_bar("searching") as on_progress:
+                search.run(workers, on_progress)
     except KeyboardInterrupt:
         _print_found(search, loaded.scenario.question, run, as_json=as_json)
         best = "; these are the best so far" if search.found().best else ""

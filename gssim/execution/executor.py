@@ -36,8 +36,8 @@ class Workers(Protocol):
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
         """Submit a chunk; return a handle of it."""
 
-    def ended(self, chunks: Collection[Any]) -> Collection[Any]:
-        """Wait a short time; return the handles of finished chunks."""
+    def ended(self, chunks: Collection[Any], within_s: float = LOOK_S) -> Collection[Any]:
+        """Wait for one to finish, at most a short time; return the handles of finished chunks."""
 
     def answer(self, chunk: Any) -> Any:
         """Return the result of a finished chunk, or raise its exception; RunFailedError if the chunk was lost."""
@@ -55,7 +55,7 @@ class Alone:
         future.set_result(work(argument))
         return future
 
-    def ended(self, chunks: Collection[Any]) -> Collection[Any]:
+    def ended(self, chunks: Collection[Any], within_s: float = LOOK_S) -> Collection[Any]:
         """Return all chunks."""
         return chunks
 
@@ -81,9 +81,9 @@ class Processes:
         except BrokenProcessPool:
             raise _died() from None
 
-    def ended(self, chunks: Collection[Any]) -> Collection[Any]:
+    def ended(self, chunks: Collection[Any], within_s: float = LOOK_S) -> Collection[Any]:
         """Wait a short time for one to finish."""
-        return wait(chunks, timeout=LOOK_S, return_when=FIRST_COMPLETED).done
+        return wait(chunks, timeout=within_s, return_when=FIRST_COMPLETED).done
 
     def answer(self, chunk: Any) -> Any:
         """Return the result."""
@@ -122,7 +122,8 @@ def processes_with(state: Any, jobs: int) -> Iterator[Workers]:
     """Provide an executor of `jobs` processes, each with `state` as its `worker_state`, and one piece of work at a
     time.
 
-    Where processes can be forked, they start with the present content of `state`. Call this before starting any thread.
+    Where processes can be forked, they start with the content that `state` has when the first work is submitted, which
+    must be before any thread is started.
     """
     with _pool(jobs, "fork" if sys.platform == "linux" else "spawn", state) as pool:
         yield Processes(pool, jobs)
@@ -146,9 +147,6 @@ def _pool(jobs: int, start: str, state: Any) -> Iterator[ProcessPoolExecutor]:
     forked = [running] if start == "fork" else []
     initial = (state, stopped, forked, dict(os.environ))
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=initial)
-    if forked:
-        with _interrupt_blocked():
-            pool.submit(os.getpid).result()  # all processes are forked now
     try:
         yield pool
     except BaseException:
@@ -220,12 +218,12 @@ class DaskWorkers:
         """Submit a chunk."""
         return self._client.submit(work, argument, pure=False)
 
-    def ended(self, chunks: Collection[Any]) -> Collection[Any]:
+    def ended(self, chunks: Collection[Any], within_s: float = LOOK_S) -> Collection[Any]:
         """Wait a short time for one to finish."""
         from distributed import wait
 
         try:
-            finished: Collection[Any] = wait(list(chunks), timeout=LOOK_S, return_when=FIRST_COMPLETED).done
+            finished: Collection[Any] = wait(list(chunks), timeout=within_s, return_when=FIRST_COMPLETED).done
             return finished
         except TimeoutError:
             return ()

@@ -78,6 +78,12 @@ class OwnerTimes:
     """To receive them from the previous rank, over its incoming links."""
 
 
+def import_solver() -> None:
+    """Import what `cost_shares` and the rates of its links need: processes that are forked later have it already."""
+    import scipy.optimize
+    import scipy.sparse.csgraph  # noqa: F401
+
+
 @lru_cache(maxsize=64)
 def cost_shares(times: OwnerTimes, *, most: tuple[float, ...]) -> tuple[float, ...]:
     """Return the shares with the least `owner_time_s`, rank i's being at most `most[i]`, as its memory allows.

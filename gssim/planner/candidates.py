@@ -8,16 +8,18 @@ threshold and kind but no other settings. If several variants have the same thre
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import product
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gssim.errors import UserError
 from gssim.execution.files import read_rows
 from gssim.plan import METHODS, REPLICA_AXES, Mesh, Plan
+from gssim.plan.mesh import AXES
 from gssim.planner.batches import PLAN, Batches
 from gssim.scenario import Scenario, SearchSpace
 from gssim.scenario.overrides import toml
@@ -186,9 +188,9 @@ def candidates(
     yield Candidate(0, _plan_table(scenario.plan), scenario.plan)
     own = _plan_table(scenario.plan)
     kept = {key: value for key, value in own.items() if key in KEPT_KEYS}
-    seen = {_with_axis_sizes(scenario.plan, batches)}
+    seen = {_likeness(scenario.plan, batches)}
     for table in _tables(scenario, space, batches, left_out):
-        whole = kept | _push_table(scenario.plan, table) | table
+        whole = kept | _push_table(own, table) | table
         for key in ("zero1_implementation", "zero2_implementation"):
             if key.startswith(table["method"]) and getattr(scenario.plan, key) != "torch":
                 whole[key] = getattr(scenario.plan, key)
@@ -216,22 +218,25 @@ def candidates(
         if not whole.get("sequence_parallel"):
             whole = {key: value for key, value in whole.items() if key not in OF_SEQUENCE_PARTS}
         plan = PLAN.validate_python(whole)
-        if (sized := _with_axis_sizes(plan, batches)) not in seen:
-            seen.add(sized)
+        if (alike := _likeness(plan, batches)) not in seen:
+            seen.add(alike)
             yield Candidate(len(seen) - 1, whole, plan)
 
 
-def _with_axis_sizes(plan: Plan, batches: Batches) -> Plan:
-    """Return a plan with explicit axis sizes, so that it compares with enumerated plans; unchanged if they cannot be
-    resolved.
+SIZED = ("ranks", *AXES)
+"""Keys of a plan that are filled up where it leaves them out."""
+_sizes_of, _rest_of = attrgetter(*SIZED), attrgetter(*(each.name for each in fields(Plan) if each.name not in SIZED))
+
+
+def _likeness(plan: Plan, batches: Batches) -> Hashable:
+    """Return what is equal for plans that come to the same: the sizes of all axes, whether given or resolved, and every
+    other key.
     """
     try:
-        policies = batches.bounds.parts.policies(plan)
-    except UserError:
-        return plan
-    mesh = policies.mesh
-    data = replace(plan, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
-    return replace(data, ranks=mesh.ranks, cp=mesh.cp, tp=mesh.tp, pp=mesh.pp)
+        sizes = _sizes_of(batches.bounds.parts.policies(plan).mesh)
+    except UserError:  # it is refused later
+        sizes = _sizes_of(plan)
+    return sizes, _rest_of(plan)
 
 
 def _plan_table(plan: Plan) -> dict[str, Any]:
@@ -240,11 +245,10 @@ def _plan_table(plan: Plan) -> dict[str, Any]:
     return data
 
 
-def _push_table(plan: Plan, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the push and publish settings of the scenario's own plan that a method can have."""
+def _push_table(own: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the push and publish settings of the scenario's own plan, a table, that a method can have."""
     if METHODS[table["method"]].gradients != "push":
         return {}
-    own = _plan_table(plan)
     push = own.get("push", {}) | table.get("push", {})
     publish = own.get("publish") if METHODS[table["method"]].parameters == "replicated" else None
     found = {"push": push} if push else {}

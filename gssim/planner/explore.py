@@ -4,7 +4,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush, heapreplace
+from functools import partial
+from heapq import heappop, heappush, heapreplace
 from typing import Any
 
 from gssim.errors import RunFailedError, UserError
@@ -59,7 +60,7 @@ def judged(loaded: Loaded, known: Bound, limits: Limits, shared: Shared) -> Resu
         if LoweredBounds.apply_to(loaded):
             bounds = LoweredBounds(loaded, limits.objective, shared)
             bound = bounds.allocated().with_(known)
-            for closer in (bounds.met, bounds.reserved):
+            for closer in (bounds.met, partial(bounds.reserved, rule_out=limits.rule_out)):
                 if limits.rule_out(bound):
                     return bound
                 bound = closer(bound)
@@ -198,15 +199,15 @@ class Queue:
     have the lowest bounds, as little can be pushed. A search that is ended early has then compared the dense plans.
     """
 
-    def __init__(self, plans: Iterable[tuple[Bound, Candidate]], closer: Callable[[Plan, Bound], Bound]) -> None:
-        entries = [
-            Waiting(_is_thresholded(each), bound.objective, each.index, bound, each, False) for bound, each in plans
-        ]
-        self._heap = [
-            replace(each, is_later=False, objective=-math.inf) if each.index == 0 else each for each in entries
-        ]
-        heapify(self._heap)
+    def __init__(self, closer: Callable[[Plan, Bound], Bound]) -> None:
+        self._heap: list[Waiting] = []
         self._closer = closer
+
+    def add(self, bound: Bound, candidate: Candidate) -> None:
+        """Add a plan with the bound that its plan alone gives."""
+        is_own = candidate.index == 0
+        later, least = (False, -math.inf) if is_own else (_is_thresholded(candidate), bound.objective)
+        heappush(self._heap, Waiting(later, least, candidate.index, bound, candidate, False))
 
     def __len__(self) -> int:
         """Return the number of plans in the queue."""
@@ -252,53 +253,87 @@ def limits_of(candidate: Candidate, wanted: Sequence[RankedSet], found: Explorat
     return Limits(objective, candidate.index, order, found.front)
 
 
-def explore(
-    queue: Queue,
-    wanted: Sequence[RankedSet],
-    workers: Workers,
-    judge: Callable[[Candidate, Answer, Exploration], Outcome | None],
-    found: Exploration,
-    *,
-    source: Source | None = None,
-    objective: Objective = "step-time",
-    on_progress: Callable[[int, int], None] = lambda done, plans: None,
-    until_s: float = math.inf,
-) -> None:
-    """Simulate plans, the most promising first, into `found`, which always has the best so far.
+class Explorer:
+    """Lets workers judge plans, the most promising first; `found` always has the best so far.
 
-    Which plans are simulated depends on the speed of the processes; the best plans and the front do not. `source`: what
-    the workers load. `until_s`: value of `time.monotonic` after which no further plan is started.
+    Which plans are simulated depends on when they are added, and on the speed of the processes; the best plans and the
+    front do not.
     """
 
-    def rule_out(candidate: Candidate, bound: Bound) -> bool:
-        return limits_of(candidate, wanted, found, objective).rule_out(bound)
+    def __init__(
+        self,
+        wanted: Sequence[RankedSet],
+        closer: Callable[[Plan, Bound], Bound],
+        judge: Callable[[Candidate, Answer, Exploration], Outcome | None],
+        found: Exploration,
+        *,
+        source: Source | None = None,
+        objective: Objective = "step-time",
+        until_s: float = math.inf,
+    ) -> None:
+        """`source`: what the workers load. `until_s`: value of `time.monotonic` after which no plan is started."""
+        self.queue, self.plans = Queue(closer), 0
+        self.wanted, self.judge, self.found = wanted, judge, found
+        self.source, self.objective, self.until_s = source, objective, until_s
+        self._in_progress: dict[Any, Candidate] = {}
 
-    plans = len(queue)
-    in_progress: dict[Any, Candidate] = {}
-    try:
-        while queue or in_progress:
-            late = time.monotonic() > until_s
-            while queue and len(in_progress) < workers.at_a_time and not late:
-                first, ruled_out = queue.next(rule_out)
-                found.ruled_out += ruled_out
-                if first is not None:
-                    limits = limits_of(first.candidate, wanted, found, objective)
-                    least = math.inf if first.is_lowered else queue.next_objective()
-                    limits = replace(limits, next_objective=least)
-                    request = Request(source, first.candidate.override, first.bound, limits)
-                    in_progress[workers.submit(answered, request)] = first.candidate
-            on_progress(plans - len(queue) - len(in_progress), plans)
-            if not in_progress:
-                break
-            if not late:
-                found.ruled_out += queue.look_ahead(rule_out)  # now: later, idle processes would wait for it
-            for ended in workers.ended(list(in_progress)):
-                candidate, answer = in_progress.pop(ended), workers.answer(ended)
-                if isinstance(answer, Bound) and not rule_out(candidate, answer):
-                    queue.wait(candidate, answer)
-                    continue
-                outcome = judge(candidate, answer, found)
-                if outcome is not None:
-                    found.add(outcome)
-    finally:  # at an interrupt too, when some are being simulated
-        found.left += sum(not rule_out(each.candidate, each.bound) for each in queue) + len(in_progress)
+    def add(self, bound: Bound, candidate: Candidate) -> None:
+        """Add a plan to be judged."""
+        self.queue.add(bound, candidate)
+        self.plans += 1
+
+    def rule_out(self, candidate: Candidate, bound: Bound) -> bool:
+        """Return whether a plan with this bound cannot improve the results so far."""
+        return limits_of(candidate, self.wanted, self.found, self.objective).rule_out(bound)
+
+    def advance(self, workers: Workers) -> None:
+        """Take the answers that are ready and hand out plans, without waiting; one worker stays idle, as the caller is
+        busy.
+        """
+        self._take(workers, workers.ended(list(self._in_progress), within_s=0.0))
+        if time.monotonic() <= self.until_s:
+            self._hand_out(workers, max(1, workers.at_a_time - 1))
+
+    def run(self, workers: Workers, on_progress: Callable[[int, int], None]) -> None:
+        """Judge all plans that were added; `on_progress` is called with (plans done, total)."""
+        try:
+            while self.queue or self._in_progress:
+                late = time.monotonic() > self.until_s
+                if not late:
+                    self._hand_out(workers, workers.at_a_time)
+                on_progress(self.plans - len(self.queue) - len(self._in_progress), self.plans)
+                if not self._in_progress:
+                    break
+                if not late:
+                    self.found.ruled_out += self.queue.look_ahead(self.rule_out)  # later, idle processes would wait
+                self._take(workers, workers.ended(list(self._in_progress)))
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Count the plans that are left open: at an interrupt too, when some are being simulated."""
+        waiting = sum(not self.rule_out(each.candidate, each.bound) for each in self.queue)
+        self.found.left = waiting + len(self._in_progress)
+
+    def _hand_out(self, workers: Workers, most: int) -> None:
+        """Hand out the most promising plans, so that up to `most` are being judged."""
+        while self.queue and len(self._in_progress) < most:
+            first, ruled_out = self.queue.next(self.rule_out)
+            self.found.ruled_out += ruled_out
+            if first is not None:
+                limits = limits_of(first.candidate, self.wanted, self.found, self.objective)
+                least = math.inf if first.is_lowered else self.queue.next_objective()
+                limits = replace(limits, next_objective=least)
+                request = Request(self.source, first.candidate.override, first.bound, limits)
+                self._in_progress[workers.submit(answered, request)] = first.candidate
+
+    def _take(self, workers: Workers, ended: Iterable[Any]) -> None:
+        """Take the answers of plans that are judged."""
+        for each in ended:
+            candidate, answer = self._in_progress.pop(each), workers.answer(each)
+            if isinstance(answer, Bound) and not self.rule_out(candidate, answer):
+                self.queue.wait(candidate, answer)
+                continue
+            outcome = self.judge(candidate, answer, self.found)
+            if outcome is not None:
+                self.found.add(outcome)

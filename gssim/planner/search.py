@@ -17,11 +17,12 @@ from gssim.errors import RunFailedError, UserError
 from gssim.execution import Workers
 from gssim.execution.cache import Shared
 from gssim.plan import METHODS
+from gssim.plan.shard_sizing import import_solver
 from gssim.planner.advice import with_suggested_changes
 from gssim.planner.batches import PLAN, Batches
 from gssim.planner.bounds import Bound, Bounds
 from gssim.planner.candidates import Candidate, RefusedPlans, allowed, candidates
-from gssim.planner.explore import Answer, Exploration, Outcome, Queue, RankedSet, explore, front
+from gssim.planner.explore import Answer, Exploration, Explorer, Outcome, RankedSet, front
 from gssim.planner.objectives import objective_of
 from gssim.planner.reasons import full_ratio, reason, why_worse
 from gssim.result import Result
@@ -30,6 +31,10 @@ from gssim.simulation import no_collection, simulate
 
 MAX_TRIED = 50
 """Most plans that are tried until one can run."""
+BEGIN_S, LOOK_S = 0.5, 0.01
+"""Seconds after which the enumeration of plans looks whether a worker is idle: at first, and then each time. Workers
+that are forked later have more of what plans share.
+"""
 
 
 @dataclass(frozen=True)
@@ -224,50 +229,56 @@ class Search:
         self.bounds = Bounds(loaded.scenario, space.objective)
         self.counts = Exploration(left_out=RefusedPlans(loaded.file))
         self.bounded: list[tuple[Bound, Candidate]] = []
-        self.wanted: list[RankedSet] = []
         self.plans = 0
         self.own: list[Candidate] = []
         """The scenario's own plan, as one element, once `prepare` has run."""
-        self.began_s = time.monotonic()
+        types = {device.type for device in loaded.scenario.cluster.devices}
+        if "cost" in space.shards and len(types) > 1:  # processes are forked later
+            import_solver()
+        wanted = [RankedSet("best", top, lambda each: True)]
+        wanted += [RankedSet(name, 1, holds) for name, holds in RIVALS.items()]
+        self.explorer = Explorer(
+            wanted,
+            self.bounds.closer,
+            partial(_outcome_of, loaded=loaded, space=space),
+            self.counts,
+            source=loaded.scenario.source,
+            objective=space.objective,
+            until_s=time.monotonic() + space.seconds if space.seconds else math.inf,
+        )
         self.counterparts: tuple[Counterpart, ...] = ()
         self.nearest: tuple[Candidate, Result] | None = None
 
-    def prepare(self) -> None:
-        """Enumerate the plans and their lower bounds."""
+    def prepare(self, workers: Workers | None = None) -> None:
+        """Enumerate the plans and their lower bounds; `workers` judge the most promising ones meanwhile, and have begun
+        when this ends.
+        """
+        look_s = time.monotonic() + BEGIN_S
         try:
             with no_collection():
                 for each in candidates(self.loaded.scenario, self.space, Batches(self.bounds), self.counts.left_out):
                     self.plans += 1
                     self.own = self.own or [each]
                     try:
-                        self.bounded.append((self.bounds.of(each.plan), each))
+                        bound = self.bounds.of(each.plan)
                     except UserError as error:
                         self.counts.refuse(each, error)
+                        continue
+                    self.bounded.append((bound, each))
+                    self.explorer.add(bound, each)
+                    if workers is not None and time.monotonic() > look_s:
+                        self.explorer.advance(workers)
+                        look_s = time.monotonic() + LOOK_S
+                if workers is not None:
+                    self.explorer.advance(workers)
         except KeyboardInterrupt:
-            self.counts.left = len(self.bounded)
+            self.explorer.leave()
             raise
-        there = {name for name, holds in RIVALS.items() if any(holds(each) for _, each in self.bounded)}
-        self.wanted = [RankedSet("best", self.top, lambda each: True)]
-        self.wanted += [RankedSet(name, 1, holds) for name, holds in RIVALS.items() if name in there]
 
     def run(self, workers: Workers, on_progress: Callable[[int, int], None] = lambda done, plans: None) -> None:
-        """Simulate the prepared plans; `on_progress` is called with (plans done, total)."""
-        until_s = self.began_s + self.space.seconds if self.space.seconds else math.inf
-        judge = partial(_outcome_of, loaded=self.loaded, space=self.space)
-        queue = Queue(self.bounded, self.bounds.closer)
-        objective = self.space.objective
+        """Judge the prepared plans; `on_progress` is called with (plans done, total)."""
         with no_collection():
-            explore(
-                queue,
-                self.wanted,
-                workers,
-                judge,
-                self.counts,
-                source=self.loaded.scenario.source,
-                objective=objective,
-                on_progress=on_progress,
-                until_s=until_s,
-            )
+            self.explorer.run(workers, on_progress)
         best = self.found().best
         if best:
             self.counterparts = self._counterparts(best[0].candidate)
@@ -287,7 +298,8 @@ class Search:
     def found(self) -> Found:
         """Return the results so far."""
         outcomes = self.counts.outcomes
-        best, *rivals = self.wanted or [RankedSet("best", self.top, lambda each: True)]
+        best, *kinds = self.explorer.wanted
+        rivals = [kind for kind in kinds if any(kind.holds(each) for _, each in self.bounded)]
         return Found(
             space=self.space,
             best=tuple(best.best(outcomes)),

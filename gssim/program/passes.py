@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -25,6 +25,7 @@ from gssim.cluster import Cluster, DeviceType
 from gssim.collectives import Communication
 from gssim.execution.cache import Same, Shared
 from gssim.plan import REPLICA_AXES
+from gssim.plan.plan import ShareRules
 from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
@@ -83,25 +84,32 @@ _DEVICE_TYPES: TypeAdapter[Mapping[str, DeviceType]] = TypeAdapter(Mapping[str, 
 
 
 def lowering_key(
-    scenario: Scenario, statistics: GradientStatistics | None, shared: Shared, *, any_count: bool = False
+    scenario: Scenario,
+    statistics: GradientStatistics | None,
+    shared: Shared,
+    *,
+    any_count: bool = False,
+    any_shares: bool = False,
 ) -> tuple[Hashable, ...]:
     """Return a cache key that is equal for scenarios with equal programs.
 
     Of the cluster, the key holds only the devices and the backend's costs. Wiring affects a program only through shard
     sizes that are derived from it, and these are in the key. `any_count`: the key does not hold the number of
-    micro-batches, nor the samples.
+    micro-batches, nor the samples; `any_shares`: nor the sizes of the ranks' parts of the batch, and of their shards.
     """
     cluster, workload, plan, ranks = scenario.cluster, scenario.workload, scenario.plan, scenario.ranks
     not_read = NOT_READ | {"global_batch_size"} if any_count else NOT_READ
+    unasked: dict[str, Any] = {"micro_batches": 1} if any_count else {}
+    unasked |= {"shares": ShareRules()} if any_shares else {}
     return (
         shared.once("devices", (Same(cluster), ranks), lambda: _devices(cluster, ranks)),
         cluster.backend,
         Same(workload.model),
         tuple(getattr(workload, field.name) for field in fields(workload) if field.name not in not_read),
-        replace(plan, micro_batches=1) if any_count else plan,
+        replace(plan, **unasked) if unasked else plan,
         scenario.policies,
         () if any_count else scenario.batch_sizes,
-        scenario.shard_shares,
+        () if any_shares else scenario.shard_shares,
         (scenario.run.steps, scenario.run.warmup_steps),
         Same(statistics),
         (cluster.host, tuple(device.host for device in cluster.devices[:ranks])) if plan.offload else None,
@@ -652,13 +660,30 @@ def _all_passes(low: Lowering, rank: int, micro_batch: MicroBatch, gathered: Gat
         if low.stages and low.policies.ep == 1:  # with experts, equal layers may exchange different numbers of rows
             low.computed[computed] = _of_equal_stage(low, rank, micro_batch)
         else:
-            low.computed[computed] = compute(low, rank, micro_batch)
+            low.computed[computed] = _of_any_shares(low, rank, micro_batch)
     tasks = list(low.computed[computed])
     if gathered is not None:
         return run_stage(low, rank, tasks, micro_batch, gathered)
     pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
     tasks = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, tasks, micro_batch)
     return HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks)
+
+
+def _of_any_shares(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:
+    """Return forward and backward of the whole depth of the model; plans share them that differ only in how the batch,
+    or the state, is divided among ranks, which decides how many samples a rank has, but not what it does with them.
+    """
+    if low.stages or low.divides_layers or low.assigns_layers or low.policies.ep > 1:  # shares cut layers, or exchanges
+        return compute(low, rank, micro_batch)
+    scenario, shared = low.scenario, low.shared
+
+    def first() -> Same:
+        key = lowering_key(scenario, None, shared, any_count=True, any_shares=True)
+        return shared.once("first of any shares", key, lambda: Same(scenario))
+
+    kind = low.compute_kind(rank, micro_batch)._replace(batch_size=0)
+    key = (shared.once("scenarios of any shares", Same(scenario), first), kind)
+    return shared.once("computed", key, lambda: compute(low, rank, micro_batch))
 
 
 def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:

@@ -50,6 +50,7 @@ WAITING_PHASES = ("exposed_communication", "idle")
 EXPOSED_COPIES = "exposed_copies"
 """Phase that only measurements from profiler traces have: copies between host and device that nothing hides."""
 MEASURED_PHASES = (*PHASES, EXPOSED_COPIES)
+PHASES_WITHOUT_COMPUTE = (*WAITING_PHASES, EXPOSED_COPIES)
 COMPUTE_PHASES = ("forward", "backward")
 """Phases whose time is proportional to a rank's samples; a rank's speed is measured by them."""
 UPDATE_PHASES = ("optimizer",)
@@ -203,8 +204,7 @@ class RankClass:
     @property
     def compute_s(self) -> float:
         """Seconds of a step in which the rank neither waits nor copies: forward, backward, compression, optimizer."""
-        waits = (*WAITING_PHASES, EXPOSED_COPIES)
-        return sum(time_s for phase, time_s in self.phases_s.items() if phase not in waits)
+        return sum(time_s for phase, time_s in self.phases_s.items() if phase not in PHASES_WITHOUT_COMPUTE)
 
 
 @spec
@@ -510,10 +510,16 @@ class Result:
         messages take no time. The rest is communication that nothing hides, and (in a pipeline) the bubble. Compute is
         the mean over steps: waits for ranks that are the slower ones in some steps only (jitter) count to the rest.
         """
-        most_s = max(each.compute_s for each in self.ranks)
-        chosen = self.ranks if rank_class is None else (rank_class,)
-        waits_s = [min(most_s - each.compute_s, each.phases_s.get("exposed_communication", 0.0)) for each in chosen]
-        return sum(e.count * wait_s for e, wait_s in zip(chosen, waits_s, strict=True)) / sum(e.count for e in chosen)
+        computes_s = [each.compute_s for each in self.ranks]
+        chosen = list(zip(self.ranks, computes_s, strict=True))
+        if rank_class is not None:
+            chosen = [(rank_class, rank_class.compute_s)]
+        most_s = max(computes_s)
+        waits_s = (
+            each.count * min(most_s - compute_s, each.phases_s.get("exposed_communication", 0.0))
+            for each, compute_s in chosen
+        )
+        return sum(waits_s) / sum(each.count for each, _ in chosen)
 
     def to_frame(self) -> "polars.DataFrame":
         """Return the ranks as a table: one row per class of equal ranks, with units in column names.

@@ -220,10 +220,11 @@ def _with_overrides(data: dict[str, Any], overrides: Sequence[str], folders: dic
     in which it is searched is added to `folders`.
     """
     changes: dict[str, Changes] = dict.fromkeys(PARTS, ())
+    working_folder = Path()
     for override in overrides:
         key, value = parsed_override(override)
         part = next((part for part in PARTS if key.startswith(f"{part}.")), None)
-        folders[key] = Path()
+        folders[key] = working_folder
         if part is None:
             put(data, key, value)
         else:

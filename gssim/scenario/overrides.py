@@ -161,10 +161,11 @@ def put(data: dict[str, Any], key: str, value: Any, *, under: str = "") -> None:
     *parents, last = key.split(".")
     table: Any = data
     for i, part in enumerate([*parents, last]):
-        where = f"{under}{'.'.join(parents[:i])}"
         if isinstance(table, list) and not (part.isdecimal() and int(part) < len(table)):
+            where = f"{under}{'.'.join(parents[:i])}"
             raise UserError(f"--set {under}{key}: {where} has {len(table)} entries, counted from 0, and no '{part}'")
         if not isinstance(table, (dict, list)):
+            where = f"{under}{'.'.join(parents[:i])}"
             raise UserError(f"--set {under}{key}: {where} names a file or a value, not a table")
         place: Any = int(part) if isinstance(table, list) else part
         if i == len(parents):

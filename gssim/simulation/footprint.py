@@ -386,6 +386,19 @@ def _alike(
     return comparable
 
 
+def independent_peaks(
+    scenario: Scenario, program: Program, peaks: Sequence[PeakOfRank]
+) -> Sequence[Sequence[PeakOfRank]]:
+    """Return the peaks in sets whose footprints do not depend on each other, see [Note: alike]; the fullest first."""
+    footprints = footprints_of(scenario, program, peaks, reserved=False)
+    sets = list(_alike(scenario, program, footprints).values())
+    compared = {place for places in sets for place in places}
+    sets += [[place] for place in range(len(peaks)) if place not in compared]
+    full = [(each.allocated_bytes + each.outside_bytes) / each.memory_bytes for each in footprints]
+    sets.sort(key=lambda places: -max(full[place] for place in places))
+    return [[peaks[place] for place in places] for places in sets]
+
+
 def _overheads(
     scenario: Scenario, program: Program, footprints: Sequence[MemoryFootprint], places: Sequence[int]
 ) -> Sequence[AllocatorOverhead]:

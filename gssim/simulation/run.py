@@ -588,7 +588,8 @@ def _run(
     replica.
     """
     cluster = with_profile_slowdowns(scenario.cluster, scenario.workload)
-    jittery = any(is_jittery(cluster.type_of(rank)) for rank in range(scenario.ranks))
+    types = {device.type for device in cluster.devices[: scenario.ranks]}
+    jittery = any(is_jittery(cluster.device_types[name]) for name in types)
     steps = JITTERY_STEPS if jittery else STEADY_STEPS
     while True:
         machine = Machine(

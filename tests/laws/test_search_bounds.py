@@ -12,9 +12,11 @@ from strategies import device_type, exponential_statistics, loaded_of, scenario_
 
 from gssim.errors import UserError
 from gssim.execution.cache import Shared
+from gssim.plan import METHODS, resolve
 from gssim.planner import PLAN, Batches, candidates
 from gssim.planner.bounds import Bounds, LoweredBounds
 from gssim.planner.bounds.collectives import CollectiveBounds
+from gssim.planner.bounds.parts import NOT_RESOLVED, ModelParts
 from gssim.scenario import SearchSpace, load_model, load_scenario
 from gssim.simulation import program_of, simulate
 
@@ -517,3 +519,36 @@ def test_no_thresholded_plan_is_better_than_its_bounds_and_the_best_is_found(see
     best = [result for _, index, result in wanted if different[result.scenario_id] == index]
     assert [each.result for each in found.best] == best[:3]
     assert closer
+
+
+@pytest.mark.parametrize("key", sorted(NOT_RESOLVED))
+def test_plans_share_policies_that_differ_in_no_key_on_which_these_depend(key):
+    other = {
+        "micro_batches": 4,
+        "recompute": "full",
+        "shares": {"batch": "throughput", "shards": "compute"},
+        "push": {"threshold": 1e-3, "error_feedback": True},
+        "offload": "parameters",
+    }
+    parts = ModelParts(scenario_of(star(4), {"method": "ddp"}))
+    for method, mesh in product(METHODS, ({}, {"pp": 2}, {"tp": 2, "dp_shard": 2})):
+        plan = {"method": method, **mesh}
+        plain, changed = PLAN.validate_python(plan), PLAN.validate_python({**plan, key: other[key]})
+        try:
+            shared = parts.policies(plain)
+        except UserError:
+            continue
+        assert parts.policies(changed) is shared
+        assert resolve(changed, devices=4, hosts=parts.hosts, backend="gloo") == shared
+
+
+def test_bounds_are_the_same_whichever_plans_were_bounded_before():
+    """Plans share most of what their bounds are made of: whatever decides a value has to be in its key."""
+    loaded = question()
+    every = Bounds(loaded.scenario, "step-time")
+    plans = list(candidates(loaded.scenario, loaded.scenario.search, Batches(every)))
+    for each in random.Random(5).sample(plans, 20):
+        alone = Bounds(loaded.scenario, "step-time")
+        bound = every.of(each.plan)
+        assert alone.of(each.plan) == bound, each.override
+        assert alone.closer(each.plan, bound) == every.closer(each.plan, bound), each.override

@@ -12,7 +12,7 @@ a lowered plan (three in turn).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gssim.execution.cache import Same, Shared
@@ -25,7 +25,7 @@ from gssim.planner.bounds.parts import ModelParts
 from gssim.planner.bounds.pipeline import PipelineBounds
 from gssim.planner.bounds.traffic import TrafficBounds
 from gssim.scenario import Loaded, Objective, Scenario
-from gssim.simulation import footprints_of, program_of, worst_misfit
+from gssim.simulation import footprints_of, independent_peaks, program_of, worst_misfit
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,25 @@ class LoweredBounds:
         return bound if time_s <= bound.time_s else bound.with_(self._of_time(time_s, bound.full_ratio))
 
     def _of_time(self, time_s: float, full_ratio: float) -> Bound:
+        if self.objective == "step-time":  # the compute of all ranks is not asked for
+            return Bound(time_s, time_s, full_ratio)
         busy_s = lowered.busy_s(self.loaded.scenario, self.program)
         return Bound(time_s, least(self.loaded.scenario, self.objective, time_s, busy_s), full_ratio)
 
-    def reserved(self, bound: Bound) -> Bound:
-        """Return a bound that includes the allocator's overhead; its memory is as exact as a simulation's."""
+    def reserved(self, bound: Bound, rule_out: Callable[[Bound], bool] = lambda bound: False) -> Bound:
+        """Return a bound that includes the allocator's overhead; its memory is as exact as a simulation's.
+
+        Replaying the steps of ranks takes long: the fullest come first, and the others are left out once `rule_out`
+        says that the bound so far suffices.
+        """
         if self.peaks is None:
             return bound
-        occupied = footprints_of(self.loaded.scenario, self.program, self.peaks)
-        fits = worst_misfit(occupied) is None
-        full = max((each.reserved_bytes + each.outside_bytes) / each.memory_bytes for each in occupied)
-        return replace(bound, full_ratio=max(bound.full_ratio, full) if fits else math.inf)
+        scenario, program = self.loaded.scenario, self.program
+        for peaks in independent_peaks(scenario, program, self.peaks):
+            occupied = footprints_of(scenario, program, peaks)
+            fits = worst_misfit(occupied) is None
+            full = max((each.reserved_bytes + each.outside_bytes) / each.memory_bytes for each in occupied)
+            bound = replace(bound, full_ratio=max(bound.full_ratio, full) if fits else math.inf)
+            if rule_out(bound):
+                break
+        return bound

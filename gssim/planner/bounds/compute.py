@@ -1,6 +1,6 @@
 """Lower bounds of compute time: ranks at their devices' own speed, and the fill and drain of pipelines."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,15 @@ def chance_of(device: DeviceType) -> float:
     if not is_jittery(device):
         return 1.0
     return SMALLEST_JITTER * (device.lab.cpu_share_ratio if device.lab else 1.0)
+
+
+def least_chance(devices: Iterable[DeviceType]) -> float:
+    """Return the least random factor on the time of a step of these devices.
+
+    It also applies to steps that are limited only by links: they may end a little earlier or later than the step
+    before.
+    """
+    return min(map(chance_of, devices))
 
 
 class ComputeBounds:

@@ -22,14 +22,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
+from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.engine import MEMORY_STEPS, Machine, allocates_beside_compute, memory_after
 from gssim.execution.cache import Shared
 from gssim.planner.bounds.collectives import CollectiveBounds
-from gssim.planner.bounds.compute import chance_of
-from gssim.program import Chunk, MessageName, Name, Posted, Program, Task, TaskId, name_of, parts_of, unnumbered
+from gssim.planner.bounds.compute import chance_of, least_chance
+from gssim.program import Chunk, MessageName, Name, Part, Posted, Program, Task, TaskId, name_of, parts_of, unnumbered
 from gssim.result import WAITING_PHASES
 from gssim.scenario import Scenario
 from gssim.simulation import outside_bytes
@@ -45,7 +47,7 @@ def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBou
         return collectives.alone_s(communication, program.role_of.index(role))
 
     links_s = float(collectives.links_s(program.exchanges).max(initial=0.0))
-    return least_chance(scenario) * max(links_s, _longest_step_s(scenario, program, alone_s))
+    return least_chance(_devices(scenario)) * max(links_s, _longest_step_s(scenario, program, alone_s))
 
 
 def met_step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds, shared: Shared) -> float:
@@ -73,23 +75,21 @@ def met_step_time_s(scenario: Scenario, program: Program, collectives: Collectiv
             alone[id(communication)] = of_roles(communication)
         return alone[id(communication)][role]
 
-    return least_chance(scenario) * _longest_step_s(scenario, program, alone_s)
+    return least_chance(_devices(scenario)) * _longest_step_s(scenario, program, alone_s)
 
 
-def least_chance(scenario: Scenario) -> float:
-    """Return the least random factor on a step's time.
+def _devices(scenario: Scenario) -> list[DeviceType]:
+    return [scenario.cluster.type_of(rank) for rank in range(scenario.ranks)]
 
-    It also applies to steps that are limited only by links: they may end a little earlier or later than the step
-    before.
-    """
-    return min(chance_of(scenario.cluster.type_of(rank)) for rank in range(scenario.ranks))
+
+NO_NUMBER = -1
 
 
 class _Operation(NamedTuple):
-    """A task or a chunk of tasks."""
+    """A task, or several in a row."""
 
     number: int
-    """Number among the rank's operations."""
+    """Number of the last task among the rank's; `NO_NUMBER`: none waits for it."""
     duration_s: float
     after: Sequence[int] = ()
     """Numbers of the operations that must end first."""
@@ -118,7 +118,8 @@ def _operations(
     exchanges: dict[TaskId | MessageName, Communication],
     alone_s: Callable[[Communication], float],
 ) -> Streams:
-    """Return the operations of a role's tasks; each template is followed once.
+    """Return the operations of a role's tasks; each template is followed once, and tasks in a row between which nothing
+    else matters are one operation.
 
     `exchanges`: the collectives of the tasks of earlier roles, to which those of this role are added.
     """
@@ -126,31 +127,52 @@ def _operations(
     of_template: dict[int, float] = {}
     known: dict[int, float] = {}  # equal micro-batches share their collectives
     parts = parts_of(tasks)
-    numbers: dict[Name, int] = {}
+    numbers = _awaited(parts)
+    ends = set(numbers.values())
+    row_s: dict[str, float] = {}
+    """By stream: seconds of its latest tasks, which belong to no operation yet."""
     for number, part in enumerate(parts):
-        numbers[name_of(part)] = number
+        after: Sequence[int] = ()
+        message, sends = None, False
         if isinstance(part, Chunk):
-            numbers[part.last] = number
-    for number, part in enumerate(parts):
-        if isinstance(part, Chunk):
-            template = part.template
+            stream, template = "compute", part.template
             if id(template) not in of_template:
                 of_template[id(template)] = _step_of_first_s([_operations(template.tasks, exchanges, alone_s)])
-            streams["compute"].append(_Operation(number, of_template[id(template)]))
-            continue
-        duration_s, message = part.duration_s, None
-        name, sends = part.communication, isinstance(part, Posted) and part.route.sends
-        if name is not None and part.exchange is not None:
-            exchange = exchanges.setdefault(name, part.exchange)
-            if id(exchange) not in known:
-                known[id(exchange)] = alone_s(exchange)
-            duration_s = known[id(exchange)]
-            message = name if exchange.kind == "send" else None
-            sends = sends or (isinstance(part, Task) and part.id.action == "send")
-        # tasks inside chunks have no number; only the bound is less tight if one waits for these
-        after = [numbers[each] for each in part.after if each in numbers] if part.after else ()
-        streams[part.stream].append(_Operation(number, duration_s, after, message, sends))
+            duration_s = of_template[id(template)]
+        else:
+            stream, duration_s, name = part.stream, part.duration_s, part.communication
+            sends = isinstance(part, Posted) and part.route.sends
+            if name is not None and part.exchange is not None:
+                exchange = exchanges.setdefault(name, part.exchange)
+                if id(exchange) not in known:
+                    known[id(exchange)] = alone_s(exchange)
+                duration_s = known[id(exchange)]
+                message = name if exchange.kind == "send" else None
+                sends = sends or (isinstance(part, Task) and part.id.action == "send")
+            # tasks inside chunks have no number; only the bound is less tight if one waits for these
+            after = [numbers[each] for each in part.after if each in numbers] if part.after else ()
+        before_s = row_s.pop(stream, 0.0)
+        if after or message is not None:
+            row = [_Operation(NO_NUMBER, before_s)] if before_s else []
+            streams[stream] += [*row, _Operation(number, duration_s, after, message, sends)]
+        elif number in ends:
+            streams[stream].append(_Operation(number, before_s + duration_s))
+        else:
+            row_s[stream] = before_s + duration_s
+    for stream, duration_s in row_s.items():
+        streams[stream].append(_Operation(NO_NUMBER, duration_s))
     return streams
+
+
+def _awaited(parts: Sequence[Part]) -> dict[Name, int]:
+    """Return the numbers of the parts for which others wait, or for whose last task."""
+    waiting = [part.after for part in parts if not isinstance(part, Chunk) and part.after]
+    awaited: set[Name] = set(chain.from_iterable(waiting))
+    numbers: dict[Name, int] = {}
+    for number, part in enumerate(parts):
+        names = (name_of(part), part.last) if isinstance(part, Chunk) else (name_of(part),)
+        numbers |= {name: number for name in names if name in awaited}
+    return numbers
 
 
 def _step_of_first_s(ranks: Sequence[Streams]) -> float:

@@ -3,9 +3,10 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate
 from math import ceil, prod
+from operator import attrgetter
 
 from gssim.collectives import Communication
 from gssim.execution.cache import Same
@@ -33,6 +34,11 @@ MAX_REPLAYED_SAMPLES = 8
 """Largest number of samples at which activations are followed buffer by buffer; only powers of two are."""
 
 
+NOT_OF_PARTS = frozenset({"recompute", "offload", "push", "shares"})
+"""Keys of a plan on which neither the ranks' parts of the model depend nor, but for `shares.shards`, what they own."""
+_keys_of_parts = attrgetter(*(each.name for each in fields(Plan) if each.name not in NOT_OF_PARTS))
+
+
 class MemoryBounds:
     """Lower bounds of the memory of ranks."""
 
@@ -56,6 +62,11 @@ class MemoryBounds:
 
     def _kinds(self, plan: Plan, policies: Policies) -> list[tuple[int, float]]:
         """Return for each rank a rank with the same part of the model, and how many elements it updates itself."""
+        sizes = self.parts.batch_sizes(plan, policies) if policies.pp > 1 else ()  # which decide where stages are cut
+        key = ("kinds", _keys_of_parts(plan), plan.shares.shards, sizes)
+        return self.parts.once(key, lambda: self._found_kinds(plan, policies))
+
+    def _found_kinds(self, plan: Plan, policies: Policies) -> list[tuple[int, float]]:
         alike = self.parts.alike(policies)
         if policies.pp > 1 or policies.ep > 1:  # for these, owned elements are known only for the representative rank
             owned = {rank: self._owned(plan, policies, rank) for rank in set(alike)}

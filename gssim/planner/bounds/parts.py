@@ -1,8 +1,9 @@
 """The part of the model and of the batch that each rank runs under a plan; all bounds share it."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TypeVar, cast
 
 from gssim.errors import UserError
@@ -27,6 +28,10 @@ from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, LayerInstance, TokenInput, unrolled
 
 T = TypeVar("T")
+
+NOT_RESOLVED = frozenset({"micro_batches", "recompute", "shares", "push", "offload"})
+"""Keys of a plan in which the candidates of a mesh differ, and on which its policies do not depend."""
+_resolved_keys = attrgetter(*(each.name for each in fields(Plan) if each.name not in NOT_RESOLVED))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +82,11 @@ class ModelParts:
 
     def policies(self, plan: Plan) -> Policies:
         """Return the plan with every policy resolved; raise UserError if it does not suit the devices."""
-        return resolve(plan, devices=len(self.names), hosts=self.hosts, backend=self.scenario.cluster.backend)
+
+        def found() -> Policies:
+            return resolve(plan, devices=len(self.names), hosts=self.hosts, backend=self.scenario.cluster.backend)
+
+        return self.once(("policies", _resolved_keys(plan)), found)
 
     def batch_sizes(self, plan: Plan, policies: Policies) -> tuple[int, ...]:
         """Return the samples of each part of the batch."""

@@ -18,7 +18,7 @@ from gssim.execution.cache import Shared
 from gssim.plan import Plan, Policies
 from gssim.plan.plan import ShareRules
 from gssim.planner.bounds.collectives import CollectiveBounds
-from gssim.planner.bounds.lowered import least_chance
+from gssim.planner.bounds.compute import least_chance
 from gssim.planner.bounds.parts import ModelParts
 from gssim.program import Steps, Task
 from gssim.program.experts import OPERATIONS
@@ -72,7 +72,7 @@ class TrafficBounds:
         more = plan.micro_batches - plain.micro_batches
         links_s = float((whole.links_s + more * later.links_s).max(initial=0.0))
         streams_s = {name: s + more * later.streams_s.get(name, 0.0) for name, s in whole.streams_s.items()}
-        chance = least_chance(self.parts.with_plan(plan))
+        chance = least_chance(self.parts.types[: policies.ranks])
         return max(chance * max(links_s, *streams_s.values(), 0.0), busy_s + chance * streams_s.get("compute", 0.0))
 
     def collectives(self, plan: Plan, policies: Policies) -> CollectiveBounds:
@@ -84,11 +84,11 @@ class TrafficBounds:
     def _canonical_plan(self, plan: Plan, policies: Policies) -> Plan:
         """Return a plan with the same collectives; many plans share one such plan."""
         rule, batch = plan.shares.shards, plan.shares.batch if policies.tp > 1 else "even"
-        own = self.parts.with_plan(plan)
         if policies.slices == "shares":
-            rule = own.slice_shares
+            rule = self.parts.with_plan(plan).slice_shares
         elif rule in ("memory", "cost") or (rule == "compute" and policies.gradients == "push"):
-            rule = tuple(own.shard_shares[:: policies.tp])  # the last are by rates at the plan's own micro-batches
+            # the last are by rates at the plan's own micro-batches
+            rule = tuple(self.parts.with_plan(plan).shard_shares[:: policies.tp])
         if batch == "throughput":
             total = self.parts.workload.global_batch_size
             batch = tuple(samples / total for samples in self.parts.batch_sizes(plan, policies))
@@ -135,6 +135,10 @@ class TrafficBounds:
     def _busy_times_of(self, sent: Sequence[tuple[Task, Communication]], ranks: int) -> BusyTimes:
         collectives = self.by_ranks[ranks]
         streams_s: dict[str, float] = defaultdict(float)
+        alone_s: dict[int, float] = {}
+        """By `id` of the collective: tasks share most of them, and comparing them takes long."""
         for task, communication in sent:
-            streams_s[task.stream] += collectives.alone_s(communication, 0)
+            if id(communication) not in alone_s:
+                alone_s[id(communication)] = collectives.alone_s(communication, 0)
+            streams_s[task.stream] += alone_s[id(communication)]
         return BusyTimes(streams_s, collectives.links_s(Counter(communication for _, communication in sent).items()))
