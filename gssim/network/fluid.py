@@ -500,13 +500,16 @@ class Network:
         """Give rates to the transfers that start now, to those that touch one another together."""
         starting, self._starting = self._starting, []
         self.active += starting
+        several: list[list[_Transfer]] = []
         while starting:
             together = self._touching(starting[-1])
+            several.append(together)
+            starting = [each for each in starting if each not in together]
+        for together in reversed(several):  # of those that end at one instant, the first to start ends first
             if len(together) == 1 and together[0].single:
                 self._go_alone(together[0])
             else:
                 self._share(together)
-            starting = [each for each in starting if each not in together]
 
     def _go_alone(self, transfer: _Transfer) -> None:
         """Schedule the end of a session that is alone on its links; it is void if another session begins before.

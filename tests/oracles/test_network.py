@@ -76,6 +76,26 @@ def test_a_flow_may_begin_in_the_moment_in_which_another_ends():
     assert ended == pytest.approx([10.0, 12.0, 15.0])
 
 
+def test_transfers_on_links_of_their_own_end_in_the_order_in_which_they_begin():
+    """A pipeline's rank that exchanges two messages posts the next ones in that order, and one of gloo's notices goes
+    behind a message that was posted before it.
+    """
+    env = simpy.Environment()
+    stages = [message(0, 1, 100.0), message(1, 0, 100.0)]
+    network = network_of(env, cluster_of([("d0", "d1")], devices=2, bandwidth=10.0), *stages)
+    ended: list[Stage] = []
+
+    def carry(stage: Stage):
+        yield from network.carry(stage)
+        ended.append(stage)
+
+    for stage in stages:
+        env.process(carry(stage))
+    env.run()
+    assert env.now == pytest.approx(10.0)
+    assert ended == stages
+
+
 def test_opposite_directions_do_not_share():
     ended, _ = transfers(cluster_of([("d0", "d1")], devices=2, bandwidth=10.0), (0, 1, 100, 0), (1, 0, 100, 0))
     assert ended == pytest.approx([10.0, 10.0])
