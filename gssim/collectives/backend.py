@@ -11,8 +11,8 @@ holds for the transport, and so for gloo's own collectives as well as for point-
 path as messages, and are assumed to take as long. They also use the same connection. Suppose a rank first posts a send
 to a peer whose receive is posted already, and then a receive from that peer: the notice of the receive queues behind
 all bytes of the sent message, so the two messages do not overlap. Messages to the same peer leave one after another,
-too: those of two broadcasts at once do not share the link, but the first has all of it. The rounds of two rings at once
-alternate, and share it. NCCL has no notices: its kernels poll the peer's memory.
+too (Pair::tx_): those of two broadcasts at once do not share the link, but the first has all of it. The segments of two
+rings at once alternate, and share it. NCCL has no notices: its kernels poll the peer's memory.
 """
 
 from collections.abc import Mapping

@@ -447,6 +447,7 @@ class Network:
             yield from self._transferred(group, sizes, pace, stage)
 
     def _transferred(self, group: Sessions, sizes: Floats, pace: Pace, stage: Stage) -> Generator[Any, Any, None]:
+        """Carry the bytes of sessions whose waits are over, and let their ends handle them."""
         end = self.env.event()
         if pace.notices:
             before, self._queued[group] = self._queued.get(group), end
