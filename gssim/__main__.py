@@ -2,14 +2,14 @@
 
 import gc
 
-from gssim.garbage import OBJECTS_PER_COLLECTION, end_without_collection
-
 
 def main() -> None:
     """Run the command line; interrupted while its modules are imported, exit as after any interrupt."""
-    gc.set_threshold(OBJECTS_PER_COLLECTION)
-    end_without_collection()
     try:
+        from gssim.execution.garbage import OBJECTS_PER_COLLECTION, end_without_collection
+
+        gc.set_threshold(OBJECTS_PER_COLLECTION)
+        end_without_collection()
         from gssim.cli import main as run
     except KeyboardInterrupt:
         raise SystemExit(130) from None  # 128 + SIGINT, as gssim.terminal.INTERRUPTED, which is not there yet

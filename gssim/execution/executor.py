@@ -16,7 +16,7 @@ from multiprocessing.resource_tracker import ensure_running
 from typing import Any, Protocol
 
 from gssim.errors import RunFailedError, UserError
-from gssim.garbage import OBJECTS_PER_COLLECTION
+from gssim.execution.garbage import OBJECTS_PER_COLLECTION
 from gssim.units import excess, whole_number
 
 LOOK_S = 0.2
