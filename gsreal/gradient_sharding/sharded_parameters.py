@@ -7,7 +7,6 @@ every element is the same NaN.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import pairwise
@@ -193,27 +192,6 @@ def units_of(model: nn.Module) -> tuple[Unit, ...]:
     """Return the units of a model sharded at rest; none of any other."""
     units: tuple[Unit, ...] = model.__dict__.get(UNITS, ())
     return units
-
-
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Gather all parameters of a model sharded at rest for the duration of the context: every rank must enter.
-
-    Values written to them inside, equally on all ranks, are stored by their owners.
-    """
-    resting = [unit for unit in units_of(model) if not unit.is_whole]
-    for unit in resting:
-        unit.gather()
-    versions = [(unit, [parameter._version for parameter in unit.parameters]) for unit in units_of(model)]
-    try:
-        yield
-    finally:
-        for unit, before in versions:
-            if [parameter._version for parameter in unit.parameters] != before:
-                unit.update_master(slice(None))
-                unit.record_versions()
-        for unit in resting:
-            unit.free()
 
 
 UnitPlan = tuple[str, nn.Module, list[nn.Parameter]]

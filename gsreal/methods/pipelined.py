@@ -6,7 +6,7 @@ their names. Stages may be replicated by DDP, or sharded; ranks may cut their bl
 copy of a tied parameter gets the sum of all copies' gradients; see [Note: tied] in `gssim.scenario.stages`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -33,12 +33,10 @@ from gsreal.methods.tensor_slices import (
     end_of_parts,
     partial_gradients,
     slice_blocks,
-    whole_parameter,
 )
 from gsreal.methods.training import Training, Weights, own_part, weighted
 from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import autocast, loss_of
-from gsreal.run.rank import gather_json, wire_device
 from gssim.plan import DDP_BUCKET_BYTES, MIB, REPLICA_AXES
 from gssim.plan.pipeline_schedule import schedule
 from gssim.scenario import Scenario, held_experts, held_layers, held_slice, of_no_sample, schedule_of, tied_parameters
@@ -48,33 +46,10 @@ from gssim.workload import LayerInstance, unrolled
 class StageModules(nn.Module):
     """The pipeline stages on this rank."""
 
-    def __init__(self, stages: Sequence[nn.Module], group: dist.ProcessGroup, names: Collection[str]) -> None:
+    def __init__(self, stages: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
         self.group = group
-        self.names = names
-        """Names of the model's parameters; of a tied parameter, only the first."""
-
-    def gather_parameters(self) -> dict[str, Tensor]:
-        """Return every parameter of the model by its name in the model (a collective over the pipeline's ranks)."""
-        own = {
-            name.removeprefix("module."): whole_parameter(stage, name).contiguous()
-            for stage in self.stages
-            for name, _ in stage.named_parameters()
-        }
-        own = {name: parameter for name, parameter in own.items() if name in self.names}
-        described = [[name, list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in own.items()]
-        parameters: dict[str, Tensor] = {}
-        for rank, entries in zip(
-            dist.get_process_group_ranks(self.group), gather_json(described, self.group), strict=True
-        ):
-            for name, shape, dtype in entries:
-                sent = torch.empty(shape, dtype=getattr(torch, dtype), device=wire_device(self.group))
-                if rank == dist.get_rank():
-                    sent.copy_(own[name])
-                dist.broadcast(sent, rank, group=self.group)
-                parameters[name] = sent.cpu()
-        return parameters
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -326,7 +301,6 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     mesh, rank, stages = scenario.policies.mesh, dist.get_rank(), scenario.stages
     aliases = tied_names(module)
     end = _end_of_parts(scenario, module)
-    names = frozenset(name for name, _ in module.named_parameters())
     group = process_group(mesh, rank, "pp")
     assert group is not None
     numbers = range(mesh.place(rank).pp, len(stages), mesh.pp)
@@ -350,7 +324,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     observed = [
         ObservedStage(part, i, len(stages), device, group=group) for i, part in zip(numbers, modules, strict=True)
     ]
-    own_stages = StageModules(modules, group, names)
+    own_stages = StageModules(modules, group)
     pushed = _pushed_layers(scenario)
     held = [instance for number in numbers for instance in pushed[number]]
     layers = [replace(instance, index=i) for i, instance in enumerate(held)]

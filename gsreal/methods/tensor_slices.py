@@ -364,12 +364,6 @@ class Slice:
         pieces = [whole.narrow(self.dimension, first, last - first) for first, last in self.ranges]
         return torch.cat(pieces, self.dimension)
 
-    def put(self, part: Tensor, whole: Tensor) -> None:
-        """Write the slice into the whole tensor."""
-        sizes = [last - first for first, last in self.ranges]
-        for (first, last), piece in zip(self.ranges, part.split(sizes, self.dimension), strict=True):
-            whole.narrow(self.dimension, first, last - first).copy_(piece)
-
 
 def slices_of(block: nn.Module, held: range) -> dict[tuple[str, str], Slice]:
     """Return the slice of every sliced parameter, by (module, parameter), for a rank with these units."""
@@ -459,26 +453,8 @@ def slice_block(
 
 
 def mark(module: nn.Module, name: str, part: Slice, group: dist.ProcessGroup | None) -> None:
-    """Record the slice of a whole tensor that a module's parameter is, and its group; see `whole_parameter`."""
+    """Record the slice of a whole tensor that a module's parameter is, and the group that has it whole."""
     module.__dict__.setdefault("_gsreal_slices", {})[name] = (part, group)
-
-
-def whole_parameter(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter whole, combined from all ranks with parts of it (a collective if there are any)."""
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    parameter: Any = getattr(owner, leaf)
-    local: Tensor = (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
-    part, group = owner.__dict__.get("_gsreal_slices", {}).get(leaf, (None, None))
-    if part is None:
-        return local.clone()
-    if local.shape[part.dimension] == part.size and dist.get_world_size(group) > 1:  # a DTensor's, in the ranks' order
-        local = local.chunk(dist.get_world_size(group), part.dimension)[dist.get_rank(group)]
-    shape = [part.size if dimension == part.dimension else size for dimension, size in enumerate(local.shape)]
-    whole = torch.zeros(shape, dtype=local.dtype, device=local.device)
-    part.put(local, whole)
-    dist.all_reduce(whole, group=group)
-    return whole
 
 
 def _with_input(

@@ -15,5 +15,5 @@ from gssim.collectives.backend import (
     reduction_s,
     staging_bytes,
 )
-from gssim.collectives.communication import COPIES, KINDS, TO_HOST, Communication, Exchange, Pairs, sums_of_others
+from gssim.collectives.communication import COPIES, TO_HOST, Communication, Exchange, Pairs, sums_of_others
 from gssim.collectives.stage import Hops, Members, Stage, summed

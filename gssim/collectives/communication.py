@@ -301,20 +301,6 @@ def _sums_without(rows: Callable[[Ints], Floats], own: Ints, length: int) -> Flo
     return sums
 
 
-KINDS = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "broadcast",
-    "reduce",
-    "all-to-all",
-    "send",
-    "all-gather-v",
-    "reduce-scatter-v",
-    "all-to-all-v",
-)
-
-
 TO_HOST, FROM_HOST = "copy-to-host", "copy-from-host"
 COPIES = (TO_HOST, FROM_HOST)
 """Copies between a rank's device and the memory of its host. They cross links like messages, but are no collectives:
@@ -326,6 +312,7 @@ class Communication:
     """A collective: kind, group and size, and for uneven collectives the sizes of parts or pairs."""
 
     kind: str
+    """A collective, such as `all-reduce`, or `all-gather-v` for parts of unequal sizes; a `send`; or one of `COPIES`."""
     group: Sequence[int]
     """Sorted ranks, as a tuple or range; of a send, the sender comes first."""
     size_bytes: float

@@ -8,10 +8,9 @@ Stage i is on rank i modulo the ranks. The first stage receives no activations; 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 ScheduleName = Literal["gpipe", "1f1b", "deepspeed", "interleaved"]
-SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 class Message(NamedTuple):

@@ -24,7 +24,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from gsreal.gradient_sharding import shard_gradients
-from gsreal.gradient_sharding.sharded_parameters import gathered
 from gsreal.run.rank import run_on_rank
 from gssim.plan import Publish, Push
 
@@ -1050,8 +1049,9 @@ def master_copies_take_what_is_written():
                 if clamps:
                     clamp(each)
                 else:
-                    with gathered(each):
-                        clamp(each)
+                    values = each.state_dict()
+                    values["3.weight"].clamp_(-0.1, 0.1)
+                    each.load_state_dict(values)
         trained = model.state_dict()
         for name, p in reference.model.state_dict().items():
             assert float((trained[name] - p).abs().max()) <= 2e-2, (form, name)

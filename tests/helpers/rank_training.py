@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gsreal.gradient_sharding.sharded_parameters import gathered
+from gsreal.gradient_sharding.sharded_parameters import units_of
 from gsreal.measure import Timeline
 from gsreal.methods.pipelined import StageModules
-from gsreal.methods.tensor_slices import whole_parameter
 from gsreal.run.feed import Feed
 from gsreal.run.rank import join
 from gsreal.run.worker import build
@@ -47,10 +46,10 @@ def scenarios_in(cases_file: str) -> Iterator[tuple[str, Scenario]]:
         yield name, scenario_of_case(case)
 
 
-def from_all_ranks(value: Any) -> list[Any]:
-    """Return the values of all ranks, in their order."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def from_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks (of a group), in their order."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 
@@ -67,12 +66,39 @@ def write_found(found: Any, out: str) -> None:
 
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter whole, by name; sharded ones are gathered (a collective)."""
+    """Return every parameter whole, by each of its names in the model; sharded ones are gathered (a collective)."""
     if isinstance(module, StageModules):
-        return module.gather_parameters()
-    names = [name for name, _ in module.named_parameters()]
-    with gathered(module):
-        return {name.removeprefix("module."): whole_parameter(module, name) for name in names}
+        own: dict[str, Tensor] = {}
+        for stage in module.stages:
+            own |= full_parameters(stage)
+        return {name: value for each in from_all_ranks(own, module.group) for name, value in each.items()}
+    resting = [unit for unit in units_of(module) if not unit.is_whole]
+    for unit in resting:
+        unit.gather()
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    whole = {name.removeprefix("module."): whole_parameter(module, name) for name in names}
+    for unit in resting:
+        unit.free()
+    return whole
+
+
+def whole_parameter(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter whole, combined from all ranks with parts of it (a collective if there are any)."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    parameter: Any = getattr(owner, leaf)
+    local: Tensor = (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
+    part, group = owner.__dict__.get("_gsreal_slices", {}).get(leaf, (None, None))
+    if part is None:
+        return local.clone()
+    along = part.dimension
+    if local.shape[along] == part.size and dist.get_world_size(group) > 1:  # a DTensor's, in the ranks' order
+        local = local.chunk(dist.get_world_size(group), along)[dist.get_rank(group)]
+    whole = local.new_zeros([part.size if dimension == along else size for dimension, size in enumerate(local.shape)])
+    for (first, last), piece in zip(part.ranges, local.split([b - a for a, b in part.ranges], along), strict=True):
+        whole.narrow(along, first, last - first).copy_(piece)
+    dist.all_reduce(whole, group=group)
+    return whole
 
 
 def trained(scenario: Scenario, rank: int, *, steps: int) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from tasks import program_with, task_of
 
 from gssim.cluster import Cluster
 from gssim.cluster.topology import Wiring
-from gssim.collectives import KINDS, Communication, Stage
+from gssim.collectives import Communication, Stage
 from gssim.collectives.algorithms import ALGORITHMS, algorithms_for
 from gssim.engine import Machine, Scheduler
 from gssim.network import Network, Router
@@ -651,6 +651,21 @@ def communication_of(
         pair_bytes = tuple(map(tuple, pairs)) or ((size // n,) * n,) * n
         return Communication(kind, tuple(group), size, pair_bytes=pair_bytes)
     return Communication(kind, tuple(group), size)
+
+
+KINDS = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "broadcast",
+    "reduce",
+    "all-to-all",
+    "send",
+    "all-gather-v",
+    "reduce-scatter-v",
+    "all-to-all-v",
+)
+"""Kinds of collectives that have algorithms."""
 
 
 @st.composite

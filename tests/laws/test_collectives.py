@@ -5,10 +5,10 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import built, collectives_on, communicated, fabrics, stages_of, star, topology
+from strategies import KINDS, built, collectives_on, communicated, fabrics, stages_of, star, topology
 
 from gssim import collectives
-from gssim.collectives import BACKEND_ALGORITHMS, KINDS, Communication, Pairs, Stage
+from gssim.collectives import BACKEND_ALGORITHMS, Communication, Pairs, Stage
 from gssim.collectives.algorithms import ALGORITHMS, SINGLE_FLOWS, Members
 from gssim.errors import UserError
 

@@ -3,15 +3,16 @@
 import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gssim.plan import Action
-from gssim.plan.pipeline_schedule import SCHEDULES, Message, schedule
+from gssim.plan.pipeline_schedule import Message, ScheduleName, schedule
 
+SCHEDULES = get_args(ScheduleName)
 GPIPE, ONE_FORWARD_ONE_BACKWARD, _, INTERLEAVED = SCHEDULES
 
 

@@ -45,7 +45,7 @@ def test_pieces_of_all_ranks_are_the_whole(sizes, parts, dimension, chunks):
 def test_stages_have_the_names_of_the_model_and_states_are_by_key():
     whole = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
     last = torch.nn.Sequential(torch.nn.Identity(), whole[1], whole[2])
-    stages = StageModules([last], None, set(last.state_dict()))
+    stages = StageModules([last], None)
     optimizer = torch.optim.SGD(stages.parameters(), lr=0.1, momentum=0.9)
     found = Elements(stages, optimizer).state_dict()
     assert set(found["model"]) == set(last.state_dict())
