@@ -307,20 +307,16 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
             ]
         rows.append([row["point"], *(cells if pushes else cells[:-1]), row["status"]])
     _print_points(console, ("point", "ranks", "step", "waits", "samples/s", "peak allocated", *pushes, "status"), rows)
-    _print_unanswered(console, table.filter(table["step_time_s"].is_null()).rows(named=True))
-
-
-SHOWN_REASONS = 6
-"""Most reasons of points without a prediction that are shown."""
-
-
-def _print_unanswered(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Print why points have no prediction, the most frequent reasons first, each with its number of points."""
-    reasons = Counter((str(row["status"]), str(row["reason"] or "")) for row in rows)
+    unanswered = table.filter(table["step_time_s"].is_null()).rows(named=True)
+    reasons = Counter((str(row["status"]), str(row["reason"] or "")) for row in unanswered)
     for (status, reason), count in reasons.most_common(SHOWN_REASONS):
         console.print(f"{status}: {count:,} {'point' if count == 1 else 'points'}: {reason}", highlight=False)
     if len(reasons) > SHOWN_REASONS:
         console.print(f"{len(reasons) - SHOWN_REASONS} more reasons are in the table's column reason", highlight=False)
+
+
+SHOWN_REASONS = 6
+"""Most reasons of points without a prediction that are shown."""
 
 
 def _of_all(ranks: int, idle: int) -> str:

@@ -14,14 +14,17 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from analysis.charts.drawing import (
     STYLE,
     TIME_UNITS,
     Chart,
     add_axes,
+    legend_at_right,
+    log_axis_with_ends,
     new_figure,
+    on_axis,
     plain,
     unit_for,
     wrapped,
@@ -149,18 +152,18 @@ def against_threshold(study: Study, rows: Sequence[Row], findings: Findings) -> 
         _bands(axes, study, rows, quality)
         if column == 0:
             ends = (finite[0] / 6, finite[-1] * 6) if finite else (0.1, 1.0)
-            places = {row.name: _on_axis(row.threshold or 0.0, ends) for row in absolute}
+            places = {row.name: on_axis(row.threshold or 0.0, ends) for row in absolute}
             _lines(axes, absolute, places, quality)
             places = _apart(places)
             _marks(axes, study, rows, places, quality)
-            _log_axis(axes, {0.0: "all\npushed", **{t: f"{t:g}" for t in finite}, math.inf: "\u221e"}, ends)
+            log_axis_with_ends(axes, {0.0: "all\npushed", **{t: f"{t:g}" for t in finite}, math.inf: "\u221e"}, ends)
             axes.set_xlabel("absolute threshold on |gradient|")
         else:
             ends = (densities[0] / 6, 1.0) if densities else (0.1, 1.0)
             places = {row.name: max(ends[0], 1.0 if row.density is None else row.density) for row in rows}
             _marks(axes, study, rows, _apart(places), quality)
             ticks = {10.0**k: percentage(10.0**k) for k in range(math.ceil(math.log10(ends[0] * 3)), 1)}
-            _log_axis(axes, {0.0: "0 %", **ticks}, (ends[0], 2.0))
+            log_axis_with_ends(axes, {0.0: "0 %", **ticks}, (ends[0], 2.0))
             axes.set_xlabel("density: off-shard gradients pushed, mean over the run")
 
     return _figure(
@@ -326,20 +329,6 @@ def _apart(places: dict[str, float]) -> dict[str, float]:
     return shifted
 
 
-def _on_axis(value: float, ends: tuple[float, float]) -> float:
-    return min(max(value, ends[0]), ends[1])
-
-
-def _log_axis(axes: Axes, ticks: dict[float, str], ends: tuple[float, float]) -> None:
-    """Set up a logarithmic axis with 0 and infinity at its ends."""
-    axes.set_xscale("log")
-    axes.set_xlim(ends[0] / 1.6, ends[1] * 1.6)
-    axes.xaxis.set_major_locator(FixedLocator([_on_axis(value, ends) for value in ticks]))
-    labels = list(ticks.values())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda _, place: labels[place] if place is not None else ""))
-    axes.xaxis.set_minor_locator(NullLocator())
-
-
 # The whole figure ----------------------------------------------------------------------------------------------------
 
 
@@ -381,16 +370,7 @@ def _figure(
             draw(axes, panel, chosen[quality])
             axes.grid(axis="y", color="0.9", linewidth=0.6)
             axes.set_title(plain(panels[panel]), loc="left", fontsize=10)
-        figure.legend(
-            handles=[handle for handle, _ in entries],
-            labels=[plain(label) for _, label in entries],
-            loc="upper right",
-            bbox_to_anchor=(1 - 0.1 / width_in, 1 - (top_in - 0.3) / height_in),
-            frameon=False,
-            borderaxespad=0,
-            title="variant: density pushed",
-            alignment="left",
-        )
+        legend_at_right(figure, entries, title="variant: density pushed", below_in=top_in - 0.3)
     return figure
 
 

@@ -1,7 +1,7 @@
 """Common parts of all charts: style, marks of methods, units, placement of labels, and picture files."""
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,12 +10,14 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import polars as pl
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.path import Path as Curves
 from matplotlib.textpath import TextPath
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.compare.table import short_ids, threshold_words, told_apart
 from gssim.execution.files import write_bytes
@@ -267,6 +269,36 @@ def add_axes(figure: Figure, box: tuple[float, float, float, float]) -> Axes:
     width_in, height_in = figure.get_size_inches()
     left, bottom, wide, high = box
     return figure.add_axes((left / width_in, bottom / height_in, wide / width_in, high / height_in))
+
+
+def on_axis(value: float, ends: tuple[float, float]) -> float:
+    """Return the place of a value on a logarithmic axis with 0 and infinity at its ends."""
+    return min(max(value, ends[0]), ends[1])
+
+
+def log_axis_with_ends(axes: Axes, ticks: Mapping[float, str], ends: tuple[float, float]) -> None:
+    """Set up a logarithmic x axis with 0 and infinity at its ends; `ticks`: labels by value."""
+    axes.set_xscale("log")
+    axes.set_xlim(ends[0] / 1.5, ends[1] * 1.5)
+    axes.xaxis.set_major_locator(FixedLocator([on_axis(value, ends) for value in ticks]))
+    labels = list(ticks.values())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda _, place: labels[place] if place is not None else ""))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def legend_at_right(figure: Figure, entries: Sequence[tuple[Artist, str]], *, title: str, below_in: float) -> None:
+    """Draw a legend of (handle, label) at the right edge, `below_in` inches below the upper one."""
+    width_in, height_in = figure.get_size_inches()
+    figure.legend(
+        handles=[handle for handle, _ in entries],
+        labels=[plain(label) for _, label in entries],
+        loc="upper right",
+        bbox_to_anchor=(1 - 0.1 / width_in, 1 - below_in / height_in),
+        frameon=False,
+        borderaxespad=0,
+        title=title,
+        alignment="left",
+    )
 
 
 def write_heading(

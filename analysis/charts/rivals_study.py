@@ -10,7 +10,16 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from analysis.charts.convergence import CAVEAT, GREY, HOLLOW, LOOKS
-from analysis.charts.drawing import STYLE, Chart, add_axes, new_figure, plain, wrapped, write_findings
+from analysis.charts.drawing import (
+    STYLE,
+    Chart,
+    add_axes,
+    legend_at_right,
+    new_figure,
+    plain,
+    wrapped,
+    write_findings,
+)
 from analysis.study.findings import percentage
 from analysis.study.rivals import BYTES, BYTES_RATIO, SAMPLES, Course, readings_of
 from analysis.study.rows import spread
@@ -65,8 +74,11 @@ def _figure(
     seeds, steps = len(courses[0].losses), courses[0].last
     caption = f"Mean of {seeds} seeds over {steps} steps; bars at the end: standard deviation over seeds."
     findings = wrapped(finding, width_in - 0.4, 10.5)
-    highest = _highest(courses)
-    beyond = highest < max(loss for each in courses for loss in _means(each))
+    means = [_means(each) for each in courses]
+    # a course that begins far above the others would press them together
+    usual, least, most = sorted(each[0] for each in means)[len(means) // 2], min(map(min, means)), max(map(max, means))
+    highest = min(most + 0.05 * (usual - least), usual + (usual - least))
+    beyond = highest < most
     above = " Of lines that come from above, the first readings are not shown." if beyond else ""
     notes = wrapped(f"{caption} {note}{above} {CAVEAT}", width_in - 0.4)
     top_in = 0.25 + 0.26 + 0.21 * len(findings) + 0.19 * len(notes) + 0.4
@@ -82,29 +94,14 @@ def _figure(
             axes.set_xlabel(label)
             axes.set_ylabel("held-out loss (nats)" if not number else "")
             axes.set_title(plain(name), loc="left", fontsize=10)
-        figure.legend(
-            handles=handles,
-            labels=[plain(label) for label in labels],
-            loc="upper right",
-            bbox_to_anchor=(1 - 0.1 / width_in, 1 - (top_in - 0.2) / height_in),
-            frameon=False,
-            borderaxespad=0,
-            title="method: density pushed",
-            alignment="left",
-        )
+        entries = list(zip(handles, labels, strict=True))
+        legend_at_right(figure, entries, title="method: density pushed", below_in=top_in - 0.2)
     return figure
 
 
 def _means(course: Course) -> list[float]:
     """Return the mean losses of a course that are drawn."""
     return [spread(values).mean for values in zip(*course.losses, strict=True)][1:]
-
-
-def _highest(courses: Sequence[Course]) -> float:
-    """Return where the axis of losses ends: one that begins far above the others would press them together."""
-    means = [_means(each) for each in courses]
-    usual, least = sorted(each[0] for each in means)[len(means) // 2], min(map(min, means))
-    return min(max(map(max, means)) + 0.05 * (usual - least), usual + (usual - least))
 
 
 def _draw(axes: Axes, courses: Sequence[Course], cost: Callable[[Course], float]) -> list[Line2D]:

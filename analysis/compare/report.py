@@ -1,13 +1,13 @@
 """Printed form of a comparison: one line per scenario; of a large matrix its groups, worst lines and targets."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import polars as pl
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from analysis.compare.comparison import medians
@@ -55,28 +55,52 @@ def console() -> Console:
     return plain_console(PIPE_WIDTH, highlight=False)
 
 
+def figure_table(names: Sequence[Column], heads: Sequence[str], *after: Column) -> Table:
+    """Return an empty table: columns of names, one of figures for each of `heads`, and others."""
+    figures = (Column(head, justify="right", no_wrap=True) for head in heads)
+    return Table(*names, *figures, *after, box=SIMPLE_HEAD, padding=0, show_edge=False)
+
+
 def _print_groups(out: Console, groups: Sequence[dict[str, Any]]) -> None:
     """Print errors and rank agreement by group, then the meaning of the columns."""
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("group", overflow="fold", min_width=12)
-    for header in (
-        "\nn",
-        "collec-\ntives",
-        "peak %\nmedian",
-        "\nmax",
-        "step %\nmedian",
-        "\np90",
-        "\nmax",
-        "noise\n%",
-        "compute\nonly %",
-        "slowest\nlink %",
-        "Spear-\nman",
-        "pairs in\norder",
-    ):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("best plan predicted", overflow="fold", min_width=9)
+
+    def size(column: str, statistic: str) -> Callable[[dict[str, Any]], str]:
+        return lambda group: _size(group[error_column(column, statistic)])
+
+    def naive(column: str) -> Callable[[dict[str, Any]], str]:
+        names = [error_column(column, statistic) for statistic in ("median", "p90")]
+        return lambda group: " / ".join(
+            "" if group[name] is None else f"{100 * group[name]:.0f}" for name in names
+        ).strip(" /")
+
+    columns: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+        ("\nn", lambda group: str(group["n"])),
+        (
+            "collec-\ntives",
+            lambda group: (
+                "equal" if group["collectives_equal"] == group["n"] else f"{group['collectives_equal']}/{group['n']}"
+            ),
+        ),
+        ("peak %\nmedian", size("peak_error_ratio", "median")),
+        ("\nmax", size("peak_error_ratio", "max")),
+        ("step %\nmedian", size("step_time_error_ratio", "median")),
+        ("\np90", size("step_time_error_ratio", "p90")),
+        ("\nmax", size("step_time_error_ratio", "max")),
+        ("noise\n%", lambda group: _size(group["noise_median_ratio"])),
+        ("compute\nonly %", naive("naive_compute_error_ratio")),
+        ("slowest\nlink %", naive("naive_link_error_ratio")),
+        ("Spear-\nman", lambda group: "" if group["spearman"] is None else f"{group['spearman']:.2f}"),
+        ("pairs in\norder", lambda group: f"{group['pairs_right']}/{group['pairs']}" if group["pairs"] else ""),
+    )
+    table = figure_table(
+        [Column("group", overflow="fold", min_width=12)],
+        [head for head, _ in columns],
+        Column("best plan predicted", overflow="fold", min_width=9),
+    )
     for group in groups:
-        table.add_row(*_group_cells(group), style="bold" if group["group"] == ALL else None)
+        figures = (figure(group) for _, figure in columns)
+        style = "bold" if group["group"] == ALL else None
+        table.add_row(group["group"], *figures, best_in_words(group, of="/")[0], style=style)
     out.print(table)
     out.print(
         "Sizes of errors. Noise: of the measurements, \u00b1 (median). Compute only, slowest link: naive predictions, "
@@ -84,36 +108,8 @@ def _print_groups(out: Console, groups: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def _group_cells(group: dict[str, Any]) -> tuple[str, ...]:
-    def size(column: str, statistic: str) -> str:
-        return _size(group[error_column(column, statistic)])
-
-    def naive(column: str) -> str:
-        parts = (group[error_column(column, statistic)] for statistic in ("median", "p90"))
-        return " / ".join("" if part is None else f"{100 * part:.0f}" for part in parts).strip(" /")
-
-    return (
-        group["group"],
-        str(group["n"]),
-        "equal" if group["collectives_equal"] == group["n"] else f"{group['collectives_equal']}/{group['n']}",
-        size("peak_error_ratio", "median"),
-        size("peak_error_ratio", "max"),
-        *(size("step_time_error_ratio", statistic) for statistic in ("median", "p90", "max")),
-        _size(group["noise_median_ratio"]),
-        naive("naive_compute_error_ratio"),
-        naive("naive_link_error_ratio"),
-        "" if group["spearman"] is None else f"{group['spearman']:.2f}",
-        f"{group['pairs_right']}/{group['pairs']}" if group["pairs"] else "",
-        best_in_words(group, of="/")[0],
-    )
-
-
 def _target_table(targets: Sequence[Target]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("asked of the whole matrix")
-    for header in ("asked", "found", "of"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("")
+    table = figure_table([Column("asked of the whole matrix")], ("asked", "found", "of"), Column(""))
     for target in targets:
         table.add_row(
             target.what,
@@ -135,11 +131,10 @@ def _size(ratio: float | None) -> str:
 
 def _print_effects(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """Print the speed-up of thresholds with density and change of loss, and the control that pushes nothing."""
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("thresholds", overflow="fold", min_width=12)
-    table.add_column("dense run")
-    for header in ("density\npredicted", "\nmeasured", "speed\npredicted", "\nmeasured", "change of\nlast loss"):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = figure_table(
+        [Column("thresholds", overflow="fold", min_width=12), Column("dense run")],
+        ("density\npredicted", "\nmeasured", "speed\npredicted", "\nmeasured", "change of\nlast loss"),
+    )
     for row in rows:
         change = row["loss_change_measured_ratio"]
         table.add_row(
@@ -183,11 +178,7 @@ def _print_rows(out: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _rows_table(rows: Sequence[dict[str, Any]], heads: Sequence[str], cells: Sequence[Sequence[Text | str]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("name", overflow="fold", min_width=12)
-    table.add_column("method", no_wrap=True)
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+    table = figure_table([Column("name", overflow="fold", min_width=12), Column("method", no_wrap=True)], heads)
     for row, values in zip(rows, cells, strict=True):
         table.add_row(row["name"], row["method"], *values)
     return table

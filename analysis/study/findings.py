@@ -8,10 +8,9 @@ change in loss, and the figures of the control that pushes nothing.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column
 
-from analysis.compare.report import console, shown
+from analysis.compare.report import console, figure_table, shown
 from analysis.study.rows import Effect, Row
 from analysis.study.study import HERE, Study
 from gssim.units import human_bytes
@@ -223,9 +222,7 @@ def percentage(ratio: float) -> str:
 def print_study(rows: Sequence[Row], findings: tuple[str, ...]) -> None:
     """Print one line per variant, each speed-up with its density and loss, then the findings."""
     out = console()
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("variant", overflow="fold", min_width=16)
-    for header in (
+    heads = (
         "density",
         "sent a\nstep",
         "held-out\nloss",
@@ -233,8 +230,8 @@ def print_study(rows: Sequence[Row], findings: tuple[str, ...]) -> None:
         "speed\nmeasured",
         "\npredicted",
         "accuracy\n%",
-    ):
-        table.add_column(header, justify="right", no_wrap=True)
+    )
+    table = figure_table([Column("variant", overflow="fold", min_width=16)], heads)
     for row in rows:
         table.add_row(*study_cells(row))
     out.print(table)

@@ -113,16 +113,6 @@ def _gpt2_units(block: Any) -> int:
     return gcd(block.attn.num_heads, block.mlp.c_fc.nf)
 
 
-def _llama_units(block: Any) -> int:
-    attention = block.self_attn
-    return gcd(attention.k_proj.out_features // attention.head_dim, block.mlp.up_proj.out_features)
-
-
-def _bert_units(block: Any) -> int:
-    attention = block.attention.self
-    return gcd(attention.query.out_features // attention.attention_head_size, block.intermediate.dense.out_features)
-
-
 def _resize_nothing(_block: Any, _held: int) -> None:
     """Change nothing: these modules derive the number of heads from the outputs of their linear maps."""
 
@@ -152,14 +142,19 @@ CUTS: dict[str, Cut] = {
         gathered=("attn", "mlp"),
     ),
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer": Cut(
-        units=_llama_units,
+        units=lambda block: gcd(
+            block.self_attn.k_proj.out_features // block.self_attn.head_dim, block.mlp.up_proj.out_features
+        ),
         columns=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
         rows=("self_attn.o_proj", "mlp.down_proj"),
         resize=_resize_nothing,
         gathered=("self_attn", "mlp"),
     ),
     "transformers.models.bert.modeling_bert.BertLayer": Cut(
-        units=_bert_units,
+        units=lambda block: gcd(
+            block.attention.self.query.out_features // block.attention.self.attention_head_size,
+            block.intermediate.dense.out_features,
+        ),
         columns=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
         rows=("attention.output.dense", "output.dense"),
         resize=_resize_nothing,

@@ -88,8 +88,11 @@ def record_steps(model: Model, steps: Steps, *, where: str) -> tuple[dict[Shape,
     likes = dict(steps.likes)
 
     def record(step: Step, apart: Record | None = None) -> Record:
+        adapters = model.module.adapters
+        if step.rank:
+            adapters = adapters and replace(adapters, rank=step.rank)
         made = record_step(
-            _with_rank(model, step.rank) if step.rank else model,
+            replace(model, module=replace(model.module, adapters=adapters)),
             step.batch_size,
             step.sequence_length,
             step.units,
@@ -110,11 +113,6 @@ def record_steps(model: Model, steps: Steps, *, where: str) -> tuple[dict[Shape,
         largest = record(steps.checked, apart=first)
     records = {step.shape: record(step) for step in steps.traced}
     return records, largest or record(steps.checked)
-
-
-def _with_rank(model: Model, rank: int) -> Model:
-    adapters = model.module.adapters and replace(model.module.adapters, rank=rank)
-    return replace(model, module=replace(model.module, adapters=adapters))
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,7 @@ class Communication:
     """A collective: kind, group and size, and for uneven collectives the sizes of parts or pairs."""
 
     kind: str
-    """A collective, such as `all-reduce`, or `all-gather-v` for parts of unequal sizes; a `send`; or one of `COPIES`."""
+    """A collective, such as `all-reduce`, or `all-gather-v` of unequal parts; a `send`; or one of `COPIES`."""
     group: Sequence[int]
     """Sorted ranks, as a tuple or range; of a send, the sender comes first."""
     size_bytes: float

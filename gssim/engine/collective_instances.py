@@ -199,8 +199,15 @@ def _arranged(
         found = partial(classes_of, cluster, program, kinds=kinds, by_place=by_place, unfolded=unfolded)
         classes = shared.once("classes", key, found, most=MAX_ARRANGEMENTS)
         instances, equal = _instances(program, classes, schedules)
-        if unequal := _paired_among_equals(program, instances):
-            by_place = (*by_place, *unequal)
+        # all-to-alls that start pair by pair, of which some members are taken for equal
+        unequal = [
+            communication.groups
+            for communication, _ in program.exchanges
+            for each in instances[id(communication)]
+            if each.pairs and len(each.classes) < len(communication.group) <= MAX_PAIRED
+        ]
+        if unequal:
+            by_place = (*by_place, *dict.fromkeys(unequal))
             continue
         stages = _stages_of(instances)
         network = Network(env, router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
@@ -208,17 +215,6 @@ def _arranged(
         if not finer_kinds:
             return _Shared(classes, instances, equal), network
         kinds |= finer_kinds
-
-
-def _paired_among_equals(program: Program, instances: Instances) -> list[Groups]:
-    """Return the groups of all-to-alls that start pair by pair, and of which some members are taken for equal."""
-    found = [
-        communication.groups
-        for communication, _ in program.exchanges
-        for each in instances[id(communication)]
-        if each.pairs and len(each.classes) < len(communication.group) <= MAX_PAIRED
-    ]
-    return list(dict.fromkeys(found))
 
 
 def _stages_of(instances: Instances) -> list[Stage]:

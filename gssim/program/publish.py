@@ -107,7 +107,12 @@ def publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
 
 def threshold_and_pack(low: Lowering, rank: int, order: Sequence[Bucket]) -> list[Task]:
     """Return the tasks that threshold and pack every bucket, and the exchanges of counts, one of all their owners."""
-    tasks = [_threshold_bucket(low.owning(bucket), rank, bucket) for bucket in order]
+    tasks = []
+    for bucket in order:
+        owners = low.owning(bucket)
+        duration_s, need = _thresholding(owners, rank, bucket_kind(owners, bucket))
+        own_id = _publish_id(bucket).serving("threshold")
+        tasks.append(Task(own_id, "compression", duration_s=duration_s, need=need))
     several = len({bucket.of_experts for bucket in order}) > 1
     for number, of_experts in enumerate(dict.fromkeys(bucket.of_experts for bucket in order)):
         own = [bucket for bucket in order if bucket.of_experts == of_experts]
@@ -117,12 +122,6 @@ def threshold_and_pack(low: Lowering, rank: int, order: Sequence[Bucket]) -> lis
         exchange = among_owners(owners, "all-gather", sum(parts), **settings)
         tasks.append(collective_task(TaskId("publish", "counts", part=number if several else None), exchange))
     return tasks
-
-
-def _threshold_bucket(low: Lowering, rank: int, bucket: Bucket) -> Task:
-    """Return the task that thresholds and packs a bucket of the rank's own shard."""
-    duration_s, need = _thresholding(low, rank, bucket_kind(low, bucket))
-    return Task(_publish_id(bucket).serving("threshold"), "compression", duration_s=duration_s, need=need)
 
 
 @once_a_step
@@ -240,18 +239,6 @@ PUBLISH_BEGIN = TaskId("publish-begin")
 """Marker of the beginning of a step that first publishes the update of the step before."""
 
 
-@once_a_step
-def _tasks_of_step(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, list[Task]]]:
-    """Return the tasks of a rank that publish what has changed in this step; see `_publish_tasks`."""
-    return _publish_tasks(low, rank)
-
-
-@once_a_run
-def _tasks_of_every_step(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, list[Task]]]:
-    """Return the tasks of a rank that publish everything in each step; see `_publish_tasks`."""
-    return _publish_tasks(low, rank)
-
-
 def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, list[Task]]]:
     """Return the tasks that publish, and the tasks that wait for them, keyed by the forward that they precede."""
     overlaps = _overlaps(low)
@@ -271,6 +258,12 @@ def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, l
             else:
                 waits[reader].append(Task(_publish_id(bucket).serving("take"), "forward", after=after))
     return sends, waits
+
+
+_tasks_of_step = once_a_step(_publish_tasks)
+"""What has changed in a step is published."""
+_tasks_of_every_step = once_a_run(_publish_tasks)
+"""Everything is published, in each step alike."""
 
 
 def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:

@@ -336,7 +336,13 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     prefetched = _prefetched_unused(low, first_trained)
     buffered: tuple[Unit, ...] = ()
     """Units whose reduce-scatter buffers are still allocated."""
-    for unit in _reduction_order(low, without_hook):
+    # blocks from the last to the first, experts before the rest of their block, and the root; a block without a hook
+    # comes after the root, because the callback at the end of the backward processes the root first
+    order = sorted(
+        units(low),
+        key=lambda unit: (unit.layers[0] is without_hook, unit.is_root, -unit.layers[0].index, not unit.experts),
+    )
+    for unit in order:
         block, is_frozen = unit.layers[0], not unit.tensors.trained
         waits_for_end = unit.is_root or block is without_hook
         if is_frozen and block.index > first_trained and not unit.is_root and not unit.experts:
@@ -366,18 +372,6 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
         else:
             after_block[block_ends[block.module]] += new
     return [*insert_beside(tasks, before={}, behind=after_block), *at_end, _callback(low, buffered, micro_batch)]
-
-
-def _reduction_order(low: Lowering, without_hook: LayerInstance | None) -> list[Unit]:
-    """Return the units in the order in which a backward reduces their gradients.
-
-    That is: blocks from the last to the first, experts before the rest of their block, and the root. A block without a
-    hook comes after the root, because the callback at the end of the backward processes the root first.
-    """
-    return sorted(
-        units(low),
-        key=lambda unit: (unit.layers[0] is without_hook, unit.is_root, -unit.layers[0].index, not unit.experts),
-    )
 
 
 def _prefetched_unused(low: Lowering, first_trained: int) -> list[Unit]:

@@ -81,19 +81,7 @@ def chrome_trace(step: Step, result: Result) -> str:
 
 
 def _trace(step: Step, result: Result) -> dict[str, Any]:
-    times_s = [span.start_s for span in step.spans] + [began_s for began_s, _ in step.bounds_s.values()]
-    zero = _Clock(min(map(_ticks, times_s), default=0))
-    streams = {(span.rank, span.stream) for span in step.spans} | {(rank, STREAMS[0]) for rank in step.bounds_s}
-    first = process_of(max((rank for rank, _ in streams), default=0)) + 1
-    in_order = sorted(streams, key=lambda stream: (stream[0], _place(stream[1])))
-    threads = {stream: first + number for number, stream in enumerate(in_order)}
-    placed = _placed(step.spans)
-    events = [
-        *_names(step, threads),
-        *_spans(step, placed, threads, zero),
-        *_flows(step, placed, threads, zero),
-        *_counters(step, threads, zero),
-    ]
+    events = _Events(step)
     about = {key: getattr(result, key) for key in ("source", "scenario_id", "calibration_id", "step_time_s")}
     about["name"] = result.scenario.get("name")
     if result.source == "simulated" and (result.periods is not None or result.step_times_s):
@@ -101,27 +89,13 @@ def _trace(step: Step, result: Result) -> dict[str, Any]:
         about["step_time_s"] = max(end_s for _, end_s in step.bounds_s.values())
     if result.source == "measured":
         about["result"] = result.to_dict()  # so that the trace alone can be compared
-    about["step_start_s"] = -zero.zero / TICKS_PER_S
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+    about["step_start_s"] = -events.zero / TICKS_PER_S
+    every = [*events.names(), *events.spans(), *events.flows(), *events.counters()]
+    return {"traceEvents": every, "displayTimeUnit": "ms", "otherData": about}
 
 
 def _ticks(time_s: float) -> int:
     return round(time_s * TICKS_PER_S)
-
-
-@dataclass(frozen=True)
-class _Clock:
-    """Conversion of ticks to the file's microseconds."""
-
-    zero: int
-
-    def us(self, ticks: int) -> float:
-        return (ticks - self.zero) / TICKS_PER_US
-
-
-Threads = Mapping[tuple[int, str], int]
-"""Thread id of each rank's stream. Perfetto identifies threads only by this id, so ids are unique over all ranks. They
-also differ from process ids, which would denote main threads."""
 
 
 def _place(stream: str) -> tuple[int, str]:
@@ -135,19 +109,6 @@ def process_of(rank: int) -> int:
     1
     """
     return rank + 1
-
-
-def _names(step: Step, threads: Threads) -> Iterable[dict[str, Any]]:
-    for rank in sorted({rank for rank, _ in threads}):
-        pid = process_of(rank)
-        label = step.names.get(rank)
-        name = f"rank {rank}: {label}" if label else f"rank {rank}"
-        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank}}
-    for (rank, stream), tid in threads.items():
-        place = {"pid": process_of(rank), "tid": tid}
-        yield {"ph": "M", "name": "thread_name", **place, "args": {"name": stream}}
-        yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}}
 
 
 def _placed(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
@@ -176,58 +137,87 @@ def _placed(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
     return placed
 
 
-def _spans(
-    step: Step, placed: Mapping[int, tuple[int, int]], threads: Threads, zero: _Clock
-) -> Iterable[dict[str, Any]]:
-    """Yield all spans, and the moments at which each rank's step begins and ends."""
-    for number, (start, end) in placed.items():
-        span = step.spans[number]
-        yield {
-            "ph": "X",
-            "name": span.label,
-            "cat": span.phase,
-            "pid": process_of(span.rank),
-            "tid": threads[span.rank, span.stream],
-            "ts": zero.us(start),
-            "dur": (end - start) / TICKS_PER_US,
-            **({"args": {"general_labels": list(span.general_labels)}} if span.general_labels else {}),
-        }
-    for rank, bounds_s in sorted(step.bounds_s.items()):
-        place = {"pid": process_of(rank), "tid": threads[rank, STREAMS[0]]}
-        for name, time_s in zip(("step begins", "step ends"), bounds_s, strict=True):
-            yield {"ph": "i", "name": name, "cat": "step", "s": "p", **place, "ts": zero.us(_ticks(time_s))}
+class _Events:
+    """A step's events in the file. `threads`: id of each rank's stream.
 
-
-def _flows(
-    step: Step, placed: Mapping[int, tuple[int, int]], threads: Threads, zero: _Clock
-) -> Iterable[dict[str, Any]]:
-    """Yield both ends of each arrow. It starts when both spans are active, or else at the end of the first one."""
-    number = 0
-    for arrow in step.arrows:
-        (source_start, source_end), (start, end) = placed[arrow.source], placed[arrow.target]
-        if source_end <= source_start or end <= start or end <= source_start:
-            continue  # not visible
-        number += 1
-        leaves = min(source_end - 1, max(source_start, start))  # inside the span: an event at its end would be outside
-        arrives = min(end - 1, max(start, leaves))
-        for phase, which, ticks in (("s", arrow.source, leaves), ("f", arrow.target, arrives)):
-            span = step.spans[which]
-            event = {"ph": phase, "name": arrow.label, "cat": "arrow", "id": number, "pid": process_of(span.rank)}
-            event |= {"tid": threads[span.rank, span.stream], "ts": zero.us(ticks)}
-            yield event | ({"bp": "e"} if phase == "f" else {})
-
-
-def _counters(step: Step, threads: Threads, zero: _Clock) -> Iterable[dict[str, Any]]:
-    """Yield allocated memory: the total, under the same name in predictions and measurements, and if known by
-    category.
+    Perfetto identifies threads by their ids only, so these are unique over all ranks. They also differ from process
+    ids, which would denote main threads.
     """
-    shown: dict[int, dict[str, None]] = defaultdict(dict)
-    for held in step.held:
-        shown[held.rank] |= {category: None for category, size in sorted(held.by_category_bytes.items()) if size}
-    for held in step.held:
-        event = {"ph": "C", "pid": process_of(held.rank), "tid": threads[held.rank, STREAMS[0]]}
-        event["ts"] = zero.us(max(_ticks(held.time_s), zero.zero))
-        yield event | {"name": "memory", "args": {"allocated_bytes": held.total_bytes}}
-        if shown[held.rank]:
-            sizes = {f"{name}_bytes": held.by_category_bytes.get(name, 0.0) for name in shown[held.rank]}
-            yield event | {"name": "memory by category", "args": sizes}
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        times_s = [span.start_s for span in step.spans] + [began_s for began_s, _ in step.bounds_s.values()]
+        self.zero = min(map(_ticks, times_s), default=0)
+        """Tick at which the file's time begins."""
+        streams = {(span.rank, span.stream) for span in step.spans} | {(rank, STREAMS[0]) for rank in step.bounds_s}
+        first = process_of(max((rank for rank, _ in streams), default=0)) + 1
+        in_order = sorted(streams, key=lambda stream: (stream[0], _place(stream[1])))
+        self.threads = {stream: first + number for number, stream in enumerate(in_order)}
+        self.placed = _placed(step.spans)
+
+    def _us(self, ticks: int) -> float:
+        return (ticks - self.zero) / TICKS_PER_US
+
+    def names(self) -> Iterable[dict[str, Any]]:
+        """Yield the names of processes and threads, and their order."""
+        for rank in sorted({rank for rank, _ in self.threads}):
+            pid = process_of(rank)
+            label = self.step.names.get(rank)
+            name = f"rank {rank}: {label}" if label else f"rank {rank}"
+            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank}}
+        for (rank, stream), tid in self.threads.items():
+            place = {"pid": process_of(rank), "tid": tid}
+            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": stream}}
+            yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}}
+
+    def spans(self) -> Iterable[dict[str, Any]]:
+        """Yield all spans, and the moments at which each rank's step begins and ends."""
+        for number, (start, end) in self.placed.items():
+            span = self.step.spans[number]
+            yield {
+                "ph": "X",
+                "name": span.label,
+                "cat": span.phase,
+                "pid": process_of(span.rank),
+                "tid": self.threads[span.rank, span.stream],
+                "ts": self._us(start),
+                "dur": (end - start) / TICKS_PER_US,
+                **({"args": {"general_labels": list(span.general_labels)}} if span.general_labels else {}),
+            }
+        for rank, bounds_s in sorted(self.step.bounds_s.items()):
+            place = {"pid": process_of(rank), "tid": self.threads[rank, STREAMS[0]]}
+            for name, time_s in zip(("step begins", "step ends"), bounds_s, strict=True):
+                yield {"ph": "i", "name": name, "cat": "step", "s": "p", **place, "ts": self._us(_ticks(time_s))}
+
+    def flows(self) -> Iterable[dict[str, Any]]:
+        """Yield both ends of each arrow. It starts when both spans are active, or else at the end of the first one."""
+        number = 0
+        for arrow in self.step.arrows:
+            (source_start, source_end), (start, end) = self.placed[arrow.source], self.placed[arrow.target]
+            if source_end <= source_start or end <= start or end <= source_start:
+                continue  # not visible
+            number += 1
+            # inside the span: an event at its end would be outside
+            leaves = min(source_end - 1, max(source_start, start))
+            arrives = min(end - 1, max(start, leaves))
+            for phase, which, ticks in (("s", arrow.source, leaves), ("f", arrow.target, arrives)):
+                span = self.step.spans[which]
+                event = {"ph": phase, "name": arrow.label, "cat": "arrow", "id": number, "pid": process_of(span.rank)}
+                event |= {"tid": self.threads[span.rank, span.stream], "ts": self._us(ticks)}
+                yield event | ({"bp": "e"} if phase == "f" else {})
+
+    def counters(self) -> Iterable[dict[str, Any]]:
+        """Yield allocated memory: the total, under the same name in predictions and measurements, and if known by
+        category.
+        """
+        shown: dict[int, dict[str, None]] = defaultdict(dict)
+        for held in self.step.held:
+            shown[held.rank] |= {category: None for category, size in sorted(held.by_category_bytes.items()) if size}
+        for held in self.step.held:
+            event = {"ph": "C", "pid": process_of(held.rank), "tid": self.threads[held.rank, STREAMS[0]]}
+            event["ts"] = self._us(max(_ticks(held.time_s), self.zero))
+            yield event | {"name": "memory", "args": {"allocated_bytes": held.total_bytes}}
+            if shown[held.rank]:
+                sizes = {f"{name}_bytes": held.by_category_bytes.get(name, 0.0) for name in shown[held.rank]}
+                yield event | {"name": "memory by category", "args": sizes}

@@ -10,7 +10,16 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from analysis.charts.drawing import LABEL_POINTS, STYLE, TIME_UNITS, Chart, add_axes, unit_for
+from analysis.charts.drawing import (
+    LABEL_POINTS,
+    STYLE,
+    TIME_UNITS,
+    Chart,
+    add_axes,
+    log_axis_with_ends,
+    on_axis,
+    unit_for,
+)
 from analysis.charts.sweeps.panels import (
     CONTROL,
     Look,
@@ -162,7 +171,7 @@ def draw_band(
         key=lambda row: row[THRESHOLD],
     )
     banded = [row for row in banded if not is_control(row)]
-    x = [_place(row[THRESHOLD], ends) for row in banded]
+    x = [on_axis(row[THRESHOLD], ends) for row in banded]
     edges = [[y_of(row[end]) for row in banded] for end in (low, high)]
     axes.fill_between(x, edges[0], edges[1], color=look["color"], alpha=0.18, linewidth=0, zorder=1)
 
@@ -174,34 +183,25 @@ def _line(axes: Axes, members: Sequence[Row], look: Look, ends: tuple[float, flo
     )
     line = [row for row in sparse if not is_control(row)]
     style = {**look, "markersize": 5.5, "linewidth": 1.4, "markeredgecolor": "white", "markeredgewidth": 0.5}
-    axes.plot([_place(row[THRESHOLD], ends) for row in line], [y_of(row) for row in line], zorder=3, **style)
+    axes.plot([on_axis(row[THRESHOLD], ends) for row in line], [y_of(row) for row in line], zorder=3, **style)
     for row in sparse:
         if is_control(row):
-            axes.plot(_place(row[THRESHOLD], ends), y_of(row), zorder=4, clip_on=False, **CONTROL)
-
-
-def _place(threshold: float, ends: tuple[float, float]) -> float:
-    return min(max(threshold, ends[0]), ends[1])
+            axes.plot(on_axis(row[THRESHOLD], ends), y_of(row), zorder=4, clip_on=False, **CONTROL)
 
 
 def _threshold_axis(axes: Axes, rows: list[Row], ends: tuple[float, float], *, labelled: bool) -> None:
     """Set up a logarithmic axis with 0 and infinity at its ends."""
-    axes.set_xscale("log")
-    axes.set_xlim(ends[0] / 1.5, ends[1] * 1.5)
     values = thresholds(rows)
     finite = _finite(values)
     most = 5
     shown = finite if len(finite) <= most else [value for value in finite if f"{value:e}"[0] == "1"]
     shown = shown if 1 < len(shown) <= most else finite[:: max(1, (len(finite) - 1) // (most - 1))]
-    ticks = {_place(value, ends): threshold_words(value) for value in shown}
+    ticks = {on_axis(value, ends): threshold_words(value) for value in shown}
     if 0.0 in values:
         ticks[ends[0]] = "0"
     if inf in values:
         ticks[ends[1]] = "\u221e"
-    axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    names = list(ticks.values()) if labelled else [""] * len(ticks)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda _, i: names[i] if i is not None else ""))
+    log_axis_with_ends(axes, ticks if labelled else dict.fromkeys(ticks, ""), ends)
     axes.tick_params(axis="x", labelsize=LABEL_POINTS - 0.5)
 
 
