@@ -61,7 +61,7 @@ class SweepTable:
 
     @property
     def kind(self) -> str:
-        """What found the points: a sweep, or a search, each of whose plans has its own command."""
+        """Origin of the points: `sweep`; or `search`, each of whose plans has its own command."""
         return "search" if self.command else "sweep"
 
     @property

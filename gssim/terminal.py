@@ -435,7 +435,7 @@ def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
 SHOWN_IMBALANCE_RATIO = 0.01
 """Least part of a step for which a rank waits for slower ones that is shown."""
 IMBALANCE = "of which for slower ranks"
-"""What `Result.imbalance_s` is, below exposed communication."""
+"""Name of the row with `Result.imbalance_s`, below exposed communication."""
 
 
 def _link_table(result: Result) -> Table:

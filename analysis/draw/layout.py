@@ -52,7 +52,7 @@ class Layout:
     ends: list[tuple[tuple[float, float], tuple[float, float]]] = field(default_factory=list)
     """Links that leave the picture, as (start, end)."""
     hidden: set[frozenset[str]] = field(default_factory=set)
-    """Pairs of nodes whose link is drawn as two such ends."""
+    """Pairs of nodes whose link is not drawn as a line, but as two of `ends`."""
     notes: list[tuple[float, float, str]] = field(default_factory=list)
     planes: list[list[tuple[float, float]]] = field(default_factory=list)
     """Outlines of a 3-D torus's planes."""

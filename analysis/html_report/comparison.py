@@ -235,7 +235,7 @@ def _control(row: Row) -> str:
 
 
 def _bottlenecks(rows: Sequence[Row], predicted: Sequence[Result]) -> Markup:
-    """Return the table of longest phase, busiest link and tightest device; of many plans, for each group's fastest."""
+    """Return the table of each plan's longest phase, busiest link and fullest device; of many, each group's fastest."""
     if len(rows) > MOST_ROWS:
         best: dict[str, Row] = {}
         for row in rows:

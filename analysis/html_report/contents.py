@@ -35,7 +35,7 @@ class Comparison:
     predicted: tuple[Result, ...] = ()
     measured: tuple[Result, ...] = ()
     doubts: tuple[str, ...] = ()
-    """What makes measurements doubtful: other work on the machine, or another speed of it."""
+    """Reasons to doubt measurements: other work on the machine, or a change of its speed."""
 
 
 @dataclass(frozen=True)

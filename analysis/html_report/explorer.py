@@ -292,7 +292,7 @@ def _command(sweep: SweepTable) -> list[str] | None:
 
 
 def _element(kind: str, title: str, data: Mapping[str, Any]) -> Markup:
-    # in a script element only `</` could end it, and `<!--` change how it is read
+    # inside a script element, `</` could end it, and `<!--` would change how the rest is read
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False).replace("<", "\\u003c")
     return Markup(ELEMENTS.explorer(kind, title, Markup(text), Markup(START)))
 

@@ -91,12 +91,12 @@ def paragraph(words: str, kind: str = "") -> Markup:
 
 
 def bullets(lines: Iterable[str]) -> Markup:
-    """Return an unordered list; nothing of no lines."""
+    """Return an unordered list; empty without lines."""
     return Markup(ELEMENTS.bullets(list(lines)))
 
 
 def terms(pairs: Iterable[tuple[str, str]]) -> Markup:
-    """Return a description list of (term, description) pairs; nothing of no pairs."""
+    """Return a description list of (term, description) pairs; empty without pairs."""
     return Markup(ELEMENTS.terms(list(pairs)))
 
 

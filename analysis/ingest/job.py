@@ -63,13 +63,13 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Ingested:
-    """What a job's traces tell."""
+    """A Result that was read from a job's traces."""
 
     result: Result
     trace: str | None
     """The step of median length, as `analysis timeline` reads it; None where the file was such a trace itself."""
     notes: tuple[str, ...] = ()
-    """What the traces lack."""
+    """What the traces lack, a line each."""
 
 
 def ingest(paths: Sequence[Path], loaded: Loaded) -> Ingested:
@@ -148,7 +148,7 @@ def _of_ranks(traces: Sequence[RankTrace], loaded: Loaded) -> Ingested:
     times = [fmean(step) for step in zip(*rank_times, strict=True)]
     if min(times) <= 0:
         raise UserError(f"{traces[0].path}: a step of no length")
-    total, outer = scenario.workload.global_batch_size, _outer_steps(traces[0].path, scenario, meetings, counted)
+    outer = _outer_steps(traces[0].path, scenario, meetings, counted)
     phases = [_phases(trace, counted, outer, scenario.policies.sync_every_steps or 1) for trace in traces]
     mean = {
         name: fmean(each.get(name, 0.0) for each in phases)
@@ -162,7 +162,6 @@ def _of_ranks(traces: Sequence[RankTrace], loaded: Loaded) -> Ingested:
     periods = _periods(scenario, times, counted, outer, collectives)
     notes = tuple(f"{count} x {what}" for what, count in partial.items())
     offsets_s = _offsets(traces, meetings)
-    devices = scenario.cluster.devices
     provenance = {
         "code": code_digest()[:SHOWN],
         "backend": scenario.cluster.backend,
@@ -175,22 +174,6 @@ def _of_ranks(traces: Sequence[RankTrace], loaded: Loaded) -> Ingested:
             "partial": list(notes),
         },
     }
-    ranks = []
-    for trace, own in zip(traces, phases, strict=True):
-        counted_memory = [sizes for time_s, *sizes in trace.memory if time_s >= trace.bounds_s[1][0]]
-        ranks.append(
-            RankClass(
-                ranks=(trace.rank,),
-                count=1,
-                device=devices[trace.rank].type,
-                peak_allocated_bytes=float(max((allocated for allocated, _ in counted_memory), default=0)),
-                peak_reserved_bytes=max((float(reserved) for _, reserved in counted_memory), default=None),
-                peak_by_category_bytes={},
-                phases_s=own,
-                batch_share=scenario.batch_sizes[trace.rank] / total,
-                shard_share=scenario.shard_shares[trace.rank],
-            )
-        )
     result = loaded.measured(
         times,
         mean,
@@ -198,11 +181,27 @@ def _of_ranks(traces: Sequence[RankTrace], loaded: Loaded) -> Ingested:
         periods=periods,
         density=Density(),
         collectives=collectives,
-        ranks=tuple(ranks),
+        ranks=tuple(_rank_class(trace, own, scenario) for trace, own in zip(traces, phases, strict=True)),
         provenance=provenance,
     )
     typical = counted[sorted(range(len(times)), key=lambda step: (times[step], step))[len(times) // 2]]
     return Ingested(result, chrome_trace(_step(traces, typical, offsets_s, result), result), notes)
+
+
+def _rank_class(trace: RankTrace, phases_s: dict[str, float], scenario: Scenario) -> RankClass:
+    """Return the entry of a rank, with its peaks of memory after the first step."""
+    sizes = [each for time_s, *each in trace.memory if time_s >= trace.bounds_s[1][0]]
+    return RankClass(
+        ranks=(trace.rank,),
+        count=1,
+        device=scenario.cluster.devices[trace.rank].type,
+        peak_allocated_bytes=float(max((allocated for allocated, _ in sizes), default=0)),
+        peak_reserved_bytes=max((float(reserved) for _, reserved in sizes), default=None),
+        peak_by_category_bytes={},
+        phases_s=phases_s,
+        batch_share=scenario.batch_sizes[trace.rank] / scenario.workload.global_batch_size,
+        shard_share=scenario.shard_shares[trace.rank],
+    )
 
 
 # Periods --------------------------------------------------------------------------------------------------------------

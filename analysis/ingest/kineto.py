@@ -122,7 +122,7 @@ class RankTrace:
     memory: list[Memory]
     """(Time, allocated bytes, reserved bytes) of the GPU's allocator."""
     partial: Counter[str] = field(default_factory=Counter)
-    """What the trace lacks, with the number of events of which it lacks it."""
+    """What the trace lacks, each with the number of events without it."""
 
 
 @dataclass(frozen=True)

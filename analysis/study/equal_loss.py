@@ -68,7 +68,7 @@ class MapPoint:
     """Variants for which the devices' memory does not suffice."""
 
     def at_end(self, *, high: bool) -> "MapPoint":
-        """Return the point with the times at the upper or the lower ends of the bands."""
+        """Return the point if step times are at the lower (or `high`: the upper) end of their bands."""
         of_step = {name: ends[high] for name, ends in self.step_time_band_s.items()}
         times_s = {
             name: tuple(each * of_step[name] / self.step_time_s[name] for each in self.times_s[name])

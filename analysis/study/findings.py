@@ -77,7 +77,7 @@ def _quality(tried: Sequence[Row], words: Callable[[Row], str]) -> str:
 
 
 def _no_better_than_silent(tried: Sequence[Row], silent: Row) -> str:
-    assert silent.loss_change is not None  # it is not dense
+    assert silent.loss_change is not None  # which dense alone has not
     nothing = f"pushing nothing changes the loss by {interval(silent.loss_change)}"
     useless = [row for row in tried if not is_of_use(row)]
     if not loses(silent):

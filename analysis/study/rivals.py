@@ -93,7 +93,7 @@ class Training:
 
     @property
     def key(self) -> object:
-        """What must be equal for a training to be reused."""
+        """Key of a training, by which one of an earlier run is found again."""
         return self.overrides, self.unequal_ratio, self.scenario_id
 
 

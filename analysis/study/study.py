@@ -42,11 +42,11 @@ class Variant:
     """One way to train; everything else is the study's."""
 
     name: str
-    """In tables and charts."""
+    """Name in tables and charts."""
     set: dict[str, Any] = field(default_factory=dict)
     """Overrides of the scenario's keys."""
     control: bool = False
-    """Whether it is there to judge the others by; charts draw it apart."""
+    """Whether the others are judged by it; charts draw it in another way."""
     density_of: str | None = None
     """Name of an earlier variant: this one pushes a target density, the mean one that was measured there, seed by
     seed."""
@@ -57,11 +57,11 @@ class Elsewhere:
     """Another network to predict step times for, beside the machine that trains: the same devices, other links."""
 
     name: str
-    """In tables and charts."""
+    """Name in tables and charts."""
     bandwidth_bytes_per_s: BytesPerSecond
-    """Of every link, in one direction."""
+    """Bandwidth of every link, in one direction."""
     latency_s: Seconds
-    """Of every link."""
+    """Latency of every link."""
 
 
 @spec
@@ -69,7 +69,7 @@ class FurtherModel:
     """A model that the map asks about besides the one that the study trains, with devices and batches that suit it."""
 
     name: str
-    """In tables and charts: the model, and on what it is trained."""
+    """Name in tables and charts: the model, and on what it is trained."""
     set: dict[str, Any]
     """Overrides of every variant: `workload.model`, the cluster, the batch, ... As many ranks as the study trains."""
 
@@ -79,9 +79,9 @@ class Map:
     """Networks, devices and models for which the time to an equal loss is predicted, every combination of the lists."""
 
     bandwidth_bytes_per_s: Annotated[tuple[BytesPerSecond, ...], Field(min_length=2)]
-    """Of every link, in one direction; ascending."""
+    """Bandwidths of every link, in one direction; ascending."""
     latency_s: Annotated[tuple[Seconds, ...], Field(min_length=1)]
-    """Of every link; ascending."""
+    """Latencies of every link; ascending."""
     slow_ratio: Annotated[tuple[Annotated[float, Field(ge=1)], ...], Field(min_length=1)] = (1.0,)
     """Compute time of the last rank's device over that of the others. Samples are divided in proportion to speed."""
     models: tuple[FurtherModel, ...] = ()
@@ -103,7 +103,7 @@ class Map:
 
 @spec
 class Study:
-    """What is compared. Every variant is trained from each seed: the same initial parameters, the same batches."""
+    """A comparison of trainings. Every variant is trained from each seed: same initial parameters, same batches."""
 
     scenario: str
     """The file that variants override, beside this one."""
@@ -112,9 +112,9 @@ class Study:
     dense: str
     """Name of the control that everything is compared with: all gradients are pushed."""
     silent: str
-    """Name of the control that pushes nothing (threshold inf): what does no better has no use for its push."""
+    """Name of the control that pushes nothing (threshold inf). A variant that is no better has no use for its push."""
     variants: tuple[Variant, ...]
-    """What is compared, controls included."""
+    """The trainings that are compared, controls included."""
     set: dict[str, Any] = field(default_factory=dict)
     """Overrides for all variants: run length, batch, sequence length, ..."""
     calibrate: bool = False
@@ -442,7 +442,7 @@ def trainings_in(folder: Path) -> FileStore[Result]:
 
 
 def key_of(scenario_id: str, scenario: Mapping[str, Any]) -> object:
-    """Return the key of a training: the scenario, and what else of it decides what is trained and evaluated."""
+    """Return the key of a training: the scenario's id, and those of its tables that decide what is trained."""
     left_out = ("gradients", "model")  # a path, and what is part of the id
     tables = [scenario.get(part) for part in KEPT_PARTS]
     kept = [

@@ -21,7 +21,7 @@ from gssim.scenario import read_toml
 from gssim.units import validated
 
 GUARD = Guard(timeout_s=1800)
-"""For micro-benchmarks: one rank may measure for long while the others wait."""
+"""Guard of micro-benchmarks, in which one rank may measure for long while the others wait."""
 
 
 def measure(settings: Settings, *, ranks: int, forked: bool = False) -> dict[str, Any]:

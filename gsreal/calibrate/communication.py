@@ -268,7 +268,9 @@ def _compute(bench: Bench) -> None:
 
 
 def _posting_cost(bench: Bench) -> dict[str, float]:
-    """Return the time of posting, by size up to the amount that sockets accept at once, and that amount."""
+    """Return the costs of posting an exchange: fixed, for each message, for each byte up to the number of bytes that
+    sockets accept at once, and that number.
+    """
     # a GPU's messages are copied to the host's memory before they are posted, whatever their size
     sizes = (*POSTED_BYTES, OVERFLOWING_BYTES) if bench.device.type == "cuda" else POSTED_BYTES
     line = line_through(sizes, [_posting_s(bench, size) for size in sizes])

@@ -75,7 +75,7 @@ def measure_nodes(settings: Settings, *, ranks: int) -> tuple[list[dict[str, Any
 def _pair_link(node: int, pair: tuple[int, int]) -> Line | None:
     """Return a pair's connection on its first node, None on the others (a collective).
 
-    Half of the time that a message takes to the other node and back: of one clock, whatever those of nodes say.
+    A message's time is half of that to the other node and back, so that clocks of nodes need not agree.
     """
     dist.barrier()
     if node not in pair:

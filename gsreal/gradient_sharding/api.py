@@ -153,18 +153,14 @@ def shard_gradients(
         previous.release_model()
     partition = hierarchy.partition(shares, whole_tensors=whole_tensors)
     partitions = {False: partition, True: hierarchy.expert_partition(shares)}
+    sharded_experts = trained.keys() & of_experts
     buckets: Sequence[Bucket]
     if parameters == "replicated":
-        plans = plan_buckets(
-            trained,
-            param_groups,
-            first_bytes=first_bucket_bytes,
-            cap_bytes=bucket_bytes,
-            experts=trained.keys() & of_experts,
-        )
+        sizes = {"first_bytes": first_bucket_bytes, "cap_bytes": bucket_bytes}
+        plans = plan_buckets(trained, param_groups, **sizes, experts=sharded_experts)
         buckets = [_make_bucket(i, plan, hierarchy, partitions[plan.of_experts]) for i, plan in enumerate(plans)]
     else:
-        apart = {trained[name] for name in trained.keys() & of_experts}
+        apart = {trained[name] for name in sharded_experts}
         order = list(trained.values())
         buckets = make_units(model, units, order, hierarchy, partitions, experts=apart, observe=observe)
     if partition.idle_owners:
@@ -196,10 +192,7 @@ def shard_gradients(
     if whole_tensors:
         for bucket in buckets:
             bucket.split_by_parameter()
-    shards = shards_by_group(buckets, param_groups)
-    optimizer = optimizer_factory(shards)
-    check_optimizer_tensors(optimizer, shards)
-    assign_param_groups(buckets, optimizer)
+    optimizer = _optimizer_of(optimizer_factory, buckets, param_groups)
     hierarchy.check_equal_on_all_ranks(describe_optimizer(optimizer), device)
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
 
@@ -219,6 +212,17 @@ def shard_gradients(
     reducer = IntraNodeReducer(hierarchy, device, overlap=overlaps_compute, observe=observe)
     parts = (buckets, optimizer, pusher, publisher, hierarchy, reducer)
     return GradientSharding(*parts, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite)
+
+
+def _optimizer_of(
+    factory: OptimizerFactory, buckets: Sequence[Bucket], param_groups: Sequence[Mapping[str, Any]] | None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of this rank's shards."""
+    shards = shards_by_group(buckets, param_groups)
+    optimizer = factory(shards)
+    check_optimizer_tensors(optimizer, shards)
+    assign_param_groups(buckets, optimizer)
+    return optimizer
 
 
 def _set_to_first(

@@ -110,7 +110,7 @@ class Bucket:
         tokens they got.
         """
         self.gradient: Tensor | None = None
-        """Of the whole bucket; after the reduction inside the node, of this rank's part."""
+        """Gradient of the whole bucket; after the reduction inside the node, of this rank's part."""
         self.pending_parameters = set(parameters)
         self._addresses = [(p.data_ptr(), p.shape, p.stride()) for p in parameters]
         self._placeholders: dict[nn.Parameter, PushedGradient] = {}

@@ -27,7 +27,7 @@ COUNT_BYTES = 8
 """A count of entries, sent to every owner for each bucket."""
 SHAPE = torch.Size((32, 32))
 PROBE_ELEMENTS = SHAPE.numel()
-"""Of the parameter on which an optimizer is tried to measure the size of its state."""
+"""Elements of the parameter on which an optimizer is tried, to measure the size of its state."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,21 @@ class Needs:
     master_bytes: int
     """The own shard in fp32, if parameters have a lower precision."""
     optimizer_state_bytes: int
-    """Of the own shard."""
+    """Optimizer state of the own shard."""
     threshold_bytes: int
     """Persistent memory of thresholding: scratch to find entries in, and the residuals of error feedback."""
     gradient_bytes: int
-    """Of the own shard, in the precision of its update: allocated from the pushes to the step."""
+    """Gradient of the own shard, in the precision of its update: allocated from the pushes to the step."""
     backward_bytes: int
     """Peak of gradients in a backward.
 
-    Of the own shard so far, the bucket being filled and the parameter that it is filled
-    from, the bucket in flight before it, and the messages received for that.
+    Allocated then are the gradient of the own shard so far, the bucket that is being filled, the gradient that it is
+    filled from, the bucket before it, which is in flight, and the messages received for that.
     """
     push_bytes: float
-    """Sent to owners in one step, at the given density."""
+    """Bytes sent to owners in one step, at the given density."""
     publish_bytes: int
-    """Sent around the ring in one step: every part of each bucket but the next rank's."""
+    """Bytes sent around the ring in one step: every part of each bucket but the next rank's."""
 
     @property
     def held_bytes(self) -> int:
@@ -64,13 +64,13 @@ class Needs:
     def peak_bytes(self) -> int:
         """Peak memory of a backward, without activations and kernel workspaces.
 
-        For dense pushes: thresholded ones have less in flight, as long as few elements reach the threshold.
+        It is that of dense pushes. Thresholded ones have less in flight, as long as few elements reach the threshold.
         """
         return self.held_bytes + self.backward_bytes
 
     @property
     def sent_bytes(self) -> float:
-        """Sent in one step."""
+        """Bytes sent in one step."""
         return self.push_bytes + self.publish_bytes
 
     def __str__(self) -> str:
@@ -187,7 +187,7 @@ class _Size:
 
     @property
     def shard_bytes(self) -> int:
-        """Of the own part, in the precision in which it is updated."""
+        """Bytes of the own part, in the precision in which it is updated."""
         return self.own * master_type(self.dtype).itemsize
 
 

@@ -37,7 +37,7 @@ class Hierarchy:
     owners: Owners = field(init=False)
     """The ranks that push to one another what all hold."""
     expert_owners: Owners | None = field(init=False)
-    """Those that push gradients of the experts that they hold to one another, on one level."""
+    """The ranks that hold the same experts, and push gradients of these to one another on one level."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "protocol", ExchangeProtocol(dist.get_rank(), self.ranks))

@@ -56,7 +56,7 @@ class LogicalCollective:
     """
     data_dependent: bool
     kept_bytes: int = 0
-    """Of what one call of the backend takes, this rank's part for itself, which is not sent."""
+    """This rank's part for itself, which one call of the backend includes, but does not send."""
 
 
 observers: list[Callable[[LogicalCollective | None], None]] = []

@@ -85,7 +85,7 @@ class WaitBeforeForward:
             self.arrivals.finish()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the constructor of hooks that wait for nothing, for a copied or saved model."""
+        """Return what makes the hooks of a copied or saved model, which wait for nothing."""
         if self.arrivals is not None and self.arrivals.in_flight:
             raise RuntimeError("parameters are under way to this model: call optimizer.finish() before it is copied")
         return WaitBeforeForward, (nn.Module(), [], None)
@@ -119,7 +119,7 @@ class Publisher:
             owners: separate_communicator(owners.group, backend, device) if buckets[0].is_replica else owners.group
             for owners in dict.fromkeys(bucket.owners for bucket in buckets)
         }
-        """Of every owners of buckets, a group of their own for what they publish."""
+        """Group over which the owners of buckets publish."""
         self.point_to_point, self.observe = pusher.point_to_point, pusher.observe
         self.sent = Sent()
         self.encodings: dict[torch.dtype, Encoding] = {}

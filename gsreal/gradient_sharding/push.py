@@ -179,7 +179,7 @@ class Sent:
     offered: int = 0
     """Elements that could have been sent: those outside its shard to push, those of its shard to publish."""
     bytes_of: Counter[int] = field(default_factory=Counter)
-    """By bucket."""
+    """Bytes sent, by index of the bucket."""
 
     @property
     def by_bucket(self) -> list[int]:

@@ -81,7 +81,7 @@ class Unit(Bucket):
 
     @property
     def written(self) -> nn.Parameter | None:
-        """A parameter that has been written to since, if any: without values, or with values that are freed."""
+        """A parameter that has been written to since `record_versions`, if any; what was written is lost."""
         pairs = zip(self.parameters, self._versions, strict=False)  # a single rank has none recorded
         return next((parameter for parameter, version in pairs if parameter._version != version), None)
 

@@ -245,7 +245,7 @@ class LargestCompressor(Compressor):
         with self.timeline.span(f"decompress bucket {pending.index}", "compression"):
             values, indices = (gathered for gathered, _ in pending.sums)
             pending.sums = []
-            for sent in pending.left:  # while gloo's thread holds what is sent, it holds what is gathered too
+            for sent in pending.left:  # until gloo's thread frees what was sent, it does not free what was gathered
                 wait_for_release(sent)
             pending.buffer.zero_()
             # added in the order of ranks, so that the sums are equal on all ranks

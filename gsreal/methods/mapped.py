@@ -18,5 +18,5 @@ class Mapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Return `back` of the gradient, and none for the maps."""
+        """Return `back(gradient)` for the tensor; the two functions have no gradient."""
         return ctx.back(gradients[0]), None, None

@@ -256,7 +256,7 @@ class PipelineTraining(Training):
         counted = {p: gradient for p, gradient in gradients.items() if p not in again}
         like = next(iter(gradients.values()))
         if self.norm_groups is None:
-            own = nn.utils.get_total_norm(counted.values())  # zero where stages have nothing but copies
+            own = nn.utils.get_total_norm(counted.values())  # zero if the stages hold nothing but tied copies
             squares = whole(own).to(device=like.device, dtype=torch.float64).square()
         else:
             squares = self._squares_over_groups(counted, like.device)

@@ -330,7 +330,7 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
         run = list(members)
         modules = tuple(m for layer in run for m in layer.modules)
         name = run[0].name.rpartition(".")[0] if len(run) > 1 else run[0].name
-        if not name or any(group.name == name for group in groups):  # a stack has several groups of equal blocks
+        if not name or any(group.name == name for group in groups):  # taken by another group of the stack's blocks
             name = run[0].name
         groups.append(replace(run[min(1, len(run) - 1)], name=name, modules=modules))
     return tuple(groups)

@@ -85,7 +85,7 @@ def completed(request: Request) -> Request:
 
 
 MAXIMUM_SEQUENCE_LENGTH = 256
-"""For models whose user and config.json state none."""
+"""Longest sequence of a model of which neither the user nor a config.json states one."""
 
 
 def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], None] = lambda _counted: None) -> Model:

@@ -376,7 +376,7 @@ def reason_of(reports: Path, dead: tuple[int, int] | None, log: str) -> str | No
     """
     reports_read = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(reports.glob("rank-*.json"))]
     if reports_read:
-        # a rank that loses its peer fails too: a user's fault, or anything else than a lost connection, comes first
+        # a rank that loses its peer fails too: a user's fault comes first, then failures that are no lost connections
         reports_read.sort(
             key=lambda report: (report["kind"] != "user", "onnection" in report["message"], report["rank"])
         )

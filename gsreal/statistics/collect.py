@@ -101,11 +101,7 @@ def take_statistics(
                 publish_grid=publish,
                 multiples=multiples,
             )
-            for course in range(courses):
-                feedback = " with error feedback" if push.error_feedback else ""
-                how = f"under the threshold {push.threshold:g}{feedback}" if push.threshold else "densely"
-                print(f"gsreal: training {how}, course {course + 1} of {courses}", file=sys.stderr, flush=True)
-                _train(books, scenario, push, device, course)
+            _train(books, scenario, push, device, courses)
             return books
 
         of_dense = trained(dense, publish_grid)
@@ -135,13 +131,17 @@ def take_statistics(
     return validated(GradientStatistics, data, file="gsreal gradients")
 
 
-def _train(books: Books, scenario: Scenario, push: Push, device: torch.device, course: int) -> None:
-    """Train a course from new weights, with a seed of its own (the first with the run's), and record its samples."""
-    seed = scenario.run.seed + course * APART
-    replica = Replica(replace(scenario, run=replace(scenario.run, seed=seed)), push, device)
-    books.begin()
-    for step in range(books.steps):
-        books.train(replica, step)
+def _train(books: Books, scenario: Scenario, push: Push, device: torch.device, courses: int) -> None:
+    """Train courses from new weights, each with a seed of its own (the first with the run's), and record samples."""
+    feedback = " with error feedback" if push.error_feedback else ""
+    how = f"under the threshold {push.threshold:g}{feedback}" if push.threshold else "densely"
+    for course in range(courses):
+        print(f"gsreal: training {how}, course {course + 1} of {courses}", file=sys.stderr, flush=True)
+        seed = scenario.run.seed + course * APART
+        replica = Replica(replace(scenario, run=replace(scenario.run, seed=seed)), push, device)
+        books.begin()
+        for step in range(books.steps):
+            books.train(replica, step)
 
 
 def _source(scenario: Scenario, device: torch.device, courses: int) -> str:

@@ -151,7 +151,7 @@ class _InTurn:
         return gathered, None
 
     def _wait(self, *_sums_and_names: Any) -> None:
-        """Nothing is under way."""
+        """Do nothing: no exchange is in flight."""
 
     asked: list[tuple[Tensor, Tensor | None]]
     ranks: int

@@ -19,7 +19,7 @@ from gssim.terminal import PIPE_WIDTH, expected_errors_of, fits_width, folding, 
 from gssim.units import human_bytes, human_seconds
 
 UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
-"""By objective: unit of its additional column, and the factor that converts to this unit."""
+"""Unit of the column that an objective adds, and the factor that converts to this unit, by objective."""
 
 
 def print_found(found: Found, question: str, run: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ def _compared(rival: Mapping[str, Any]) -> str:
 
 WIDTH = 160
 SUPPORT_WIDTH = 200
-"""Of a file or pipe: all methods side by side."""
+"""Width of output into a file or pipe: all methods fit side by side."""
 
 
 def print_methods(methods: Iterable[Method]) -> None:

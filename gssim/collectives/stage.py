@@ -212,7 +212,7 @@ class Members:
 
     @cached_property
     def blocks(self) -> tuple[Ints, Ints]:
-        """First position and number of the members of each host, in order. If interleaved, each member is a block."""
+        """First position and size of each host's block of members. If hosts interleave, each member is a block."""
         starts = np.flatnonzero(np.r_[True, self.hosts[1:] != self.hosts[:-1]])
         if len(starts) > len(distinct(self.hosts)):
             starts = np.arange(self.count)

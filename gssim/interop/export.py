@@ -311,6 +311,23 @@ def _deepspeed_precision(workload: Workload, *, divides_sequences: bool) -> dict
 
 
 def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
+    workload = scenario.workload
+    _refuse_for_accelerate(scenario)
+    _sync(scenario, "accelerate", "step", notes)
+    notes.append(note_of("workload.global_batch_size", workload.global_batch_size, "is the script's"))
+    notes.append(note_of("plan.micro_batches", _batch(scenario)[1], "is the script's"))
+    if workload.sequence_length is not None:
+        notes.append(note_of("workload.sequence_length", workload.sequence_length, "is the script's"))
+    notes += _optimizer_notes(workload, "is the script's", has_kind=False)
+    if workload.clip_norm is not None:
+        notes.append(
+            note_of("workload.clip_norm", workload.clip_norm, "call `accelerator.clip_grad_norm_` in your script")
+        )
+    return Exported("\n".join(_accelerate_lines(scenario)) + "\n", notes)
+
+
+def _refuse_for_accelerate(scenario: Scenario) -> None:
+    """Raise UserError for what Accelerate's files cannot say."""
     plan, workload, policies = scenario.plan, scenario.workload, scenario.policies
     _refuse("accelerate", "plan.pp", policies.pp, policies.pp == 1, "1")
     _refuse("accelerate", "plan.recompute", plan.recompute, plan.recompute in ("none", "full"), "none, full")
@@ -326,7 +343,12 @@ def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
             _refuse("accelerate", key, ranks, fine, "1: its replicas are neither tensor- nor context-parallel")
     elif policies.dp_replicate > 1:  # it does not replicate shards that are over context ranks only
         _refuse("accelerate", "plan.dp_shard", policies.dp_shard, policies.dp_shard > 1, "more than 1")
-    _sync(scenario, "accelerate", "step", notes)
+
+
+def _accelerate_lines(scenario: Scenario) -> list[str]:
+    """Return the lines of Accelerate's YAML."""
+    plan, workload, policies = scenario.plan, scenario.workload, scenario.policies
+    sharded = plan.method in SHARDED
     hosts = Counter(device.host for device in scenario.cluster.devices[: scenario.ranks])
     kind = "FSDP" if sharded else "MULTI_GPU" if scenario.ranks > 1 else "NO"
     cpus = scenario.cluster.backend == "gloo"
@@ -361,16 +383,7 @@ def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
             lines.append(f"  parallelism_config_cp_comm_strategy: {strategy}")
     if len(hosts) > 1:
         lines.insert(1, "# On each host: accelerate launch --machine_rank RANK --main_process_ip HOST")
-    notes.append(note_of("workload.global_batch_size", workload.global_batch_size, "is the script's"))
-    notes.append(note_of("plan.micro_batches", many, "is the script's"))
-    if workload.sequence_length is not None:
-        notes.append(note_of("workload.sequence_length", workload.sequence_length, "is the script's"))
-    notes += _optimizer_notes(workload, "is the script's", has_kind=False)
-    if workload.clip_norm is not None:
-        notes.append(
-            note_of("workload.clip_norm", workload.clip_norm, "call `accelerator.clip_grad_norm_` in your script")
-        )
-    return Exported("\n".join(lines) + "\n", notes)
+    return lines
 
 
 def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:

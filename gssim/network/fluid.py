@@ -142,7 +142,7 @@ class _Transfer:
         self.limit: Any
         """The link that limits each session's rate."""
         self.going: Bools
-        """Of several sessions: which have not ended."""
+        """Which of several sessions have not ended."""
         if not self.single:
             self.going = remaining > 0
         self.links, self.link_bits = sessions.links, sessions.link_bits
@@ -329,7 +329,8 @@ class Network:
         if len(sizes) == 1:
             rate, _ = self._rates([sessions])
             return float(sizes[0] / rate[0])
-        widest_bytes: float = self.folded.rates.once(  # what the widest link would carry meanwhile, for each byte
+        # bytes that the widest link could carry in the time of a stage of one byte
+        widest_bytes: float = self.folded.rates.once(
             (sessions, self._proportions),
             lambda: self._last_end_s([(sessions, sessions.unit_bytes, 0.0)], widest=1.0),
             weight=lambda _: 1,
@@ -582,7 +583,9 @@ class Network:
         return rates, np.where(limit == NOWHERE, NOWHERE, places[limit])
 
     def _together(self, groups: Sequence[Sessions]) -> tuple[Ints, tuple[Ints, Ints], Floats, int]:
-        """Return merged groups: sessions, (classes of links, index of each entry's class), loads, session count."""
+        """Return the entries of several groups as of one: session of each, (distinct links, which of these each has),
+        load of each, and the number of sessions.
+        """
         if len(groups) == 1:
             return groups[0].session, groups[0].places, groups[0].load, len(groups[0].unit_bytes)
         starts = np.cumsum([0, *(len(group.unit_bytes) for group in groups)])

@@ -78,7 +78,7 @@ class Fragment:
     begin_step: int
     """Step of a period, from 1, after which their changes are sent."""
     end_step: int
-    """Step after which they are updated; where it is the same one, ranks wait for the exchange."""
+    """Step after which they are updated. If it is `begin_step`, ranks wait for the exchange."""
     buckets: tuple[tuple[int, ...], ...]
     """Positions of the tensors in the model's order, by bucket."""
 

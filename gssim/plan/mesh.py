@@ -6,11 +6,11 @@ from itertools import pairwise, product
 from math import prod
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""From the outermost to the innermost: ranks that differ in `tp` alone are adjacent, as in torchtitan."""
+"""The axes, outermost first: ranks that differ in `tp` alone are adjacent, as in torchtitan."""
 DATA_AXES = ("dp_replicate", "dp_shard")
-"""Those among which the samples of a batch are divided."""
+"""Axes whose ranks divide the samples of a batch."""
 REPLICA_AXES = (*DATA_AXES, "cp")
-"""Those whose ranks hold the same part of the model, each with samples, or parts of sequences, of its own."""
+"""Axes whose ranks hold the same part of the model, each with samples, or parts of sequences, of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,7 @@ class Mesh:
 
     @property
     def expert_stride(self) -> int:
-        """Of the ranks that hold the same part of all else, in their order: how many divide experts among them, or with
-        others. Those that hold the same experts are so far apart.
+        """Distance between ranks that hold the same experts, counted among those that hold the same part of all else.
 
         >>> Mesh(dp_replicate=4, ep=2).expert_stride, Mesh(dp_replicate=4, tp=2, ep=4, etp=1).expert_stride
         (2, 2)

@@ -42,7 +42,7 @@ class Method:
     axis: str = "dp_shard"
     """The method's own mesh axis: it takes the ranks that the other axes leave, where the plan does not size it."""
     two_levels: bool = False
-    """Where the plan sizes no axis: shards inside hosts, replicas across hosts."""
+    """Whether a plan that sizes no axis has its shards inside hosts, and its replicas across hosts."""
     in_pipelines: bool = False
     """Can run in the stages of a pipeline."""
     searched: bool = True
@@ -289,4 +289,4 @@ RUNS_WITH: dict[tuple[str, object], str] = {
     ("workload.precision", "fp16"): "workload.loss_scale",
     ("workload.autocast", "fp16"): "workload.loss_scale",
 }
-"""Of these values, the key with which a real run takes them."""
+"""Values that a real run refuses unless another key is given: that key, by (key, value)."""

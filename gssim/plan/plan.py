@@ -120,10 +120,10 @@ class Outer:
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of the mean changes."""
     precision: Literal["fp32", "int8"] = "fp32"
-    """Of what ranks send. `int8`: in blocks of 1024 elements, a bucket's last one padded with zeros, each rank sends
-    its weighted changes divided by a fp32 scale (the block's largest magnitude / 127) and rounded to the nearest
-    integer, and the scales; all ranks gather all messages, and add them up in fp32. `fp32`: an all-reduce in the
-    optimizer's precision."""
+    """Precision of what ranks send. `int8`: in blocks of 1024 elements, a bucket's last one padded with zeros, each
+    rank sends its weighted changes divided by a fp32 scale (the block's largest magnitude / 127) and rounded to the
+    nearest integer, and the scales; all ranks gather all messages, and add them up in fp32. `fp32`: an all-reduce in
+    the optimizer's precision."""
 
 
 @spec
@@ -173,10 +173,10 @@ class SparseOuter:
     chunk_elements: ChunkElements = 4096
     """Elements of a bucket among which the largest are chosen; its last chunk is padded with zeros."""
     chunk_entries: PositiveInt = 64
-    """Of these, how many each rank sends: those of largest magnitude."""
+    """Number of elements of each chunk that a rank sends: those of largest magnitude."""
     precision: Literal["fp32", "int2"] = "int2"
-    """Of the values that ranks send, each with a 16-bit index. `int2`: two bits, for the sign and for one of two
-    magnitudes of a chunk, which are the means of the magnitudes over and not over their mean, in fp32. `fp32`: the
+    """Precision of the values that ranks send, each with a 16-bit index. `int2`: two bits, for the sign and for one of
+    two magnitudes of a chunk, which are the means of the magnitudes over and not over their mean, in fp32. `fp32`: the
     optimizer's precision."""
 
 

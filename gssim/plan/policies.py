@@ -28,7 +28,7 @@ RUNS_TODAY = frozenset(
 )
 """(parameters, gradients, optimizer_state) that can be simulated; what cannot run for real yet, `gsreal` refuses."""
 DIVIDES_WEIGHT_GRADIENTS = frozenset({("replicated", "local", "sharded")})
-"""The same, where `partition` is weight-gradient."""
+"""Such combinations in which ranks divide the weight gradients of layers (`partition`)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Policies:
     compress: Precision | None = None
     """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
     zero1_implementation: str = "torch"
-    """Where gradients are all-reduced and optimizer states sharded: whose way of doing so; see `Plan`."""
+    """The program whose ZeRO-1 it is, if gradients are all-reduced and optimizer states sharded; see `Plan`."""
     frees_gradients: bool = False
     """Whether all-reduced gradients are freed, except for those of the part that a rank updates (DeepSpeed)."""
     compressor: str | None = None
@@ -253,7 +253,9 @@ def _axes(plan: Plan, devices: int, hosts: Sequence[str]) -> dict[str, int]:
 
 
 def _absent_axes(plan: Plan) -> list[str]:
-    """Return the unsized axes that are filled up with the remaining ranks: two where the hosts determine both."""
+    """Return the axes that the plan leaves unsized and the remaining ranks fill: at most one, or two of a method with
+    two levels, whose sizes follow from the hosts.
+    """
     sized = _sized_axes(plan)
     method = METHODS[plan.method]
     if method.two_levels:

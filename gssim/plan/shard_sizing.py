@@ -67,15 +67,15 @@ class OwnerTimes:
     """Times for all of the parameters on each rank, in seconds; a share of them takes that share of the time."""
 
     push_out_s: tuple[float, ...]
-    """To send all gradients over the rank's outgoing links."""
+    """Seconds to send all gradients over the rank's outgoing links."""
     push_in_s: tuple[float, ...]
-    """To receive all gradients of one other rank over its incoming links."""
+    """Seconds to receive all gradients of one other rank over its incoming links."""
     update_s: tuple[float, ...]
-    """To update all parameters."""
+    """Seconds to update all parameters."""
     publish_out_s: tuple[float, ...]
-    """To send all parameters to the next rank of the ring, over the rank's outgoing links."""
+    """Seconds to send all parameters to the next rank of the ring, over the rank's outgoing links."""
     publish_in_s: tuple[float, ...]
-    """To receive them from the previous rank, over its incoming links."""
+    """Seconds to receive them from the previous rank, over its incoming links."""
 
 
 def import_solver() -> None:

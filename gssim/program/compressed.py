@@ -159,7 +159,7 @@ def _send_largest(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
     begin_s = cost.largest_time_s(device, elements=bucket.elements, entries=entries, value=value)
     if options.error_feedback:
         begin_s += cost.residual_time_s(device, elements=bucket.elements, value=value, kept=value)
-    end_s = cost.copy_time_s(device, size) / 2 + device.operation_overhead_s  # cleared
+    end_s = cost.copy_time_s(device, size) / 2 + device.operation_overhead_s  # to set the buffer to zero
     end_s += ranks * cost.unpack_time_s(device, encoding="coo", elements=bucket.elements, entries=entries, value=value)
     sent = [float(entries * each) for each in (value, INDEX_BYTES)]
     received = [ranks * each for each in sent]

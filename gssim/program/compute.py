@@ -131,7 +131,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     if low.recomputes or own.layers is not shared_layers:
         timeline = _timeline(low, samples, own.layers, _checkpointed(low, rank) if low.recomputes else as_traced)
 
-    in_buckets, cut_at = _sends_in_buckets(low, micro_batch), cuts(low, micro_batch)
+    in_buckets = _sends_in_buckets(low, micro_batch)
     autograd_adds = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds up gradients that it casts
     given_back = autograd_adds + in_buckets
     of_experts = given_back if low.policies.gradients == "push" else int(autograd_adds)  # else no bucket takes them
@@ -148,26 +148,52 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     buckets = _bucket_events(low, micro_batch)
 
     hook_s = hook_time_s(low, rank) if in_buckets else 0.0
-    excess = pause_excess(low.device(rank), low.scenario.workload)
-    once: dict[tuple[object, ...], tuple[list[Task], list[int]]] = {}
+    of_phase = _PhaseTasks(low, rank, samples, cuts(low, micro_batch), autograd_adds=autograd_adds, hook_s=hook_s)
+    tasks = []
+    for instance in own.layers:
+        tasks += of_phase(instance, "f", timeline.at(instance.index, "f"), traced.at(instance.index, "f"))
+    for instance in reversed(own.layers[own.deepest :]):
+        if low.recomputes and instance.layer.is_recomputed:
+            tasks += of_phase(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
+        place = (instance.index, "b")
+        events = [*timeline.at(*place), *gradients.get(place, ()), *buckets.get(place, ())]
+        kept = [*traced.at(*place), *always_kept.get(place, ())]
+        tasks += of_phase(instance, "b", events, kept)
+    tasks.append(Task(TaskId("backward-end"), "backward", need=footprint(timeline.end)))
+    return tasks
 
-    def phase_tasks(instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]) -> list[Task]:
-        """Return the tasks of a layer's phase; layers with identical events share theirs."""
-        sums = sum_positions(instance.layer, phase, low.scenario.plan.recompute)
-        cut = (*(cut_at.get(instance.index, ()) if phase == "b" else ()), *sums)
-        key = (phase, id(instance.layer), instance.index == 0, cut, *map(id, events))
-        if key not in once:
-            taken, scratch = scratch_events(low, rank, instance, phase, samples, kept)
-            last = max((event.position for event in events), default=0)
-            ends = sorted({min(position, last) for position in cut} | {last})
-            timing = _timing(low, rank, instance, phase, samples, hook_s=hook_s)
-            if phase == "b" and autograd_adds:
-                size, tensors = instance.layer.elements * low.value_bytes, len(instance.layer.parameters)
-                added_s = cost.accumulation_time_s(low.device(rank), size, tensors=tensors)
-                timing = timing._replace(device_s=timing.device_s + added_s)
-            parts = _split(phase, [*events, *taken], scratch, timing.device_s, ends)
-            once[key] = _timed(parts, timing, _operation_shares(events, ends)) if timing.host_s else parts, ends
-        parts, ends = once[key]
+
+class _PhaseTasks:
+    """Tasks of a layer's phase, on a rank in a micro-batch. Layers with identical events share theirs."""
+
+    def __init__(
+        self,
+        low: Lowering,
+        rank: int,
+        samples: int,
+        cut_at: Mapping[int, Sequence[int]],
+        *,
+        autograd_adds: bool,
+        hook_s: float,
+    ) -> None:
+        self.low, self.rank, self.samples = low, rank, samples
+        self.cut_at = cut_at
+        """Positions at which backwards are split, by layer."""
+        self.autograd_adds, self.hook_s = autograd_adds, hook_s
+        self.excess = pause_excess(low.device(rank), low.scenario.workload)
+        self.once: dict[tuple[object, ...], tuple[list[Task], list[int]]] = {}
+
+    def __call__(
+        self, instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]
+    ) -> list[Task]:
+        """Return the tasks of a phase with these events; `kept`: events of buffers that outlive the phase."""
+        low, layer = self.low, instance.layer
+        sums = sum_positions(layer, phase, low.scenario.plan.recompute)
+        cut = (*(self.cut_at.get(instance.index, ()) if phase == "b" else ()), *sums)
+        key = (phase, id(layer), instance.index == 0, cut, *map(id, events))
+        if key not in self.once:
+            self.once[key] = self._parts(instance, phase, events, kept, cut)
+        parts, ends = self.once[key]
         named = [
             Task(
                 TaskId(PASSES[phase], layer=instance.module, part=part or None),
@@ -178,21 +204,35 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
             )
             for part, task in enumerate(parts)
         ]
-        summed = with_all_reduces(low, rank, instance, phase, named, ends, samples)
-        return [replace(task, after_pauses=excess) for task in summed] if excess else summed
+        summed = with_all_reduces(low, self.rank, instance, phase, named, ends, self.samples)
+        return [replace(task, after_pauses=self.excess) for task in summed] if self.excess else summed
 
-    tasks = []
-    for instance in own.layers:
-        tasks += phase_tasks(instance, "f", timeline.at(instance.index, "f"), traced.at(instance.index, "f"))
-    for instance in reversed(own.layers[own.deepest :]):
-        if low.recomputes and instance.layer.is_recomputed:
-            tasks += phase_tasks(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
-        place = (instance.index, "b")
-        events = [*timeline.at(*place), *gradients.get(place, ()), *buckets.get(place, ())]
-        kept = [*traced.at(*place), *always_kept.get(place, ())]
-        tasks += phase_tasks(instance, "b", events, kept)
-    tasks.append(Task(TaskId("backward-end"), "backward", need=footprint(timeline.end)))
-    return tasks
+    def _parts(
+        self,
+        instance: LayerInstance,
+        phase: str,
+        events: Sequence[Event],
+        kept: Sequence[Event],
+        cut: Sequence[int],
+    ) -> tuple[list[Task], list[int]]:
+        """Return the parts of a phase that is split at the positions `cut`, and the last position of each."""
+        low, rank, layer = self.low, self.rank, instance.layer
+        taken, scratch = scratch_events(low, rank, instance, phase, self.samples, kept)
+        last = max((event.position for event in events), default=0)
+        ends = sorted({min(position, last) for position in cut} | {last})
+        timing = _timing(low, rank, instance, phase, self.samples, hook_s=self.hook_s)
+        if phase == "b" and self.autograd_adds:
+            size, tensors = layer.elements * low.value_bytes, len(layer.parameters)
+            added_s = cost.accumulation_time_s(low.device(rank), size, tensors=tensors)
+            timing = timing._replace(device_s=timing.device_s + added_s)
+        parts = _split(phase, [*events, *taken], scratch, timing.device_s, ends)
+        if not timing.host_s:
+            return parts, ends
+        timed: list[Task] = []
+        for task, share in zip(parts, _operation_shares(events, ends), strict=True):
+            issue = Issue(timing.host_s * share, goes_on=timing.is_ahead or bool(timed))
+            timed.append(replace(task, duration_s=timing.device_s * share, issue=issue))
+        return timed, ends
 
 
 @once_a_run
@@ -320,18 +360,6 @@ def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, sampl
     if host_s <= device_s:
         return _Timing(both_s)
     return _Timing(both_s - layer_s + device_s, host_s)
-
-
-def _timed(parts: Sequence[Task], timing: _Timing, shares: Sequence[float]) -> list[Task]:
-    """Return the parts of a phase with the time of device and host that each has, by its share of the operations."""
-    return [
-        replace(
-            task,
-            duration_s=timing.device_s * share,
-            issue=Issue(timing.host_s * share, goes_on=timing.is_ahead or place > 0),
-        )
-        for place, (task, share) in enumerate(zip(parts, shares, strict=True))
-    ]
 
 
 def beside_host(low: Lowering, rank: int, *, device_s: float, host_s: float) -> dict[str, Any]:

@@ -32,7 +32,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "dispatch": "dispatch",
     "combine": "combine",
 }
-"""By kind of exchange."""
+"""Operation of a task, by the kind of exchange in the layer's trace."""
 
 
 def expert_exchange(

@@ -691,7 +691,7 @@ class Lowering:
 
     def _assigned(self, places: Sequence[int], divided: int) -> tuple[tuple[int, ...], ...]:
         sizes = [self.parameters[place][1].elements for place in places]
-        groups = [0 if self.matrices_at(place) else 1 for place in places]  # Muon's and AdamW's
+        groups = [0 if self.matrices_at(place) else 1 for place in places]  # updated by Muon, or by AdamW
         owned = splitting.greedy(sizes, len(self.group) // divided, groups)
         return tuple(tuple(places[each] for each in own) for own in owned)
 

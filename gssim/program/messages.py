@@ -171,7 +171,7 @@ class PushTotals:
     """Totals over all messages that ranks at one place exchange in a step's thresholded pushes."""
 
     payload_bytes: Floats
-    """By bucket."""
+    """Bytes of the payloads of each bucket."""
     entries: float
 
 

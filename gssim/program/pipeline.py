@@ -122,7 +122,7 @@ class _Computed(NamedTuple):
 
     own: Template | Sequence[Task]
     reductions: Sequence[Task]
-    """What it has of these, where they run after the schedule."""
+    """Reductions of its gradients, where they run after the schedule."""
 
 
 @dataclass

@@ -130,7 +130,8 @@ def _copies_and_reduction(low: Lowering, rank: int, bucket: Bucket, micro_batch:
     # into the buffer, divided there, and out of it; of what the rank updates, back, and to its part
     moved_bytes = size * (2 if is_larger else 3) + 2 * own_bytes + casts * (size + reduced_bytes)
     duration_s = cost.copy_time_s(device, moved_bytes)
-    if _adds_to_part(micro_batch) or (low.offload and not micro_batch.first):  # to what comes back from the host
+    # gradients of earlier micro-batches are added to, some of which have come back from the host
+    if _adds_to_part(micro_batch) or (low.offload and not micro_batch.first):
         duration_s += cost.accumulation_time_s(device, own_bytes, tensors=1)
 
     copied_bytes = size + casts * reduced_bytes

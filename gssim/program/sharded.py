@@ -856,7 +856,7 @@ def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
     blocks.reverse()
     first_trained = _first_trained(low)
     used = [block for block in blocks if block[0].layers[0].index >= first_trained]
-    prefetched_unused = blocks[len(used) :][:1]  # the block below has no backward
+    prefetched_unused = blocks[len(used) :][:1]  # its gather is prefetched too, though no backward reaches it
 
     # the gather of the last block's last unit is issued first, by the hook on the logits or on a stage's output
     last_block, last_unit = blocks[0], blocks[0][-1]

@@ -239,7 +239,7 @@ class Remedy:
     """An override for `--set`, or a description."""
     fits: bool
     margin: Margin
-    """Of the rank with the least; of the fullest host if its memory is exceeded and all devices suffice."""
+    """Margin of the rank that has the least; of the fullest host if its memory is exceeded and all devices suffice."""
     saved_bytes: Finite
     """Bytes saved on the rank with the least margin; on the fullest host if its memory is what the plan exceeds."""
 

@@ -409,7 +409,7 @@ def _own_buffers(
         born, until_released = each.born, each.freed == Moment("b", at.released)
         if _is_input_gradient(each, at):
             new = replace(new, freed=shift.near(next(sent_in_order), exchanging))
-        elif until_released and born.phase == "b" and born.position < at.backward:  # gradients of outputs
+        elif until_released and born.phase == "b" and born.position < at.backward:  # gradients of outputs of attention
             new = replace(new, freed=shift.near(of_output.received.freed, exchanging))
         elif until_released and born.phase == "f" and born.position < at.forward:  # queries, keys and values
             end = Moment("f", _end_of_module(own, exchanging, shift, each, release))

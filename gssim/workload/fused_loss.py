@@ -48,7 +48,8 @@ def _fused(layers: tuple[Layer, ...]) -> tuple[Layer, ...] | None:
     *others, head, loss = layers
     logits = [(kind, term) for kind in FIELDS_OF_TERMS.values() for term in getattr(head.output_bytes, kind)]
     gradient = layer_input_gradient(head.buffers)
-    is_map = not head.block and [len(each.shape) for each in head.parameters] in ([], [2])  # or the embedding's weight
+    # a linear map has one matrix, or none of its own if it shares the embedding's
+    is_map = not head.block and [len(each.shape) for each in head.parameters] in ([], [2])
     if loss.modules or not is_map or len(logits) != 1 or gradient is None:
         return None
     ((kind, (logits_bytes, *powers)),) = logits

@@ -58,7 +58,7 @@ class RoleShape:
     mean_ratios: tuple[NonNegativeFloat, ...]
     """Mean of |g| relative to its rms."""
     growth: tuple[tuple[PositiveFloat, ...], ...] = ()
-    """At each of `LEVELS`: by which factor on the scale of |g| the residuals of error feedback raise the density."""
+    """Factor on the scale of |g|, at each of `LEVELS`, that raises the density as residuals of error feedback do."""
     relative: tuple[tuple[Ratio, ...], ...] = ()
     """Densities of relative thresholds, at the family's `multiples`."""
     relative_feedback: tuple[tuple[Ratio, ...], ...] = ()

@@ -49,7 +49,7 @@ class Ring:
     kind: Literal["ring"]
     """The form of this table."""
     devices: tuple[Group, ...]
-    """In rank order."""
+    """The devices, in rank order."""
     devices_per_host: PositiveInt = 1
     """Number of consecutive devices that share a host."""
     link: NamedLink
@@ -63,7 +63,7 @@ class FullyConnected:
     kind: Literal["fully-connected"]
     """The form of this table."""
     devices: tuple[Group, ...]
-    """In rank order."""
+    """The devices, in rank order."""
     devices_per_host: PositiveInt = 1
     """Number of consecutive devices that share a host."""
     link: NamedLink
@@ -77,11 +77,11 @@ class Switch:
     kind: Literal["switch"]
     """The form of this table."""
     devices: tuple[Group, ...]
-    """In rank order."""
+    """The devices, in rank order."""
     devices_per_host: PositiveInt = 1
     """Number of consecutive devices that share a host."""
     link: NamedLink
-    """From a device to the switch and back."""
+    """The link between a device and the switch, alike in both directions."""
 
 
 @spec
@@ -199,7 +199,7 @@ class Servers:
     kind: Literal["servers"]
     """The form of this table."""
     servers: tuple[ServerGroup, ...]
-    """In rank order."""
+    """The servers, in the rank order of their devices."""
     fabric: Annotated[OneSwitch | LeafSpine, Field(discriminator="kind")] | None = None
     """Interconnect of the servers; absent: a single server."""
 
@@ -246,7 +246,7 @@ class Sites:
     kind: Literal["sites"]
     """The form of this table."""
     sites: tuple[Site, ...]
-    """In rank order."""
+    """The sites, in the rank order of their devices."""
     link: NamedLink
     """Link between two gateways. A gateway's links to its site's uppermost switches are as fast, without latency."""
 

@@ -71,7 +71,7 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
     ("segmented-ring", "all-gather"): segmented_all_gather,
     ("segmented-ring-all-reduce", "reduce-scatter"): segmented_all_reduce,
 }
-"""By (algorithm, kind)."""
+"""Function that returns the stages of an algorithm, by (algorithm, kind of collective)."""
 
 
 def algorithms_for(kind: str) -> Sequence[str]:
