@@ -62,16 +62,6 @@ class Hierarchy:
         return self.ranks.index(dist.get_rank()) % self.expert_ranks
 
     @property
-    def nodes(self) -> int:
-        """Number of nodes."""
-        return dist.get_world_size(self.inter_node)
-
-    @property
-    def node(self) -> int:
-        """Index of this rank's node."""
-        return dist.get_rank(self.inter_node)
-
-    @property
     def places(self) -> int:
         """Number of ranks in a node."""
         return 1 if self.intra_node is None else dist.get_world_size(self.intra_node)
