@@ -108,7 +108,7 @@ def read_table(path: Path) -> SweepTable:
         raise UserError(f"{path}: a table without points")
     try:
         metadata = dict(pl.read_parquet_metadata(files_of(path)[0]))
-    except (OSError, pl.exceptions.PolarsError):  # only a CSV file
+    except (OSError, pl.exceptions.PolarsError):  # a CSV file alone, which has no metadata
         metadata = {}
     return SweepTable(path.stem, metadata.get("question", ""), axes, rows, metadata.get("sweep", ""))
 

@@ -178,7 +178,7 @@ class Session:
             if self.is_over():
                 self.say(f"the time is over (--seconds): {len(missing) - number} runs are left to the next call")
                 return
-            if row.loaded.scenario.ranks > 1 or row.loaded.scenario.plan.method != "single":  # one may be wrapped too
+            if row.loaded.scenario.ranks > 1 or row.loaded.scenario.plan.method != "single":  # which may be wrapped too
                 self.calibrate_links()
             if number == (len(missing) + 1) // 2 and time.monotonic() - self.layers_measured_s > DRIFTS_AFTER_S:
                 self.calibrate_again()
@@ -198,7 +198,7 @@ class Session:
     def calibrate(self) -> None:
         """Write the cluster file of this machine, unless it is there with all that the points need."""
         if self.cluster.exists():
-            read_previous(self.cluster, self.device)  # raises for another machine's
+            read_previous(self.cluster, self.device)  # raises UserError if it is of another machine
             cluster, wanted = load_cluster(self.cluster), self.settings
             device = cluster.device_types[self.device]
             sizes = {

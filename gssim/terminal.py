@@ -94,7 +94,7 @@ def print_result(result: Result) -> None:
 
 def expected_errors_of(result: Result) -> list[str]:
     """Return a line on the errors of published runs on such devices; none where devices were measured, or for a run."""
-    if result.source != "simulated":  # its devices are the machine's
+    if result.source != "simulated":  # measured: no preset's error counts
         return []
     types = result.scenario["cluster"]["device_types"]
     said = expected_errors(str(types[entry.device]["source"]) for entry in result.ranks)
@@ -221,8 +221,8 @@ def _print_points(console: Console, heads: Sequence[str], rows: Sequence[Sequenc
     names, *columns = zip(heads, *rows, strict=True)
     longest_name = max(map(len, names))
     whole = [max(map(len, column)) for column in columns]
-    in_lines = [max(map(len, [*head.split(), *cells])) for head, *cells in columns]  # words of headings
-    broken = [max(len(word) for cell in column for word in cell.split()) for column in columns]  # unit below number
+    in_lines = [max(map(len, [*head.split(), *cells])) for head, *cells in columns]  # headings broken into words
+    broken = [max(len(word) for cell in column for word in cell.split()) for column in columns]  # and cells
     for widths in (whole, in_lines, broken):
         name_width = min(longest_name, console.width - sum(widths) - 3 * len(heads) - 1)
         if name_width >= min(longest_name, LEAST_NAME):
@@ -518,7 +518,7 @@ def unwinding() -> Iterator[None]:
         yield
         return
     usual = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    if usual:  # else within another
+    if usual:  # else this context is inside another one
         _ended.clear()
     for number in usual:
         signal.signal(number, _unwind)

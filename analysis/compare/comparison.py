@@ -270,11 +270,7 @@ def join(files: Iterable[ResultFile]) -> Joined:
             pairs.append(Pair(predicted, measured))
         else:
             unmatched.extend((predicted, *measured) if predicted else measured)
-    return Joined(_named_apart(pairs), tuple(unmatched), tuple(superseded))
-
-
-def _named_apart(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
-    """Return the pairs with distinct names, as of one scenario file that was run with several overrides."""
+    # pairs of one scenario file, run with several overrides, get names of their own
     results = [pair.predicted.result for pair in pairs]
     names = told_apart(
         [name_of(result) for result in results],
@@ -282,12 +278,13 @@ def _named_apart(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
         threshold_words(map(threshold_of, results)),
         short_ids([result.scenario_id for result in results]),
     )
-    return tuple(
+    named = tuple(
         pair
         if name == name_of(pair.predicted.result)
         else Pair(_renamed(pair.predicted, name), tuple(_renamed(file, name) for file in pair.repeats))
         for pair, name in zip(pairs, names, strict=True)
     )
+    return Joined(named, tuple(unmatched), tuple(superseded))
 
 
 def _renamed(file: ResultFile, name: str) -> ResultFile:

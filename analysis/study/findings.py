@@ -77,7 +77,7 @@ def _quality(tried: Sequence[Row], words: Callable[[Row], str]) -> str:
 
 
 def _no_better_than_silent(tried: Sequence[Row], silent: Row) -> str:
-    assert silent.loss_change is not None  # which dense alone has not
+    assert silent.loss_change is not None  # only dense has none
     nothing = f"pushing nothing changes the loss by {interval(silent.loss_change)}"
     useless = [row for row in tried if not is_of_use(row)]
     if not loses(silent):
@@ -187,14 +187,14 @@ def _density(row: Row) -> str:
 
 
 def _gain(row: Row) -> str:
-    assert row.speed_up is not None  # of dense there is none
+    assert row.speed_up is not None  # only dense has none
     e = row.speed_up
     times = f"{e.mean:.2f} times dense's speed [{e.low:.2f}, {e.high:.2f}]"
     return f"{times}, {_density(row)}, loss {_change(row)}"
 
 
 def _mean_gain(row: Row) -> str:
-    assert row.speed_up is not None  # of dense there is none
+    assert row.speed_up is not None  # only dense has none
     return f"{row.speed_up.mean:.2f} times dense's speed, {_density(row)}, loss {_mean_cost(row)}"
 
 

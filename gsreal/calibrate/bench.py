@@ -461,7 +461,7 @@ def optimizer_cost(bench: Bench, name: str) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        update()  # creates its state
+        update()  # the first one creates the optimizer's state
         if bench.device.type == "cuda":
             return _issued_and_run_s(bench, update)
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -60,7 +60,7 @@ def _blocks(bench: Bench, mesh: DeviceMesh | None, timeline: Timeline) -> nn.Seq
     blocks = nn.Sequential(*(TransformerBlock(WIDTH, HEADS, causal=True) for _ in range(BLOCKS))).to(bench.device)
     for block in blocks:
         cut = cut_of(block)
-        assert cut is not None  # it is listed there
+        assert cut is not None  # CUTS has its class
         units = range(cut.units(block) // 2)
         if mesh is not None:
             distribute(block, cut, units, mesh, timeline)

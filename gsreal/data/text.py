@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -62,7 +62,7 @@ class Windows:
         if self.mask is None:
             return [size * self.length for size in sizes_of(rows)]
         _, masked = self._draw(seed, step)
-        assert masked is not None  # there is a mask
+        assert masked is not None  # as self.mask is not None
         return [int(masked[each].sum()) for each in rows]
 
     def _draw(self, seed: int, step: int) -> tuple[Ints, NDArray[np.bool_] | None]:
@@ -223,7 +223,17 @@ def token_stream(data: TextFolder, chosen: Tokeniser) -> NDArray[np.unsignedinte
     dtype: Any = np.uint8 if chosen.size <= 2**8 else np.uint16 if chosen.size <= 2**16 else np.uint32
     if not file.exists():
         print(f"gsreal: makes tokens of {len(files)} files in {data.folder}, once: {file}", file=sys.stderr, flush=True)
-        _write(file, files, chosen, dtype)
+        end = np.array([chosen.end], dtype=dtype)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError), writing(file) as out:
+                if file.exists():  # another rank has made it, for which `writing` waited
+                    raise FileExistsError
+                for piece in chain.from_iterable(map(_pieces, files)):
+                    note_progress("it makes tokens")
+                    out.write((end if piece is None else chosen.ids(piece).astype(dtype)).tobytes())
+        except OSError as error:
+            raise UserError(f"workload.data.cache = '{file.parent}': cannot be written: {error}") from None
     if not file.stat().st_size:
         raise UserError(f"workload.data.folder = '{data.folder}': its files hold no text")
     return np.memmap(file, dtype=dtype, mode="r")
@@ -237,22 +247,6 @@ def text_files(folder: Path) -> list[Path]:
     if not files:
         raise UserError(f"workload.data.folder = '{folder}': holds no files of text ({', '.join(SUFFIXES)})")
     return files
-
-
-def _write(made: Path, files: list[Path], chosen: Tokeniser, dtype: Any) -> None:
-    """Write the file of tokens atomically; of ranks that need it at the same time one does, and the others wait."""
-    end = np.array([chosen.end], dtype=dtype)
-    try:
-        made.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError), writing(made) as out:
-            if made.exists():  # another rank has made it, for which `writing` waited
-                raise FileExistsError
-            for path in files:
-                for piece in _pieces(path):
-                    note_progress("it makes tokens")
-                    out.write((end if piece is None else chosen.ids(piece).astype(dtype)).tobytes())
-    except OSError as error:
-        raise UserError(f"workload.data.cache = '{made.parent}': cannot be written: {error}") from None
 
 
 def _pieces(path: Path) -> Iterator[bytes | None]:

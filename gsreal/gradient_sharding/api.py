@@ -192,7 +192,10 @@ def shard_gradients(
     if whole_tensors:
         for bucket in buckets:
             bucket.split_by_parameter()
-    optimizer = _optimizer_of(optimizer_factory, buckets, param_groups)
+    shards = shards_by_group(buckets, param_groups)
+    optimizer = optimizer_factory(shards)
+    check_optimizer_tensors(optimizer, shards)
+    assign_param_groups(buckets, optimizer)
     hierarchy.check_equal_on_all_ranks(describe_optimizer(optimizer), device)
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
 
@@ -212,17 +215,6 @@ def shard_gradients(
     reducer = IntraNodeReducer(hierarchy, device, overlap=overlaps_compute, observe=observe)
     parts = (buckets, optimizer, pusher, publisher, hierarchy, reducer)
     return GradientSharding(*parts, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite)
-
-
-def _optimizer_of(
-    factory: OptimizerFactory, buckets: Sequence[Bucket], param_groups: Sequence[Mapping[str, Any]] | None
-) -> torch.optim.Optimizer:
-    """Return the optimizer of this rank's shards."""
-    shards = shards_by_group(buckets, param_groups)
-    optimizer = factory(shards)
-    check_optimizer_tensors(optimizer, shards)
-    assign_param_groups(buckets, optimizer)
-    return optimizer
 
 
 def _set_to_first(

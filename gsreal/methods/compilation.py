@@ -38,7 +38,7 @@ def compile_blocks(model: Model, module: nn.Module) -> None:
     if found is not None:
         settings.cpp.cxx = (found,)
     dynamo_config.optimize_ddp = False  # a block is not cut at DDP's buckets
-    dynamo_config.recompile_limit = len(blocks) + 8  # for blocks that differ
+    dynamo_config.recompile_limit = len(blocks) + 8  # every block may need a compilation of its own
     for block in blocks:
         if model.compiled_recompute != "none":
             checkpoint_inside(block, model.compiled_recompute)

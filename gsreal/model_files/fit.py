@@ -253,7 +253,7 @@ def fit_buffers(
             raise NoPolynomialError(f"{name}: the lifetime of a buffer depends on batch size or sequence length")
         # a cast of parameters, whose size no batch changes, lives to the end of the forward; see [Note: autocast]
         ends_with_forward = index < last and alive.freed is not None and alive.freed[:2] == (last, "f")
-        parts = {(shape.u, shape.e) for shape in sizes}  # of parameters on a rank
+        parts = {(shape.u, shape.e) for shape in sizes}  # numbers of units and experts that were traced
         of_parameters = len({(shape.u, shape.e, size) for shape, size in sizes.items()}) == len(parts)
         is_cached = first.autocast is not None and of_parameters and ends_with_forward
         is_saved = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")

@@ -149,7 +149,7 @@ def _lstm_workspace(func: Any, args: Any) -> int:
     )
     if key not in _WORKSPACES:
         sizes = []
-        with unset_fake_temporarily(), torch.enable_grad():  # nothing is kept without
+        with unset_fake_temporarily(), torch.enable_grad():  # without gradients nothing is kept
             for steps in (1, 2):
                 real = [torch.zeros((steps, whole, *inputs.shape[2:]), dtype=inputs.dtype)]
                 real += [

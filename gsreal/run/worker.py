@@ -275,7 +275,7 @@ def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> 
     for step in range(3):
         inputs, targets, weights = feed.at(step)
         tensors = [*training.module.parameters(), *training.module.buffers(), inputs, targets]
-        tensors += _state_of(training)  # master copies
+        tensors += _state_of(training)  # its keys are the master copies
         tensors += [
             value for state in _state_of(training).values() for value in state.values() if torch.is_tensor(value)
         ]

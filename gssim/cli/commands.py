@@ -178,7 +178,7 @@ def sweep_command(
     _check_options(out, jobs, dask, as_json=as_json)
     asked = load_sweep(sweep)
     if dask is None and count > 1:
-        start_fork_server()  # now, while the points are listed
+        start_fork_server()  # beside this process, which lists the points meanwhile
     points = chosen(points_of(asked, file=sweep, overrides=overrides or []), only or [], file=sweep)
     if out is not None and out.suffix in TABLES:
         _make_table(asked, points, only or [], sweep, out, count, dask, again=again)

@@ -211,12 +211,12 @@ def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
             f"{training.sharding.origin}: in stages BF16_Optimizer, which divides the optimizer's state all the same"
         )
         training.sharding_in_stages = Value("zero1", origin)
-    if stage is not None and number in (2, 3):  # gradients are reduced in every backward
+    if stage is not None and number in (2, 3):  # these reduce gradients in every backward
         training.gradient_sync = Value("micro-batch", stage.origin)
     bucket = "zero_optimization.reduce_bucket_size"
     if number in (0, 3) and keys.has(bucket):
         keys.note(bucket, "approximated: messages here are of whole layers (stage 3), or of DDP's buckets (stage 0)")
-    elif keys.raw(bucket) != "auto":  # which is noted below
+    elif keys.raw(bucket) != "auto":  # "auto" is noted below
         training.bucket_elements = keys.integer(bucket, sets="plan.bucket_bytes") or Value(
             REDUCE_BUCKET_ELEMENTS, f"{bucket} is not given: {REDUCE_BUCKET_ELEMENTS}"
         )

@@ -182,7 +182,8 @@ def _pairs(words: Sequence[str], script: Script) -> list[tuple[str, str | bool]]
         if holds and values == [] and FLAG.fullmatch(name) is None:
             branch = script.branches.get(MARKS.findall(word or "")[0])
             texts = () if branch is None else branch.alternatives
-            holds = any((text or "").lstrip().startswith("--") for text in texts)  # else it is the value
+            # the variable holds options, unless it is the value of the option before it
+            holds = any((text or "").lstrip().startswith("--") for text in texts)
         if (option or word is None or holds) and values is not None:
             found.append((name, " ".join(values) if values else True))
             values = None

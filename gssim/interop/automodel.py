@@ -189,7 +189,7 @@ def _automodel_precision(keys: Keys, training: Training) -> None:
     sharded = training.sharding is not None and training.sharding.value != "none"
     by_fsdp2 = sharded and not str(keys.values.get("distributed.strategy", "fsdp2")).startswith("megatron")
     training.precision = kept
-    if str(keys.values.get("distributed.strategy")).startswith("megatron"):  # MegatronFSDPConfig: by default not
+    if str(keys.values.get("distributed.strategy")).startswith("megatron"):  # MegatronFSDPConfig's key, off by default
         wide = keys.enabled("distributed.grad_reduce_in_fp32")
         reduced = reduced or (Value("fp32", wide.origin) if wide is not None else None)
     autocast = keys.values.get("distributed.autocast_dtype")

@@ -191,7 +191,7 @@ def _refuse_precisions(scenario: Scenario, to: str) -> None:
     reduced = reduce_precision(workload)
     if to == "torchtitan" and shards:
         _refuse(to, "workload.reduce_precision", reduced, reduced == "fp32", "fp32")
-    elif to == "deepspeed" and scenario.policies.cp > 1:  # whatever its other keys say
+    elif to == "deepspeed" and scenario.policies.cp > 1:  # no key of DeepSpeed changes that
         _refuse(to, "workload.reduce_precision", reduced, reduced == "fp32", "fp32 where ranks divide sequences")
     elif reduced != workload.precision:
         said = reduced in DTYPES and (to == "deepspeed" or (to == "torchrun" and shards))
@@ -471,7 +471,7 @@ def _torchtitan_parallelism(scenario: Scenario, micro: int, notes: list[str]) ->
             notes.append(note_of("plan.schedule", schedule, "is the default, and in the file"))
         _refuse("torchtitan", "plan.schedule", schedule, schedule in schedules, ", ".join(schedules))
         stages = [len(layers) for layers in scenario.stage_ranges]
-        if plan.stages is None:  # which do not count the loss
+        if plan.stages is None:  # plan.stages does not count the loss, which is in the last stage
             notes.append(note_of("plan.stages", [*stages[:-1], stages[-1] - 1], "is the default, and in the file"))
         table["module_fqns_per_model_part"] = _modules_of_stages(scenario)
         table["pipeline_parallel_degree"] = policies.pp

@@ -151,7 +151,7 @@ class Tokens:
     def _operator(self, operator: str, start: int) -> None:
         last = self.found[-1] if self.found else None
         if operator in REDIRECTIONS and last and last.kind == "word" and last.end == start and last.value.isdigit():
-            self.found.pop()  # a number of a file
+            self.found.pop()  # it is the number of a file descriptor, as in 2>&1
         self._add("operator", operator, start)
         if operator in ("<<", "<<-"):
             while self.at < len(self.text) and self.text[self.at] in " \t":

@@ -115,7 +115,7 @@ def _context_split(keys: Keys) -> Value | None:
     balances = keys.flag(older)
     if balances is not None and not balances.value:
         return Value("plain", balances.origin)
-    if newer in keys.values and keys.raw(newer) is None:  # said, and not left out
+    if newer in keys.values and keys.raw(newer) is None:  # given as null, which is not left out
         return Value("plain", keys.line(newer))
     if keys.has(newer) and str(keys.values[newer]).lower() != "headtail":
         keys.note(newer, "approximated: sequences are divided in balanced parts, the i-th and the i-th from the end")
@@ -315,7 +315,7 @@ def _recompute(keys: Keys, training: Training) -> None:
     if keys.has(mode_key):
         mode = str(keys.raw(mode_key)).lower()
         by_operation = keys.raw(option_key) == "op"
-    elif "activation_checkpoint" in keys.values:  # null
+    elif "activation_checkpoint" in keys.values:  # the table is null
         mode, mode_key = "none", "activation_checkpoint"
         keys.raw(mode_key)
     elif "memory_budget" in fields:

@@ -831,7 +831,7 @@ def _batch(training: Training, keys: Keys, dp: int, pp: int, overrides: dict[str
         rest = Value(total.value // share, f"{total.origin}; {known.origin if known else ''}; {dp} data-parallel ranks")
         micro, many = micro or rest, many or rest
     if micro is None or many is None or total is None:
-        raise UserError(f"{keys.file}: says nothing of its batch")  # never: each has a default
+        raise UserError(f"{keys.file}: says nothing of its batch")  # cannot happen: each format has a default
     if total.value != micro.value * many.value * dp:
         reason = f"{micro.value} samples times {many.value} micro-batches times {dp} data-parallel ranks are "
         _refuse(keys, total, f"{reason}{micro.value * many.value * dp}", BATCH)

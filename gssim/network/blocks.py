@@ -121,7 +121,8 @@ class Columns:
     @property
     def elements(self) -> int:
         """Size in the cache, in elements."""
-        return int(sum(load.nnz for load in self.loads) + self.members.nnz) // 3  # of the usual 50 bytes
+        entries = int(sum(load.nnz for load in self.loads) + self.members.nnz)
+        return entries // 3  # an element of the cache counts as about 50 bytes
 
 
 def _behind(members: Any, is_all_but: Bools, rows: Floats) -> Floats:
@@ -294,7 +295,7 @@ def _crossings(wiring: Wiring, blocks: Blocks, used: Ints) -> Iterator[_Crossing
     block_of_link = blocks.of_links(wiring)
     ends = tuple(blocks.port(end, block_of_link) for end in (wiring.source, wiring.target))
     block, first, counts = np.unique(blocks.block[used], return_index=True, return_counts=True)
-    sizes = np.ceil(np.log2(np.minimum(counts, bundles.TARGETS_AT_ONCE)))  # 0: nothing crosses it
+    sizes = np.ceil(np.log2(np.minimum(counts, bundles.TARGETS_AT_ONCE)))  # 0: a block with one port
     for size in distinct(sizes[sizes > 0]):
         for start in range(0, int(counts[sizes == size].max()), bundles.TARGETS_AT_ONCE):
             some = np.flatnonzero((sizes == size) & (counts > start))

@@ -198,7 +198,7 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
     policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
     pushes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
     axes = _axes(plan, devices, hosts)
-    if of_deepspeed:  # all replicas together
+    if of_deepspeed:  # it partitions over all data-parallel ranks, which count as replicas here
         axes |= {"dp_replicate": axes["dp_replicate"] * axes["dp_shard"], "dp_shard": 1}
     implementation = "deepspeed" if of_deepspeed else plan.zero1_implementation
     publishes = pushes or (policies["gradients"] == "all-reduce" and implementation == "megatron")

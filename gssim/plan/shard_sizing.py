@@ -43,7 +43,7 @@ def memory_shares(
     """
     capacity, held = np.array(capacity_bytes, float), np.array(held_bytes, float)
     _refuse_overfull(capacity, held, whole_bytes)
-    order = np.argsort(held / capacity, kind="stable")  # in which they begin to take
+    order = np.argsort(held / capacity, kind="stable")  # the emptiest ranks begin to take shards first
     levels = (whole_bytes + np.cumsum(held[order])) / np.cumsum(capacity[order])  # if the first ones share it all
     taking = int(np.argmin(levels))  # a further one would take a negative share
     taken = np.zeros(len(capacity))

@@ -56,7 +56,7 @@ def clip_gradients(low: Lowering, rank: int, owned: Sequence[int], replicas: Seq
     value_bytes = low.kept_value_bytes if whole else low.master_bytes
     pass_s = cost.gradient_pass_s(device, elements=sum(tensors), tensors=len(tensors), value_bytes=value_bytes)
     norm = Task(NORM, "optimizer", duration_s=pass_s)
-    scale = Task(CLIP, "optimizer", duration_s=2 * pass_s)  # reads and writes
+    scale = Task(CLIP, "optimizer", duration_s=2 * pass_s)  # reads every gradient and writes it
     return [norm, *_sums(low, rank, replicas), scale]
 
 

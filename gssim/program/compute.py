@@ -256,7 +256,7 @@ def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], live
             else new_timeline()
         )
     (stage,) = low.stages
-    if layers is not low.layers:  # of experts with other loads
+    if layers is not low.layers:  # the rank's experts have other loads than the first rank's
         own = zip(stage.layers, layers, strict=True)
         stage = replace(stage, layers=tuple(replace(instance, layer=each.layer) for instance, each in own))
     return low.shared.once(
@@ -335,7 +335,7 @@ def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, sampl
     device, workload, recompute = low.device(rank), low.scenario.workload, low.scenario.plan.recompute
     hooks_s = hook_s * len(instance.layer.parameters) if phase == "b" else 0.0
     if phase == "f" and instance.index == 0 and low.policies.gradients == "all-reduce":
-        hooks_s += device.replica_forward_s or 0.0  # the wrapper's own
+        hooks_s += device.replica_forward_s or 0.0  # DDP's forward, around the model's
     whole = low.whole_layer(instance) or instance.layer
     is_profiled = layer_profile(device, workload, whole) is not None
     sums = len(sum_positions(instance.layer, phase, recompute))

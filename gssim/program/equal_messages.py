@@ -39,9 +39,9 @@ def _classes_of(low: Lowering) -> Ints:
         by_run += [push.messages.entries.reshape(-1, len(pieces.members)) for push in pushes]
         by_run += [published(low, place).entries] if low.thresholds_publish else []
         values = np.concatenate(by_run)
-        differs = np.r_[True, (values[:, 1:] != values[:, :-1]).any(axis=0)]  # from the run before
+        differs = np.r_[True, (values[:, 1:] != values[:, :-1]).any(axis=0)]  # each run from the one before
         changes = (pieces.runs[1:] != pieces.runs[:-1]) & differs[pieces.runs[1:]]
-        for push in pushes:  # what neighbours send
+        for push in pushes:  # owners of equal runs may be on nodes of different classes
             changes |= push.classes[1:] != push.classes[:-1]
         classes[place :: low.places] = first + np.cumsum(np.r_[0, changes])
         first = int(classes[place :: low.places][-1]) + 1

@@ -91,7 +91,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
             _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch)
             new = [*new, *draining, *push]  # gradients are collected while the push before may still be in flight
             draining = drain
-        if unit.bucket.of_experts:  # inside the backward of its block
+        if unit.bucket.of_experts:  # pushed inside the backward of its block
             after_task[parts.tasks[parts.at(unit.bucket.complete)].id] += new
         elif unit.is_root:
             end = new

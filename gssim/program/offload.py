@@ -139,7 +139,7 @@ def host_bytes(low: Lowering, kept: dict[str, float], owned: Sequence[int]) -> d
     gradients_bytes = own_bytes
     if low.policies.frees_gradients:
         gradients_bytes += copy_buffer_bytes(low)
-        if low.scenario.plan.micro_batches > 1:  # what is accumulated
+        if low.scenario.plan.micro_batches > 1:  # the sum of the micro-batches so far
             gradients_bytes += sum(owned) * low.value_bytes
     return {name: size for name, size in {**held, "gradients": gradients_bytes}.items() if size}
 

@@ -249,7 +249,7 @@ def _groups_updated_together(low: Lowering, owned: Sequence[int]) -> Sequence[Se
     """
     sharded = low.policies.gradients == "reduce-scatter"
     if not (low.scenario.cuts_natively or (sharded and low.policies.ep > 1)) or len(owned) != len(low.parameters):
-        return [owned]  # also for a flat part
+        return [owned]  # all are of one kind, or a part of a flat buffer is owned
     of_experts = (
         {id(each) for unit in units(low) if unit.experts for each in unit.tensors.parameters} if sharded else set()
     )

@@ -782,7 +782,7 @@ def _fetched_tensors(unit: Unit) -> list[Event]:
         whole, cast_bytes = elements * unit.tensors.master_bytes, elements * unit.tensors.value_bytes
         changes = (whole, cast_bytes, -whole) if unit.casts else (whole,)
         events += [(size, "communication") for size in changes]
-    events += [(size, "communication") for size in unit.tensors.quantized_shards]  # nothing casts them
+    events += [(size, "communication") for size in unit.tensors.quantized_shards]  # gathered without a cast
     return [Event(place, size, category, stream=GATHER) for place, (size, category) in enumerate(events)]
 
 

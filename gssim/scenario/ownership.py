@@ -230,7 +230,7 @@ def held_bytes(
         gradients = whole
     residuals = model.elements * _residual_bytes(workload, plan)
     replica = whole if policies.parameters == "replicated" else 0
-    if policies.parameters == "replicated" or policies.gradients == "push":  # there it has no owner
+    if policies.parameters == "replicated" or policies.gradients == "push":  # every rank holds what is frozen
         replica += sum(
             layer.repeats * sum(frozen_bytes(layer, workload.frozen_precision, value_bytes=value))
             for layer in model.layers

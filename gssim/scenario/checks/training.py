@@ -225,7 +225,7 @@ def check_reduction(scenario: Scenario, policies: Policies, file: str) -> None:
     where = f"{file}: workload.reduce_precision = '{workload.reduce_precision}'"
     if policies.gradients == "push":
         if workload.reduce_precision == "fp32" and has_master_copy(workload):
-            return  # as owners sum them anyway
+            return  # owners sum gradients in fp32 anyway
         raise UserError(
             f"{where}: method '{plan.method}' pushes gradients in workload.precision, and owners sum them in that of "
             f"the optimizer; allowed: '{'fp32' if has_master_copy(workload) else workload.precision}', or leave it out"
