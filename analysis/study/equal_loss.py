@@ -16,8 +16,6 @@ of Adam's. The fraction that is published is predicted from statistics transferr
 variant that does not fit in the devices' memory never reaches the loss.
 """
 
-import csv
-import io
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,7 +24,7 @@ from itertools import groupby, pairwise
 from statistics import fmean
 
 from analysis.study.rivals import Course, dense_ratio
-from analysis.study.rows import paired_ratio
+from analysis.study.rows import csv_of_lines, paired_ratio
 from analysis.study.study import (
     LEAST_DENSITY,
     Elsewhere,
@@ -284,18 +282,26 @@ def _ours(points: Sequence[MapPoint], ours: Sequence[str], where: str) -> str:
 
 def write_map(points: Sequence[MapPoint]) -> str:
     """Return a line for every point and variant as CSV; times are empty where the equal loss is not reached."""
-    stream = io.StringIO()
-    head = ["model", "slow_ratio", "bandwidth_bytes_per_s", "latency_s", "variant", "fits", "step_time_s"]
-    head += ["step_time_low_s", "step_time_high_s", "time_s", "time_ratio", "is_fastest", "is_level"]
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(head)
+    lines = []
     for point in points:
         for name, times_s in point.times_s.items():
-            where = [point.model, point.slow_ratio, point.bandwidth_bytes_per_s, point.latency_s, name]
-            band = point.step_time_band_s.get(name, (None, None))
-            figures: list[str | None] = [None, None]
-            if math.inf not in times_s:
-                figures = [f"{math.exp(fmean(map(math.log, times_s))):.6g}", f"{point.over_fastest(name):.4f}"]
-            verdict = [name == point.fastest, point.is_level(name)]
-            writer.writerow([*where, name not in point.unfit, point.step_time_s[name], *band, *figures, *verdict])
-    return stream.getvalue()
+            low_s, high_s = point.step_time_band_s.get(name, (None, None))
+            reached = math.inf not in times_s
+            lines.append(
+                {
+                    "model": point.model,
+                    "slow_ratio": point.slow_ratio,
+                    "bandwidth_bytes_per_s": point.bandwidth_bytes_per_s,
+                    "latency_s": point.latency_s,
+                    "variant": name,
+                    "fits": name not in point.unfit,
+                    "step_time_s": point.step_time_s[name],
+                    "step_time_low_s": low_s,
+                    "step_time_high_s": high_s,
+                    "time_s": f"{math.exp(fmean(map(math.log, times_s))):.6g}" if reached else None,
+                    "time_ratio": f"{point.over_fastest(name):.4f}" if reached else None,
+                    "is_fastest": name == point.fastest,
+                    "is_level": point.is_level(name),
+                }
+            )
+    return csv_of_lines(lines)

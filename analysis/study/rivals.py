@@ -5,8 +5,6 @@ sent as many bytes, or taken as much time as the others. Bytes of data-dependent
 all others, and all times, are a simulation's for the networks of `elsewhere`.
 """
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from analysis.study.findings import interval, percentage
-from analysis.study.rows import Effect, Spread, paired_difference, spread
+from analysis.study.rows import Effect, Spread, csv_of_lines, paired_difference, spread
 from analysis.study.study import (
     COURSES,
     STATISTICS,
@@ -342,7 +340,6 @@ def _loss(reading: Reading, variant: str) -> str:
 def write_table(courses: Sequence[Course], dense: str) -> str:
     """Return a line for each variant as CSV: bytes, times, and the loss at every budget with its change from dense."""
     readings = readings_of(courses, dense)
-    stream = io.StringIO()
     lines = []
     for each in courses:
         name = each.variant.name
@@ -363,10 +360,7 @@ def write_table(courses: Sequence[Course], dense: str) -> str:
             for key in ("mean", "low", "high"):
                 line[f"loss_change_{key} ({reading.name})"] = None if change is None else getattr(change, key)
         lines.append(line)
-    writer = csv.DictWriter(stream, fieldnames=list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return stream.getvalue()
+    return csv_of_lines(lines)
 
 
 def winners_table(courses: Sequence[Course], dense: str) -> str:

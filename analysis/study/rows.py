@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -220,11 +220,20 @@ def total_sent_bytes(entry: Collective) -> float:
 
 def write_csv(rows: Sequence[Row]) -> str:
     """Return the rows as CSV, a line for each variant; intervals are of 95 %."""
+    return csv_of_lines([_line(row) for row in rows])
+
+
+def csv_of_lines(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return lines (at least one, all of the same keys) as CSV; no spreadsheet treats a text in it as a formula.
+
+    >>> csv_of_lines([{"variant": "=1+1", "seeds": 5}]).splitlines()
+    ['variant,seeds', "'=1+1,5"]
+    """
     stream = io.StringIO()
-    lines = [{key: as_text_cell(v) if isinstance(v, str) else v for key, v in _line(row).items()} for row in rows]
     writer = csv.DictWriter(stream, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(lines)
+    for line in lines:
+        writer.writerow({key: as_text_cell(value) if isinstance(value, str) else value for key, value in line.items()})
     return stream.getvalue()
 
 

@@ -3,19 +3,20 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from gssim.terminal import ENDING
 
 
 @contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Ignore termination signals and the user's interrupt inside."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (*ENDING, signal.SIGINT)}
+def signals_ignored(handler: Any = signal.SIG_IGN) -> Iterator[None]:
+    """Ignore termination signals and the user's interrupt inside, or let another `handler` have them."""
+    before = {number: signal.signal(number, handler) for number in (*ENDING, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, usual in before.items():
+            signal.signal(number, usual)
 
 
 @contextmanager
@@ -26,13 +27,9 @@ def signals_deferred() -> Iterator[None]:
     lost.
     """
     noted: list[int] = []
-    before = {
-        number: signal.signal(number, lambda each, frame: noted.append(each)) for number in (*ENDING, signal.SIGINT)
-    }
     try:
-        yield
+        with signals_ignored(lambda number, frame: noted.append(number)):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if noted:
             signal.raise_signal(noted[0])

@@ -13,6 +13,7 @@ from analysis import charts
 from analysis.study import rivals
 from analysis.study import study as study_module
 from analysis.study.equal_loss import (
+    MapPoint,
     carried_over,
     map_findings,
     map_points,
@@ -81,6 +82,19 @@ def test_findings_also_say_where_gradient_sharding_loses():
     useless = course("pushed", ends=(4.0, 4.2, 3.8), step_bytes=500.0, step_time_s=0.5, density=0.1)
     said = findings([DENSE, SMALL, useless, SILENT], "dense", "silent")
     assert any("not told from pushing nothing" in each for each in said)
+
+
+def test_no_name_in_a_table_is_a_formula_to_a_spreadsheet():
+    named = [replace(each, variant=replace(each.variant, name=f"={each.variant.name}")) for each in ALL]
+    table = write_table(named, "=dense")
+    assert [line.split(",")[0] for line in table.splitlines()[1:]] == ["'=dense", "'=small", "'=pushed", "'=silent"]
+    times_s = {"=dense": (1.0, 1.1), "gs": (math.inf, math.inf)}
+    point = MapPoint("=gpt", 1e9, 1e-5, 1.0, {"=dense": 1.0, "gs": 0.5}, times_s)
+    lines = write_map([point]).splitlines()
+    assert lines[1:] == [
+        "'=gpt,1.0,1000000000.0,1e-05,'=dense,True,1.0,,,1.04881,1.0000,True,True",
+        "'=gpt,1.0,1000000000.0,1e-05,gs,True,0.5,,,,,False,False",
+    ]
 
 
 def test_the_table_and_the_charts_have_every_variant():

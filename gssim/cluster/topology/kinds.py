@@ -53,7 +53,7 @@ class Ring:
     devices_per_host: PositiveInt = 1
     """Number of consecutive devices that share a host."""
     link: NamedLink
-    """Between adjacent devices."""
+    """The link between adjacent devices."""
 
 
 @spec
@@ -67,7 +67,7 @@ class FullyConnected:
     devices_per_host: PositiveInt = 1
     """Number of consecutive devices that share a host."""
     link: NamedLink
-    """Between any two."""
+    """The link between any two devices."""
 
 
 @spec
@@ -136,7 +136,7 @@ class ServerGroup:
     nics: Count = 0
     """Network cards of each server, shared evenly by its devices in rank order."""
     nic_link: NamedLink | None = None
-    """Between a network card and the fabric."""
+    """The link between a network card and the fabric."""
     pcie_link: NamedLink | None = None
     """Link between a device and its network card, and between a device and the host's memory."""
     host_memory: bool = False
