@@ -240,7 +240,7 @@ def convergence_command(
 
 
 def _study_of_rivals(loaded: "LoadedStudy", out: Path, *, again: bool) -> None:
-    """Train all ranks of every variant in one process; write the table, who wins where, findings and charts."""
+    """Train all ranks of every variant in one process; write the table, that of winners, findings and charts."""
     from analysis import charts
     from analysis.study.equal_loss import map_findings, map_points, pushed_variants, write_map
     from analysis.study.rivals import findings, inputs_of, train_together, winners_table, write_table

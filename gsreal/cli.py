@@ -542,7 +542,7 @@ def _check_positive(option: str, value: int) -> None:
 
 
 def _checked_ranks(count: int, kind: str) -> int:
-    """Return a number of ranks to start on this machine; raise UserError if it is not for that many."""
+    """Return `count`; raise UserError if this machine is not for so many ranks."""
     from gsreal.machine import usable_cores
 
     _check_positive("--ranks", count)

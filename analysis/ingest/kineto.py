@@ -37,7 +37,7 @@ DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 IGNORED_CATEGORIES = frozenset(
     {"Trace", "python_function", "gpu_user_annotation", "cuda_sync", "overhead", "cuda_profiler_range", "cuda_event"}
 )
-"""Categories whose spans repeat what others tell."""
+"""Categories of spans that repeat other spans, or tell nothing of a step."""
 PHASES_OF_EVENTS = frozenset("XMCibensftPNODRcBEv")
 """Kinds of events (`ph`) of the Trace Event Format; only spans (`X`) and instants (`i`) are used."""
 

@@ -235,7 +235,7 @@ def pushed_variants(courses: Sequence[Course], silent: str) -> list[str]:
 
 
 def map_findings(points: Sequence[MapPoint], ours: Sequence[str]) -> list[str]:
-    """Return in sentences which variants are fastest where, and what `ours`, thresholded variants, reach."""
+    """Return sentences on which variants are fastest where, and how near the best of `ours` (thresholded) comes."""
     said = []
     own = points[0].model
     further = list(dict.fromkeys(point.model for point in points if point.model != own))

@@ -110,7 +110,7 @@ def train_together(loaded: LoadedStudy, out: Path, *, again: bool = False) -> li
     """
     study = loaded.study
     trained = _trainings(loaded, out, again=again)
-    lines = ",\n".join(json.dumps(asdict(each)) for each in trained.values())  # one a training
+    lines = ",\n".join(json.dumps(asdict(each)) for each in trained.values())  # a line each
     write_text(out / COURSES, f'{{"schema": "gssim.courses/1", "trainings": [\n{lines}\n]}}\n')
     inputs = inputs_of(loaded, out)
     courses: dict[str, Course] = {}

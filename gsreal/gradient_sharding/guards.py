@@ -240,10 +240,10 @@ def _check_group(trial: _Trial, *, whole_tensors: bool) -> None:
 
 
 def _check_options_agree(trial: _Trial, kinds: Sequence[Sequence[Tensor]]) -> None:
-    """Raise ValueError if a factory gives the last tensors of these other options than one another.
+    """Raise ValueError if a factory's options for the last tensor of each of `kinds` differ.
 
-    Shards are flat, one for each bucket. Decay of matrices alone would be decay of nothing, and too small for the
-    updates of a trial to show it.
+    Shards are flat, one for each bucket. A factory that decays matrices alone would decay no shard, and the updates of
+    a trial are too few to show that.
     """
     first, *others = (trial.options(tensors)[-1] for tensors in kinds)
     for other in others:

@@ -395,7 +395,7 @@ def _separate(parts: OptimizerParts, bucket: Bucket, states: Mapping[nn.Paramete
     Parameters of which this rank owns nothing do not count.
     """
 
-    def kind(parameter: nn.Parameter) -> Any:  # states that are not elementwise, and of the others that they exist
+    def kind(parameter: nn.Parameter) -> Any:  # of elementwise states only that they exist; of others, their values
         return {
             key: (value.item() if value.dim() == 0 else None) if isinstance(value, Tensor) else value
             for key, value in states[parameter].items()

@@ -24,9 +24,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return what records collectives, imported when it is first needed: commands that start ranks record none.
+    """Return a name of the module that records collectives, which is imported when first needed.
 
-    It imports DTensor, and with it sympy, which takes a fifth of the time until a command starts its ranks.
+    It imports DTensor, and with it sympy, which would take a fifth of the time of a command until its ranks start.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

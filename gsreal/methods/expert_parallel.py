@@ -82,7 +82,7 @@ class _Routing:
 def divided_experts(
     scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device
 ) -> "ExpertGradients | ShardedExpertGradients | None":
-    """Divide a module's experts among ranks; return what becomes of their gradients, but those that are pushed."""
+    """Divide a module's experts among ranks; return what reduces their gradients, None if these are pushed."""
     policies, mesh = scenario.policies, expert_mesh(scenario.policies, device)
     divide_experts(scenario, module, timeline, mesh[DIVIDED].get_group())
     if policies.gradients == "reduce-scatter":

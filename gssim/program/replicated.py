@@ -139,7 +139,7 @@ def _copies_and_reduction(low: Lowering, rank: int, bucket: Bucket, micro_batch:
     events = [(0, part_bytes, "gradients"), (1, copied_bytes, "communication"), (2, -copied_bytes, "communication")]
     if low.reduces_after_backward:
         events.append((2 if is_larger else 0, -size, "gradients"))
-    elif is_larger:  # the backward gave it back
+    elif is_larger:  # the backward has freed the gradients, but the reduction still reads them
         events += [(1, size, "gradients"), (2, -size, "gradients")]
     need = footprint([Event(*event) for event in sorted(events) if event[1]])
 

@@ -587,8 +587,8 @@ class Layer:
     frozen: PartialBackward | None = None
     """Costs if a layer before it is trained, but not this layer; absent in the first layer, and if not traced."""
     deepest: PartialBackward | None = None
-    """Costs if it is trained, but no layer before it. Absent if not traced, and in the first layer, whose own costs are
-    these."""
+    """Costs if this layer is trained, but no layer before it. Absent if not traced, and in the first layer, of which
+    these are the usual costs."""
 
     @model_serializer(mode="wrap")
     def _as_traced(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
