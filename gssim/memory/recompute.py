@@ -88,21 +88,15 @@ def recomputed_buffers(
         moved.append(Buffer(Moment("f"), _frame_released(layer, before), "activations", size))
         if again:
             moved.append(Buffer(Moment("r"), Moment("r", LAST), "temporaries", size))
-    return tuple(_with_category(_before_recomputation(buffer, layer, before)) for buffer in moved)
-
-
-def _with_category(buffer: Buffer) -> Buffer:
-    """Return the buffer, as an activation if it is made in the forward and freed in the backward.
-
-    A block's input was traced as a temporary if the block's backward does not need it: Llama's norm saves a cast of it.
-    """
-    kept = buffer.category == "temporaries" and buffer.born.phase == "f" and buffer.freed.phase in ("b", "r")
-    return replace(buffer, category="activations") if kept else buffer
+    return tuple(_before_recomputation(buffer, layer, before) for buffer in moved)
 
 
 def _before_recomputation(buffer: Buffer, layer: Layer, before: Layer | None) -> Buffer:
     """Return a buffer in which backward moments that precede the block's second forward are moved to the begin of that;
     see [Note: first needed].
+
+    What is made in the forward and freed in the backward is an activation. A block's input was traced as a temporary if
+    the block's backward does not need it: Llama's norm saves a cast of it.
     """
     at_layer = {0: layer, -1: before}
 
@@ -113,8 +107,10 @@ def _before_recomputation(buffer: Buffer, layer: Layer, before: Layer | None) ->
         return Moment("r", 0, moment.layer_offset)
 
     born, freed = of(buffer.born), of(buffer.freed)
-    unchanged = born is buffer.born and freed is buffer.freed
-    return buffer if unchanged else replace(buffer, born=born, freed=freed)
+    kept = buffer.category == "temporaries" and born.phase == "f" and freed.phase in ("b", "r")
+    if born is buffer.born and freed is buffer.freed and not kept:
+        return buffer
+    return replace(buffer, born=born, freed=freed, category="activations" if kept else buffer.category)
 
 
 def _is_cached(buffer: Buffer, end: Moment, last: int) -> bool:
