@@ -4,10 +4,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 from gssim.errors import UserError
-from gssim.execution.cache import Same
+from gssim.execution.cache import NOT_KEPT, Same
 from gssim.plan import Plan, Policies, resolve, ring_blocks, splitting
 from gssim.scenario import (
     Scenario,
@@ -73,7 +73,7 @@ class ModelParts:
         adapted = self.model.whole_layers  # measured profiles are of layers without adapters, with none frozen
         self.traced = unrolled(replace(self.model, layers=adapted)) if adapted else self.layers
         self.whole = Part(self.layers, self._wholes(self.layers))
-        self._memo: dict[Hashable, object] = {}
+        self._memo: dict[Hashable, Any] = {}
 
     def _wholes(self, held: Sequence[LayerInstance]) -> tuple[Layer | None, ...]:
         """Return, for each of these layers, the whole model's layer, which profiles are of; None if it is the same."""
@@ -297,6 +297,7 @@ class ModelParts:
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the value of `make`, computed once per key."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        return cast(T, self._memo[key])
+        found: T = self._memo.get(key, NOT_KEPT)
+        if found is NOT_KEPT:
+            found = self._memo[key] = make()
+        return found
