@@ -5,12 +5,15 @@ passes it to `load_scenario` and `simulate`; without one, each call has a cache 
 cached, under keys that contain all of their inputs, so no result depends on the order of calls.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+NOT_KEPT: Any = object()
+"""What a lookup gives if there is no value. One lookup, not two: hashing and comparing keys takes long."""
 
 MOST_KEPT = 64
 """Number of cached values of each kind; beyond it, the least recently used value is dropped."""
@@ -54,14 +57,16 @@ class Recent:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._kept: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._weight = 0
 
     def once(self, key: Hashable, make: Callable[[], T], *, weight: Callable[[T], int]) -> T:
         """Return the cached value of a key, or else compute it with `make`; see `Shared.once`."""
-        if key in self._kept:
+        known = self._kept.get(key)
+        if known is not None:
             self._kept.move_to_end(key)
-            return cast(T, self._kept[key][0])
+            found: T = known[0]
+            return found
         value = make()
         self._kept[key] = (value, weight(value))
         self._weight += weight(value)
@@ -84,7 +89,7 @@ class Shared:
         self.most = most
         self.large = Recent(MOST_LARGE)
         """Cache for values whose memory is proportional to their number of elements, which is used as their weight."""
-        self._kept: dict[str, OrderedDict[Hashable, object]] = {}
+        self._kept: defaultdict[str, OrderedDict[Hashable, Any]] = defaultdict(OrderedDict)
 
     def once(self, kind: str, key: Hashable, make: Callable[[], T], *, most: int | None = None) -> T:
         """Return the cached value of a key, or else compute it with `make`; `most`: number of values of this kind to
@@ -92,10 +97,11 @@ class Shared:
 
         Exceptions are not cached. `key` must contain all inputs of the function, and the value must not be changed.
         """
-        kept = self._kept.setdefault(kind, OrderedDict())
-        if key in kept:
+        kept = self._kept[kind]
+        found: T = kept.get(key, NOT_KEPT)
+        if found is not NOT_KEPT:
             kept.move_to_end(key)
-            return cast(T, kept[key])
+            return found
         value = make()
         kept[key] = value
         while len(kept) > (self.most if most is None else most):

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gssim.errors import UserError
+from gssim.execution.cache import Same
 from gssim.plan import Plan, Policies, splitting
 from gssim.planner.bounds import Bounds
 from gssim.scenario import check
@@ -94,10 +95,13 @@ class Batches:
         for rank in range(policies.ranks):
             parts[policies.data_rank(rank)].append(rank)
         usual = max(1, self.total // (policies.data_ranks * plan.micro_batches))
-        sample_s = [
-            max(self.bounds.compute.micro_batch_s(rank, usual, plan.recompute) for rank in part) / usual
-            for part in parts
-        ]
+        sample_s = self.bounds.parts.once(
+            ("sample times", Same(policies), usual, plan.recompute),
+            lambda: [
+                max(self.bounds.compute.micro_batch_s(rank, usual, plan.recompute) for rank in part) / usual
+                for part in parts
+            ],
+        )
         max_samples = self._room(plan, policies, ratio)
         max_units = [min(max_samples[rank] for rank in part) // unit for part in parts]
         min_units = plan.micro_batches // unit if unit > 1 else plan.micro_batches
@@ -117,5 +121,5 @@ class Batches:
 
     def _room(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
         """Return the largest number of samples that fits the given fraction of each rank's memory."""
-        key = ("rooms", policies, plan.shares.shards, plan.micro_batches, plan.recompute, plan.offload, ratio)
+        key = ("rooms", Same(policies), plan.shares.shards, plan.micro_batches, plan.recompute, plan.offload, ratio)
         return self.bounds.parts.once(key, lambda: self.bounds.memory.rooms(plan, policies, ratio))

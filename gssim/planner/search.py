@@ -31,9 +31,9 @@ from gssim.simulation import no_collection, simulate
 
 MAX_TRIED = 50
 """Most plans that are tried until one can run."""
-BEGIN_S, LOOK_S = 0.5, 0.01
-"""Seconds after which the enumeration of plans looks whether a worker is idle: at first, and then each time. Workers
-that are forked later have more of what plans share.
+BEGIN_S, LOOK_S = 0.05, 0.01
+"""Seconds after which the enumeration of plans looks whether a worker is idle: at first, and then each time. The first
+plans are hardly the best, but else the worker would be idle.
 """
 
 

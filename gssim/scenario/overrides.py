@@ -126,14 +126,20 @@ def parsed_override(override: str) -> tuple[str, Any]:
     return key, deepcopy(value) if isinstance(value, (dict, list)) else value
 
 
+PLAIN_TEXT = re.compile(r'"[ !#-\[\]-~]*"')
+"""Pattern of a text in TOML that stands for itself. Every point of a sweep has one, its name."""
+
+
 @lru_cache(maxsize=1024)
 def _parsed(override: str) -> tuple[str, Any]:
     key, separator, value = override.partition("=")
     key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
     if not separator or not key:
         raise UserError(f"--set {override}: must be KEY=VALUE, such as plan.push.threshold=1e-3")
-    if any("\ud800" <= character <= "\udfff" for character in override):
+    if not override.isascii() and any("\ud800" <= character <= "\udfff" for character in override):
         raise UserError(f"--set {override}: is no text in UTF-8")
+    if PLAIN_TEXT.fullmatch(value):
+        return key, value[1:-1]
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
     except (ValueError, RecursionError) as error:

@@ -128,11 +128,7 @@ def links_of(
     """
     network, wiring = machine.network, machine.network.wiring
     of_link = network.folded.link_class
-    if len(of_link) <= MAX_LISTED_LINKS:
-        shown = [(link, int(of_link[link]), 1) for link in range(len(of_link))]
-    else:
-        used, first, count = np.unique(of_link, return_index=True, return_counts=True)
-        shown = [(int(i), int(c), int(n)) for c, i, n in zip(used, first, count, strict=True) if c >= 0]
+    shown = zip(*(column.tolist() for column in _listed(of_link)), strict=True)
     names, source, target = wiring.names, wiring.source.tolist(), wiring.target.tolist()
     carried_bytes, rates = network.carried.tolist(), wiring.bandwidth_bytes_per_s.tolist()
     uses = []
@@ -143,6 +139,37 @@ def links_of(
         name, busy_ratio = f"{names[source[link]]} -> {names[target[link]]}", size_bytes / rates[link] / step_time_s
         uses.append(LinkUse(name=name, count=equal, bytes=size_bytes * mean_ratio, utilisation_ratio=busy_ratio))
     return tuple(uses)
+
+
+def _listed(of_link: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the links that are listed, their classes, and how many links each stands for; `of_link`: every link's
+    class.
+    """
+    if len(of_link) <= MAX_LISTED_LINKS:
+        return np.arange(len(of_link)), of_link, np.ones(len(of_link), np.int64)
+    used, first, count = np.unique(of_link, return_index=True, return_counts=True)
+    return first[used >= 0], used[used >= 0], count[used >= 0]
+
+
+def busiest_of(machine: Machine, step_time_s: float, *, mean_ratio: float = 1.0) -> tuple[LinkUse, ...]:
+    """Return, of what `links_of` lists, only the link with the highest utilisation; of equal ones the first by name.
+
+    Empty if no link carries anything.
+    """
+    network, wiring = machine.network, machine.network.wiring
+    links, classes, counts = _listed(network.folded.link_class)
+    carried_bytes = network.carried[classes] if len(network.carried) else np.zeros(len(links))
+    size_bytes = np.where(classes >= 0, carried_bytes, 0.0) / machine.steps
+    busy_ratios = size_bytes / wiring.bandwidth_bytes_per_s[links] / step_time_s
+    highest = float(busy_ratios.max(initial=0.0))
+    if not highest:
+        return ()
+    places = np.flatnonzero(busy_ratios == highest)
+    ends = (wiring.source[links[places]].tolist(), wiring.target[links[places]].tolist())
+    names = [f"{wiring.names[source]} -> {wiring.names[target]}" for source, target in zip(*ends, strict=True)]
+    name, place = min(zip(names, places.tolist(), strict=True))
+    carried = float(size_bytes[place]) * mean_ratio
+    return (LinkUse(name=name, count=int(counts[place]), bytes=carried, utilisation_ratio=highest),)
 
 
 def in_step_of(links: Sequence[LinkUse], ratio: float) -> tuple[LinkUse, ...]:
@@ -178,7 +205,7 @@ def _equal_members(
 def _parts_of_step(phases_s: Mapping[str, float]) -> tuple[float, ...]:
     """Return phases as parts of the step, without the digits in which equal ranks differ: a phase is a sum of many."""
     whole_s = sum(phases_s.values()) or 1.0
-    return tuple(round(phase_s / whole_s, SHARE_DIGITS) for phase_s in phases_s.values())
+    return tuple([round(phase_s / whole_s, SHARE_DIGITS) if phase_s else 0.0 for phase_s in phases_s.values()])
 
 
 def rank_classes(

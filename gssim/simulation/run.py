@@ -65,6 +65,7 @@ from gssim.simulation.periodic_run import (
 )
 from gssim.simulation.report import (
     Carried,
+    busiest_of,
     carried_by,
     collectives_of,
     cost_usd,
@@ -170,12 +171,14 @@ def simulate(
     shared: Shared | None = None,
     spread: bool = True,
     banded: bool = True,
+    listed: bool = True,
 ) -> Simulated:
     """Return the prediction for a scenario; `unfolded`: do not merge equal ranks, links or flows.
 
     `shared`: cache shared with other scenarios. `spread`: whether to compute `step_time_p10_s`. Where messages differ
     between steps, that needs another simulation; without it, it is the median step's time. `banded`: whether to compute
-    the prediction's range if gradient statistics were transferred from other models, by two more simulations.
+    the prediction's range if gradient statistics were transferred from other models, by two more simulations. `listed`:
+    whether the Result lists all collectives and links; else it may have no collectives, and of the links the busiest.
 
     Where push or publish are thresholded, messages differ from step to step. The step with the median payload then
     stands for all thresholded steps, while density, payloads and bytes sent are means over exactly the run's steps.
@@ -185,7 +188,7 @@ def simulate(
         with no_collection():
             shared = shared or Shared()
             check_rates(loaded.scenario.cluster, loaded.scenario.workload, ranks=loaded.scenario.ranks)
-            simulated = _simulated(loaded, unfolded, shared, spread=spread)
+            simulated = _simulated(loaded, unfolded, shared, spread=spread, listed=listed)
             return _with_band(loaded, simulated, unfolded, shared) if banded else simulated
     except UserError as error:  # not found by earlier checks: raised only when the network is built
         raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
@@ -207,7 +210,9 @@ def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Sha
         "ends of a band", Same(statistics), lambda: [at_end(statistics, high=high) for high in (False, True)]
     )
     ends = [
-        _simulated(replace(loaded, gradients=end), unfolded, shared, spread=False, overheads=overheads).result
+        _simulated(
+            replace(loaded, gradients=end), unfolded, shared, spread=False, listed=False, overheads=overheads
+        ).result
         for end in both
     ]
     every = [result, *ends]
@@ -274,7 +279,13 @@ def no_collection() -> Iterator[None]:
 
 
 def _simulated(
-    loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool, overheads: Overheads | None = None
+    loaded: Loaded,
+    unfolded: bool,
+    shared: Shared,
+    *,
+    spread: bool,
+    listed: bool,
+    overheads: Overheads | None = None,
 ) -> Simulated:
     scenario = loaded.scenario
     if scenario.policies.in_fragments:
@@ -287,7 +298,7 @@ def _simulated(
         short = _extrapolated(loaded, unfolded, shared, spread=spread)
         if short is not None:
             return short
-    return _steady(loaded, unfolded, shared, spread=spread, overheads=overheads)
+    return _steady(loaded, unfolded, shared, spread=spread, listed=listed, overheads=overheads)
 
 
 def _extrapolated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) -> Simulated | None:
@@ -315,10 +326,11 @@ def _steady(
     *,
     spread: bool = True,
     sized: bool = True,
+    listed: bool = True,
     overheads: Overheads | None = None,
     further: Mapping[int, Peak] | None = None,
 ) -> Simulated:
-    """Return the prediction where all steps are equal.
+    """Return the prediction where all steps are equal; `listed`: see `simulate`.
 
     `slowed`: compute time ratio of slow ranks. `sized`: whether to compute reserved memory. `overheads`: the
     allocator's overheads in thresholded steps, if known. `further`: bytes to be added to the peak of each role.
@@ -349,6 +361,7 @@ def _steady(
         first=first,
         excess_bytes=excess_bytes,
         sized=sized,
+        listed=listed,
         overheads=overheads,
         further=further,
     )
@@ -631,6 +644,7 @@ def _result(
     first: _SteadyRun | None = None,
     excess_bytes: float = 0.0,
     sized: bool = True,
+    listed: bool = True,
     overheads: Overheads | None = None,
     beside: Carried | None = None,
     further: Mapping[int, Peak] | None = None,
@@ -646,6 +660,7 @@ def _result(
         first: the run's first step, if it differs from `typical`; the plan has to fit there as well.
         excess_bytes: see `mean_excess_bytes`.
         sized: whether to compute reserved memory.
+        listed: see `simulate`.
         overheads: the allocator's overheads in thresholded steps, if known.
         beside: bytes of other steps of the period, in which parameters are synchronized once.
         further: bytes to be added to the peak of each role.
@@ -676,8 +691,12 @@ def _result(
             push=_mean([step.push_density for step in traffic]),
             publish=_mean([step.publish_density for step in traffic]),
         ),
-        collectives=collectives_of(machine.program, traffic),
-        links=links_of(machine, typical.time_s, mean_ratio=mean_ratio, beside=beside),
+        collectives=collectives_of(machine.program, traffic) if listed else (),
+        links=(
+            links_of(machine, typical.time_s, mean_ratio=mean_ratio, beside=beside)
+            if listed
+            else busiest_of(machine, typical.time_s, mean_ratio=mean_ratio)
+        ),
         ranks=ranks,
         idle_devices=scenario.idle_devices,
         cost_usd_per_step=cost_usd(scenario, typical.time_s),

@@ -321,6 +321,9 @@ def prediction_name(point: Point, scenario_id: str) -> str:
     return file_name(point.name, scenario_id, "simulated")
 
 
-def predicted(point: Point, shared: Shared, *, spread: bool = True) -> Result:
-    """Return a point's prediction; raise UserError or RunFailedError if there is none. `spread`: see `simulate`."""
-    return simulate(point.load(shared=shared), shared=shared, spread=spread).result
+def predicted(point: Point, shared: Shared, *, spread: bool = True, listed: bool = True) -> Result:
+    """Return a point's prediction; raise UserError or RunFailedError if there is none.
+
+    `spread`, `listed`: see `simulate`.
+    """
+    return simulate(point.load(shared=shared), shared=shared, spread=spread, listed=listed).result

@@ -105,7 +105,7 @@ def tabulate(
 
 def row_of(point: Point, shared: Shared) -> Row:
     """Return the outcome of a point's prediction; raise UserError or RunFailedError without one."""
-    return outcome(predicted(point, shared, spread=False))  # the table does not show the spread
+    return outcome(predicted(point, shared, spread=False, listed=False))  # which the table does not show
 
 
 def _check_names(points: Sequence[Point], file: Path) -> None:

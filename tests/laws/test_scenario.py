@@ -1,5 +1,6 @@
 import os
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from gssim.cluster.measured import Profile
 from gssim.errors import UserError
 from gssim.scenario import layer_profile, load_scenario, read_toml, single_device, value_bytes
 from gssim.scenario.layer_costs import sample_cost_s
+from gssim.scenario.overrides import parsed_override
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 UNEQUAL = {"types": {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 2.5e8})}}
@@ -75,6 +77,13 @@ def test_overrides_change_numbers_words_and_tables(tmp_path):
     scenario = load_scenario(path, overrides).scenario
     assert (scenario.plan.method, scenario.shard_shares) == ("gs", (0.75, 0.25))
     assert (scenario.run.steps, scenario.workload.optimizer) == (7, "sgd")
+
+
+@pytest.mark.parametrize(
+    "text", ['"a b#c"', '""', '"it\'s"', r'"\u00e9 \\ \""', '"é"', '"~!"', "'literal'", ' "x" ', '"tab\t"']
+)
+def test_a_text_in_an_override_is_what_toml_says(text):
+    assert parsed_override(f"name={text}") == ("name", tomllib.loads(f"name = {text}")["name"])
 
 
 def test_a_file_named_by_an_override_is_looked_up_from_where_the_user_stands(tmp_path, monkeypatch):

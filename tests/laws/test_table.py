@@ -53,6 +53,17 @@ def test_a_row_says_what_the_result_does(result):
 FAST = [f"cluster.links.{link}.{key}" for link in range(4) for key in ("bandwidth_bytes_per_s=1e15", "latency_s=0")]
 
 
+@pytest.mark.parametrize("changes", [[], ["cluster.topology.devices.0.count=256"], ["plan.method=single"]])
+@pytest.mark.parametrize("method", ["zero2", "gs"])
+def test_a_prediction_that_lists_no_links_has_the_row_of_one_that_does(method, changes):
+    of_hosts = ["cluster=scenarios/clusters/t4-hosts.toml", "workload.global_batch_size=256", f"plan.method={method}"]
+    loaded = load_scenario(Path("scenarios/demo.toml"), [*of_hosts, *changes])
+    listed, short = (simulate(loaded, listed=listed).result for listed in (True, False))
+    assert outcome(short) == outcome(listed)
+    assert len(short.links) == (loaded.scenario.ranks > 1)
+    assert not short.collectives
+
+
 @pytest.mark.parametrize("method", ["ddp", "zero3"])
 def test_what_a_rank_waits_on_an_infinitely_fast_network_is_for_slower_ranks(method, capsys):
     """Exposed communication of unequal devices was one figure, most of which no network would take away."""

@@ -1,5 +1,6 @@
 """Lower bounds of compute time: ranks at their devices' own speed, and the fill and drain of pipelines."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -44,14 +45,13 @@ class ComputeBounds:
         """
         if policies.partition == "weight-gradient" or plan.shares.replan:
             return [0.0] * policies.ranks
-        kinds = list(zip(self.parts.alike(policies), sizes, strict=True))
+        kinds, parts = list(zip(self.parts.alike(policies), sizes, strict=True)), self.parts.parts(plan, policies)
         found: dict[tuple[int, int], float] = {}
         for rank, samples in dict.fromkeys(kinds):
-            part = self.parts.part(plan, policies, rank)
-            parts = splitting.split(samples, splitting.even(plan.micro_batches))
+            part, counts = parts[rank], Counter(splitting.split(samples, splitting.even(plan.micro_batches)))
             found[rank, samples] = self.parts.attended_ratio(policies, rank) * sum(
-                parts.count(size) * self.micro_batch_s(rank, size, plan.recompute, part, issued=issued)
-                for size in set(parts)
+                counts[size] * self.micro_batch_s(rank, size, plan.recompute, part, issued=issued)
+                for size in set(counts)
                 if size
             )
         return [found[kind] for kind in kinds]
@@ -70,7 +70,7 @@ class ComputeBounds:
             chance_of(device)
             * run.ratio
             * self.parts.once(
-                ("time", run.key, self.parts.names[rank], samples, recompute, issued),
+                ("time", run, self.parts.names[rank], samples, recompute, issued),
                 lambda: sum(
                     sum(self._phases_s(device, instance.layer, whole, samples, recompute, run.positions, issued))
                     for instance, whole in zip(run.layers, run.wholes, strict=True)
@@ -115,7 +115,7 @@ class ComputeBounds:
             ]
             return sum(forward_s for forward_s, *_ in phases_s), sum(sum(others_s) for _, *others_s in phases_s)
 
-        key = ("passes", part.key, self.parts.names[rank], samples, recompute, issued)
+        key = ("passes", part, self.parts.names[rank], samples, recompute, issued)
         forward_s, backward_s = self.parts.once(key, found)
         ratio = chance_of(device) * part.ratio
         return ratio * forward_s, ratio * backward_s

@@ -3,10 +3,9 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import accumulate
 from math import ceil, prod
-from operator import attrgetter
 
 from gssim.collectives import Communication
 from gssim.execution.cache import Same
@@ -34,11 +33,6 @@ MAX_REPLAYED_SAMPLES = 8
 """Largest number of samples at which activations are followed buffer by buffer; only powers of two are."""
 
 
-NOT_OF_PARTS = frozenset({"recompute", "offload", "push", "shares"})
-"""Keys of a plan on which neither the ranks' parts of the model depend nor, but for `shares.shards`, what they own."""
-_keys_of_parts = attrgetter(*(each.name for each in fields(Plan) if each.name not in NOT_OF_PARTS))
-
-
 class MemoryBounds:
     """Lower bounds of the memory of ranks."""
 
@@ -47,23 +41,24 @@ class MemoryBounds:
 
     def full_ratio(self, plan: Plan, policies: Policies, sizes: Sequence[int]) -> float:
         """Return a lower bound of the fraction of memory used on the fullest device."""
-        kinds = zip(self._kinds(plan, policies), sizes, strict=True)
+        kinds, parts = zip(self._kinds(plan, policies), sizes, strict=True), self.parts.parts(plan, policies)
         return max(
-            self._least_bytes_of(plan, policies, rank, self.parts.part(plan, policies, rank), owned, n)
-            / self.parts.types[rank].memory_bytes
+            self._least_bytes_of(plan, policies, rank, parts[rank], owned, n) / self.parts.types[rank].memory_bytes
             for (rank, owned), n in dict.fromkeys(kinds)
         )
 
     def rooms(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
         """Return for each rank the largest number of samples with which it fits a fraction of its memory."""
-        kinds = self._kinds(plan, policies)
-        found = {kind: self._room(plan, policies, *kind, ratio) for kind in set(kinds)}
+        kinds, parts = self._kinds(plan, policies), self.parts.parts(plan, policies)
+        found = {
+            (rank, owned): self._room(plan, policies, rank, parts[rank], owned, ratio) for rank, owned in set(kinds)
+        }
         return [found[kind] for kind in kinds]
 
     def _kinds(self, plan: Plan, policies: Policies) -> list[tuple[int, float]]:
         """Return for each rank a rank with the same part of the model, and how many elements it updates itself."""
         sizes = self.parts.batch_sizes(plan, policies) if policies.pp > 1 else ()  # which decide where stages are cut
-        key = ("kinds", _keys_of_parts(plan), plan.shares.shards, sizes)
+        key = ("kinds", Same(policies), plan.micro_batches, plan.shares.shards, sizes)
         return self.parts.once(key, lambda: self._found_kinds(plan, policies))
 
     def _found_kinds(self, plan: Plan, policies: Policies) -> list[tuple[int, float]]:
@@ -73,18 +68,23 @@ class MemoryBounds:
             return [(rank, owned[rank]) for rank in alike]
         return [(first, self._owned(plan, policies, rank)) for rank, first in enumerate(alike)]
 
-    def _room(self, plan: Plan, policies: Policies, rank: int, owned: float, ratio: float) -> int:
+    def _room(self, plan: Plan, policies: Policies, rank: int, part: Part, owned: float, ratio: float) -> int:
         """Return the most samples that fit a fraction of a rank's memory; `owned`: the elements it updates."""
-        part = self.parts.part(plan, policies, rank)
-        memory = (policies.parameters, policies.gradients, policies.gradient_sync, part.key, owned, plan.offload)
-        key = ("room", self.parts.names[rank], memory, plan.micro_batches, plan.recompute, ratio)
+        memory = (policies.parameters, policies.gradients, policies.gradient_sync, part, owned, plan.offload)
+        key = ("room", self.parts.names[rank], memory, plan.micro_batches, plan.recompute)
         room = ratio * self.parts.types[rank].memory_bytes
+        needed = self.parts.once(("needed", *key), dict[int, float])  # by number of samples, whatever the ratio
 
         def too_many(samples: int) -> bool:
-            return self._least_bytes_of(plan, policies, rank, part, owned, samples) > room
+            if samples not in needed:
+                needed[samples] = self._least_bytes_of(plan, policies, rank, part, owned, samples)
+            return needed[samples] > room
 
-        total = self.parts.workload.global_batch_size
-        return self.parts.once(key, lambda: bisect_left(range(total + 1), True, lo=1, key=too_many) - 1)
+        def most() -> int:
+            total = self.parts.workload.global_batch_size
+            return bisect_left(range(total + 1), True, lo=1, key=too_many) - 1 if too_many(total) else total
+
+        return self.parts.once((*key, ratio), most)
 
     def _least_bytes_of(
         self, plan: Plan, policies: Policies, rank: int, part: Part, owned: float, samples: int
@@ -186,9 +186,9 @@ class MemoryBounds:
                 layers = held_layers(unrolled(held_slice(scenario, 0)), scenario.stage_ranges)
             divided = policies.tp > 1 or policies.ep > 1
             found = []
-            for number, stage in enumerate(stages_of(layers)):
+            for stage in stages_of(layers):
                 whole = [self.parts.layers[each.index].layer if divided else None for each in stage.layers]
-                found.append((Part((key, number), stage.layers, tuple(whole)), stage))
+                found.append((Part(stage.layers, tuple(whole)), stage))
             return found
 
         return self.parts.once(key, held)[policies.mesh.place(rank).pp]
@@ -225,7 +225,7 @@ class MemoryBounds:
                 if each.kind in ("all-reduce", "all-gather", "reduce-scatter")
             )
 
-        return self.parts.once(("sums", part.key, phase, plan.recompute, samples), found)
+        return self.parts.once(("sums", part, phase, plan.recompute, samples), found)
 
     def exchanges(
         self, plan: Plan, policies: Policies, rank: int, phase: str, samples: int
@@ -252,7 +252,7 @@ class MemoryBounds:
                     counted[row_exchange([group], each.kind, sent)] += 1
             return counted
 
-        return self.parts.once(("exchanges", part.key, group, phase, plan.recompute, samples), found)
+        return self.parts.once(("exchanges", part, group, phase, plan.recompute, samples), found)
 
     def _rows(self, policies: Policies, module: str) -> Sequence[float]:
         """Return the rows that one sample of each rank sends to each rank's experts in a layer."""
@@ -369,7 +369,7 @@ class MemoryBounds:
         if not samples or policies.pp > 1:
             return 0.0
         gathers = policies.parameters if policies.shards > 1 else "replicated"
-        key = ("passing", part.key, gathers, plan.recompute, samples, unreduced_value)
+        key = ("passing", part, gathers, plan.recompute, samples, unreduced_value)
         held = gathers, unreduced_value
         return self.parts.once(key, lambda: self._extrapolated_peak(part, held, plan.recompute, samples))
 
@@ -388,13 +388,13 @@ class MemoryBounds:
         """
         gathers, unreduced_value = held_beside
         held = self.parts.once(
-            ("activations", part.key, recompute, samples),
+            ("activations", part, recompute, samples),
             lambda: _held_bytes(part.layers, self._timeline(part, recompute, samples)),
         )
-        gathered = self.parts.once(("gathered", part.key, gathers), lambda: _gathered_elements(part, gathers))
-        unreduced = self.parts.once(("unreduced", part.key), lambda: _unreduced_elements(part))
+        gathered = self.parts.once(("gathered", part, gathers), lambda: _gathered_elements(part, gathers))
+        unreduced = self.parts.once(("unreduced", part), lambda: _unreduced_elements(part))
         return self.parts.once(
-            ("peak", part.key, gathers, recompute, samples, unreduced_value),
+            ("peak", part, gathers, recompute, samples, unreduced_value),
             lambda: max(
                 a + self.parts.value * b + unreduced_value * c
                 for a, b, c in zip(held, gathered, unreduced, strict=True)
@@ -425,12 +425,12 @@ class MemoryBounds:
         place, ranks = rank // policies.tp % policies.replica_ranks, policies.replica_ranks
         if policies.gradients == "reduce-scatter":
             ranks = policies.shards
-            return self.parts.once(("chunks", part.key, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
+            return self.parts.once(("chunks", part, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
         if policies.gradients == "push":
             return self._pushed_share(plan, policies, part, rank)
         if policies.zero1_implementation != "torch":
             return 0.0 if self.parts.workload.optimizer == "muon" else part.elements / ranks
-        return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
+        return self.parts.once(("dealt", part, ranks), lambda: self._tensor_owners(part, ranks))[place]
 
     def _tensor_owners(self, part: Part, ranks: int) -> list[float]:
         """Return the elements of the tensors that each rank updates, where whole tensors are assigned (ZeRO-1)."""
@@ -445,7 +445,7 @@ class MemoryBounds:
         rule = plan.shares.shards
         if rule in ("memory", "cost"):  # any size is possible
             return 0.0
-        key = ("shards", rule, policies.mesh, plan.micro_batches, part.key)  # a rate is of a micro-batch's samples
+        key = ("shards", rule, policies.mesh, plan.micro_batches, part)  # a rate is of a micro-batch's samples
         return self.parts.once(key, lambda: self._push_shards(plan, part))[rank]
 
     def _push_shards(self, plan: Plan, part: Part) -> list[float]:

@@ -4,9 +4,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 from gssim.errors import UserError
+from gssim.execution.cache import NOT_KEPT, Same
 from gssim.plan import Plan, Policies, resolve, ring_blocks, splitting
 from gssim.scenario import (
     Scenario,
@@ -36,9 +37,8 @@ _resolved_keys = attrgetter(*(each.name for each in fields(Plan) if each.name no
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The part of the model that a rank runs."""
+    """The part of the model that a rank runs. There is one object for each, which is itself the key of its values."""
 
-    key: Hashable
     layers: tuple[LayerInstance, ...]
     wholes: tuple[Layer | None, ...]
     """For each layer that is a slice, the whole layer; else None."""
@@ -72,8 +72,8 @@ class ModelParts:
         self.layers = unrolled(self.model)
         adapted = self.model.whole_layers  # measured profiles are of layers without adapters, with none frozen
         self.traced = unrolled(replace(self.model, layers=adapted)) if adapted else self.layers
-        self.whole = Part("whole", self.layers, self._wholes(self.layers))
-        self._memo: dict[Hashable, object] = {}
+        self.whole = Part(self.layers, self._wholes(self.layers))
+        self._memo: dict[Hashable, Any] = {}
 
     def _wholes(self, held: Sequence[LayerInstance]) -> tuple[Layer | None, ...]:
         """Return, for each of these layers, the whole model's layer, which profiles are of; None if it is the same."""
@@ -124,7 +124,22 @@ class ModelParts:
         again = plan.gathered_inputs == "gathered-again"
         divided = divided_vocabulary(plan, self.value)
         key = ("slice", parts, position, positions, divided, again)
-        return self.once(key, lambda: self._new_slice(key, parts, position, positions, divided, again))
+        return self.once(key, lambda: self._new_slice(parts, position, positions, divided, again))
+
+    def parts(self, plan: Plan, policies: Policies) -> Sequence[Part]:
+        """Return the part of each rank; raise UserError if the model cannot be cut in that way.
+
+        `policies`: the plan's, from `policies`.
+        """
+        sizes = self.batch_sizes(plan, policies) if policies.pp > 1 else ()  # which decide where stages are cut
+        key = ("parts", Same(policies), plan.micro_batches, plan.shares.shards, sizes)
+
+        def found() -> Sequence[Part]:
+            alike = self.alike(policies)
+            of_rank = {rank: self.part(plan, policies, rank) for rank in dict.fromkeys(alike)}
+            return [of_rank[rank] for rank in alike]
+
+        return self.once(key, found)
 
     def alike(self, policies: Policies) -> tuple[int, ...]:
         """Return, for each rank, the first rank that has the same part of the model, and of attention, on the same type
@@ -140,7 +155,7 @@ class ModelParts:
                 first.setdefault(kinds[-1], rank)
             return tuple(first[kind] for kind in kinds)
 
-        return self.once(("alike", policies.mesh, policies.slices, policies.ring, policies.zigzag), found)
+        return self.once(("alike", Same(policies)), found)
 
     def attended_ratio(self, policies: Policies, rank: int) -> float:
         """Return a lower bound of a rank's compute, as a fraction of that with an equal part of the attention.
@@ -166,14 +181,14 @@ class ModelParts:
         if policies.cp == policies.ep == 1:
             # layers with a copy of a tied parameter, or without a backward, are otherwise as measured
             layers = tuple(instance for stage in stages for instance in stage)
-            return self.once(held, lambda: Part(held, layers, self._wholes(layers), 1 / policies.tp))
+            return self.once(held, lambda: Part(layers, self._wholes(layers), 1 / policies.tp))
 
         def cut_part() -> Part:
             of_experts = policies.ep > 1
             whole = self._with_experts(plan, policies, experts) if of_experts else self._in_context(plan, policies)
             every = held_layers(whole.layers, self.with_plan(plan).stage_ranges)
             own = tuple(instance for stage in every[place :: policies.pp] for instance in stage)
-            return Part(held, own, tuple(self.traced[each.index].layer for each in own), positions=positions)
+            return Part(own, tuple(self.traced[each.index].layer for each in own), positions=positions)
 
         return self.once(held, cut_part)
 
@@ -192,16 +207,16 @@ class ModelParts:
     def _in_context(self, plan: Plan, policies: Policies) -> Part:
         """Return the layers of all stages on a rank's part of the sequences."""
         key = self._context(plan, policies)
-        return self.once(key, lambda: self._new_context(key, plan, policies))
+        return self.once(key, lambda: self._new_context(plan, policies))
 
-    def _new_context(self, key: Hashable, plan: Plan, policies: Policies) -> Part:
+    def _new_context(self, plan: Plan, policies: Policies) -> Part:
         if not self.model.context_layers:
             raise UserError("the model is not traced on parts of sequences")
         if policies.tp > 1:
             self._check_context(self.model.sequence_layers if policies.sequence_parallel else self.model.sliced_layers)
         layers = unrolled(held_slice(self.with_plan(plan), 0))
         positions = sequence_positions(policies, self.workload)
-        return Part(key, layers, tuple(instance.layer for instance in self.traced), positions=positions)
+        return Part(layers, tuple(instance.layer for instance in self.traced), positions=positions)
 
     def _check_slices(self, ranks: int) -> None:
         """Raise UserError if the model's blocks cannot be cut among this number of ranks."""
@@ -232,14 +247,14 @@ class ModelParts:
     def _with_experts(self, plan: Plan, policies: Policies, position: int) -> Part:
         """Return the layers of all stages with the experts of a position among the ranks that divide them."""
         key = ("experts", policies.ep, position, self.slices_key(plan, policies))
-        return self.once(key, lambda: self._new_experts(key, plan, policies, position))
+        return self.once(key, lambda: self._new_experts(plan, policies, position))
 
-    def _new_experts(self, key: Hashable, plan: Plan, policies: Policies, position: int) -> Part:
+    def _new_experts(self, plan: Plan, policies: Policies, position: int) -> Part:
         if not divided_expert_layers(self.model, policies):
             raise UserError("the model has no layers with divided experts")
         positions = sequence_positions(policies, self.workload) if policies.cp > 1 else None
         layers = held_experts(self.with_plan(plan), position, 0)
-        return Part(key, layers, tuple(instance.layer for instance in self.traced), positions=positions)
+        return Part(layers, tuple(instance.layer for instance in self.traced), positions=positions)
 
     def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:
         if policies.slices != "shares":
@@ -249,7 +264,6 @@ class ModelParts:
 
     def _new_slice(
         self,
-        key: Hashable,
         parts: Sequence[float],
         position: int,
         positions: int | None,
@@ -260,15 +274,16 @@ class ModelParts:
             self.model, parts, position, positions=positions, vocabulary=vocabulary, gathers_again=gathers_again
         )
         layers = unrolled(held)
-        return Part(key, layers, tuple(instance.layer for instance in self.traced))
+        return Part(layers, tuple(instance.layer for instance in self.traced))
 
     def stages(self, plan: Plan, policies: Policies) -> tuple[tuple[LayerInstance, ...], ...]:
         """Return the layers of every stage of a pipeline; raise UserError if the model cannot be cut in that way."""
 
         def cut() -> tuple[tuple[tuple[LayerInstance, ...], ...], str | None]:
-            cut = self.with_plan(plan)
-            ranges = cut.stage_ranges
-            return cut.stages, self.once(("cut", ranges), lambda: stage_cut_error(self.layers, ranges))
+            scenario = self.with_plan(plan)
+            ranges = scenario.stage_ranges
+            key = ("cut", ranges, Same(policies) if policies.ep > 1 else None)
+            return self.once(key, lambda: (scenario.stages, stage_cut_error(self.layers, ranges)))
 
         stages, reason = self.once(self._cut_key(plan, policies), cut)
         if reason:
@@ -282,6 +297,7 @@ class ModelParts:
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the value of `make`, computed once per key."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        return cast(T, self._memo[key])
+        found: T = self._memo.get(key, NOT_KEPT)
+        if found is NOT_KEPT:
+            found = self._memo[key] = make()
+        return found
