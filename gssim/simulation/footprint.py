@@ -17,7 +17,8 @@ states in the first update, once the gradients are cast for it. The workspaces o
 first multiplies: assumed to be the beginning of the first forward, and the end of the first task of the first backward
 (the loss). Then two steps are replayed; the second one finds all of these allocated, and further ones would reserve no
 more. A free releases the oldest tensor of its category and size, but the latest for activations, which the backward
-frees in reverse order. A free of which only the sum is known takes any tensors of the category.
+frees in reverse order, and for a gradient that is added to an earlier one or copied elsewhere. A free of which only the
+sum is known takes any tensors of the category.
 
 [Note: middle] With many micro-batches, those in the middle of the schedule start and end in the same state as the one
 before, once the largest number is in flight. They are left out of the replay if the peak of requested bytes, which is
@@ -166,8 +167,8 @@ class _LiveTensors:
         self.alive: dict[Key, list[Block]] = {}
         self._categories: dict[int, str] = {}
         """Category by identity of the list of live blocks."""
-        self._made: dict[tuple[Key, str], tuple[Request, Request]] = {}
-        """Allocation and free of a tensor on a stream."""
+        self._made: dict[tuple[Key, str], tuple[Request, Request, Request]] = {}
+        """Allocation of a tensor on a stream, its free, and its free as the latest of its kind."""
         self._needed: dict[int, list[Request]] = {}
 
     def carry_out(self, requests: Iterator[Request]) -> None:
@@ -198,19 +199,20 @@ class _LiveTensors:
                     key = ((event.category, event.number, size), event.stream)
                     if key not in self._made:
                         self._made[key] = self._requests_for(*key)
-                    request, count = self._made[key][frees], len(list(several))
+                    request, count = self._made[key][frees + event.latest], len(list(several))
                     if count > 1 and not frees:
                         requests.append((*request[:-1], count))
                     else:
                         requests.extend(repeat(request, count))
         return requests
 
-    def _requests_for(self, key: Key, stream: str) -> tuple[Request, Request]:
+    def _requests_for(self, key: Key, stream: str) -> tuple[Request, Request, Request]:
         category, _, size = key
         rounded = rounded_bytes(size)
         pool, alike = self.allocator.pool_of(rounded, stream), self._blocks_of(key)
         place = -1 if category in LATEST_FIRST else 0
-        return (alike, pool, rounded, int(size), place, 1), (alike, pool, 0, int(size), place, 1)
+        allocation = (alike, pool, rounded, int(size), place, 1)
+        return allocation, (alike, pool, 0, int(size), place, 1), (alike, pool, 0, int(size), -1, 1)
 
     def _blocks_of(self, key: Key) -> list[Block]:
         """Return the list of live blocks of tensors with that key."""

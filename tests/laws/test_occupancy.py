@@ -8,7 +8,7 @@ from combinations import each_once
 from strategies import device_type, loaded_of, machine_of, scenario_of, star
 from tasks import program_with, task_of
 
-from gssim.memory import Event, footprint
+from gssim.memory import Event, footprint, gradient_events
 from gssim.planner import suggested_changes, with_suggested_changes
 from gssim.program import Program, lower, workspaces
 from gssim.result import Result, read_result
@@ -16,6 +16,7 @@ from gssim.scenario import Scenario, load_model, load_scenario
 from gssim.simulation import AllocatorPeaks, replay, reservation, simulate
 from gssim.simulation.footprint import MemoryFootprint
 from gssim.units import validated
+from gssim.workload import unrolled
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -95,6 +96,26 @@ def test_a_free_that_tells_a_sum_alone_takes_what_there_is():
     found = replay(program_of(taken, freed, persistent={}, update=rest), 0)
     assert found.requested_bytes == 7 * MIB
     assert found.reserved_bytes == 20 * MIB
+
+
+def test_a_sum_of_gradients_stays_where_the_first_one_was():
+    """torch adds a further gradient in place: of 90 MiB that are free, 60 MiB in a row remain behind the first one."""
+    room, no_room = ([Event(0, sign * 90.0 * MIB, "activations")] for sign in (1, -1))
+    first = [Event(0, 30.0 * MIB, "gradients")]
+    added = [*first, Event(1, -30.0 * MIB, "gradients", latest=True)]
+    work = [Event(0, 60.0 * MIB, "temporaries"), Event(1, -60.0 * MIB, "temporaries")]
+    update = [Event(0, -30.0 * MIB, "gradients")]
+    assert replay(program_of(room, no_room, first, added, work, persistent={}, update=update), 0).reserved_bytes == (
+        90 * MIB
+    )
+
+
+@pytest.mark.parametrize("given_back", [1, 2])
+def test_a_new_gradient_is_released_before_a_sum(given_back):
+    model = load_model(ROOT / "scenarios" / "models" / "gpt-byte-1m.toml")
+    events = gradient_events(unrolled(model), value_bytes=4, given_back=given_back)
+    released = [event.latest for several in events.values() for event in several if event.size_bytes < 0]
+    assert released.count(True) * given_back == len(released)
 
 
 def test_streams_keep_their_memory_apart():
