@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from combinations import each_once
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from strategies import device_type, loaded_of, machine_of, scenario_of, star
 from tasks import program_with, task_of
 
@@ -14,6 +18,7 @@ from gssim.program import Program, lower, workspaces
 from gssim.result import Result, read_result
 from gssim.scenario import Scenario, load_model, load_scenario
 from gssim.simulation import AllocatorPeaks, replay, reservation, simulate
+from gssim.simulation.allocator_replay import _LiveTensors
 from gssim.simulation.footprint import MemoryFootprint
 from gssim.units import validated
 from gssim.workload import unrolled
@@ -116,6 +121,65 @@ def test_a_new_gradient_is_released_before_a_sum(given_back):
     events = gradient_events(unrolled(model), value_bytes=4, given_back=given_back)
     released = [event.latest for several in events.values() for event in several if event.size_bytes < 0]
     assert released.count(True) * given_back == len(released)
+
+
+KEPT = st.tuples(
+    st.sampled_from(("activations", "gradients", "temporaries")), st.sampled_from((0.3, 0.7, 1.5, 4, 11, 30))
+)
+"""Category, and MiB, of a tensor."""
+
+
+@st.composite
+def micro_batches(draw: st.DrawFn) -> list[list[Event]]:
+    """Draw what the tasks of a few micro-batches allocate and free, repeated; most free what they have allocated."""
+    events: list[list[Event]] = []
+    for _ in range(draw(st.integers(1, 2))):
+        sizes = [(name, size * MIB) for name, size in draw(st.lists(KEPT, min_size=1, max_size=5))]
+        freed = draw(st.permutations(sizes))[draw(st.sampled_from((0,) * 9 + (1,))) :]
+        latest = draw(st.booleans())
+        forward = [Event(place, size, name) for place, (name, size) in enumerate(sizes)]
+        backward = [Event(place, -size, name, latest=latest) for place, (name, size) in enumerate(freed)]
+        size = draw(KEPT)[1] * MIB
+        work = [Event(0, size, "temporaries"), Event(1, -size, "temporaries")]
+        events += [*draw(st.permutations([forward, work])), backward]
+    return events
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    repeated=micro_batches(),
+    count=st.integers(4, 16),
+    in_flight=st.integers(0, 2),
+    expandable=st.booleans(),
+    limit=st.sampled_from((None, None, None, 150 * MIB)),
+)
+def test_repetitions_that_change_nothing_are_passed_over(repeated, count, in_flight, expandable, limit):
+    needs = [footprint(events) for events in repeated]
+    in_order = needs[:in_flight] * 2 + needs * count + needs[::-1]
+    tasks = [task_of(str(i), "forward", need=need) for i, need in enumerate(in_order)]
+    tasks.append(task_of("update", "optimizer", need=footprint([])))
+    program = program_with((tasks,), {}, ({"parameters": 7.0 * MIB, "gradients": 4.0 * MIB, "optimizer": 9.0 * MIB},))
+    several = [
+        replay(program, 0, limit_bytes=limit, expandable_segments=expandable, pass_over=pass_over)
+        for pass_over in (True, False)
+    ]
+    assert several[0] == several[1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_pipeline_of_many_micro_batches_is_replayed_without_most_of_them(schedule, recompute):
+    plan = {"method": "pipeline", "pp": 2, "micro_batches": 40, "schedule": schedule, "recompute": recompute}
+    program = lower(scenario_of(gpus(2), plan, global_batch_size=80, precision="bf16", optimizer="adamw"))
+    for role in range(len(program.tasks)):
+        served = []
+        for pass_over in (True, False):
+            with patch.object(_LiveTensors, "serve", autospec=True, side_effect=_LiveTensors.serve) as serve:
+                peaks = replay(program, role, pass_over=pass_over)
+            served.append((peaks, serve.call_count))
+        (found, few), (expected, every) = served
+        assert found == expected
+        assert few < every / 2 if schedule == "1f1b" else few <= every
 
 
 def test_streams_keep_their_memory_apart():
