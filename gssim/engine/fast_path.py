@@ -54,9 +54,7 @@ def run_ahead(
                 now_s = env.now
             if now_s > began_s:
                 machine.record_span(index, task, began_s, now_s)
-            finished = machine.finished.get((index, step, task.id))
-            if finished is not None:
-                finished.succeed(now_s)
+            machine.finish(index, step, task, now_s)
         if stream == "compute":
             machine.ends_s[index].append(now_s)
     if stream == "compute":  # memory is added up in task order, whenever the tasks end

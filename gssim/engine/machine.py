@@ -113,7 +113,9 @@ class Machine(MachineState):
             run_stream: Work = (
                 partial(run_ahead, self, self._collectives) if can_run_ahead(self, rank_class.index) else self._stream
             )
-            processes.extend(self.env.process(run_stream(rank_class.index, stream, steps)) for stream in streams)
+            for stream in streams:
+                processes.append(self.env.process(run_stream(rank_class.index, stream, steps)))
+                self.streams[processes[-1]] = rank_class.index, stream
         everything = self.env.all_of(processes)
         try:
             self.env.run(until=everything)
@@ -210,9 +212,7 @@ class Machine(MachineState):
                 memory.end(stream)
                 if self.env.now > began_s:
                     self.record_span(index, task, began_s, self.env.now)
-                finished = self.finished.get((index, step, task.id))
-                if finished is not None:
-                    finished.succeed(self.env.now)
+                self.finish(index, step, task, self.env.now)
             if stream == "compute":
                 self.ends_s[index].append(self.env.now)
 

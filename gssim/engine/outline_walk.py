@@ -270,6 +270,8 @@ class OutlineWalk:
         self.machine, self.steps, self.env = machine, steps, machine.env
         self.finished = machine.env.event()
         self._ready: deque[_Stream] = deque()
+        self._is_running = False
+        """Whether ready streams are being executed, so that what they end makes others ready without recursion."""
         self._met: dict[tuple[int, int, int], list[_Stream]] = {}
         """Streams that have arrived at a collective, by step, collective and instance."""
         self._times: list[dict[CollectiveInstance, int]] = [defaultdict(int) for _ in range(steps)]
@@ -456,6 +458,9 @@ class OutlineWalk:
         self._count_bytes()
 
     def _run_ready(self) -> None:
+        if self._is_running:
+            return
+        self._is_running = True
         while self.repeated_s is None:
             if self._ready:
                 self._advance(self._ready.popleft())
@@ -463,6 +468,7 @@ class OutlineWalk:
                 self._compare_further_steps()
             else:
                 break
+        self._is_running = False
         if not self._left and not self.finished.triggered:
             self.finished.succeed()
 

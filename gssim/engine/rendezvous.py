@@ -242,7 +242,10 @@ def carry_prepared(machine: MachineState, prepared: Prepared, reduction_s: float
     end.
     """
     if prepared.processor_s or reduction_s:
-        ended = partial(_handle, machine, machine.env.now + prepared.processor_s, reduction_s, ended)
+        handled_after_s = 0.0
+        if prepared.processor_s and prepared.handled_by is not None:
+            handled_after_s = machine.network.handled_after_s(prepared.handled_by, prepared.processor_s)
+        ended = partial(_handle, machine, machine.env.now + handled_after_s, reduction_s, ended)
     if prepared.sessions is None:
         ended()
     else:

@@ -84,6 +84,8 @@ class MachineState:
         """By class and stream: the waiting task, and the classes that its collective waits for (None: it waits for
         tasks of its own class).
         """
+        self.streams: dict[object, tuple[int, str]] = {}
+        """Class and stream that each process executes."""
         self.recorded: list[TaskSpan] = []
         self._volumes: dict[int, float] = defaultdict(float)
         self._hops: dict[int, collectives.Hops] = {}
@@ -179,6 +181,25 @@ class MachineState:
         """Return the tasks of a class on a stream."""
         return [task for task in self.program.tasks[self.roles[index]] if task.stream == stream]
 
+    def finish(self, index: int, step: int, task: Task, end_s: float) -> None:
+        """Report the end of a task to the streams that wait for it, which go on in the order of the program.
+
+        A rank's thread posts what it may post at one instant in that order: a pipeline's batch of messages, say.
+        """
+        event = self.finished.get((index, step, task.id))
+        if event is None:
+            return
+        assert event.callbacks is not None
+        if len(event.callbacks) > 1:
+            places = self.program.once(_places, self.roles[index])
+
+            def place(callback: Any) -> int:
+                stream = self.streams.get(getattr(callback, "__self__", None))
+                return -1 if stream is None else places[id(self.waiting[stream][0])]
+
+            event.callbacks.sort(key=place)
+        event.succeed(end_s)
+
     def until(self, now_s: float) -> Generator[Any, Any, None]:
         """Wait until the simulated clock has reached a time."""
         if self.env.now < now_s:
@@ -196,3 +217,8 @@ class MachineState:
         phase = task.phase if awaited is None else "exposed_communication"
         rank = self.classes[index].representative
         self.recorded.append(TaskSpan(rank, task.stream, task.id, phase, began_s, end_s, awaited))
+
+
+def _places(program: Program, role: int) -> dict[int, int]:
+    """Return the place of each task of a role, by identity."""
+    return {id(task): place for place, task in enumerate(program.tasks[role])}

@@ -110,6 +110,8 @@ class VectorisedWalk:
         """Whether all steps after the first are known to repeat it; see [Note: equal steps] in `repeated_step`."""
         self._further_begun_s = math.inf
         """Earliest start, by the clock, of a collective of a step after the first."""
+        self._further_sends = False
+        """Whether a collective of a step after the first has begun to send by the clock."""
         self._ahead = Counter[CollectiveInstance]()
         """How often each collective was counted ahead of the clock in steps after the first."""
         self._ready: deque[tuple[Ranks, int, Segment, Ints]] = deque()
@@ -155,7 +157,8 @@ class VectorisedWalk:
     def _repeat_first_step(self) -> None:
         """Complete all further steps from the first, if they repeat it."""
         machine = self.machine
-        if self._further_begun_s < machine.env.now or any(
+        is_begun = self._further_sends or self._further_begun_s < machine.env.now
+        if is_begun or any(
             instance.schedule.group_bytes for several in machine.arranged.all for instance in several
         ):  # what passes shaped links at once depends on the step before
             return
@@ -376,15 +379,16 @@ class VectorisedWalk:
             self._transfers[instance] = prepared_transfer(self.machine, instance)
         known = self._transfers[instance]
         if known is None:
-            self.machine.env.process(self._run_instance(instance, start_s, arrivals))
+            self.machine.env.process(self._run_instance(instance, step, start_s, arrivals))
             return
-        transfer = partial(self._transfer, instance, known, arrivals)
+        transfer = partial(self._transfer, instance, step, known, arrivals)
         call_at(self.machine.env, reduce(add, known[0], start_s), transfer)
 
-    def _transfer(self, instance: CollectiveInstance, known: PreparedTransfer, arrivals: _Arrivals) -> None:
+    def _transfer(self, instance: CollectiveInstance, step: int, known: PreparedTransfer, arrivals: _Arrivals) -> None:
         """Send the bytes of a collective."""
         if self.repeats:
             return
+        self._further_sends |= step > 0
         for stage in instance.schedule.stages:
             self.machine.network.count(stage)
         _, prepared, reduction_s = known
@@ -397,14 +401,15 @@ class VectorisedWalk:
         self._run_ready()
 
     def _run_instance(
-        self, instance: CollectiveInstance, start_s: float, arrivals: _Arrivals
+        self, instance: CollectiveInstance, step: int, start_s: float, arrivals: _Arrivals
     ) -> Generator[simpy.Event, Any, None]:
         """Carry out a collective of several stages."""
         env = self.machine.env
         if start_s > env.now:
             yield env.at(start_s)
-            if self.repeats:
-                return
+        if self.repeats:
+            return
+        self._further_sends |= step > 0
         yield from carry_out(self.machine, instance)
         self._end_instance(arrivals, float(env.now))
         self._run_ready()

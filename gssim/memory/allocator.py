@@ -206,6 +206,10 @@ class Pool:
         insort(alike, address)
         self.size_at[address], self._start_of[end] = size_bytes, address
 
+    def state(self) -> tuple[object, ...]:
+        """Return free blocks and segments: equal requests have equal effects in equal states."""
+        return dict(self.size_at), dict(self._segments), self._next_address
+
     def add(self, address: int, size_bytes: int) -> None:
         """Add a free block."""
         alike = self._addresses[size_bytes]
@@ -273,6 +277,10 @@ class ExpandablePool(Pool):
         self._page_bytes = page_bytes(small=small)
         self._unmapped = {0: ADDRESS_SPACE_BYTES}
         """Bytes of each unmapped range, by its address."""
+
+    def state(self) -> tuple[object, ...]:
+        """Return free blocks and unmapped ranges."""
+        return *super().state(), dict(self._unmapped)
 
     def take(self, size_bytes: int, requested_bytes: int) -> Block | None:
         """Allocate from the smallest free block that is large enough, unmapped space included; None if there is none.
@@ -472,6 +480,10 @@ class CachingAllocator:
             allocated += sum(block[1] for block in blocks)
             left -= len(blocks)
         return count * size, allocated
+
+    def state(self) -> object:
+        """Return the free blocks and what is reserved: equal requests have equal effects in equal states."""
+        return self.requested_bytes, self.allocated_bytes, [pool.state() for pool in self.pools.values()]
 
     def pool_of(self, size_bytes: int, stream: str) -> Pool:
         """Return the pool that serves a rounded request on a stream."""

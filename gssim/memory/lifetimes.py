@@ -68,9 +68,11 @@ class Event(NamedTuple):
     stream: str = ""
     """Stream of the device; empty: the compute stream. The allocator keeps the memory of streams apart."""
     number: int = 0
-    """Index of the buffer in its layer. A release frees the latest allocation with the same index."""
+    """Index of the buffer in its layer. A release frees an allocation with the same index."""
     early: bool = False
     """Whether a release comes before allocations at the same position that follow it in the list of events."""
+    latest: bool = False
+    """Whether a release frees the latest such allocation; the oldest otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +238,11 @@ def gradient_events(
                 times = given_back
                 if parameter.of_experts and given_back_of_experts is not None:
                     times = given_back_of_experts
-                # a gradient that is added to an earlier one is released before hooks see the sum
-                freed = [Event(ready.position, -size, "gradients", early=i + 1 < times) for i in range(times)]
+                # A gradient that is added to an earlier one is released before hooks see the sum. torch adds in place
+                # (torch/csrc/autograd/functions/accumulate_grad.h): the sum stays where the first one was.
+                freed = [
+                    Event(ready.position, -size, "gradients", early=i + 1 < times, latest=i == 0) for i in range(times)
+                ]
                 by_parameter[id(parameter)] = Event(born.position, size, "gradients"), freed
             taken, freed = by_parameter[id(parameter)]
             events[instance.index + born.layer_offset, "b"].append(taken)

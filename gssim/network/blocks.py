@@ -9,7 +9,7 @@ the pairs of members. A torus, or servers whose ports lead to different switches
 members.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,43 @@ from gssim.errors import UserError
 from gssim.network import bundles
 from gssim.network.bundles import Steps, adjacency, runs, searched
 from gssim.units import Bools, Floats, Ints, distinct, kinds_of_rows
+
+
+def biconnected_components(beside: Mapping[int, Iterable[int]]) -> Iterator[list[int]]:
+    """Yield the nodes of each biconnected component with at least two nodes, found by depth-first search (Hopcroft,
+    Tarjan 1973); a component comes after those that the search reaches through it.
+
+    `beside`: the neighbours of every node.
+
+    >>> [sorted(nodes) for nodes in biconnected_components({0: [1], 1: [0, 2, 3], 2: [1, 3], 3: [1, 2]})]
+    [[1, 2, 3], [0, 1]]
+    """
+    number: dict[int, int] = {}
+    """Order of discovery."""
+    lowest: dict[int, int] = {}
+    """Lowest number next to a node, or to those reached through it."""
+    for root in beside:
+        if root in number:
+            continue
+        number[root] = lowest[root] = len(number)
+        path, open_nodes = [(root, iter(beside[root]), 0)], [root]
+        while path:
+            node, others, place = path[-1]
+            for other in others:
+                if other not in number:
+                    number[other] = lowest[other] = len(number)
+                    path.append((other, iter(beside[other]), len(open_nodes)))
+                    open_nodes.append(other)
+                    break
+                lowest[node] = min(lowest[node], number[other])
+            else:
+                path.pop()
+                if path:
+                    before = path[-1][0]
+                    lowest[before] = min(lowest[before], lowest[node])
+                    if lowest[node] >= number[before]:
+                        yield [before, *open_nodes[place:]]
+                        del open_nodes[place:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +76,12 @@ class Blocks:
     @classmethod
     def of(cls, wiring: Wiring) -> "Blocks":
         """Return the blocks of a wiring."""
-        import networkx as nx  # lazy: only exchanges among all members need it
-
-        graph = nx.Graph()
-        graph.add_node(wiring.nodes - 1)  # the first root: equal servers are equally far from an uppermost switch
-        graph.add_edges_from(zip(wiring.source.tolist(), wiring.target.tolist(), strict=True))
-        found = [np.fromiter(nodes, np.int64, len(nodes)) for nodes in nx.biconnected_components(graph)]
+        # the first root is an uppermost switch, from which equal servers are equally far
+        beside: dict[int, dict[int, None]] = {wiring.nodes - 1: {}}
+        for source, target in zip(wiring.source.tolist(), wiring.target.tolist(), strict=True):
+            beside.setdefault(source, {})[target] = None
+            beside.setdefault(target, {})[source] = None
+        found = [np.array(nodes, np.int64) for nodes in biconnected_components(beside)]
         sizes = np.array([len(nodes) for nodes in found], np.int64)
         node, block = np.concatenate([np.zeros(0, np.int64), *found]), np.repeat(np.arange(len(found)), sizes)
         above = np.full(wiring.nodes, -1)

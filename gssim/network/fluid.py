@@ -112,6 +112,8 @@ class Prepared:
     """Processor time of the ends for the bytes, counted from the end of the wait."""
     stage_bytes: float = 0.0
     """Size of the stage, including its stretch and the backend's factor; multiplies `Sessions.unit_bytes`."""
+    handled_by: Sessions | None = None
+    """The sessions whose ends handle the bytes, whether these cross links or not."""
 
 
 class _Transfer:
@@ -309,7 +311,7 @@ class Network:
         wait_s = self._wait_s(stage, group, sizes, pace)
         if not sizes.any():
             return Prepared(wait_s, None, None, 0.0)
-        return Prepared(wait_s, group if len(group.link) else None, sizes, pace.processor_s, stage_bytes)
+        return Prepared(wait_s, group if len(group.link) else None, sizes, pace.processor_s, stage_bytes, group)
 
     def start(self, prepared: Prepared, then: Callable[[], object]) -> None:
         """Start the sessions of a stage now; `then` is called when they have all ended."""
@@ -475,9 +477,13 @@ class Network:
         """
         if not processor_s:
             return None
-        waits_s = max(0.0, self._handled_s.get(group, 0.0) - self.env.now)
-        self._handled_s[group] = self.env.now + waits_s + processor_s
-        return self.env.timeout(waits_s + processor_s)
+        return self.env.timeout(self.handled_after_s(group, processor_s))
+
+    def handled_after_s(self, sessions: Sessions, processor_s: float) -> float:
+        """Return the time from now until the ends of sessions have handled their bytes, and let later ones wait."""
+        waits_s = max(0.0, self._handled_s.get(sessions, 0.0) - self.env.now)
+        self._handled_s[sessions] = self.env.now + waits_s + processor_s
+        return waits_s + processor_s
 
     def _let_through(self, group: Sessions, sizes: Floats, group_bytes: int, *, coupled: bool) -> Floats:
         """Return the bytes that remain after an idle shaped link has passed a burst at once.

@@ -1,14 +1,13 @@
 """Simulates a scenario: loads, lowers, executes, and reports a Result."""
 
+from gssim.simulation.allocator_replay import AllocatorPeaks, replay
 from gssim.simulation.footprint import (
-    AllocatorPeaks,
     MemoryFootprint,
     footprints_of,
     host_margin,
     host_misfit,
     independent_peaks,
     outside_bytes,
-    replay,
     reservation,
     tightest_margin,
     worst_misfit,

@@ -1,7 +1,7 @@
 """Memory footprints of ranks: allocated, reserved and outside the allocator; and whether they fit the devices.
 
-A rank's reserved memory is found by replaying the tensors of its tasks through a model of PyTorch's caching allocator,
-in the order in which the host allocates and frees them.
+A rank's reserved memory is found by replaying the tensors of its tasks through a model of PyTorch's caching allocator:
+see `allocator_replay`.
 
 [Note: fits] On a device with PyTorch's caching allocator (kind `cuda`), a plan fits if the reserved memory and the
 memory outside the allocator do not exceed the device's memory. If they would, the plan still fits if the allocator can
@@ -12,49 +12,29 @@ memory is the allocated memory.
 [Note: alike] Among ranks with equally many tasks and equal allocator settings, two are replayed: those with the largest
 and the smallest peak (one, if these are nearly equal). The overhead of peaks in between is interpolated.
 
-[Note: order of tensors] Persistent tensors are allocated first, with two exceptions. torch allocates the optimizer's
-states in the first update, once the gradients are cast for it. The workspaces of libraries are allocated where a thread
-first multiplies: assumed to be the beginning of the first forward, and the end of the first task of the first backward
-(the loss). Then two steps are replayed; the second one finds all of these allocated, and further ones would reserve no
-more. A free releases the oldest tensor of its category and size, but the latest for activations, which the backward
-frees in reverse order. A free of which only the sum is known takes any tensors of the category.
-
 [Note: middle] With many micro-batches, those in the middle of the schedule start and end in the same state as the one
 before, once the largest number is in flight. They are left out of the replay if the peak of requested bytes, which is
 known exactly, stays the same without them.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, groupby, repeat
+from itertools import chain
 from typing import Any
 
 from gssim.cluster import DeviceType
 from gssim.engine import MEMORY_STEPS, MemoryTracker
-from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeftError, Request, rounded_bytes
-from gssim.program import Chunk, Program, Task, unnumbered, without_messages
+from gssim.program import Chunk, Program, Task, without_messages
 from gssim.result import CATEGORIES
 from gssim.result.result import Fit, Margin
 from gssim.scenario import Scenario
+from gssim.simulation.allocator_replay import AllocatorPeaks, replay
 
 TOLERANCE_RATIO = 1e-3
 """Largest relative difference between the known peak of requested bytes and the peak without the middle. It is not 0
 because some micro-batches hold a tensor more, or free what the one before has gathered."""
-LATEST_FIRST = ("activations",)
-
-
-@dataclass(frozen=True)
-class AllocatorPeaks:
-    """Peaks of a replay, in bytes."""
-
-    requested_bytes: float
-    allocated_bytes: float
-    """Bytes in allocated blocks: sizes are rounded up, and include remainders too small to be split off."""
-    reserved_bytes: float
-    missing_bytes: float = 0.0
-    """Bytes that the device lacked when a request failed, which ended the replay."""
 
 
 def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes: float) -> AllocatorPeaks:
@@ -89,150 +69,8 @@ def _replay(
     program: Program, role: int, expandable: bool, limit_bytes: float | None, left_out: range = range(0)
 ) -> AllocatorPeaks:
     """Return the allocator's peaks over a role's steps, without the micro-batches in `left_out`; see [Note: middle]."""
-    tasks: list[Task] = []
-    for part in _without(program, role, left_out) if left_out else ():
-        tasks += [part] if isinstance(part, Task) else part.template.tasks
-    return replay(program, role, tasks=tasks or None, limit_bytes=limit_bytes, expandable_segments=expandable)
-
-
-# The replay ----------------------------------------------------------------------------------------------------------
-
-
-def replay(
-    program: Program,
-    role: int,
-    *,
-    tasks: Sequence[Task] | None = None,
-    limit_bytes: float | None = None,
-    expandable_segments: bool = False,
-) -> AllocatorPeaks:
-    """Return the allocator's peaks over a role's steps; see [Note: order of tensors].
-
-    `tasks`: replaces the role's own. `limit_bytes`: memory of the device available to the allocator.
-    """
-    allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
-    live = _LiveTensors(allocator)
-    missing = 0
-    try:
-        _run(program, role, unnumbered(program.tasks[role]) if tasks is None else tasks, live)
-    except NoMemoryLeftError as error:
-        missing = error.missing_bytes
-    return AllocatorPeaks(
-        allocator.peak_requested_bytes, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, missing
-    )
-
-
-def _run(program: Program, role: int, tasks: Iterable[Task], live: "_LiveTensors") -> None:
-    whole = {category: (size,) for category, size in program.persistent[role].items() if size}
-    tensors: Mapping[str, Sequence[float]] = program.tensors[role]() if program.tensors else whole
-    needs = [(task.need, task.phase) for task in tasks if task.need.events or task.phase == "optimizer"]
-    workspaces = tensors.get("workspace", ())
-    on_nth_task = {
-        ("optimizer", 1): ("optimizer", tensors.get("optimizer", ())),
-        ("forward", 1): ("workspace", workspaces[:2]),
-        ("backward", 2): ("workspace", workspaces[2:]),
-    }
-
-    def requests() -> Iterator[Sequence[Request]]:
-        for category, sizes in tensors.items():
-            if category not in ("optimizer", "workspace"):
-                yield live.kept(category, sizes)
-        tasks_begun: Counter[str] = Counter()
-        for _ in range(MEMORY_STEPS):
-            for need, phase in needs:
-                tasks_begun[phase] += 1
-                kept = on_nth_task.get((phase, tasks_begun[phase]))
-                if kept is None:
-                    yield live.needed(need)
-                    continue
-                # an update's first events are the gradients cast to the type of the master copies
-                before = [event for event in need.events if phase == "optimizer" and event.position == 0]
-                yield live.requests_of(before)
-                yield live.kept(*kept)
-                yield live.requests_of(need.events[len(before) :])
-
-    live.carry_out(chain.from_iterable(requests()))
-
-
-Key = tuple[str, int, float]
-"""Category, index in the layer, and bytes of a tensor: the key by which a free finds it."""
-
-
-class _LiveTensors:
-    """The live tensors of a replay."""
-
-    def __init__(self, allocator: CachingAllocator) -> None:
-        self.allocator = allocator
-        self.alive: dict[Key, list[Block]] = {}
-        self._categories: dict[int, str] = {}
-        """Category by identity of the list of live blocks."""
-        self._made: dict[tuple[Key, str], tuple[Request, Request]] = {}
-        """Allocation and free of a tensor on a stream."""
-        self._needed: dict[int, list[Request]] = {}
-
-    def carry_out(self, requests: Iterator[Request]) -> None:
-        """Serve allocations and frees. A free without a tensor of its key takes other tensors of the category."""
-        while (unknown := self.allocator.serve(requests)) is not None:
-            alike, _, _, size, *_ = unknown
-            self._give_back(self._categories[id(alike)], size)
-
-    def kept(self, category: str, sizes: Sequence[float]) -> list[Request]:
-        """Return the allocations of tensors that stay."""
-        return self.requests_of([Event(0, sum(sizes), category, tuple(sizes))])
-
-    def needed(self, need: Footprint) -> list[Request]:
-        """Return the allocations and frees of a task, cached by its footprint."""
-        requests = self._needed.get(id(need))
-        if requests is None:
-            requests = self._needed[id(need)] = self.requests_of(need.events)
-        return requests
-
-    def requests_of(self, events: Sequence[Event]) -> list[Request]:
-        """Return the allocations and frees of events, in their order."""
-        requests: list[Request] = []
-        for event in events:
-            frees = event.size_bytes < 0
-            sizes = event.tensors or (abs(event.size_bytes),)
-            for size, several in groupby(sizes) if event.size_bytes else ():
-                if size >= 1:
-                    key = ((event.category, event.number, size), event.stream)
-                    if key not in self._made:
-                        self._made[key] = self._requests_for(*key)
-                    request, count = self._made[key][frees], len(list(several))
-                    if count > 1 and not frees:
-                        requests.append((*request[:-1], count))
-                    else:
-                        requests.extend(repeat(request, count))
-        return requests
-
-    def _requests_for(self, key: Key, stream: str) -> tuple[Request, Request]:
-        category, _, size = key
-        rounded = rounded_bytes(size)
-        pool, alike = self.allocator.pool_of(rounded, stream), self._blocks_of(key)
-        place = -1 if category in LATEST_FIRST else 0
-        return (alike, pool, rounded, int(size), place, 1), (alike, pool, 0, int(size), place, 1)
-
-    def _blocks_of(self, key: Key) -> list[Block]:
-        """Return the list of live blocks of tensors with that key."""
-        if key not in self.alive:
-            self.alive[key] = []
-            self._categories[id(self.alive[key])] = key[0]
-        return self.alive[key]
-
-    def _give_back(self, category: str, size_bytes: int) -> None:
-        """Free `size_bytes` of a category: the latest kinds of tensors first, and only a part of the last tensor."""
-        left = size_bytes
-        for key in [key for key in reversed(self.alive) if key[0] == category]:
-            alike = self.alive[key]
-            if alike and left > 0:
-                _, _, requested, pool = alike[-1]  # all blocks of this list have the same size and pool
-                count = min(len(alike), -(-left // requested))
-                self.allocator.serve(iter([(alike, pool, 0, requested, -1, count)]))
-                left -= count * requested
-                if left < 0:
-                    kept = self.allocator.allocate(-left)
-                    assert kept is not None
-                    self._blocks_of((category, key[1], float(-left))).append(kept)
+    parts = _without(program, role, left_out) if left_out else None
+    return replay(program, role, parts=parts, limit_bytes=limit_bytes, expandable_segments=expandable)
 
 
 SIZE_DIGITS = 3

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from strategies import device_type, machine_for, star
@@ -6,6 +7,7 @@ from tasks import program_with, task_of
 
 from gssim.collectives import Communication
 from gssim.engine import DeadlockError, Machine, MemoryTracker
+from gssim.engine.rendezvous import RunningCollectives
 from gssim.memory import Event, Footprint, footprint
 from gssim.program import Task
 
@@ -193,3 +195,38 @@ def test_what_is_given_back_in_another_order_leaves_nothing():
         memory.end("compute")
     assert memory.current == {"communication": 0.0}
     assert memory.peak["communication"] == pytest.approx(sum(sizes))
+
+
+@pytest.mark.parametrize("longer", ["a", "b"])
+@pytest.mark.parametrize("order", [("send", "receive"), ("receive", "send")])
+def test_what_a_rank_posts_at_one_instant_it_posts_in_the_order_of_its_program(longer, order):
+    """Whichever of its streams has waited for that instant for longer."""
+
+    def message(label, stream, *after):
+        return task_of(label, "exposed_communication", stream, communication=label, after=after)
+
+    def tasks(*streams):
+        to_peer = dict(zip(("a", "b"), streams, strict=True))
+        later = {"send": message("c", to_peer["a"], "work"), "receive": message("d", to_peer["b"], "work")}
+        return [
+            message("a", to_peer["a"]),
+            message("b", to_peer["b"]),
+            task_of("work", "forward", duration_s=1.0, after=("a", "b")),
+            *(later[each] for each in order),
+        ]
+
+    sizes = dict.fromkeys("abcd", 1000.0) | {longer: 5000.0}
+    exchanges = {name: Communication("send", (0, 1) if name in "ac" else (1, 0), size) for name, size in sizes.items()}
+    found = machine_for(star(2), tasks("send", "receive"), tasks("receive", "send"), communications=exchanges)
+    posted = []
+
+    def join(self, index, stream, step, task):
+        posted.append((index, task.communication.label))
+        yield from joins(self, index, stream, step, task)
+
+    joins = RunningCollectives.join
+    with patch.object(RunningCollectives, "join", join):
+        found.run(1)
+    labels = ["c", "d"] if order == ("send", "receive") else ["d", "c"]
+    assert [label for index, label in posted if index == 0][2:] == labels
+    assert [label for index, label in posted if index == 1][2:] == labels

@@ -2,20 +2,26 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from combinations import each_once
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from strategies import device_type, loaded_of, machine_of, scenario_of, star
 from tasks import program_with, task_of
 
-from gssim.memory import Event, footprint
+from gssim.memory import Event, footprint, gradient_events
 from gssim.planner import suggested_changes, with_suggested_changes
 from gssim.program import Program, lower, workspaces
 from gssim.result import Result, read_result
 from gssim.scenario import Scenario, load_model, load_scenario
 from gssim.simulation import AllocatorPeaks, replay, reservation, simulate
+from gssim.simulation.allocator_replay import _LiveTensors
 from gssim.simulation.footprint import MemoryFootprint
 from gssim.units import validated
+from gssim.workload import unrolled
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -95,6 +101,85 @@ def test_a_free_that_tells_a_sum_alone_takes_what_there_is():
     found = replay(program_of(taken, freed, persistent={}, update=rest), 0)
     assert found.requested_bytes == 7 * MIB
     assert found.reserved_bytes == 20 * MIB
+
+
+def test_a_sum_of_gradients_stays_where_the_first_one_was():
+    """torch adds a further gradient in place: of 90 MiB that are free, 60 MiB in a row remain behind the first one."""
+    room, no_room = ([Event(0, sign * 90.0 * MIB, "activations")] for sign in (1, -1))
+    first = [Event(0, 30.0 * MIB, "gradients")]
+    added = [*first, Event(1, -30.0 * MIB, "gradients", latest=True)]
+    work = [Event(0, 60.0 * MIB, "temporaries"), Event(1, -60.0 * MIB, "temporaries")]
+    update = [Event(0, -30.0 * MIB, "gradients")]
+    assert replay(program_of(room, no_room, first, added, work, persistent={}, update=update), 0).reserved_bytes == (
+        90 * MIB
+    )
+
+
+@pytest.mark.parametrize("given_back", [1, 2])
+def test_a_new_gradient_is_released_before_a_sum(given_back):
+    model = load_model(ROOT / "scenarios" / "models" / "gpt-byte-1m.toml")
+    events = gradient_events(unrolled(model), value_bytes=4, given_back=given_back)
+    released = [event.latest for several in events.values() for event in several if event.size_bytes < 0]
+    assert released.count(True) * given_back == len(released)
+
+
+KEPT = st.tuples(
+    st.sampled_from(("activations", "gradients", "temporaries")), st.sampled_from((0.3, 0.7, 1.5, 4, 11, 30))
+)
+"""Category, and MiB, of a tensor."""
+
+
+@st.composite
+def micro_batches(draw: st.DrawFn) -> list[list[Event]]:
+    """Draw what the tasks of a few micro-batches allocate and free, repeated; most free what they have allocated."""
+    events: list[list[Event]] = []
+    for _ in range(draw(st.integers(1, 2))):
+        sizes = [(name, size * MIB) for name, size in draw(st.lists(KEPT, min_size=1, max_size=5))]
+        freed = draw(st.permutations(sizes))[draw(st.sampled_from((0,) * 9 + (1,))) :]
+        latest = draw(st.booleans())
+        forward = [Event(place, size, name) for place, (name, size) in enumerate(sizes)]
+        backward = [Event(place, -size, name, latest=latest) for place, (name, size) in enumerate(freed)]
+        size = draw(KEPT)[1] * MIB
+        work = [Event(0, size, "temporaries"), Event(1, -size, "temporaries")]
+        events += [*draw(st.permutations([forward, work])), backward]
+    return events
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    repeated=micro_batches(),
+    count=st.integers(4, 16),
+    in_flight=st.integers(0, 2),
+    expandable=st.booleans(),
+    limit=st.sampled_from((None, None, None, 150 * MIB)),
+)
+def test_repetitions_that_change_nothing_are_passed_over(repeated, count, in_flight, expandable, limit):
+    needs = [footprint(events) for events in repeated]
+    in_order = needs[:in_flight] * 2 + needs * count + needs[::-1]
+    tasks = [task_of(str(i), "forward", need=need) for i, need in enumerate(in_order)]
+    tasks.append(task_of("update", "optimizer", need=footprint([])))
+    program = program_with((tasks,), {}, ({"parameters": 7.0 * MIB, "gradients": 4.0 * MIB, "optimizer": 9.0 * MIB},))
+    several = [
+        replay(program, 0, limit_bytes=limit, expandable_segments=expandable, pass_over=pass_over)
+        for pass_over in (True, False)
+    ]
+    assert several[0] == several[1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_pipeline_of_many_micro_batches_is_replayed_without_most_of_them(schedule, recompute):
+    plan = {"method": "pipeline", "pp": 2, "micro_batches": 40, "schedule": schedule, "recompute": recompute}
+    program = lower(scenario_of(gpus(2), plan, global_batch_size=80, precision="bf16", optimizer="adamw"))
+    for role in range(len(program.tasks)):
+        served = []
+        for pass_over in (True, False):
+            with patch.object(_LiveTensors, "serve", autospec=True, side_effect=_LiveTensors.serve) as serve:
+                peaks = replay(program, role, pass_over=pass_over)
+            served.append((peaks, serve.call_count))
+        (found, few), (expected, every) = served
+        assert found == expected
+        assert few < every / 2 if schedule == "1f1b" else few <= every
 
 
 def test_streams_keep_their_memory_apart():

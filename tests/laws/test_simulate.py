@@ -21,7 +21,7 @@ from gssim.plan import Push
 from gssim.program import Steps, lower
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
-from gssim.simulation.footprint import _LiveTensors
+from gssim.simulation.allocator_replay import _LiveTensors
 from gssim.sparsity import push_ratios
 from gssim.workload.gradient_statistics import RankTrace
 

@@ -1,5 +1,6 @@
 """Bundles: many messages taken together load links as each of them alone does, summed."""
 
+import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from test_routes import wiring_of, wirings
 from gssim.collectives import Exchange, Hops, Members
 from gssim.errors import UserError
 from gssim.network import Router, bundles
+from gssim.network.blocks import biconnected_components
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,15 @@ def assert_bundled(wiring, hops: Hops) -> None:
     assert mine.link.tolist() == other.link.tolist()
     assert mine.load == pytest.approx(other.load, rel=1e-12)
     assert mine.latency_s == pytest.approx(other.latency_s, rel=1e-12, abs=1e-18)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).filter(lambda ends: ends[0] != ends[1])))
+def test_blocks_are_those_of_networkx_in_its_order(edges):
+    graph = nx.Graph()
+    graph.add_node(12)
+    graph.add_edges_from(edges)
+    found = biconnected_components({node: list(graph[node]) for node in graph})
+    assert [set(nodes) for nodes in found] == list(nx.biconnected_components(graph))
 
 
 @given(wirings(), st.data())

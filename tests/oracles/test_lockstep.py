@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from strategies import machine_for, star
-from tasks import task_of
+from tasks import program_with, task_of
 
 from gssim.collectives import Communication
 from gssim.engine import DeadlockError, machine, vectorised_walk
@@ -175,6 +175,34 @@ def test_a_host_that_issues_earlier_in_the_second_step_is_walked():
     assert found.vectorised is not None
     assert [ends[0] for ends in found.ends_s] == [8.5, 9.5, 10.5]
     assert [ends[1] for ends in found.ends_s] == pytest.approx([17.0, 19.0, 21.0])
+
+
+def test_what_has_begun_in_the_instant_in_which_the_first_step_ends_is_counted_once(monkeypatch):
+    """Ranks 0 and 1 begin their second step while ranks 2 and 3 still end a collective of no bytes, at that instant."""
+
+    def meet(label, stream="compute"):
+        return task_of(label, "exposed_communication", stream, communication=label)
+
+    first = [meet("x"), meet("beside x", "replication")]
+    second = [meet("y"), meet("beside y", "replication"), meet("none")]
+    sizes = {"x": 1000.0, "beside x": 1000.0, "y": 1000.0, "beside y": 1000.0, "none": 0.0}
+    groups = {name: (0, 1) if name in ("x", "beside x") else (2, 3) for name in sizes}
+    exchanges = {name: Communication("all-reduce", groups[name], size) for name, size in sizes.items()}
+
+    def outcome():
+        program = program_with([first, first, second, second], exchanges, ({} for _ in range(4)))
+        found = machine.Machine(star(4, backend="nccl"), program, unfolded=True)
+        found.run(3)
+        return found.vectorised, found.network.carried.tolist(), found.carried_by_rank(), found.ends_s
+
+    together = outcome()
+    monkeypatch.setattr(machine, "MIN_CLASSES_VECTORISED", 1000)
+    alone = outcome()
+    assert together[0] is not None
+    assert alone[0] is None
+    assert together[1] == pytest.approx(alone[1])
+    assert [each.tolist() for each in together[2]] == [each.tolist() for each in alone[2]]
+    assert [list(each) for each in together[3]] == [pytest.approx(each) for each in alone[3]]
 
 
 @pytest.mark.parametrize(

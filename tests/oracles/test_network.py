@@ -1,4 +1,5 @@
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -10,6 +11,7 @@ from strategies import by_link, cluster_of, star
 
 from gssim.cluster import Cluster
 from gssim.collectives import Hops, Stage
+from gssim.engine.rendezvous import carry_prepared
 from gssim.errors import UserError
 from gssim.network import Network, Pace, Router, limited_rates
 
@@ -74,6 +76,32 @@ def test_a_flow_may_begin_in_the_moment_in_which_another_ends():
     cluster = cluster_of([("d0", "d1")], devices=2, bandwidth=10.0)
     ended, _ = transfers(cluster, (0, 1, 100, 0), (0, 1, 20, 10), (0, 1, 30, 12))
     assert ended == pytest.approx([10.0, 12.0, 15.0])
+
+
+def test_ends_handle_messages_one_after_another_whether_they_are_prepared_or_not():
+    """Two messages of 10 bytes on one link: it takes a second for each half, and a processor four for each of them."""
+    stage, pace = message(0, 1, 10.0), Pace(processor_s=4.0)
+
+    def ended_s(start):
+        env = simpy.Environment()
+        network, times_s = network_of(env, cluster_of([("d0", "d1")], devices=2, bandwidth=10.0), stage), []
+        for delay_s in (0.0, 1.0):
+            env.process(start(network, delay_s, lambda: times_s.append(env.now)))
+        env.run()
+        return times_s
+
+    def carried(network, delay_s, ended):
+        yield network.env.timeout(delay_s)
+        yield from network.carry(stage, pace)
+        ended()
+
+    def prepared(network, delay_s, ended):
+        yield network.env.timeout(delay_s)
+        machine = SimpleNamespace(env=network.env, network=network)
+        network.env.at = lambda time_s: network.env.timeout(time_s - network.env.now)
+        carry_prepared(machine, network.prepared(stage, pace), 0.0, ended)
+
+    assert ended_s(carried) == ended_s(prepared) == pytest.approx([4.0, 8.0])
 
 
 def test_transfers_on_links_of_their_own_end_in_the_order_in_which_they_begin():

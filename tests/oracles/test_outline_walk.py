@@ -3,8 +3,12 @@
 from pathlib import Path
 
 import pytest
+from strategies import star
 
-from gssim.engine import machine
+from gssim.collectives import Communication
+from gssim.engine import Machine, machine
+from gssim.program import Outline, Program, TaskId
+from gssim.program.task import Collectives, collective_task
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 
@@ -167,3 +171,13 @@ DIVIDED = "plan.sequence_parallel=true"
 def test_chunks_with_collectives_beside_their_tasks(changes, monkeypatch):
     (_, result, _), (_, expected, _) = both_ways(changes, monkeypatch)
     assert_equal(result, expected, exactly=False)
+
+
+def test_collectives_that_take_no_time_follow_one_another_however_many_there_are():
+    """An all-reduce among one rank ends as it begins: each began the next one inside its own end."""
+    alone = Communication("all-reduce", (0,), 8.0)
+    tasks = (Outline([collective_task(TaskId("all-reduce", part=part), alone) for part in range(2000)]),)
+    found = Machine(star(1, backend="nccl"), Program(tasks, Collectives(tasks), ({},)))
+    found.run(2)
+    assert found.outline_walk is not None
+    assert found.ends_s == [[0.0, 0.0]]
