@@ -226,6 +226,8 @@ class Software:
     """Stages of a pipeline send and receive one message at a time, as DeepSpeed's PipelineEngine."""
     context_ranks: int = 1
     """Ranks that share each sequence, with ring attention: sizes are those of a rank's part of the sequence."""
+    waits_for_keys: bool = False
+    """Ring attention waits for each exchange as soon as it has begun, see `TransformerBuilder.ring`."""
     float8_maps: bool = False
     """The blocks' linear layers are in float8 (`workload.map_precision`)."""
     attention_ratio: float = 1.0

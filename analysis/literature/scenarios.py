@@ -21,6 +21,7 @@ import tomli_w
 from pydantic import TypeAdapter
 
 import gssim
+from analysis.literature.builder import RingWaits
 from analysis.literature.kernels import KernelUse
 from analysis.literature.mixture import ExpertRanks, weight_shapes
 from analysis.literature.platforms import (
@@ -34,8 +35,11 @@ from analysis.literature.platforms import (
 from analysis.literature.runs import Measured, Run, SkippedError, UnscoredError
 from analysis.literature.transformer import transformer
 from gssim.cluster import Cluster, Link, presets
+from gssim.collectives.nccl import times
+from gssim.engine import Scheduler
 from gssim.execution.files import check_place, write_text
 from gssim.interop.training import ONE_BUCKET
+from gssim.network import Router
 from gssim.plan import DATA_AXES, METHODS
 from gssim.scenario import achieved_flop_per_s
 from gssim.units import PRECISION_BYTES, validated
@@ -81,9 +85,10 @@ def tables_of(run: Run) -> dict[str, Any]:
     context, software = run.software.context_ranks, run.software
     ties = run.shape.ties and (run.pp == 1 or run.sums_tied_gradients)
     use = _kernel_use(run) if software.kernels is not None else None
+    waits = _ring_waits(run) if software.waits_for_keys else None
     divided = ExpertRanks(run.ep, run.etp) if run.shape.experts is not None else None
     across = ties and run.pp > 1
-    model = transformer(run.shape, software, tp=run.tp, tied=ties, across=across, use=use, divided=divided)
+    model = transformer(run.shape, software, tp=run.tp, tied=ties, across=across, use=use, waits=waits, divided=divided)
     figures = [f"{run.step_s:.6g} s a step"] if run.step_s else []
     if run.memory_bytes and run.memory_metric:
         rank = "the last rank" if run.memory_of == "last" else "the rank that needs most"
@@ -192,6 +197,29 @@ def _kernel_use(run: Run) -> KernelUse:
     assert run.software.kernels is not None
     rate = achieved_flop_per_s(device, run.software.precision)
     return KernelUse(run.software.kernels, run.micro_batch, rate, device.memory_bandwidth_bytes_per_s, run.ep)
+
+
+def _ring_waits(run: Run) -> RingWaits:
+    """Return the exchanges of a micro-batch's ring attention on idle links, by NCCL's performance model.
+
+    Keys and values have as many heads as queries (torchtitan, `repeat_kv`). Context ranks are numbered directly outside
+    tensor ranks.
+    """
+    cluster, context = cluster_of_run(run), run.software.context_ranks
+    scheduler = Scheduler(cluster, Router(cluster.wiring), run.ranks)
+    group = scheduler.nccl_group(tuple(range(0, run.tp * context, run.tp)))
+    tokens = run.micro_batch * run.shape.sequence_length // context
+    values = 2 * tokens * run.shape.query_width // run.tp
+    bytes_per_s = cluster.device_types["gpu"].memory_bandwidth_bytes_per_s
+    assert scheduler.tuning is not None  # the clusters of published runs have GPUs alone
+    gathered, shifted = (
+        times(scheduler.tuning, kind, size, group).time_s * bytes_per_s / tokens
+        for kind, size in (
+            ("all-gather", context * values * PRECISION_BYTES[run.software.precision]),
+            ("send", values * PRECISION_BYTES["fp32"]),
+        )
+    )
+    return RingWaits(gathered, shifted)
 
 
 RATE_FLOP_PER_S = 1e12

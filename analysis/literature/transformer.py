@@ -8,7 +8,7 @@ softmax that is fused with scale and mask (Megatron-LM, fused_kernels) reads and
 from dataclasses import replace
 from functools import lru_cache
 
-from analysis.literature.builder import OperationBuilder
+from analysis.literature.builder import OperationBuilder, RingWaits
 from analysis.literature.kernels import KernelUse
 from analysis.literature.mixture import ExpertRanks, latent_block, routed_maps, undivided, with_exchanges
 from analysis.literature.operations import (
@@ -58,7 +58,12 @@ class TransformerBuilder(OperationBuilder):
         distributed/tensor/experimental/_context_parallel/_attention.py, `_templated_ring_attention` and its backward):
         its output is cast to float and merged; keys and values, of every head (torchtitan, `repeat_kv`), are joined and
         sent; in the backward, gradients of all three are accumulated in float, and those of keys and values are joined
-        and sent on. Assumes that messages overlap with the attention to the part before.
+        and sent on.
+
+        Messages overlap with the attention to another part, unless the block is compiled: where collectives are traced,
+        each is followed by its wait (torch 2.6, distributed/_functional_collectives.py, `_maybe_wrap_tensor`), which
+        the compiler does not move (_inductor/config.py, `reorder_for_compute_comm_overlap` = False). Then each pass
+        waits for the gather of all keys and values, and a backward for every shift of their gradients too.
         """
         v, others = self.value, self.software.context_ranks - 1
         # of the other parts, half are against all own queries, and half against the second half of them: the rest is
@@ -72,7 +77,12 @@ class TransformerBuilder(OperationBuilder):
         handed, layer_input_gradient = 8 * v, 4 * FLOAT  # keys and values: joined, read to be sent, written on arrival
         forward, backward = merged + handed, 3 * added + joined + layer_input_gradient + handed
         width = self.shape.query_width * others
-        return self.token_bytes(width, value=forward), self.token_bytes(width, value=backward)
+        passes = self.token_bytes(width, value=forward), self.token_bytes(width, value=backward)
+        if self.waits is None:
+            return passes
+        gather = self.token_bytes(1, shared=False, value=self.waits.gather_bytes)
+        shifts = self.token_bytes(self.software.context_ranks, shared=False, value=self.waits.shift_bytes)
+        return total([passes[0], gather]), total([passes[1], gather, shifts])
 
     def unfused(self, reads: str) -> list[Operation]:
         """Return attention whose scores are written to memory.
@@ -573,6 +583,7 @@ def layers_of(
     tied: bool,
     across: bool = False,
     use: KernelUse | None = None,
+    waits: RingWaits | None = None,
     divided: ExpertRanks | None = None,
 ) -> tuple[Layer, ...]:
     """Return the layers of a model (embedding, blocks, head with the loss), split over `ranks` tensor ranks.
@@ -581,7 +592,14 @@ def layers_of(
     """
     of = divided or ExpertRanks()
     builder = TransformerBuilder(
-        shape, software, ranks, use, alone=divided is not None, expert_tensor_ranks=of.each, expert_ranks=of.ranks
+        shape,
+        software,
+        ranks,
+        use,
+        waits=waits,
+        alone=divided is not None,
+        expert_tensor_ranks=of.each,
+        expert_ranks=of.ranks,
     )
     # index, in the backward of the layer before, at which the gradient of a block's input is freed
     block = builder.block()
@@ -629,23 +647,24 @@ def transformer(
     tied: bool,
     across: bool = False,
     use: KernelUse | None = None,
+    waits: RingWaits | None = None,
     divided: ExpertRanks | None = None,
 ) -> Model:
     """Return the model; `tp`: number of tensor ranks that its layers can be split over; `tied`: see `head`.
 
     `across`: whether embedding and head, if tied, may be on different stages of a pipeline, of which each has a copy.
-    `use`: what measured rates of kernels depend on, where the software names a machine that has them. `divided`: how
-    ranks divide the experts of a model that has these.
+    `use`: what measured rates of kernels depend on, where the software names a machine that has them. `waits`: waits of
+    ring attention for its exchanges. `divided`: how ranks divide the experts of a model that has these.
 
     Equal arguments return the same object, so that results derived from it are cached.
     """
     length = shape.sequence_length // software.context_ranks
-    layers = layers_of(shape, software, 1, tied=tied, across=across, use=use)
+    layers = layers_of(shape, software, 1, tied=tied, across=across, use=use, waits=waits)
     own = layers_of(shape, software, tp, tied=tied, across=across, use=use, divided=divided) if divided else ()
     if divided is not None:
         sliced = tuple(undivided(layer, length) for layer in own) if tp > 1 else ()
     else:
-        sliced = layers_of(shape, software, tp, tied=tied, across=across, use=use) if tp > 1 else ()
+        sliced = layers_of(shape, software, tp, tied=tied, across=across, use=use, waits=waits) if tp > 1 else ()
     return Model(
         name=f"{shape.kind} {shape.layers} x {shape.hidden}",
         source="published hyper-parameters, by analysis/literature/transformer.py",

@@ -15,6 +15,7 @@ from published_rows import fields
 
 import gssim as api
 from analysis.cli import main
+from analysis.literature.builder import RingWaits
 from analysis.literature.platforms import calibration_rows, cluster_of, platforms, servers_of
 from analysis.literature.runs import Latent, Run, Shape, SkippedError, Software
 from analysis.literature.scenarios import plan_of, predict, scenario_of
@@ -234,6 +235,41 @@ def test_attention_in_a_ring_merges_what_it_gets_of_the_others_in_float():
     # read, received
     added = block(2, True).forward_streamed_bytes.at(b=1, s=64) - block(1, True).forward_streamed_bytes.at(b=1, s=64)
     assert added == pytest.approx(64 * 512 * (2 * 4 + 0.75 * 2 + 4 * 2 * 2))
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_compiled_ring_waits_for_its_exchanges(slices):
+    """A forward waits for one gather, a backward for another and for each rank's shift; a slice waits as long.
+
+    Where collectives are traced, each is followed by its wait: torch 2.6, distributed/_functional_collectives.py.
+    """
+    software = Software(flash_attention=True, context_ranks=4, compiled=True)
+    beside, waiting = (
+        model_slice(transformer(GPT, software, tp=2, tied=True, waits=waits), (1.0,) * slices, 0).layers[1]
+        if slices > 1
+        else layers_of(GPT, software, 1, tied=True, waits=waits)[1]
+        for waits in (None, RingWaits(gather_bytes=3000, shift_bytes=500))
+    )
+    for of, wait in (("forward", 3000), ("backward", 3000 + 4 * 500), ("recompute", 3000)):
+        moved = [getattr(each, f"{of}_streamed_bytes").at(b=2, s=64) for each in (beside, waiting)]
+        assert moved[1] - moved[0] == pytest.approx(2 * 64 * wait)
+
+
+@pytest.mark.parametrize(("tp", "link_bytes_per_s"), [(1, 450e9), (8, 50e9)])
+def test_waits_of_a_compiled_ring_are_those_of_its_links(tp, link_bytes_per_s):
+    """Two context ranks on NVLink, or, with eight tensor ranks in a node, on the network between nodes."""
+    shape = replace(LLAMA_8B, layers=1)
+    software = Software(flash_attention=True, context_ranks=2, compiled=True, sequence_parallel=tp > 1)
+    run = replace(
+        RUN, gpu="H100-SXM-96GB-HBM2e", shape=shape, software=software, method="zero3", dp=1, tp=tp, micro_batches=1
+    )
+    beside_s, waiting_s = (
+        predict(replace(run, software=replace(software, waits_for_keys=waits))).step_s for waits in (False, True)
+    )
+    keys = 2 * 2 * 4096 * 4096 / tp  # keys and values of a rank's two parts of 4,096 positions, of all heads
+    # gathered in three passes; their gradients, in float, go to the other rank and back
+    sent_bytes = 3 * keys * 2 + 2 * keys * 4
+    assert 1 < (waiting_s - beside_s) / (sent_bytes / link_bytes_per_s) < 1.5
 
 
 def test_a_compiler_keeps_no_output_that_no_backward_needs():
