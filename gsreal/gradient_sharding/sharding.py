@@ -200,6 +200,24 @@ class GradientSharding(torch.optim.Optimizer):
         if self.scaler is not None:
             self.pusher.loss_scale = self.scaler.get_scale()
 
+    def set_loss_scale(self, scale: float) -> None:
+        """Tell the factor on the loss of the next backwards, where no scaler does so.
+
+        Thresholds and residuals are of gradients divided by it. Who scales the loss divides what owners have received
+        (`received_gradients`), and calls `skip_step` on every rank if one of them found a gradient that is not finite.
+        """
+        self.pusher.loss_scale = scale
+
+    def received_gradients(self) -> list[Tensor]:
+        """Return the gradients of this rank's shards, once every backward of the step is over."""
+        with collective_call("push"):
+            self._push_remaining()
+        return self._gradients()
+
+    def skip_step(self) -> None:
+        """Let the next `step` discard the gradients, because one was not finite; to be called by every rank."""
+        self._mark_nonfinite()
+
     def _check_no_interruption(self) -> None:
         """Raise RuntimeError if a backward was started but never ended, or exchanges have become impossible."""
         self.hierarchy.protocol.check()

@@ -106,7 +106,7 @@ def loss_scaler(scenario: Scenario, training: Training, device: torch.device) ->
     if policies.gradients == "reduce-scatter" and policies.shards > 1:
         one_axis = policies.dp_replicate == 1
         groups.append(data_group(policies, device, "dp_shard") if one_axis else shard_group(policies, device))
-    elif policies.ep > 1:
+    elif policies.ep > 1 and policies.gradients != "push":  # owners of pushed gradients agree among all replicas
         groups.append(expert_mesh(policies, device)[DIVIDED].get_group())
     if policies.tp > 1:
         groups.append(device_mesh(policies.mesh, device)["tp"].get_group())

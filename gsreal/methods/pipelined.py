@@ -281,7 +281,7 @@ class PipelineTraining(Training):
             pushed = weights.pushed
             self.optimizer.weights = tuple(pushed[each] for each in self.losses_at)
             scale = weights.ranks[rank] / pushed[rank] if pushed[rank] else 1.0
-        scale *= self.scaler.scale if self.scaler is not None else 1.0
+        scale *= self.begin_scaled_step()
         self.losses.begin(tuple(scale * weight for weight in weights.micro_batches))
         arguments = (inputs,) if inputs.numel() else ()
         with self.timeline.span("wait for neighbours", "exposed_communication"):

@@ -98,12 +98,20 @@ class LossScaler:
         cast = bool(copies)
         for each in copies:
             each.gradient_factor = 1 / self.scale
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        own = [own_part(gradient) for gradient in gradients]
-        found = torch.zeros((), device=own[0].device)
-        inverse = torch.full((), 1.0 if cast else 1 / self.scale, device=own[0].device)
+        owners = optimizer if isinstance(optimizer, GradientSharding) else None
+        if owners is not None:
+            own = owners.received_gradients()
+        else:
+            own = [own_part(p.grad) for p in module.parameters() if p.grad is not None]
+        device = next(module.parameters()).device
+        found = torch.zeros((), device=device)
+        inverse = torch.full((), 1.0 if cast else 1 / self.scale, device=device)
         with timeline.span("unscale gradients", "optimizer"):
-            torch._amp_foreach_non_finite_check_and_unscale_(own, found, inverse)
+            if own:  # a rank may own no shard
+                torch._amp_foreach_non_finite_check_and_unscale_(own, found, inverse)
+        if owners is not None:
+            with timeline.span("all-reduce infinite gradients", "exposed_communication"):
+                owners.hierarchy.all_reduce(found)
         for group in self.groups:
             with timeline.span("all-reduce infinite gradients", "exposed_communication", group):
                 dist.all_reduce(found, group=group)
@@ -191,7 +199,7 @@ class Training:
             scale = weights.ranks[rank] / pushed[rank] if pushed[rank] else 1.0
         if self.replica:
             scale /= sum(weights.ranks[each] for each in self.replica)
-        scale *= self.scaler.scale if self.scaler is not None else 1.0
+        scale *= self.begin_scaled_step()
         losses = []
         for leaves, part, targets_part, weight in self._micro_batches(inputs, targets, weights.micro_batches):
             if self.experts is not None:
@@ -295,25 +303,47 @@ class Training:
         """
         torch._foreach_mul_([own_part(each) for each in gradients], torch.clamp(norm / (total + 1e-6), max=1.0))
 
+    def begin_scaled_step(self) -> float:
+        """Return the factor on the step's loss, which pushes need to know; 1: it is not scaled."""
+        if self.scaler is None:
+            return 1.0
+        if isinstance(self.optimizer, GradientSharding):
+            self.optimizer.set_loss_scale(self.scaler.scale)
+        return self.scaler.scale
+
+    def _update_shards(self, optimizer: GradientSharding) -> None:
+        """Update and publish the shards whose gradients this rank has received."""
+        if self.partial_gradients is not None:
+            self.partial_gradients.sum_pushed(optimizer.buckets)
+        if not self._gradients_are_finite():
+            optimizer.skip_step()
+        elif self.clip_norm is not None:
+            with self.timeline.span("clip gradients", "optimizer"):
+                self.clip_pushed_gradients(optimizer, self.clip_norm)
+        optimizer.step()  # it records its own spans
+
+    def _gradients_are_finite(self) -> bool:
+        """Divide gradients by the loss's factor, if it has one; return whether all of them are finite, on every rank.
+
+        True without a factor, where nobody looks.
+        """
+        if self.scaler is None:
+            return True
+        finite = self.scaler.unscale(self.module, self.optimizer, self.timeline)
+        self.scaler.update(finite)
+        return finite
+
     def _update(self) -> None:
         if isinstance(self.optimizer, GradientSharding):
-            if self.partial_gradients is not None:
-                self.partial_gradients.sum_pushed(self.optimizer.buckets)
-            if self.clip_norm is not None:
-                with self.timeline.span("clip gradients", "optimizer"):
-                    self.clip_pushed_gradients(self.optimizer, self.clip_norm)
-            self.optimizer.step()  # it records its own spans
+            self._update_shards(self.optimizer)
             return
         if self.partial_gradients is not None:
             self.partial_gradients.sum()
         if self.experts is not None:
             self.experts.divide()
-        if self.scaler is not None:
-            finite = self.scaler.unscale(self.module, self.optimizer, self.timeline)
-            self.scaler.update(finite)
-            if not finite:
-                self.optimizer.zero_grad(set_to_none=True)
-                return
+        if not self._gradients_are_finite():
+            self.optimizer.zero_grad(set_to_none=True)
+            return
         if self.clip_norm is not None:
             with self.timeline.span("clip gradients", "optimizer"):
                 self.clip_gradients(self.clip_norm)

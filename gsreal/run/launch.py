@@ -116,11 +116,12 @@ def check_evaluation(scenario: Scenario, *, where: str) -> None:
 
 def check_scaled_clipping(scenario: Scenario, *, where: str) -> None:
     """Raise UserError for clipping scaled gradients in fp16: torch computes their norm in fp16, where it overflows."""
-    workload, shards = scenario.workload, scenario.policies.gradients == "reduce-scatter"
+    workload, shards = scenario.workload, scenario.policies.gradients in ("reduce-scatter", "push")
     if workload.precision == "fp16" and workload.clip_norm is not None and not shards:
         raise UserError(
             f"{where}: workload.clip_norm = {workload.clip_norm:g}: the norm of whole gradients in fp16 can be "
-            "predicted, but not run; allowed: methods whose shards are in fp32 (zero2, zero3, hsdp), or leave it out"
+            "predicted, but not run; allowed: methods whose shards are in fp32 (zero2, zero3, hsdp, gs, gs_z3, "
+            "gs_hier), or leave it out"
         )
 
 

@@ -319,7 +319,7 @@ def _scale_loss(training: Training, plan: list[Entry], overrides: dict[str, Any]
     asked = overrides.get("workload.precision", precision.value if precision else "fp32")
     methods = [entry.value for entry in plan if entry.key == "plan.method"]
     rules = METHODS.get(str(overrides.get("plan.method") or (methods[0] if methods else "")))
-    if asked != "fp16" or precision is None or (rules is not None and rules.is_gradient_sharding):
+    if asked != "fp16" or precision is None or (rules is not None and rules.partition == "weight-gradient"):
         training.loss_scale = None
     else:
         training.loss_scale = training.loss_scale or Value("dynamic", precision.origin)

@@ -22,7 +22,9 @@ and writes the gradients (torch._amp_foreach_non_finite_check_and_unscale_). It 
 those of shards, and those that replicas keep so (`workload.gradient_precision`). Gradients in fp16 are only checked in
 this pass: they are divided in another one, after the cast for the master copy.
 The flag of an infinite gradient is all-reduced along every axis whose ranks hold different gradients (as in FSDP's
-ShardedGradScaler). Skipped steps are not predicted.
+ShardedGradScaler). Owners of pushed gradients agree among all replicas, as for the norm. A pushing rank compares
+scaled gradients with the threshold times the factor, so that what is sent does not depend on it; an element that is
+not finite is sent, for its owner to find. Skipped steps are not predicted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -70,7 +72,7 @@ def unscale_gradients(
     if low.scenario.workload.loss_scale is None:
         return []
     device, policies = gradient_device(low, rank), low.policies
-    shards = policies.gradients == "reduce-scatter" or bool(low.flat_part)
+    shards = policies.gradients in ("reduce-scatter", "push") or bool(low.flat_part)
     tensors = list(owned) if shards else [parameter.elements for _, parameter in low.parameters]
     value_bytes = low.master_bytes if shards else low.kept_value_bytes
     moved = (value_bytes, value_bytes)
@@ -79,6 +81,8 @@ def unscale_gradients(
     own = TaskId("all-reduce", layer="infinite gradients")
     if policies.gradients == "reduce-scatter" and policies.shards > 1:
         tasks.append(collective_task(own, low.communication("all-reduce", "dp_shard", FLAG_BYTES)))
+    elif policies.gradients == "push":
+        tasks += _over_owners(low, own, FLAG_BYTES)
     elif low.flat_part and len(low.group) > 1:
         tasks.append(collective_task(own, Communication("all-reduce", low.group, FLAG_BYTES)))
         if policies.ep > 1:  # experts have an optimizer, and so a flag, of their own
@@ -98,7 +102,7 @@ def unscale_gradients(
 
 def divides_master_gradients(low: Lowering) -> bool:
     """Return whether the optimizer divides gradients that it has cast for its master copy; see [Note: loss scaling]."""
-    shards = low.policies.gradients == "reduce-scatter" or bool(low.flat_part)
+    shards = low.policies.gradients in ("reduce-scatter", "push") or bool(low.flat_part)
     return low.scenario.workload.loss_scale is not None and not shards and low.casts_gradients
 
 
@@ -114,11 +118,8 @@ def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterat
         in_fp64 = policies.tp > 1 or policies.ep > 1
         size = SQUARES_BYTES if in_fp64 else low.master_bytes * _counted_tensors(low, rank)
         yield collective_task(_sum_id(), low.communication("all-reduce", "dp_shard", size))
-    elif policies.gradients == "push" and len(low.group) > 1:
-        for axis in (policies.push_axis, *(["dp_shard"] if low.places > 1 else [])):
-            if len(low.groups_along(axis)[0]) > 1:
-                own = _sum_id("" if axis == policies.push_axis else "in the node")
-                yield collective_task(own, low.communication("all-reduce", axis, SQUARES_BYTES))
+    elif policies.gradients == "push":
+        yield from _over_owners(low, _sum_id(), SQUARES_BYTES)
     elif low.flat_part and len(low.group) > 1:
         yield collective_task(_sum_id(), Communication("all-reduce", low.group, low.master_bytes))
         if low.policies.ep > 1:  # experts have an optimizer, and so a norm, of their own
@@ -129,6 +130,17 @@ def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterat
         first, *others = replicas
         exchange = Communication("all-reduce", tuple(first), SQUARES_BYTES, beside=tuple(map(tuple, others)))
         yield collective_task(_sum_id("of the stages"), exchange)
+
+
+def _over_owners(low: Lowering, name: TaskId, size_bytes: float) -> Iterator[Task]:
+    """Yield all-reduces over the owners of pushed gradients: across nodes, then inside each, if both have several."""
+    if len(low.group) == 1:
+        return
+    for axis in (low.policies.push_axis, *(["dp_shard"] if low.places > 1 else [])):
+        if len(low.groups_along(axis)[0]) > 1:
+            place = "" if axis == low.policies.push_axis else "in the node"
+            own = name._replace(layer=f"{name.layer} {place}".strip())
+            yield collective_task(own, low.communication("all-reduce", axis, size_bytes))
 
 
 def _over_experts(low: Lowering, name: TaskId, size_bytes: float) -> Task:

@@ -169,7 +169,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
         return [*tasks, *summed, *unscaled, *clipped, updates[0], *published[0], updates[1], *published[1]]
     update = _whole_update(low, rank)
     if low.policies.gradients == "push":
-        return publish(low, rank, [*tasks, *summed, *clipped], update)
+        return publish(low, rank, [*tasks, *summed, *unscaled, *clipped], update)
     updated = around_update(low, rank, update, partial(owned_tensors, low))
     if low.policies.publish_overlaps:
         return [*_gather_beside_forward(low, tasks), *summed, *unscaled, *clipped, *updated]

@@ -445,17 +445,20 @@ def _exchanged_buffers(
     at = shift.at
     assert at is not None
     (*to_heads, to_parts), (of_output, *of_inputs) = _exchanges(exchanging, "f"), _exchanges(exchanging, "b")
-    # the copied outputs are freed as long after the gradient of the map's weight as in `exchanging`
-    product = max(
-        (each for each in exchanging.parameters if each.born.position <= to_parts.copy.freed.position),
-        key=lambda each: each.born.position,
-    )
-    (own_product,) = (each for each in own.parameters if each.name == product.name)
-    until = own_product.born.position + to_parts.copy.freed.position - product.born.position
+    if to_parts.copy.freed.phase == "f":  # the map is frozen: autograd keeps nothing for the gradient of its weight
+        until = Moment("f", max(output_release, shift("f", _end_of_product(own, at))))
+    else:  # it is freed as long after the gradient of the map's weight as in `exchanging`
+        product = max(
+            (each for each in exchanging.parameters if each.born.position <= to_parts.copy.freed.position),
+            key=lambda each: each.born.position,
+        )
+        (own_product,) = (each for each in own.parameters if each.name == product.name)
+        after = to_parts.copy.freed.position - product.born.position
+        until = Moment("b", shift("b", own_product.born.position + after))
 
     copied = shift.near(to_parts.copy.born, exchanging).position
     tensors = [(each.copy, Moment("b", shift("b", at.released)), copied) for each in to_heads]
-    tensors.append((to_parts.copy, Moment("b", shift("b", until)), output_release))
+    tensors.append((to_parts.copy, until, output_release))
     tensors.append((of_output.copy, shift.near(of_output.copy.freed, exchanging), 0))
     tensors += [(each.copy, gradient_ends[each.received.freed], 0) for each in of_inputs]
     for exchange in (*to_heads, to_parts, of_output, *of_inputs):
@@ -493,6 +496,13 @@ def _end_of_module(own: Layer, exchanging: Layer, shift: Shift, kept: Buffer, re
     outputs = [each.freed for each in own.buffers if each.born == product and each.freed.phase == "f"]
     inside = [each.position for each in outputs if not each.layer_offset and product.position <= release]
     return shift("f", max([release, *inside]))
+
+
+def _end_of_product(layer: Layer, at: Attention) -> int:
+    """Return where the linear map of the attention's outputs, if its sum over ranks follows, lets go of its output."""
+    product = Moment("f", _next_product(layer, at))
+    outputs = [each.freed for each in layer.buffers if each.born == product and each.freed.phase == "f"]
+    return max((each.position for each in outputs if not each.layer_offset), default=0)
 
 
 def _next_product(layer: Layer, at: Attention) -> int:

@@ -15,10 +15,12 @@ from gsreal.model_files.recorder import Record
 from gsreal.model_files.step import record_step
 from gssim.scenario import load_model
 from gssim.scenario.context_slices import in_context
-from gssim.workload import Layer, Model, sliced_layer, unrolled
+from gssim.workload import Adapters, Layer, Model, sliced_layer, unrolled
+from gssim.workload.model import with_adapters
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 SAMPLES, LENGTH = 2, 64
+FOLDERS = (MODELS, MODELS.parents[1] / "tests" / "helpers" / "models" / "of_tests")
 WHOLE_ONLY = dict.fromkeys(
     ("sliced_layers", "sequence_layers", "context_layers", "expert_layers", "expert_sequence_layers"), ()
 )
@@ -33,6 +35,22 @@ CASES = {
 """Units of a rank, and tensor-parallel ranks that divide sequences between its cut blocks."""
 ROUTED = {"mixture-byte-1m": (3, 40, None), "mixture-byte-1m-sequence": (3, 40, (2, 2))}
 """Experts of a rank, and rows that they process for each of its samples; units and ranks as above."""
+ADAPTED: dict[str, tuple[str, tuple[int, int | None] | tuple[int, int, None]]] = {
+    "gpt-byte-1m": ("query-value", (2, None)),
+    "gpt-byte-1m-sequence": ("query-value", (2, 2)),
+    "bert-byte-1m-sequence": ("all-linear", (2, 2)),
+    "llama2-70b-sequence": ("query-value", (2, 2)),
+    "llama3-8b": ("all-linear", (4, None)),
+    "bert-base": ("query-value", (6, None)),
+    "gpt2-124m": ("query-value", (3, None)),
+    "expert-adapters-mixture": ("query-value", (2, 40, None)),
+    "expert-adapters-mixtral": ("all-linear", (2, 40, None)),
+}
+"""Targets of low-rank adapters, and what a rank holds, as above; names are of models, whose own weights are frozen."""
+
+
+EVERY = [*CASES, *ROUTED, *(f"adapters: {name}" for name in ADAPTED)]
+FEW = ["gpt-byte-150k", *ROUTED, "adapters: gpt-byte-1m-sequence", "adapters: expert-adapters-mixture"]
 
 
 @cache
@@ -41,9 +59,12 @@ def both(name: str) -> tuple[Model, Record]:
 
     One context-parallel rank exchanges with itself: the operations are those of any number of them.
     """
-    model = load_model(MODELS / f"{name.removesuffix('-sequence')}.toml")
-    if name in ROUTED:
-        experts, rows, slices = ROUTED[name]
+    name, targets, held = _held(name)
+    model = load_model(next(each for folder in FOLDERS if (each := folder / f"{name}.toml").is_file()))
+    if targets is not None:
+        model = with_adapters(model, Adapters(rank=4, targets=targets))
+    if len(held) == 3:
+        experts, rows, slices = held
         routed = (experts, SAMPLES * rows)
         if slices is not None:
             units, ranks = slices
@@ -55,12 +76,18 @@ def both(name: str) -> tuple[Model, Record]:
         record = record_step(model, SAMPLES, LENGTH, routed=routed, context=1, where="here")
         own = [sliced_layer(layer, experts, 0, rows) for layer in model.expert_layers]
         return replace(model, layers=in_context(model, own, [(1, 1)] * len(own), LENGTH), **WHOLE_ONLY), record
-    units, ranks = CASES[name]
+    units, ranks = held
     record = record_step(model, SAMPLES, LENGTH, units, ranks, context=1, where="here")
     layers = model.sliced_layers if ranks is None else model.sequence_layers
     cut = [sliced_layer(layer, units if layer.units else 0, LENGTH // (ranks or 1)) for layer in layers]
     found = in_context(model, cut, [(units, layer.units) if layer.units else (1, 1) for layer in layers], LENGTH)
     return replace(model, layers=found, **WHOLE_ONLY), record
+
+
+def _held(name: str) -> tuple[str, str | None, tuple]:
+    """Return the model's name, the targets of its adapters, and what a rank holds."""
+    targets, held = ADAPTED[name.removeprefix("adapters: ")] if name.startswith("adapters: ") else (None, None)
+    return name.removeprefix("adapters: ").removesuffix("-sequence"), targets, held or CASES.get(name) or ROUTED[name]
 
 
 def size(quantity) -> int:
@@ -93,7 +120,7 @@ def until_next(buffers: list[tuple], births: dict[str, list[int]]) -> list[tuple
     )
 
 
-@pytest.mark.parametrize("name", quick([*CASES, *ROUTED], ["gpt-byte-150k", *ROUTED]))
+@pytest.mark.parametrize("name", quick(EVERY, FEW))
 def test_blocks_are_those_of_a_step_with_both(name):
     model, record = both(name)
     for instance in unrolled(model):
@@ -121,7 +148,7 @@ def test_blocks_are_those_of_a_step_with_both(name):
             assert ours == until_next(traced[phase], births), (instance.module, phase)
 
 
-@pytest.mark.parametrize("name", quick([*CASES, *ROUTED], ["gpt-byte-150k", *ROUTED]))
+@pytest.mark.parametrize("name", quick(EVERY, FEW))
 def test_all_tensors_are_there_but_for_positions(name):
     """Outside of blocks, what a rank makes of the numbers of its positions is left out: 8 bytes for each."""
     model, record = both(name)

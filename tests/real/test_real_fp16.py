@@ -24,6 +24,7 @@ FP16 = [
     *("workload.loss_scale=1024", "workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"),
 ]
 TIED = f'workload.model="{HELPERS / "models" / "gpt-tied"}.toml"'
+CAST = f'workload.model="{HELPERS / "models" / "of_tests" / "divided-autocast-gpt"}.toml"'
 CASES = {
     "ddp": ["plan.method=ddp"],
     "zero1": ["plan.method=zero1"],
@@ -32,6 +33,17 @@ CASES = {
     "tensor": ["plan.method=tensor"],
     "pipeline": ["plan.method=pipeline", "plan.micro_batches=3", TIED],
     "dynamic": ["plan.method=zero3", "workload.loss_scale=dynamic"],
+    "gs": ["plan.method=gs"],
+    "gs-all-reach": ["plan.method=gs", "plan.push.threshold=0", "plan.shares.shards=[0.7,0.3]"],
+    "gs_z3": ["plan.method=gs_z3", "plan.micro_batches=2", "workload.loss_scale=dynamic"],
+    "gs-tensor": ["plan.method=gs", "plan.tp=2"],
+    "gs-autocast": [
+        "plan.method=gs",
+        "workload.precision=fp32",
+        "workload.autocast=fp16",
+        "workload.clip_norm=0.1",
+        CAST,
+    ],
 }
 FLAGS = {"ddp": 0, "zero1": 0}
 """All-reduces of the flag of infinite gradients: one, except where all ranks hold all gradients."""
@@ -55,7 +67,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return run_cases(tmp_path_factory.mktemp("fp16"), cases, ranks=2)
 
 
-@pytest.mark.parametrize("name", quick(CASES, ["ddp", "zero3", "pipeline"]))
+@pytest.mark.parametrize("name", quick(CASES, ["ddp", "zero3", "pipeline", "gs", "gs-all-reach"]))
 def test_training_in_fp16_is_that_of_one_device_with_the_predicted_collectives_and_peaks(seen, name):
     case, found = case_of(CASES[name]), seen[name]
     expected = assert_collectives(case, found).collectives
@@ -140,7 +152,8 @@ def test_fp16_runs_with_a_scaled_loss_alone_and_clips_shards_alone():
     with pytest.raises(UserError, match=r"workload.clip_norm = 1: the norm of whole gradients in fp16"):
         check_scaled_clipping(scaled, where="made")
     check_scaled_clipping(scenario_of("plan.method=zero3", "workload.clip_norm=1"), where="made")
-    with pytest.raises(UserError, match=r"loss_scale = 1024.0: cannot run yet with method 'gs'"):
-        scenario_of("plan.method=gs")
+    check_scaled_clipping(scenario_of("plan.method=gs", "workload.clip_norm=1"), where="made")
+    with pytest.raises(UserError, match=r"loss_scale = 1024.0: cannot run yet with method 'gs_wgrad'"):
+        scenario_of("plan.method=gs_wgrad")
     with pytest.raises(UserError, match=r"workload.precision = 'bf16' need no scaled loss"):
         scenario_of("plan.method=ddp", "workload.precision=bf16")

@@ -89,14 +89,8 @@ def _check_sharded_stages(scenario: Scenario, file: str) -> None:
     """Refuse what sharded stages of a pipeline cannot do yet."""
     plan = scenario.plan
     where = f"{file}: plan.pp = {plan.pp}: method '{plan.method}'"
-    if scenario.policies.gradients == "push":
-        if scenario.workload.loss_scale is not None:
-            given = f"workload.loss_scale = {scenario.workload.loss_scale}"
-            raise UserError(f"{where} cannot run yet with {given}: leave it out, or use ddp")
-        if scenario.policies.publish_overlaps:
-            raise UserError(
-                f"{where} cannot run yet with plan.publish.overlap: stages begin when peers do; leave it out"
-            )
+    if scenario.policies.gradients == "push" and scenario.policies.publish_overlaps:
+        raise UserError(f"{where} cannot run yet with plan.publish.overlap: stages begin when peers do; leave it out")
 
 
 def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:

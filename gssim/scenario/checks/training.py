@@ -116,14 +116,8 @@ def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
             f"{where}: plan.push.threshold = {scenario.push.threshold:g}: adapters have no gradient statistics; "
             "leave it out"
         )
-    if policies.ep > 1 and policies.cp > 1:
-        raise UserError(
-            f"{where}: cannot run yet beside plan.ep = {policies.ep} with plan.cp = {policies.cp}: parts of sequences "
-            "with divided experts are traced without adapters; allowed: 1"
-        )
     unknown = f"peaks of the first of plan.pp = {policies.pp} stages are not predicted well enough"
     refused: tuple[tuple[str, object, object, str], ...] = (
-        ("plan.cp", policies.cp, 1, "slices with adapters are not traced on parts of sequences"),
         ("plan.embedding_parallel", plan.embedding_parallel, False, "parts of a frozen embedding are not modelled"),
         ("plan.loss_parallel", plan.loss_parallel, False, "parts of a frozen head are not modelled"),
         ("plan.gathered_inputs", plan.gathered_inputs, "kept", "frozen weights need no input for their gradients"),
@@ -240,7 +234,7 @@ def check_reduction(scenario: Scenario, policies: Policies, file: str) -> None:
 
 
 def check_loss_scale(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse a scaled loss in other precisions than fp16, and where gradients leave before they can be divided."""
+    """Refuse a scaled loss in other precisions than fp16, and where ranks could skip different steps."""
     workload, method = scenario.workload, scenario.plan.method
     if workload.loss_scale is None:
         return
@@ -249,10 +243,10 @@ def check_loss_scale(scenario: Scenario, policies: Policies, file: str) -> None:
         raise UserError(
             f"{where}: gradients in workload.precision = '{workload.precision}' need no scaled loss; leave it out"
         )
-    if policies.gradients == "push" or policies.partition == "weight-gradient":
+    if policies.partition == "weight-gradient":
         raise UserError(
-            f"{where}: cannot run yet with method '{method}': its owners add up gradients before anyone could check "
-            "them for infinities; leave it out"
+            f"{where}: cannot run yet with method '{method}': its ranks publish the layers that they update without "
+            "agreeing on whether all gradients are finite; leave it out"
         )
 
 
