@@ -74,7 +74,7 @@ def _check_shares(samples: Sequence[int], shards: Sequence[float], *, ranks: int
     """Raise UserError where these are no samples and shard shares of so many ranks and so many samples."""
     for name, values in (("samples", samples), ("shards", shards)):
         if len(values) != ranks:
-            raise UserError(f"{name} = {shown_value(values)}: {len(values)} of them for {ranks} ranks; needs one a rank")
+            raise UserError(f"{name} = {shown_value(values)}: {len(values)} of them for {ranks} ranks; give as many")
     if not all(isinstance(each, Integral) and each >= 0 for each in samples):
         raise UserError(f"samples = {shown_value(samples)}: must be whole numbers of at least 0")
     if sum(samples) != total:
