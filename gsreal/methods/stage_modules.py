@@ -232,7 +232,8 @@ def _run_stage(
                 output = whole(x.new_zeros(()).expand(*x.shape, *[1] * (4 - x.dim())))
     except _EndError:
         assert end is not None
-    return logits_of(output) if end is None else end.given.pop()
+    # a part of a tensor (the class token) is sent as a copy
+    return logits_of(output) if end is None else end.given.pop().contiguous()
 
 
 def _replace(module: nn.Module, path: str, by: nn.Module | None) -> None:

@@ -360,9 +360,9 @@ class Slice:
         return torch.cat(pieces, self.dimension)
 
 
-def slices_of(block: nn.Module, held: range) -> dict[tuple[str, str], Slice]:
+def slices_of(block: nn.Module, held: Sequence[int]) -> dict[tuple[str, str], Slice]:
     """Return the slice of every sliced parameter, by (module, parameter), for a rank with these units."""
-    cut = cut_of(block)
+    cut, runs = cut_of(block), _runs(held)
     assert cut is not None  # the caller has asked
     units, slices = cut.units(block), {}
     for path in (*cut.columns, *cut.between, *cut.rows):
@@ -376,12 +376,27 @@ def slices_of(block: nn.Module, held: range) -> dict[tuple[str, str], Slice]:
             parts, size = cut.parts.get(path, 1), parameter.shape[dimension]
             each = size // parts // units
             starts = [part * (size // parts) for part in range(parts)]
-            ranges = tuple((start + each * held.start, start + each * held.stop) for start in starts)
+            ranges = tuple((start + each * first, start + each * stop) for start in starts for first, stop in runs)
             slices[path, name] = Slice(dimension, size, ranges)
             if name == "weight" and adapter_of(module) is not None:  # the same rows or columns; never transposed
                 sliced, of_adapter = ("down", 1) if path in cut.rows else ("up", 0)
                 slices[f"{path}.adapter", sliced] = Slice(of_adapter, size, ranges)
     return slices
+
+
+def _runs(units: Sequence[int]) -> list[tuple[int, int]]:
+    """Return runs of consecutive units as (first, stop).
+
+    >>> _runs(range(2, 5)), _runs([0, 1, 0])
+    ([(2, 5)], [(0, 2), (0, 1)])
+    """
+    runs: list[tuple[int, int]] = []
+    for unit in units:
+        if runs and runs[-1][1] == unit:
+            runs[-1] = runs[-1][0], unit + 1
+        else:
+            runs.append((unit, unit + 1))
+    return runs
 
 
 def whole_with_parts(block: nn.Module) -> list[tuple[str, str]]:
@@ -411,7 +426,7 @@ def partial_adapters(block: nn.Module) -> list[tuple[str, str]]:
 
 def slice_block(
     block: nn.Module,
-    held: range,
+    held: Sequence[int],
     all_reduce: AllReduce,
     *,
     ranks: int,

@@ -82,6 +82,20 @@ class Steps:
         traced += [replace(step, rank=second) for step in self.of_second_rank]
         return replace(self, traced=traced, checked=replace(self.checked, rank=CHECKED_ADAPTER_RANK))
 
+    def without_single_units(self) -> "Steps | None":
+        """Return the steps with slices of one more unit each, so that none has a single one; None if none has.
+
+        A block of two units is traced with one and two of them, which is exact where it is cut in two. If a single unit
+        behaves differently (see `TRACED_UNITS`), which it does where queries share keys, no function of units fits: it
+        is then traced with two and three.
+        """
+        if all(step.units != 1 for step in self.traced):
+            return None
+        traced, again = (
+            [replace(each, units=(each.units or 0) + 1) for each in of] for of in (self.traced, self.of_second_rank)
+        )
+        return replace(self, traced=traced, of_second_rank=again)
+
 
 def record_steps(model: Model, steps: Steps, *, where: str) -> tuple[dict[Shape, Record], Record]:
     """Return the records of the traced steps by shape, and the record of the checked step."""

@@ -363,9 +363,10 @@ def _slice_blocks(
             cut_beside_experts(block)
         cut = cut_of(block)
         if cut is not None:
-            sliced[name] = cut.units(block), is_linear(block, cut)
+            sliced[name] = whole, _ = cut.units(block), is_linear(block, cut)
+            held = [unit % whole for unit in range(units)]  # units are alike: a trace may have more than the block has
             # what one rank does is independent of the number of ranks
-            slice_block(block, range(units), stand_in, ranks=2, parts=divided)
+            slice_block(block, held, stand_in, ranks=2, parts=divided)
     for layer, name in enumerate(record.modules):
         if name in sliced:
             record.units[layer], record.linear[layer] = sliced[name]
@@ -375,8 +376,8 @@ def _slice_blocks(
         record.summed = {*divide_sequences(paths, module, divided, end=end)}
     else:
         for name in sliced:
-            whole = whole_with_parts(module.get_submodule(name))
-            record.summed |= {f"{name}.{path}.{each}" for path, each in whole}
+            parted = whole_with_parts(module.get_submodule(name))
+            record.summed |= {f"{name}.{path}.{each}" for path, each in parted}
 
 
 @contextmanager
@@ -407,6 +408,8 @@ def uncut_reason(model: Model, where: str) -> str | None:
             return next(iter(reasons), None)
         units = min(known.units(block) for block in blocks if (known := cut_of(block)) is not None)
         kind = type(blocks[0]).__name__
+        if units < 2:
+            return f"{kind}: its heads (or groups that share keys) and its perceptron's width have no common divisor"
         return f"{kind}: what it does is no polynomial in its {units} units (heads, or groups that share keys)"
 
 

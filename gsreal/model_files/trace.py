@@ -27,7 +27,7 @@ from gsreal.model_files.divided_steps import (
     record_steps,
     whole_steps,
 )
-from gsreal.model_files.fit import TERMS, TERMS_WITH_ADAPTERS, fit_layers, grouped
+from gsreal.model_files.fit import TERMS, TERMS_WITH_ADAPTERS, Terms, fit_layers, grouped
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
@@ -148,12 +148,22 @@ def _divided(name: str, model: Model, lengths: Lengths, where: str) -> list[Laye
         not_so = (NoPolynomialError, UserError, RuntimeError, TypeError, ValueError)
     try:
         steps = DIVIDED_STEPS[name](model, lengths, where)
-        if steps is None:
-            return []
-        records, largest = record_steps(model, steps, where=where)
-        return fit_layers(records, largest, steps.checked.shape, TERMS[name])
+        return _fitted(model, steps, TERMS[name], where) if steps is not None else []
     except not_so:
         return []
+
+
+def _fitted(model: Model, steps: Steps, terms: Terms, where: str) -> list[Layer]:
+    """Return the layers that are fitted to steps; raise NoPolynomialError where no polynomials are."""
+    try:
+        records, largest = record_steps(model, steps, where=where)
+        return fit_layers(records, largest, steps.checked.shape, terms)
+    except NoPolynomialError:
+        larger = steps.without_single_units()
+        if larger is None:
+            raise
+        records, largest = record_steps(model, larger, where=where)
+        return fit_layers(records, largest, larger.checked.shape, terms)
 
 
 def traced_adapters(model: Model, targets: str | tuple[str, ...], lengths: Lengths, *, where: str) -> AdaptedLayers:
@@ -166,8 +176,7 @@ def traced_adapters(model: Model, targets: str | tuple[str, ...], lengths: Lengt
     adapted = replace(short, module=replace(short.module, adapters=adapters))
 
     def fitted(name: str, steps: Steps) -> list[Layer]:
-        records, largest = record_steps(adapted, steps.with_adapters(), where=where)
-        return fit_layers(records, largest, steps.with_adapters().checked.shape, TERMS_WITH_ADAPTERS[name])
+        return _fitted(adapted, steps.with_adapters(), TERMS_WITH_ADAPTERS[name], where)
 
     try:
         layers = fitted("layers", whole_steps(lengths))

@@ -166,6 +166,13 @@ SIGNS: dict[str, tuple[str, ...]] = {
 }
 """Top-level keys that identify a file's format; formats are tried in this order."""
 
+NOT_READ: dict[str, tuple[str, ...]] = {
+    "nanotron": ("parallelism", "tokens"),
+    "NeMo": ("trainer", "model"),
+    "Hugging Face's Trainer (give its DeepSpeed or Accelerate file)": ("per_device_train_batch_size",),
+}
+"""Top-level keys, all of them, of files that would be taken for another program's, or for one's of unknown form."""
+
 
 def _looks_like(data: Any, file: str) -> str | None:
     if not isinstance(data, dict):
@@ -176,6 +183,9 @@ def _looks_like(data: Any, file: str) -> str | None:
         raise UserError(f"{file}: is the config of a model; give it by --model, and the training's file here")
     if "trainer" in data and "data" in data:
         raise UserError(f"{file}: is a NeMo or Lightning recipe, which is Python's; {_allowed()}")
+    for program, signs in NOT_READ.items():
+        if all(sign in data for sign in signs):
+            raise UserError(f"{file}: is a configuration of {program}, which is not read; {_allowed()}")
     return next((name for name, signs in SIGNS.items() if any(sign in data for sign in signs)), None)
 
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from gssim.execution.cache import Same
 from gssim.memory import FORWARD_END, Event, Lives, Timeline, following
 from gssim.scenario import of_no_sample
-from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial
+from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial, layer_input_gradient
 
 LAST = 2**31
 """A position in a phase after all others."""
@@ -67,9 +67,26 @@ class Stage:
         layers = (Same(each.layer) for each in self.layers)
         return (*layers, *beside, self.received, self.shared, place, None if output is None else Same(output))
 
+    @cached_property
+    def passed_part(self) -> Polynomial | None:
+        """Size of what the stage passes on if that is a part of its last layer's output, such as one token of it.
+
+        None where it is all. The stage passes on a copy of that part, and the output is freed when its forward returns.
+        """
+        output = self.output_place[1]
+        if output is None or self.after is None or self.after.layer.block:
+            return None
+        gradient = layer_input_gradient(self.after.layer.buffers)
+        whole = self.layers[-1].layer.output_bytes
+        if gradient is None or output.size_bytes != whole or gradient.size_bytes == whole:
+            return None
+        return gradient.size_bytes
+
     @property
     def output_bytes(self) -> Polynomial:
         """Size of the stage's output."""
+        if self.passed_part is not None:
+            return self.passed_part
         place, buffer = self.output_place
         return self.layers[place].layer.output_bytes if buffer is None else buffer.size_bytes
 
@@ -129,6 +146,9 @@ def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale
                 end.append(cached[key][1])
             elif freed.phase != RELEASED.phase:
                 events[number + freed.layer_offset, freed.phase].append(cached[key][1])
+    if stage.passed_part is not None:
+        size = scale * stage.passed_part.at(b=batch_size, s=sequence_length)
+        events[len(stage.layers) - 1, "f"].append(Event(LAST, size, "activations"))
     return Timeline(events, end)
 
 
@@ -136,7 +156,7 @@ def _freed(stage: Stage, number: int, buffer: Buffer, output: Buffer | None) -> 
     """Return the moment at which a buffer of the stage's layer `number` is freed."""
     freed, target = buffer.freed, number + buffer.freed.layer_offset
     if output is not None and (buffer.born, buffer.size_bytes) == (output.born, output.size_bytes):  # also recomputed
-        return RELEASED
+        return RELEASED if stage.passed_part is None else Moment("f", LAST, len(stage.layers) - 1 - number)
     to_stage_before = buffer.born.phase == freed.phase == "b" and number >= stage.shared > target
     if to_stage_before:
         return RELEASED if buffer.size_bytes == stage.received else Moment("end")

@@ -5,13 +5,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, field, fields
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from gssim.errors import UserError
 from gssim.execution.files import read_json
-from gssim.units import Amount, Finite, PositiveInt, adapter, human_seconds, record, spec, validated
+from gssim.units import Amount, Finite, PositiveInt, adapter, human_seconds, record, shown_value, spec, validated
 
 if TYPE_CHECKING:
     import polars
@@ -503,16 +504,23 @@ class Result:
                 del data["density"][end]
         return data
 
-    def imbalance_s(self, rank_class: RankClass | None = None) -> float:
+    def imbalance_s(self, rank: RankClass | int | None = None) -> float:
         """Return the part of exposed communication that is due to unequal compute, of a rank or as the mean over ranks.
 
         It is the time by which a rank computes less than the one that computes most: it waits as long even where
         messages take no time. The rest is communication that nothing hides, and (in a pipeline) the bubble. Compute is
         the mean over steps: waits for ranks that are the slower ones in some steps only (jitter) count to the rest.
+
+        Args:
+            rank: its number, or an entry of `ranks`; None: the mean.
+
+        Raises:
+            UserError: there is no such rank.
         """
         computes_s = [each.compute_s for each in self.ranks]
         chosen = list(zip(self.ranks, computes_s, strict=True))
-        if rank_class is not None:
+        if rank is not None:
+            rank_class = rank if isinstance(rank, RankClass) else self._class_of(rank)
             chosen = [(rank_class, rank_class.compute_s)]
         most_s = max(computes_s)
         waits_s = (
@@ -520,6 +528,14 @@ class Result:
             for each, compute_s in chosen
         )
         return sum(waits_s) / sum(each.count for each, _ in chosen)
+
+    def _class_of(self, rank: Any) -> RankClass:
+        of_rank = {number: entry for entry in self.ranks for number in entry.ranks}
+        if isinstance(rank, bool) or not isinstance(rank, Integral) or rank not in of_rank:
+            raise UserError(
+                f"rank = {shown_value(rank)}: must be a number from 0 to {len(of_rank) - 1}, or an entry of `ranks`"
+            )
+        return of_rank[int(rank)]
 
     def to_frame(self) -> "polars.DataFrame":
         """Return the ranks as a table: one row per class of equal ranks, with units in column names.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -28,12 +29,15 @@ from gssim.scenario.ownership import (
 from gssim.scenario.run import Run
 from gssim.scenario.search_space import SearchSpace
 from gssim.scenario.stages import cut_layers, held_layers
-from gssim.units import spec_with_memory
+from gssim.units import shown_value, spec_with_memory
 from gssim.workload import LayerInstance, Workload, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
 LONGEST_NAME = 200
 """Longest name of a scenario, in bytes: file systems allow 255, and the Result's file name adds identity and source."""
+
+SHARES_SUM_TO = 1e-6
+"""By how much the sum of shard shares may differ from 1, as they are rounded."""
 
 
 def _valid_name(name: str) -> str:
@@ -64,6 +68,21 @@ def sequence_positions(policies: Policies, workload: Workload) -> int | None:
     if policies.cp > 1:
         return length // policies.cp
     return length // policies.tp if policies.sequence_parallel else None
+
+
+def _check_shares(samples: Sequence[int], shards: Sequence[float], *, ranks: int, total: int) -> None:
+    """Raise UserError where these are no samples and shard shares of so many ranks and so many samples."""
+    for name, values in (("samples", samples), ("shards", shards)):
+        if len(values) != ranks:
+            raise UserError(f"{name} = {shown_value(values)}: {len(values)} of them for {ranks} ranks; give as many")
+    if not all(isinstance(each, Integral) and each >= 0 for each in samples):
+        raise UserError(f"samples = {shown_value(samples)}: must be whole numbers of at least 0")
+    if sum(samples) != total:
+        raise UserError(
+            f"samples = {shown_value(samples)}: sum to {sum(samples)}, workload.global_batch_size is {total}"
+        )
+    if not (all(0 <= each <= 1 for each in shards) and abs(sum(shards) - 1) < SHARES_SUM_TO):
+        raise UserError(f"shards = {shown_value(shards)}: must be from 0 to 1 and sum to 1")
 
 
 @spec_with_memory
@@ -154,10 +173,15 @@ class Scenario:
         """Return the same scenario with this batch split and these shard shares, both by rank.
 
         Ranks whose samples or shares differ from the plan's must each have a part of the batch, as replanning requires.
+
+        Raises:
+            UserError: these are no shares of these ranks: another number of them, samples that are not whole numbers or
+                not those of the batch, shards that are not parts of a whole.
         """
         if (tuple(samples), tuple(shards)) == (self.batch_sizes, self.shard_shares):
             return self  # if ranks hold slices or layers, shares by rank are not shares by part of the batch
         total, rules = self.workload.global_batch_size, self.plan.shares
+        _check_shares(samples, shards, ranks=self.ranks, total=total)
         shard_rule = rules.shards if rules.shards == "even" else tuple(shards)
         rules = replace(rules, batch=tuple(n / total for n in samples), shards=shard_rule)
         return replace(self, plan=replace(self.plan, shares=rules))

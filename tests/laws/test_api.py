@@ -1,5 +1,6 @@
 """The public Python API: what `import gssim` offers."""
 
+import math
 import re
 import subprocess
 import sys
@@ -114,6 +115,37 @@ def test_a_result_is_a_table_of_ranks():
     assert frame["phase_forward_s"].dtype.is_numeric()
     peaks = [name for name in frame.columns if re.fullmatch(r"peak_\w+_bytes", name)]
     assert {"peak_parameters_bytes", "peak_allocated_bytes"} <= set(peaks)
+
+
+def test_a_rank_is_named_by_its_number_or_its_class():
+    """A number raised AttributeError."""
+    changes = SMALL | {"plan.method": "ddp", "plan.shares.batch": [0.25, 0.75]}
+    result = gssim.simulate(gssim.load(DEMO, changes))
+    numbered = [result.imbalance_s(rank) for rank in (0, np.int64(1))]
+    assert numbered == [result.imbalance_s(each) for each in result.ranks]
+    assert result.imbalance_s(0) > 0 == result.imbalance_s(1)
+    for wrong in (2, -1, 0.0, True, "0", {}):
+        with pytest.raises(gssim.UserError, match=r"^rank = .*: must be a number from 0 to 1, or an entry of `ranks`$"):
+            result.imbalance_s(wrong)
+
+
+@pytest.mark.parametrize(
+    ("samples", "shards", "message"),
+    [
+        ([16], [1.0], "samples = [16]: 1 of them for 2 ranks"),
+        ([-8, 24], [0.5, 0.5], "samples = [-8, 24]: must be whole numbers of at least 0"),
+        ([7.5, 8.5], [0.5, 0.5], "samples = [7.5, 8.5]: must be whole numbers of at least 0"),
+        ([8, 9], [0.5, 0.5], "samples = [8, 9]: sum to 17, workload.global_batch_size is 16"),
+        ([8, 8], [math.nan, 0.5], "shards = [nan, 0.5]: must be from 0 to 1 and sum to 1"),
+        ([8, 8], [0.5], "shards = [0.5]: 1 of them for 2 ranks"),
+        ([8, 8], [0.5, 0.6], "shards = [0.5, 0.6]: must be from 0 to 1 and sum to 1"),
+    ],
+)
+def test_shares_that_no_ranks_can_have_are_refused(samples, shards, message):
+    """They made a scenario for other ranks, of NaN or of another batch, or a ValidationError of pydantic."""
+    scenario = gssim.load(DEMO, {"plan.shares.shards": "compute"})
+    with pytest.raises(gssim.UserError, match=re.escape(message)):
+        scenario.with_shares(samples, shards)
 
 
 def test_tables_of_results_are_stacked_and_written_whatever_memory_they_tell_of(tmp_path):

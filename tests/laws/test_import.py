@@ -700,6 +700,21 @@ def test_scripts_that_cannot_be_followed_are_refused_in_a_line(tmp_path, text, s
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "program"),
+    [
+        ("x.yaml", "parallelism: {dp: 2, tp: 2}\ntokens: {micro_batch_size: 2}\n", "nanotron"),
+        ("x.yaml", "trainer: {devices: 8}\nmodel: {micro_batch_size: 4}\n", "NeMo"),
+        ("x.yaml", "model_name_or_path: gpt2\nper_device_train_batch_size: 1\nbf16: true\n", "Hugging Face's Trainer"),
+        ("x.json", '{"per_device_train_batch_size": 8, "bf16": true}', "Hugging Face's Trainer"),
+    ],
+)
+def test_files_of_other_programs_are_refused_by_the_program_s_name(tmp_path, name, text, program):
+    """They were taken for torchtitan's or DeepSpeed's, and refused key by key as unknown keys of these."""
+    with pytest.raises(UserError, match=f"is a configuration of {program}.*, which is not read; allowed: files of"):
+        imported(tmp_path, text, name=name, model="gpt3-1.3b")
+
+
 def test_a_training_script_in_python_is_refused_with_what_is_read_instead(tmp_path):
     with pytest.raises(UserError, match="a Python script is not read; give the configuration"):
         imported(tmp_path, "trainer = Trainer(model, args)\n", name="train.py", model="gpt3-1.3b")

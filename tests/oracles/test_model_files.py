@@ -19,8 +19,9 @@ from torch import nn
 import gsreal.model_files.trace as tracer
 from gsreal.model_files.repeated import KEPT, with_fewer_blocks
 from gsreal.model_files.request import traced_model
+from gsreal.model_files.step import record_step
 from gssim.scenario import load_model
-from gssim.workload import Model, unrolled
+from gssim.workload import Model, sliced_layer, unrolled
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 
@@ -249,3 +250,20 @@ def test_blocks_that_differ_and_models_that_are_no_siblings_are_traced_whole(dif
     model = stacked(blocks=9, **different)
     assert with_fewer_blocks(model, "here") is None
     assert sum(layer.repeats for layer in model.layers if layer.block) == 9
+
+
+def test_blocks_with_two_heads_of_keys_are_cut_in_two():
+    """With a single head torch repeats no keys, so that no polynomial fitted one unit and two: the blocks of Qwen2.5's
+    smaller models could not be cut at all.
+    """
+    sizes = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    given = {"arguments": tuple(f"{key}={value}" for key, value in sizes.items()), "vocabulary": 64, "image": None}
+    with whole_layers_alone(sliced=True):
+        model = traced_model(request_for("hf:llama", **given, auto_class=None, sequence_length=LENGTH))
+    assert {layer.units for layer in model.sliced_layers if layer.block} == {2}
+    record = record_step(model, 2, LENGTH, 1, where="here")
+    for index, instance in enumerate(unrolled(replace(model, layers=model.sliced_layers))):
+        own = sliced_layer(instance.layer, 1 if instance.layer.units else 0, None)
+        assert own.forward_flop.at(b=2, s=LENGTH) == record.flop[index, "f"]
+        assert own.backward_flop.at(b=2, s=LENGTH) == record.flop[index, "b"]
+        assert own.saved_bytes.at(b=2, s=LENGTH) == pytest.approx(record.saved[index], rel=0.05)

@@ -100,6 +100,14 @@ CASES: dict[int, dict[str, list[str]]] = {
             small("resnet"),
         ],
         "1f1b-vit-adamw": [*DIGITS, *ADAMW64, *SCHEDULES["1f1b"], *FOUR, small("vit")],
+        "1f1b-vit-token-sgd": [  # the first stage passes on one token of its last layer's output
+            *DIGITS,
+            *SGD,
+            *SCHEDULES["1f1b"],
+            *FOUR,
+            "plan.stages=[5,1]",
+            small("vit"),
+        ],
     },
     3: {
         "1f1b-bert-adamw": [*GPT, *ADAMW64, *SCHEDULES["1f1b"], *FOUR],
@@ -302,6 +310,7 @@ FEW = [
     "interleaved-bert-recompute-adamw",
     "gpipe-bf16",
     "1f1b-tied-head-clipped-sgd",
+    "1f1b-vit-token-sgd",
     "gpipe-batch-norm-resnet-sgd",
     "1f1b-ddp-tied-sgd",
     "deepspeed-ddp-tied-sgd",
