@@ -303,24 +303,33 @@ def master_copy_time_s(device: DeviceType, workload: Workload, *, elements: int,
 def moving_time_s(device: DeviceType, *, value_bytes: Sequence[int], elements: int, tensors: int) -> float:
     """Return the time of an operation on `tensors` tensors that reads and writes values of the given sizes.
 
+        CPU:  t = bytes / memory bandwidth + tensors * overhead        (operations run where they are launched)
+        else: t = max(bytes / memory bandwidth, tensors * overhead)    (the host launches ahead)
+
     >>> from gssim.cluster import DeviceType
     >>> cpu = DeviceType(kind="cpu", memory_bytes=1e9, peak_flop_per_s={}, memory_bandwidth_bytes_per_s=6e9, source="")
     >>> moving_time_s(cpu, value_bytes=(2, 4), elements=10**9, tensors=1)  # a cast of bf16 to fp32
     1.0
     """
-    moved_bytes = sum(value_bytes) * elements
-    return moved_bytes / device.memory_bandwidth_bytes_per_s + tensors * device.operation_overhead_s
+    moved_s = sum(value_bytes) * elements / device.memory_bandwidth_bytes_per_s
+    issue_s = tensors * device.operation_overhead_s
+    return moved_s + issue_s if device.kind == "cpu" else max(moved_s, issue_s)
 
 
 def gradient_pass_s(device: DeviceType, *, elements: int, tensors: int, value_bytes: int) -> float:
-    """Return the time to read gradients once, tensor by tensor.
+    """Return the time to read gradients once.
+
+    On a GPU one launch is for all tensors: torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler work on lists of
+    tensors (torch._foreach_norm, _amp_foreach_non_finite_check_and_unscale_), Megatron-LM with apex's
+    multi_tensor_applier.
 
     >>> from gssim.cluster import DeviceType
     >>> cpu = DeviceType(kind="cpu", memory_bytes=1e9, peak_flop_per_s={}, memory_bandwidth_bytes_per_s=4e9, source="")
     >>> gradient_pass_s(cpu, elements=10**9, tensors=2, value_bytes=4)
     1.0
     """
-    return value_bytes * elements / device.memory_bandwidth_bytes_per_s + tensors * device.operation_overhead_s
+    launches = tensors if device.kind == "cpu" else min(tensors, 1)
+    return moving_time_s(device, value_bytes=(value_bytes,), elements=elements, tensors=launches)
 
 
 def copy_time_s(device: DeviceType, size_bytes: float) -> float:

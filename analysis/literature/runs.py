@@ -178,6 +178,8 @@ def gpt(*, layers: int, hidden: int, heads: int, vocabulary: int, sequence_lengt
     )
 
 
+MEGATRON_CLIP_NORM = 1.0
+"""Default of --clip-grad (Megatron-LM, arguments.py)."""
 MEGATRON_MESSAGE_CALLS = 9
 """Operations for a message between stages: the receiver's buffer, its call, waiting, and a view of what came; the
 sender's call, waiting, and letting go of what it sent; the group of calls, and the device synchronised behind it
@@ -356,6 +358,8 @@ class Run:
     """Whether the first and last stage of a pipeline sum their gradients of the embedding, where it is tied."""
     clip_norm: float | None = None
     """Largest norm of all gradients, to which they are scaled down."""
+    scales_loss: bool = False
+    """Whether the loss is scaled, as in fp16, so that a pass over the gradients unscales and checks them."""
     flat_optimizer: bool = False
     """For `zero1`: Megatron-LM's distributed optimizer, whose gradients are in one buffer that is reduce-scattered; of
     `muon` the layer-wise one."""

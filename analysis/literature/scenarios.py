@@ -117,6 +117,8 @@ def tables_of(run: Run) -> dict[str, Any]:
         tables["workload"]["reduce_precision"] = "fp32"
     if run.clip_norm is not None:
         tables["workload"]["clip_norm"] = run.clip_norm
+    if run.scales_loss:
+        tables["workload"]["loss_scale"] = "dynamic"
     if run.micro_batches > 1:
         tables["run"] = {"extrapolate_micro_batches": True}
     return tables

@@ -23,6 +23,17 @@ from analysis.literature.operations import (
 from analysis.literature.runs import Shape, Software
 from gssim.workload import Buffer, Layer, Model, Module, Moment, Polynomial, TokenInput
 
+BATCH_CALLS = 12
+"""Operations by which Megatron-LM brings a micro-batch to the device: sizes and tokens, each broadcast; sizes back to
+the host; tokens, labels, positions, and the masks of loss and attention (tensor_parallel/data.py, broadcast_data;
+utils.py, get_ltor_masks_and_position_ids)."""
+EMBEDDING_CALLS = 4
+"""Those of the embedding of tokens and positions: two look-ups, their sum, dropout."""
+LOSS_CALLS = {"f": 29, "b": 13}
+"""Operations of its loss, by pass: 20 and 7 of the cross-entropy of divided logits, with three sums over ranks
+(tensor_parallel/cross_entropy.py); the mean over what the mask leaves, the mean over replicas for the log, and the
+scales of micro-batches and of fp16 (pretrain_gpt.py, loss_func; schedules.py)."""
+
 
 class TransformerBuilder(OperationBuilder):
     """Builds the operations of one model, whole or split over `ranks` tensor ranks."""
@@ -413,6 +424,7 @@ class TransformerBuilder(OperationBuilder):
         weights = [Weight(name="{}.weight", shape=(shape.vocabulary, h), sharded_dim=0)]
         if shape.kind == "gpt":
             weights.append(Weight(name="{}.positions", shape=(shape.sequence_length, h)))
+        megatron = self.software.in_place_loss
         return (
             Operation(
                 name="embedding",
@@ -422,6 +434,8 @@ class TransformerBuilder(OperationBuilder):
                 backward_streamed=self.unsplit_bytes(3.0 * h),
                 also_saved=self.token_bytes(1, shared=False, value=8),
                 weights=tuple(weights),
+                kernels=BATCH_CALLS + EMBEDDING_CALLS if megatron else 1,
+                backward_kernels=EMBEDDING_CALLS if megatron else None,
                 reduced=self.token_bytes(h, shared=False),
             ),
         )
@@ -493,13 +507,16 @@ class TransformerBuilder(OperationBuilder):
                 backward_streamed=self.token_bytes(4 * vocabulary, value=FLOAT),
                 saves=("float_logits",),
                 passes_gradient=True,
-                kernels=2,
+                kernels=LOSS_CALLS["f"],
+                backward_kernels=LOSS_CALLS["b"],
             )
             if self.software.compiled_loss:
                 size = self.token_bytes(vocabulary, value=FLOAT)
                 reads = ("float_logits", "logits")  # the caller holds these
                 second = Operation(name="exponentials", reads=reads, output=size, saves=("exponentials",))
-                in_place = replace(in_place, reads=("float_logits", "exponentials"), saves=(), kernels=1)
+                in_place = replace(
+                    in_place, reads=("float_logits", "exponentials"), saves=(), kernels=1, backward_kernels=2
+                )
                 return (replace(self._cast(vocabulary), kernels=0), second, in_place)
             return (self._cast(vocabulary, saves=("float_logits",)), in_place)
         return (self._cast(vocabulary), *self._softmax_and_loss(vocabulary))

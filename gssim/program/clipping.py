@@ -75,9 +75,9 @@ def unscale_gradients(
     shards = policies.gradients in ("reduce-scatter", "push") or bool(low.flat_part)
     tensors = list(owned) if shards else [parameter.elements for _, parameter in low.parameters]
     value_bytes = low.master_bytes if shards else low.kept_value_bytes
-    moved = (value_bytes, value_bytes)
-    duration_s = cost.moving_time_s(device, value_bytes=moved, elements=sum(tensors), tensors=len(tensors))
-    tasks = [Task(TaskId("unscale"), "optimizer", duration_s=duration_s)]
+    # reads and writes
+    pass_s = cost.gradient_pass_s(device, elements=sum(tensors), tensors=len(tensors), value_bytes=2 * value_bytes)
+    tasks = [Task(TaskId("unscale"), "optimizer", duration_s=pass_s)]
     own = TaskId("all-reduce", layer="infinite gradients")
     if policies.gradients == "reduce-scatter" and policies.shards > 1:
         tasks.append(collective_task(own, low.communication("all-reduce", "dp_shard", FLAG_BYTES)))

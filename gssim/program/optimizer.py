@@ -231,8 +231,9 @@ def _update(
         zeroed = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
         duration_s += cost.copy_time_s(low.device(rank), zeroed) / 2
     if divides_master_gradients(low):
-        moved = (low.master_bytes, low.master_bytes)
-        duration_s += cost.moving_time_s(device, value_bytes=moved, elements=elements, tensors=len(owned))
+        # reads and writes
+        both_bytes = 2 * low.master_bytes
+        duration_s += cost.gradient_pass_s(device, elements=elements, tensors=len(owned), value_bytes=both_bytes)
     if low.policies.ep > 1 and low.policies.gradients == "reduce-scatter":  # see [Note: experts] in `sharded`
         of_experts = sum(unit.shard_gradient_bytes for unit in units(low) if unit.experts)
         duration_s += cost.copy_time_s(device, of_experts)

@@ -221,3 +221,16 @@ def test_host_time_comes_on_top_on_a_cpu_and_is_hidden_by_a_gpus_kernels():
     cpu, gpu = (device(kind=kind, operation_overhead_s=1.0) for kind in ("cpu", "cuda"))
     found = [[costs.with_host_time_s(on, 10.0, host_s=s, operations=4) for s in (0, 3.0, 8.0)] for on in (cpu, gpu)]
     assert found == [[10.0, 13.0, 18.0], [10.0, 10.0, 12.0]]
+
+
+def test_a_gpus_host_launches_casts_ahead_and_passes_over_gradients_at_once():
+    """A cast of 3 tensors moves 6 GB at 1 GB/s, or takes 3 launches; a pass over gradients has one for all."""
+    for overhead_s, cast_s, pass_s in ((1.0, 6.0, 4.0), (3.0, 9.0, 4.0), (5.0, 15.0, 5.0)):
+        cpu, gpu = (device(kind=kind, operation_overhead_s=overhead_s) for kind in ("cpu", "cuda"))
+        cast = {"value_bytes": (2, 4), "elements": 10**9, "tensors": 3}
+        assert costs.moving_time_s(cpu, **cast) == pytest.approx(6.0 + 3 * overhead_s)
+        assert costs.moving_time_s(gpu, **cast) == pytest.approx(cast_s)
+        read = {"value_bytes": 4, "elements": 10**9, "tensors": 3}
+        assert costs.gradient_pass_s(cpu, **read) == pytest.approx(4.0 + 3 * overhead_s)
+        assert costs.gradient_pass_s(gpu, **read) == pytest.approx(pass_s)
+    assert costs.gradient_pass_s(gpu, value_bytes=4, elements=0, tensors=0) == 0

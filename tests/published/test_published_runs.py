@@ -296,6 +296,22 @@ def test_a_loss_in_place_holds_one_tensor_of_logits_in_float():
     assert needed[0] - needed[1] >= 2 * 2048 * 50304 * 4
 
 
+def test_megatrons_batch_and_loss_are_launched_operation_by_operation():
+    """12 for the batch and 4 for the embedding; 29 of the loss, beside the norm's 2, the map's 3 and the cast."""
+    embedding, *_, head = layers_of(GPT, Software(in_place_loss=True), 1, tied=True)
+    assert (embedding.forward_operations, embedding.backward_operations) == (16, 4)
+    assert (head.forward_operations, head.backward_operations) == (2 + 3 + 1 + 29, 2 * (2 + 3 + 1) + 13)
+
+
+def test_megatron_clips_gradients_and_scales_the_loss_of_fp16(tmp_path):
+    """By its defaults (arguments.py, --clip-grad 1.0; optimizer/__init__.py, a scaler where --fp16)."""
+    megatron = {"source": "Megatron-LM", "precision": "fp16"}
+    rows = [megatron, megatron | {"precision": "bf16"}, {"source": "torchtitan", "model": "llama-tiny"}]
+    found = [scenario_of(run) for _, _, run in read_table(table(tmp_path / "t.csv", *rows)) if isinstance(run, Run)]
+    of = [(each.workload.precision, each.workload.clip_norm, each.workload.loss_scale) for each in found]
+    assert of == [("fp16", 1.0, "dynamic"), ("bf16", 1.0, None), ("bf16", None, None)]
+
+
 # Tables --------------------------------------------------------------------------------------------------------------
 
 ROW = fields(

@@ -9,6 +9,7 @@ from typing import Literal
 
 from analysis.literature.platforms import float8_ratio_of, platform_of, sixteen_bits_of
 from analysis.literature.runs import (
+    MEGATRON_CLIP_NORM,
     MEGATRON_MESSAGE_CALLS,
     Experts,
     Latent,
@@ -170,6 +171,7 @@ def _run(record: Mapping[str, str], identity: str) -> Run:
     software = _software(record, tp, pp, context)
     if software.precision == "bf16":
         software = replace(software, precision=sixteen_bits_of(record["gpu"]))
+    megatron = _is_early_megatron(record) and not record["model"].lower().startswith("bert")
     micro, micro_batches = _batches(record, dp, pp)
     shape, method = _shape(record), _method(record, dp * context, pp, tp)
     memory = positive(record, "mem_gib")
@@ -193,6 +195,8 @@ def _run(record: Mapping[str, str], identity: str) -> Run:
         recompute=_recompute(record),
         overlap=not _is_early_megatron(record) and (pp == 1 or _is_torchtitan(record)),
         shards=_shards(record, dp * context),
+        clip_norm=MEGATRON_CLIP_NORM if megatron else None,
+        scales_loss=megatron and software.precision == "fp16",
         step_s=positive(record, "iter_time_s"),
         memory_bytes=memory * GIB if memory is not None and metric else None,
         memory_metric=metric if memory is not None else None,
@@ -267,6 +271,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         remarks = " ".join(record[key] for key in ("id", "recompute", "extras", "note")).lower()
         sequence_parallel = tp > 1 and re.search(SEQUENCE_PARALLEL, remarks) is not None
         return Software(
+            precision="bf16" if said == "bf16" or said.startswith("bf16/") else "fp16",
             early_stop=False,
             partitioned=tp > 1 and pp > 1,
             receives_in_flight=True,

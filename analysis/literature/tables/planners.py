@@ -10,7 +10,8 @@ P3.8xlarge follows from the rates that its script gives them.
 
 Sailor: plans that name the GPUs of every stage and replica, run by its own copy of DeepSpeed's PipelineEngine.
 
-vTrain: GPT plans on A100 of 80 GB by Megatron-DeepSpeed, fp16, full recomputation.
+vTrain: GPT plans on A100 of 80 GB by Megatron-DeepSpeed, fp16, full recomputation. Whether DeepSpeed's engine updates
+parameters, and with which ds_config, is not told: passes that clip and unscale gradients are not counted.
 """
 
 import re
@@ -108,6 +109,8 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
         micro_batches=micro_batches_of(AMP_GLOBAL_BATCH[record["experiment"]], dp, micro),
         recompute="none" if generator else "full",
         overlap=False,
+        clip_norm=1.0,  # gradient_clipping and fp16 of examples/ds_config.json
+        scales_loss=True,
         step_s=step_s,
     )
     if step_s is None:
