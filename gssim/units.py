@@ -66,17 +66,41 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Numbers = TypeVar("Numbers", Ints, Floats)
+Number = TypeVar("Number", np.int64, np.uint64, np.float64)
 
 
 def distinct(numbers: Numbers) -> Numbers:
     """Return the sorted distinct numbers.
 
-    Plain `np.unique` imports masked arrays, which takes several milliseconds.
+    As `np.unique`, whose own time is several times that of sorting a few numbers.
 
     >>> distinct(np.array([3, 1, 3]))
     array([1, 3])
     """
-    return np.unique(numbers, return_index=True)[0]
+    ordered = np.sort(numbers.ravel())
+    return ordered[_is_new(ordered)]
+
+
+def distinct_with_places(numbers: NDArray[Number]) -> tuple[NDArray[Number], Ints]:
+    """Return the sorted distinct numbers, and the place of each number among them, as `np.unique` does with
+    `return_inverse`.
+
+    >>> distinct_with_places(np.array([30, 10, 30]))
+    (array([10, 30]), array([1, 0, 1]))
+    """
+    order = numbers.argsort()
+    ordered = numbers[order]
+    is_new = _is_new(ordered)
+    places = np.empty(len(numbers), np.int64)
+    places[order] = is_new.cumsum() - 1
+    return ordered[is_new], places
+
+
+def _is_new(ordered: NDArray[Any]) -> Bools:
+    """Return whether each of some sorted numbers differs from the one before."""
+    is_new = np.ones(len(ordered), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+    return is_new
 
 
 def kinds_of_rows(rows: NDArray[Any]) -> tuple[Ints, Ints]:

@@ -21,7 +21,7 @@ from gssim.engine.symmetry import Classes, Groups, RankClass, classes_of, repeat
 from gssim.execution.cache import Same, Shared
 from gssim.network import Network, Router, codes
 from gssim.program import Program
-from gssim.units import Ints, kinds_of_rows
+from gssim.units import Ints, distinct_with_places, kinds_of_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,7 +341,7 @@ def _refined_kinds(
                     before = refined.get(collection, kinds[collection])
                     after = before * (int(classes_of_groups.max()) + 1)
                     after[[place[collection][group] for group in groups]] += classes_of_groups
-                    refined[collection] = np.unique(after, return_inverse=True)[1]
+                    refined[collection] = distinct_with_places(after)[1]
     return refined
 
 

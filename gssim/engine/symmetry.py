@@ -17,7 +17,7 @@ import numpy as np
 
 from gssim.cluster import Cluster, DeviceType, contention_groups, has_contention
 from gssim.program import Program
-from gssim.units import Ints, distinct, kinds_of_rows
+from gssim.units import Ints, distinct, distinct_with_places, kinds_of_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +83,11 @@ def classes_of(
     for groups in {each.groups for each, _ in program.exchanges}:
         if sum(map(len, groups)) < ranks:
             inside = np.isin(np.arange(ranks), np.concatenate([np.array(group) for group in groups]))
-            roles = np.unique(2 * roles + inside, return_inverse=True)[1]
+            roles = distinct_with_places(2 * roles + inside)[1]
     for groups in by_place:
         place = np.zeros(ranks, np.int64)
         place[np.array(groups)] = 1 + np.arange(len(groups[0]))
-        roles = np.unique(roles * (len(groups[0]) + 1) + place, return_inverse=True)[1]
+        roles = distinct_with_places(roles * (len(groups[0]) + 1) + place)[1]
     partitions = [(np.array(groups), (kinds or {}).get(groups, np.zeros(len(groups), np.int64))) for groups in repeated]
     coupled = any(has_contention(each) for each in types.values())
     while True:
@@ -95,7 +95,7 @@ def classes_of(
         for members, kind in partitions:
             colour = np.zeros(ranks, np.int64)
             colour[members] = 1 + _group_classes(finer, members, kind)[:, None]
-            finer = np.unique(finer * (len(members) + 1) + colour, return_inverse=True)[1]
+            finer = distinct_with_places(finer * (len(members) + 1) + colour)[1]
         if finer.max(initial=0) == roles.max(initial=0) and len(distinct(finer)) == len(distinct(roles)):
             break
         roles = finer
@@ -139,7 +139,7 @@ def _refined_by_host(colour: Ints, hosts: Ints) -> Ints:
         groups = np.split(colour[order], np.cumsum(np.bincount(hosts))[:-1])
         kinds = {group: number for number, group in enumerate(dict.fromkeys(tuple(g.tolist()) for g in groups))}
         host_colour = np.array([kinds[tuple(group.tolist())] for group in groups])
-        finer = np.unique(colour * len(kinds) + host_colour[hosts], return_inverse=True)[1]
+        finer = distinct_with_places(colour * len(kinds) + host_colour[hosts])[1]
         if finer.max() == colour.max() and len(distinct(finer)) == len(distinct(colour)):
             return finer
         colour = finer

@@ -16,7 +16,7 @@ from gssim.collectives import Hops, Stage
 from gssim.execution.cache import Shared
 from gssim.network.folding import Folded, Sessions, fold
 from gssim.network.routes import Router
-from gssim.units import Bools, Floats, Ints
+from gssim.units import Bools, Floats, Ints, distinct_with_places
 
 NOWHERE = -1
 NO_LINKS = np.zeros(0, dtype=np.int64)
@@ -597,7 +597,7 @@ class Network:
         starts = np.cumsum([0, *(len(group.unit_bytes) for group in groups)])
         session = np.concatenate([g.session + start for g, start in zip(groups, starts, strict=False)])
         load = np.concatenate([group.load for group in groups])
-        places, link = np.unique(np.concatenate([group.link for group in groups]), return_inverse=True)
+        places, link = distinct_with_places(np.concatenate([group.link for group in groups]))
         return session, (places, link), load, int(starts[-1])
 
     def _share(self, transfers: Sequence[_Transfer]) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gssim.collectives import Exchange, Hops, Stage, summed
 from gssim.execution.cache import Recent, Same, Shared
 from gssim.network.routes import Router
-from gssim.units import Floats, Ints, distinct
+from gssim.units import Floats, Ints, distinct, distinct_with_places
 
 Marks = NDArray[np.uint64]
 
@@ -44,7 +44,7 @@ class Sessions:
     @cached_property
     def places(self) -> tuple[Ints, Ints]:
         """Classes of crossed links, and for every entry the index of its class among them."""
-        classes, inverse = np.unique(self.link, return_inverse=True)
+        classes, inverse = distinct_with_places(self.link)
         return classes, inverse
 
     @cached_property
@@ -183,7 +183,7 @@ def codes(values: Floats) -> Ints:
     """Return an index for each distinct value; values that agree to twelve digits are equal."""
     mantissa, exponent = np.frexp(values)
     rounded = np.ldexp(np.round(mantissa * 2.0**40), exponent - 40)
-    return np.asarray(np.unique(rounded, return_inverse=True)[1], dtype=np.int64)
+    return distinct_with_places(rounded)[1]
 
 
 def _mixed(values: Ints) -> Marks:
@@ -205,7 +205,7 @@ def _summed(marks: Marks, owner: Ints, owners: int) -> Marks:
 def _recoloured(colour: Ints, marks: Marks) -> Ints:
     """Return new colours, equal where both the old colours and the marks are equal."""
     both = _mixed(colour) * np.uint64(3) + _mixed(marks.view(np.int64))
-    return np.asarray(np.unique(both, return_inverse=True)[1], dtype=np.int64)
+    return distinct_with_places(both)[1]
 
 
 def _refined(patterns: Sequence[_Pattern], capacity: Floats) -> Ints:
@@ -240,7 +240,7 @@ def _first_colours(patterns: Sequence[_Pattern]) -> Ints:
     size = codes(np.concatenate([p.unit_bytes for p in patterns]))
     late = codes(np.concatenate([p.latency_s for p in patterns]))
     colour = (which * (int(size.max()) + 1) + size) * (int(late.max()) + 1) + late
-    return np.asarray(np.unique(colour, return_inverse=True)[1], dtype=np.int64)
+    return distinct_with_places(colour)[1]
 
 
 def _traffic(pattern: _Pattern, link_class: Ints, representative: NDArray[np.bool_]) -> Traffic:
@@ -249,12 +249,12 @@ def _traffic(pattern: _Pattern, link_class: Ints, representative: NDArray[np.boo
     entries = np.flatnonzero(representative[pattern.link])
     classes = link_class[pattern.link[entries]]
     place = session_class[pattern.session[entries]] * (len(link_class) + 1) + classes
-    places, inverse = np.unique(place, return_inverse=True)
+    places, inverse = distinct_with_places(place)
     load = summed(inverse, pattern.load[entries], len(places))
     own_load = load / np.bincount(inverse, minlength=len(places))
     session, link = places // (len(link_class) + 1), places % (len(link_class) + 1)
     unit_bytes, latency_s = pattern.unit_bytes[first], pattern.latency_s[first]
-    links, onto = np.unique(link, return_inverse=True)
+    links, onto = distinct_with_places(link)
     carried = summed(onto, load * unit_bytes[session], len(links))
     return Traffic(
         groups=tuple(_groups(session, link, load, own_load, unit_bytes, latency_s)),

@@ -30,7 +30,7 @@ from gssim.network.bundles import (
     paths_of,
     runs,
 )
-from gssim.units import Bools, Floats, Ints, distinct
+from gssim.units import Bools, Floats, Ints, distinct, distinct_with_places
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ class Router:
         """Return the bundle as the sum over every hop's own path."""
         on, links = self.of(hops), self.wiring.links
         group = np.zeros(len(hops.source), np.int64) if hops.group is None else hops.group
-        place, entry = np.unique(group[on.flow] * links + on.link, return_inverse=True)
+        place, entry = distinct_with_places(group[on.flow] * links + on.link)
         loads = summed(entry, on.share * hops.weight[on.flow], len(place))
         some = np.flatnonzero(loads)
         return Bundle(place[some] // links, place[some] % links, loads[some], on.latency_s)
@@ -186,7 +186,7 @@ class Router:
     def _rates(self, on: Incidence, weight: Floats, sets: int) -> Floats:
         """Return the rate of a hop of weight 1 in each of several sets with equally many hops."""
         links, hops = self.wiring.links, max(1, len(weight) // sets)
-        places, place = np.unique(on.flow // hops * links + on.link, return_inverse=True)
+        places, place = distinct_with_places(on.flow // hops * links + on.link)
         load = summed(place, on.share * weight[on.flow], len(places))
         rates, busy = np.full(sets, math.inf), load > 0
         some = places[busy]
@@ -203,7 +203,7 @@ class Router:
             places = np.searchsorted(known, pairs)
             if (places < len(known)).all() and (known[places] == pairs).all():
                 return self._ahead[1].of_flows(places)
-        keys, inverse = np.unique(source * self.nodes + target, return_inverse=True)
+        keys, inverse = distinct_with_places(source * self.nodes + target)
         unique = self._searched(keys)
         if len(keys) == len(source) and np.array_equal(inverse, np.arange(len(keys))):
             return unique
@@ -288,7 +288,7 @@ def _start(key: Ints) -> _Level:
 
 def _merged(key: Ints, before: _Level, parent: Ints, link: Ints, link_latency_s: Floats) -> _Level:
     """Return the level reached by some steps. Steps to the same place are merged; those of least latency are kept."""
-    reached, child = np.unique(key, return_inverse=True)
+    reached, child = distinct_with_places(key)
     step_s = before.latency_s[parent] + link_latency_s[link]
     best_s = np.full(len(reached), np.inf)
     np.minimum.at(best_s, child, step_s)

@@ -103,8 +103,8 @@ def _reduce_and_free(low: Lowering, rank: int, tasks: list[Task], micro_batch: M
             parts.insert_after(parts.at(bucket.complete), reduction)
         ends.append(reduction[-1].id)
     added_bytes = low.part_gradient_bytes if _adds_to_part(micro_batch) else 0.0
-    freed = [(low.freed_buffers_bytes, "buckets"), (added_bytes, "gradients")]
-    need = footprint([Event(0, -size, what) for size, what in freed if size])
+    freed = [(low.freed_buffers_bytes, "buckets", False), (added_bytes, "gradients", True)]
+    need = footprint([Event(0, -size, what, latest=latest) for size, what, latest in freed if size])
     wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(ends), need=need)
     return [*parts.merged(), *after_backward, wait]
 

@@ -433,7 +433,7 @@ def _callback(low: Lowering, buffered: Sequence[Unit], micro_batch: MicroBatch) 
         if unit.casts_gradients:
             freed.append(Event(0, -unit.reduced_bytes, "communication"))
         else:  # the reduced tensor may be the gradient itself
-            freed.append(Event(0, -_added_bytes(low, unit, micro_batch), "gradients"))
+            freed.append(Event(0, -_added_bytes(low, unit, micro_batch), "gradients", latest=True))
     last, after = buffered[-1], []
     if low.overlaps and last.ranks > 1:
         after.append(_reduce_id(last))
@@ -511,7 +511,7 @@ def _reduce_scatter(
     # aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk)
     padded_bytes = unit.tensors.uneven_bytes if low.device(rank).kind == "cpu" else 0
     stays = low.replicates and not unit.casts_gradients
-    added = Event(7, 0 if stays else -_added_bytes(low, unit, micro_batch), "gradients")
+    added = Event(7, 0 if stays else -_added_bytes(low, unit, micro_batch), "gradients", latest=True)
     released = [*([] if unit.casts_gradients else [added]), Event(8, -last_bytes, "temporaries")]
     copy_in = Task(
         reduce.serving("copy-in"),
