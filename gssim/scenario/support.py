@@ -32,6 +32,13 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "cp 2, low-rank adapters": {"plan.cp": 2, "workload.adapters.rank": 8},
     "cp 2, tp 2, low-rank adapters": {"plan.cp": 2, "plan.tp": 2, "workload.adapters.rank": 8},
     "cp 2, ep 2, low-rank adapters": {"plan.cp": 2, "plan.ep": 2, "workload.adapters.rank": 8},
+    "divided embedding and loss, low-rank adapters": {
+        "plan.tp": 2,
+        "plan.embedding_parallel": True,
+        "plan.loss_parallel": True,
+        "workload.adapters.rank": 8,
+    },
+    "tp 2, exchanges beside products": {"plan.tp": 2, "plan.sequence_parallel": True, "plan.tp_overlap": True},
     "ep 2, low-rank adapters": {"plan.ep": 2, "workload.adapters.rank": 8},
     "pp 2": {"plan.pp": 2, "plan.micro_batches": 2},
     "pp 2, interleaved": {"plan.pp": 2, "plan.schedule": "interleaved", "plan.micro_batches": 2},

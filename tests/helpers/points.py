@@ -740,8 +740,9 @@ def _adapt_parts(random: Random, workload: Table, plan: Table, precisions: list[
     if not pushes or random.random() < 0.6:
         workload["adapters"] = {"rank": random.choice([1, 4]), "targets": random.choice(["query-value", "all-linear"])}
         plan.get("push", {}).clear()
-        for key in ("loss_parallel", "embedding_parallel", "gathered_inputs"):
-            plan.pop(key, None)
+        plan.pop("gathered_inputs", None)
+        if plan.get("sequence_parallel"):
+            plan.pop("loss_parallel", None)
 
 
 def _sum_experts(random: Random, seed: int, workload: Table, plan: Table) -> None:

@@ -153,8 +153,10 @@ WHOLE = ["plan.method=ddp", "plan.tp=2"]
     ("changes", "message"),
     [
         ([*WHOLE, "plan.cp=2"], r"plan\.cp = 2 beside plan\.tp = 2: .* at one sequence length alone"),
-        ([*WHOLE, "plan.embedding_parallel=true"], r"with plan\.embedding_parallel = true: .*; allowed: false"),
-        ([*WHOLE, "plan.loss_parallel=true"], r"with plan\.loss_parallel = true: .*; allowed: false"),
+        (
+            [*WHOLE, "plan.loss_parallel=true", "plan.sequence_parallel=true"],
+            r"with plan\.loss_parallel = true: peaks beside parts of sequences .*; allowed: false",
+        ),
         (
             ["plan.method=pipeline", "plan.pp=2", "plan.tp=2", "plan.micro_batches=2", "plan.sequence_parallel=true"],
             r"with plan\.sequence_parallel = true: peaks of the first of plan\.pp = 2 stages .*; allowed: false",
