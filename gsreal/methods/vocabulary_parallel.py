@@ -23,7 +23,7 @@ from gsreal.measure import Timeline
 from gsreal.methods.mapped import Mapped
 from gsreal.methods.tensor_slices import Slice, mark, observed_all_reduce
 from gsreal.model_files.build import loss_of
-from gssim.scenario import Scenario, shares_embedding, units_of_ranks
+from gssim.scenario import Scenario, shares_embedding, token_embedding, units_of_ranks
 from gssim.workload import unrolled
 
 IGNORED = -100
@@ -97,7 +97,7 @@ def divide_vocabulary(
 
 def _divide_embedding(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh) -> None:
     """Reduce a module's token embedding, and a head that shares its weight, to this rank's rows of the vocabulary."""
-    name = unrolled(scenario.workload.model)[0].parameter_names[0]
+    name = unrolled(scenario.workload.model)[0].held_names[0]
     embedding = module.get_submodule(name.rpartition(".")[0])
     assert isinstance(embedding, nn.Embedding)
     whole = embedding.weight
@@ -131,7 +131,9 @@ def _divide_loss(
     group, all_reduce = mesh.get_group(), observed_all_reduce(mesh, timeline)
     head = module.get_submodule(unrolled(scenario.workload.model)[-2].module)
     if is_divided:
-        entries = unrolled(scenario.workload.model)[0].layer.parameters[0].shape[0]
+        weight = token_embedding(scenario.workload.model)
+        assert weight is not None  # a scenario is checked for it
+        entries = weight.shape[0]
         first = sum(units_of_ranks(entries, scenario.slice_shares)[: mesh.get_local_rank()])
     else:
         whole: nn.Parameter = head.weight  # type: ignore[assignment]  # a linear map, as the scenario was checked for

@@ -1,12 +1,25 @@
 """Importer of axolotl's YAML, which builds on Accelerate and DeepSpeed; keys as of axolotl 0.13."""
 
+from pathlib import Path
 from typing import Any
 
 from gssim.cluster import Cluster
 from gssim.interop.accelerate import ACCELERATE, OF_ENGINE, deepspeed_file, read_fsdp, under_autocast
-from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
+from gssim.interop.reading import (
+    LAUNCHER,
+    LOGGING,
+    MODEL,
+    NUMERICS,
+    Keys,
+    Rule,
+    Value,
+    listed,
+    parsed_json,
+    read_bounded,
+    refused,
+)
 from gssim.interop.torchtitan import PURE_16_BIT
-from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in
+from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in, sizes_in
 
 LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
 DEEP_EP = "approximated: rows of experts are exchanged by all-to-alls, not by the kernels of DeepEP"
@@ -64,7 +77,7 @@ AXOLOTL: dict[str, Rule] = {
     ),
     **listed(
         MODEL,
-        "base_model* model_type *tokenizer* processor_type is_*_derived_model trust_remote_code revision_of_model "
+        "base_model_* model_type *tokenizer* processor_type is_*_derived_model trust_remote_code revision_of_model "
         "overrides_of_model* type_of_model special_tokens* tokens* added_tokens* resize_token* shrink_embeddings "
         "chat_template* eot_tokens* num_labels *embeddings_skip_upcast",
     ),
@@ -112,6 +125,7 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
     }
     for name, (key, sets) in sizes.items():
         setattr(training, name, keys.integer(key, sets=sets))
+    _axolotl_model(keys, training)
     _axolotl_parts(keys, training)
     _axolotl_experts(keys, training)
     _axolotl_batch(keys, training)
@@ -130,6 +144,22 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
     _axolotl_precision(keys, training)
     keys.close((FSDP if shards else NO_FSDP) | AXOLOTL)
     return training
+
+
+def _axolotl_model(keys: Keys, training: Training) -> None:
+    """Read the name of the base model, and its sizes where it is a folder with a config."""
+    name = keys.raw("base_model")
+    if name is None:
+        return
+    line = keys.line("base_model")
+    training.base_model = Value(name, line)
+    places = [folder / str(name) / "config.json" for folder in (Path(keys.file).parent, Path())]
+    config = next((place for place in places if place.is_file()), None)
+    if config is None:
+        keys.note("base_model", "the model is --model, of as many parameters where the name says how many")
+        return
+    for size, value in sizes_in(parsed_json(read_bounded(config), file=str(config))).items():
+        training.architecture[size] = Value(value, line)
 
 
 def _axolotl_parts(keys: Keys, training: Training) -> None:

@@ -191,6 +191,8 @@ class Training:
     seed: Value | None = None
     architecture: dict[str, Value] = field(default_factory=dict)
     """Sizes of the model, by the names of `ARCHITECTURE`."""
+    base_model: Value | None = None
+    """Name of the model, which may say how many parameters it has; see `stated_elements`."""
     shares_embedding: Value | None = None
     """Whether the model's head has the token embedding's weight; None if the file does not describe the model."""
 
@@ -234,6 +236,7 @@ def scenario_of(
         elif name not in known and value.key in keys.values:
             keys.note(value.key, f"the model is --model ('{model.name}')")
     _check_shared_embedding(training, keys, model)
+    _check_base_model(training, keys, model)
     if {"workload.optimizer", "workload.optimizer_implementation"} & set(overrides):
         training.optimizer_state_precision = None
     _check_compiled(training, keys, model)
@@ -251,6 +254,36 @@ def scenario_of(
     if training.seed is not None:
         entries.append(Entry.of("run.seed", training.seed))
     return entries
+
+
+STATED_SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])(?!-\d+e\b)", re.IGNORECASE)
+"""A number of parameters in a model's name; where a number of experts follows it, it is of those that a token meets."""
+ROUNDED_RATIO = 1.5
+"""By how much names round: Gemma-2B has 2.5e9 parameters, Llama-3.2-1B 1.24e9."""
+
+
+def stated_elements(name: str) -> float | None:
+    """Return the number of parameters that a model's name says, in billions (B) or millions (M); None if it says none.
+
+    >>> stated_elements("NousResearch/Meta-Llama-3-8B"), stated_elements("Qwen/Qwen3-30B-A3B-4bit")
+    (8000000000.0, 30000000000.0)
+    >>> stated_elements("mistralai/Mixtral-8x7B-v0.1"), stated_elements("meta-llama/Llama-4-Scout-17B-16E")
+    (None, None)
+    """
+    found = STATED_SIZE.search(name.rstrip("/").rpartition("/")[2])
+    return None if found is None else float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6)
+
+
+def _check_base_model(training: Training, keys: Keys, model: Model) -> None:
+    """Refuse a model of another size than the name in the file says."""
+    named = training.base_model
+    stated = None if named is None else stated_elements(str(named.value))
+    if named is None or stated is None:
+        return
+    held = model.elements + model.frozen_elements
+    if not held / ROUNDED_RATIO <= stated <= held * ROUNDED_RATIO:
+        reason = f"the model '{model.name}' has {held / 1e9:.3g}e9 parameters; give the right one by --model"
+        _refuse(keys, named, reason)
 
 
 def _check_shared_embedding(training: Training, keys: Keys, model: Model) -> None:
@@ -430,7 +463,7 @@ def _zero_implementation(
         keys.note(sharding.key, f"approximated beside {beside}: {instead}")
         return []
     elements = training.bucket_elements
-    if elements is None or pp > 1:
+    if elements is None or (pp > 1 and training.gradient_precision is not None):  # which stages reduce by themselves
         return [entry]
     size_bytes = elements.value * PRECISION_BYTES[_precision_of(training, overrides)]
     return [entry, Entry("plan.bucket_bytes", size_bytes, elements.origin)]
@@ -643,10 +676,13 @@ def _in_deepspeeds_stages(training: Training, keys: Keys) -> None:
     Source: DeepSpeed, runtime/engine.py, _configure_zero_optimizer; runtime/pipe/engine.py, _exec_reduce_grads.
     """
     overlap, whole = training.overlap, training.sharding is None or training.sharding.value == "none"
-    if whole and training.sharding_in_stages is not None:
-        training.sharding = training.sharding_in_stages
-    elif training.sharding is not None and training.sharding.value == "zero1":
-        keys.listed.append((training.sharding.origin, COPIED_GRADIENTS))
+    in_stages = training.sharding_in_stages
+    if in_stages is not None and (whole or training.sharding is in_stages):
+        training.sharding = in_stages
+        # runtime/bf16_optimizer.py adds gradients up in fp32, and sums these over replicas, in 5e8 elements at a time
+        in_fp32 = Value("fp32", in_stages.origin)
+        training.gradient_precision, training.reduce_precision = in_fp32, training.reduce_precision or in_fp32
+        keys.listed.append((in_stages.origin, COPIED_GRADIENTS))
     if overlap is not None and overlap.value:
         training.overlap = Value(False, f"{overlap.origin}: of no effect in a pipeline")
 

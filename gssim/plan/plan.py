@@ -376,10 +376,10 @@ class Plan:
     """For `zero1`. `torch`: ZeroRedundancyOptimizer updates whole tensors, each broadcast by the rank that updates it.
     `deepspeed`: all parameters lie in one flat buffer, padded, of which each rank updates an even part, with a master
     copy of it whatever the precision; parts are all-gathered in buckets of 5e8 elements. Gradients are all-reduced in
-    buckets of at most `bucket_bytes`, without `overlap` only after the backward, and then freed: a rank keeps those of
-    its part (predicted only). `megatron`: Megatron-LM's distributed optimizer: the same parts, with a master copy only
-    where parameters are in 16 bits; gradients exist in one buffer alone, to which the products that compute them add,
-    and which is reduce-scattered, not all-reduced (predicted only)."""
+    buckets of at most `bucket_bytes`, without `overlap` and in pipelines only after the backward, and then freed: a
+    rank keeps those of its part (predicted only). `megatron`: Megatron-LM's distributed optimizer: the same parts, with
+    a master copy only where parameters are in 16 bits; gradients exist in one buffer alone, to which the products that
+    compute them add, and which is reduce-scattered, not all-reduced (predicted only)."""
     zero2_implementation: Literal["torch", "deepspeed"] = "torch"
     """For `zero2`. `torch`: FSDP2 gathers the parameters of each block in every micro-batch, and reduce-scatters its
     gradients. `deepspeed`: as `zero1_implementation = "deepspeed"`, but gradients are all-reduced and freed in the

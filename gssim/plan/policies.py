@@ -205,7 +205,7 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
     return Policies(
         **policies | axes,
         zero1_implementation=implementation,
-        frees_gradients=implementation == "deepspeed" and plan.pp == 1,
+        frees_gradients=implementation == "deepspeed",
         push_axis=method.push_axis,
         slices=method.slices,
         compress=plan.compress or method.compress,

@@ -78,10 +78,11 @@ def _bucket_events(low: Lowering, micro_batch: MicroBatch) -> dict[tuple[int, st
     """Return the allocations of buckets that do not exist all through the run.
 
     Those of pushed gradients are allocated with their first gradient, and freed once sent. DeepSpeed's buffers exist
-    from the begin of the first backward, or of every one that is reduced, to the end of one that is.
+    from the begin of the first backward, or of every one that is reduced, to the end of one that is; in a pipeline,
+    while gradients are reduced.
     """
     events: dict[tuple[int, str], list[Event]] = {}
-    if low.policies.frees_gradients and (micro_batch.first or micro_batch.sent_before):
+    if low.frees_gradients and (micro_batch.first or micro_batch.sent_before) and not low.stages:
         events[low.layers[-1].index, "b"] = [Event(0, low.freed_buffers_bytes, "buckets")]
     pushed = low.policies.gradients == "push" and _sends_in_buckets(low, micro_batch)
     for bucket in low.buckets if pushed else ():

@@ -847,10 +847,26 @@ class Lowering:
     def reduces_after_backward(self) -> bool:
         """Whether gradients are all complete before the first of them is reduced and freed.
 
-        Source: DeepSpeed, runtime/zero/stage_1_and_2.py, process_gradients: stage 1 without overlap_comm.
+        Sources: DeepSpeed, runtime/zero/stage_1_and_2.py, process_gradients: stage 1 without overlap_comm, which
+        runtime/engine.py, _configure_zero_optimizer, turns off in pipelines.
         """
-        frees = self.policies.frees_gradients and self.policies.gradient_sync == "step"
-        return frees and not self.scenario.plan.overlap
+        frees = self.frees_gradients and self.policies.gradient_sync == "step"
+        return frees and not self.overlaps_freed_gradients
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether gradients are freed once reduced, but for a rank's part; see [Note: freed gradients] in
+        `replicated`.
+
+        DeepSpeed's stages of a pipeline keep gradients in another precision whole (runtime/bf16_optimizer.py).
+        """
+        keeps = bool(self.stages) and self.scenario.workload.gradient_precision is not None
+        return self.policies.frees_gradients and not keeps
+
+    @property
+    def overlaps_freed_gradients(self) -> bool:
+        """Whether gradients that are then freed are reduced beside the backward, from two buffers in turn."""
+        return self.scenario.plan.overlap and not self.stages
 
     @property
     def part_gradient_bytes(self) -> float:
@@ -868,7 +884,7 @@ class Lowering:
 
         Source: DeepSpeed, runtime/zero/stage_1_and_2.py, backward (ipg_buffer).
         """
-        return float(self.scenario.plan.bucket_bytes * (2 if self.scenario.plan.overlap else 1))
+        return float(self.scenario.plan.bucket_bytes * (2 if self.overlaps_freed_gradients else 1))
 
     @property
     def buffer_value_bytes(self) -> int:

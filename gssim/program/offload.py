@@ -137,7 +137,7 @@ def host_bytes(low: Lowering, kept: dict[str, float], owned: Sequence[int]) -> d
     if low.offload == "optimizer":
         held.setdefault("master_copy", own_bytes)
     gradients_bytes = own_bytes
-    if low.policies.frees_gradients:
+    if low.frees_gradients:
         gradients_bytes += copy_buffer_bytes(low)
         if low.scenario.plan.micro_batches > 1:  # the sum of the micro-batches so far
             gradients_bytes += sum(owned) * low.value_bytes
@@ -148,6 +148,6 @@ def copy_buffer_bytes(low: Lowering) -> float:
     """Return the bytes of the buffer through which DeepSpeed's stages 1 and 2 copy gradients of an offloaded
     optimizer.
     """
-    if not (low.offload and low.policies.frees_gradients):
+    if not (low.offload and low.frees_gradients):
         return 0.0
     return float(max(parameter.elements for _, parameter in low.parameters) * low.value_bytes)

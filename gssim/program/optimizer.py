@@ -414,7 +414,7 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     to it, all of a unit's in one tensor.
     """
     gradients = low.scenario.policies.gradients
-    if low.policies.frees_gradients:
+    if low.frees_gradients:
         return tuple(filter(None, [low.part_gradient_bytes]))
     if gradients == "all-reduce":
         return (
@@ -469,7 +469,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     }
     if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish or low.copies_part:
         held["master_copy"] = float(sum(_copied(low, owned)) * low.master_bytes)
-    if policies.gradients == "all-reduce" and not policies.frees_gradients:
+    if policies.gradients == "all-reduce" and not low.frees_gradients:
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
     if workload.gradient_precision is not None and not low.has_one_gradient_buffer:
         # in a buffer that lives as long as the run; what they take beyond their size in the training precision

@@ -635,7 +635,7 @@ def _unnumbered(
         micro_batch.first,
         micro_batch.sends_gradients,
         micro_batch.index if policies.gradients == "push" and low.push.selects else 0,
-        micro_batch.last and low.offload is not None and policies.frees_gradients,
+        micro_batch.last and low.offload is not None and low.frees_gradients,
         gathered,
     )
     if kind not in alike.unnumbered:

@@ -13,7 +13,8 @@ once more for its all-reduce; what the rank updates of the sum is copied back, a
 part. These are kept until the update; if later micro-batches are reduced too, theirs are added after each backward.
 A copy in another precision (`workload.reduce_precision`) lives as long as the other copy, and the sum is cast back.
 Buckets are reduced as soon as they are full, but for ZeRO-1 without overlap (DeepSpeed's default), which reduces all
-after the backward, in the model's order, so that all gradients exist at once. Source: DeepSpeed,
+after the backward, in the model's order, so that all gradients exist at once. So does every pipeline, whose buffer
+exists only while it reduces (runtime/engine.py, _configure_zero_optimizer). Source: DeepSpeed,
 runtime/zero/stage_1_and_2.py: process_gradients, reduce_gradients, average_tensor with use_multi_rank_bucket_allreduce
 (its default), allreduce_bucket, copy_grads_in_partition, independent_gradient_partition_epilogue.
 """
@@ -51,7 +52,7 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
         tasks = [*broadcast_buffers(low), *tasks]
     if not micro_batch.sends_gradients:
         return tasks
-    if low.policies.frees_gradients:
+    if low.frees_gradients:
         return _reduce_and_free(low, rank, tasks, micro_batch)
     device, workload = low.device(rank), low.scenario.workload
     hooked = low.policies.compress is not None or low.reduces_cast_gradients
@@ -135,8 +136,15 @@ def _copies_and_reduction(low: Lowering, rank: int, bucket: Bucket, micro_batch:
         duration_s += cost.accumulation_time_s(device, own_bytes, tensors=1)
 
     copied_bytes = size + casts * reduced_bytes
-    part_bytes = low.part_gradient_bytes if bucket.index == 0 else 0.0
-    events = [(0, part_bytes, "gradients"), (1, copied_bytes, "communication"), (2, -copied_bytes, "communication")]
+    is_first = bucket.index == 0
+    part_bytes = low.part_gradient_bytes if is_first else 0.0
+    buffer_bytes = low.freed_buffers_bytes if is_first and low.stages else 0.0
+    events = [
+        (0, buffer_bytes, "buckets"),
+        (0, part_bytes, "gradients"),
+        (1, copied_bytes, "communication"),
+        (2, -copied_bytes, "communication"),
+    ]
     if low.reduces_after_backward:
         events.append((2 if is_larger else 0, -size, "gradients"))
     elif is_larger:  # the backward has freed the gradients, but the reduction still reads them
@@ -145,7 +153,7 @@ def _copies_and_reduction(low: Lowering, rank: int, bucket: Bucket, micro_batch:
 
     reduction = TaskId("all-reduce", bucket=bucket.index)
     copied = Task(reduction.serving("copy-in"), "backward", duration_s=duration_s, need=need)
-    stream = "communication" if plan.overlap else "compute"
+    stream = "communication" if low.overlaps_freed_gradients else "compute"
     summed = low.reduce_precision if PRECISION_BYTES[low.reduce_precision] == HALF_BYTES else ""
     exchange = Communication("all-reduce", low.group, reduced_bytes, half_precision=summed)
     reduced = collective_task(reduction, exchange, stream, after=(copied.id,))

@@ -22,4 +22,4 @@ from gssim.scenario.scenario import Loaded, Scenario, single_device
 from gssim.scenario.search_space import Objective, SearchSpace
 from gssim.scenario.stages import held_layers, of_no_sample, schedule_of, tied_parameters
 from gssim.scenario.tensor_slices import held_experts, held_slice
-from gssim.scenario.vocabulary_slices import divided_entries, shares_embedding, units_of_ranks
+from gssim.scenario.vocabulary_slices import divided_entries, shares_embedding, token_embedding, units_of_ranks

@@ -3,7 +3,8 @@
 Each rank looks up those tokens whose rows it has, and one all-reduce adds the ranks' results
 (`plan.embedding_parallel`; Megatron-LM, core/tensor_parallel/layers.py, VocabParallelEmbedding). Each rank has its own
 rows of the head, and only the logits of these rows (`plan.loss_parallel`). A weight that embedding and head share is
-divided once.
+divided once. Beside adapters both are frozen: the lookup has no backward, and the head's has the gradient of its input
+alone.
 """
 
 from collections.abc import Sequence
@@ -50,8 +51,20 @@ def divided_entries(plan: Plan, model: Model) -> list[int]:
     if plan.embedding_parallel and weight is not None:
         divided.append(weight.shape[0])
     if plan.loss_parallel and not shares_embedding(model):
-        divided.append(model.layers[-2].parameters[0].shape[0])
+        divided.append(_weights(model.layers[-2])[0].shape[0])
     return divided
+
+
+def _weights(layer: Layer) -> tuple[Parameter, ...]:
+    """Return the parameters of a layer outside of blocks, trained or frozen; none of these has some of both."""
+    return layer.parameters or layer.frozen_parameters
+
+
+def _with_weights(layer: Layer, weights: Sequence[Parameter]) -> Layer:
+    """Return a layer with other parameters, which are trained if its own are."""
+    if layer.parameters:
+        return replace(layer, parameters=tuple(weights))
+    return replace(layer, frozen_parameters=tuple(weights))
 
 
 def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
@@ -71,7 +84,7 @@ def undivided_loss_reason(model: Model) -> str | None:
     if model.loss_fused:
         return "its loss is fused with the head"
     head, loss = model.layers[-2:]
-    shapes = [parameter.shape for parameter in head.parameters]
+    shapes = [parameter.shape for parameter in _weights(head)]
     tied = shares_embedding(model) and not shapes
     if loss.modules or head.block or not (tied or (len(shapes) == 1 and len(shapes[0]) == 2)):
         return "its last layer is no linear map without bias, whose weight is its own or the token embedding's"
@@ -80,7 +93,7 @@ def undivided_loss_reason(model: Model) -> str | None:
         output is None
         or len(output.size_bytes.terms) != 1
         or layer_input_gradient(head.buffers) is None
-        or len(head.buffers) != (3 if tied else 2)
+        or len(head.buffers) != (3 if tied and model.module.adapters is None else 2)
     ):
         return "its head is not traced as one matrix product"
     return None
@@ -94,7 +107,7 @@ def undivided_embedding_reason(model: Model) -> str | None:
         return "its first layer has no embedding of the whole vocabulary"
     if _lookup(model.layers[0], model) is None:
         return "its embedding is not traced as one lookup"
-    if shares_embedding(model) and model.layers[-2].parameters:
+    if shares_embedding(model) and _weights(model.layers[-2]):
         return "its head, which shares the embedding's weight, has other parameters"
     return None
 
@@ -102,19 +115,21 @@ def undivided_embedding_reason(model: Model) -> str | None:
 def token_embedding(model: Model) -> Parameter | None:
     """Return the weight of a model's token embedding, the first parameter of the first layer; None if it has none."""
     first = model.layers[0]
-    if not isinstance(model.input, TokenInput) or first.block or not first.parameters:
+    if not isinstance(model.input, TokenInput) or first.block or not _weights(first):
         return None
-    weight = first.parameters[0]
+    weight = _weights(first)[0]
     return weight if len(weight.shape) == 2 and weight.shape[0] >= model.input.vocabulary else None
 
 
 def shares_embedding(model: Model) -> bool:
     """Return whether a model's head shares the weight of its token embedding: its gradient then arises in the head, and
-    is added where the embedding's is.
+    is added where the embedding's is. Beside adapters it has no gradient, and no other layer has it as its own.
     """
     weight = token_embedding(model)
     if weight is None or len(model.layers) < 2:
         return False
+    if model.module.adapters is not None:
+        return shares_embedding(replace(model, layers=model.whole_layers, module=replace(model.module, adapters=None)))
     table = weight.elements * PRECISION_BYTES[model.traced_precision]
     return any(
         each.born.phase == "b" and each.freed.layer_offset < 0 and _is_constant(each.size_bytes, table)
@@ -129,7 +144,7 @@ def _is_constant(size: Polynomial, value: int) -> bool:
 
 def _lookup(layer: Layer, model: Model) -> Buffer | None:
     """Return the output of the lookup in a model's first layer: the first tensor with a row for every token."""
-    row_bytes = layer.parameters[0].shape[1] * PRECISION_BYTES[model.traced_precision]
+    row_bytes = _weights(layer)[0].shape[1] * PRECISION_BYTES[model.traced_precision]
     found = [
         each
         for each in layer.buffers
@@ -159,7 +174,7 @@ def divided_layers(
         rows = units_of_ranks(weight.shape[0], parts)[position]
         layers = _divided_embedding(model, layers, rows, vocabulary.value_bytes)
     if vocabulary.loss:
-        (head,) = model.layers[-2].parameters or (weight,)
+        (head,) = _weights(model.layers[-2]) or (weight,)
         assert head is not None
         entries = head.shape[0]
         rows = units_of_ranks(entries, parts)[position]
@@ -177,7 +192,7 @@ def _divided_embedding(model: Model, layers: Sequence[Layer], rows: int, value_b
     For each token there is also an index until the backward of the lookup and, for a moment, a second index and a flag.
     Gradients of the whole table, also in a head that shares it, are those of the rank's rows only.
     """
-    weight = layers[0].parameters[0]
+    weight, *others = _weights(layers[0])
     traced_bytes = PRECISION_BYTES[model.traced_precision]
     share, table = rows / weight.shape[0], weight.elements * traced_bytes
     own_table = Polynomial(((rows * weight.shape[1] * traced_bytes, 0, 0),))
@@ -197,7 +212,7 @@ def _divided_embedding(model: Model, layers: Sequence[Layer], rows: int, value_b
             replace(each, size_bytes=own_table) if _is_constant(each.size_bytes, table) else each
             for each in layer.buffers
         ]
-        if number in (0, weight.born.layer_offset):
+        if number in (0, weight.born.layer_offset):  # of a frozen weight, which has no gradient, 0
             names = [f"{phase}_{what}" for phase in ("forward", "backward") for what in ("bytes", "streamed_bytes")]
             moved: dict[str, Any] = {name: without_others(getattr(layer, name)) for name in names}
             layer = replace(layer, frozen=None, deepest=None, untrained_buffers=None, **moved)
@@ -211,14 +226,16 @@ def _divided_embedding(model: Model, layers: Sequence[Layer], rows: int, value_b
         return Polynomial(((round(tokens * size * traced_bytes / value_bytes), powers[0], powers[1]),))
 
     masked = found.size_bytes.plus(found.size_bytes)  # read and written, to be zero where the token is another rank's
+    trained = bool(layers[0].parameters)
+    index = (weight.born, "activations") if trained else (at, "temporaries")
     small = (
-        Buffer(at, weight.born, "activations", per_token(8)),
+        Buffer(at, *index, per_token(8)),
         Buffer(at, at, "temporaries", per_token(8 + 1)),
     )
     streamed = first.forward_streamed_bytes
+    own_weight = replace(weight, shape=(rows, weight.shape[1]), sliced_dimension=0)
     changed[0] = replace(
-        first,
-        parameters=(replace(weight, shape=(rows, weight.shape[1]), sliced_dimension=0), *first.parameters[1:]),
+        _with_weights(first, (own_weight, *others)),
         buffers=(*first.buffers, *small),
         reductions=(*first.reductions, Reduction(at, found.size_bytes)),
         forward_bytes=first.forward_bytes.plus(masked),
@@ -280,9 +297,9 @@ def divided_loss(
         logits = replace(output, category="activations", freed=replace(used, layer_offset=0), size_bytes=own_logits)
     partial, whole = replace(gradient, freed=summed), replace(gradient, born=summed)
     reductions = [Reduction(Moment("f", place), per_token(size)) for place, size in ((1, wide), (4, 2 * wide))]
+    own_weights = [replace(each, shape=(rows, each.shape[1]), sliced_dimension=0) for each in _weights(head)]
     own_head = replace(
-        _scaled(head, share),
-        parameters=tuple(replace(each, shape=(rows, each.shape[1]), sliced_dimension=0) for each in head.parameters),
+        _with_weights(_scaled(head, share), own_weights),
         buffers=(logits, *shared, partial, whole),
         reductions=(Reduction(summed, gradient.size_bytes),),
         output_bytes=own_logits,

@@ -110,6 +110,16 @@ CAST = (
     ),
 )
 """Models whose divided layers are traced under autocast."""
+ADAPTED_PARTS = 24_000
+"""From this seed on points have low-rank adapters where ranks divide sequences beside blocks or experts, as a rule, or
+push scaled gradients in fp16."""
+ADAPTED = (
+    Trained(str(SCENARIOS.parent / "tests/helpers/models/of_tests/context-adapters-llama.toml"), 12, (24, 48), 4),
+    Trained(
+        str(SCENARIOS.parent / "tests/helpers/models/of_tests/context-adapters-mixture.toml"), 12, (48,), 1, experts=12
+    ),
+)
+"""Models whose divided layers are traced with adapters, at all lengths of sequences."""
 PERIODIC = tuple(name for name, method in REGISTRY.items() if method.sync_every_steps)
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
@@ -180,7 +190,9 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     if seed >= EXPERTS_IN_PARTS and method in _dividing(seed) and random.random() < 0.9:
         model = MIXTURE
     if seed >= UNDER_AUTOCAST:
-        model = random.choice(CAST)
+        model = random.choice(ADAPTED if seed >= ADAPTED_PARTS else CAST)
+    if seed >= ADAPTED_PARTS and method in ONE_AXIS:  # the mixture's blocks cannot be cut
+        model = ADAPTED[0]
     plan, parts = _plan(random, seed, method, devices, model)
     _shard_replicas(random, seed, plan, parts)
     workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=method in PUSHING)
@@ -226,9 +238,9 @@ def random_real_point(seed: int) -> Table:
     workload = _workload(random, model, plan, parts, precisions, thresholds=False)
     if plan.get("ep"):  # else the router's load is another
         workload["expert_routing"] = "load"
-    if workload["precision"] == "fp16" and REGISTRY[method].gradients != "push":  # else a real run refuses it
+    if workload["precision"] == "fp16" and REGISTRY[method].partition == "data":  # else a real run refuses it
         workload.setdefault("loss_scale", 1024.0)
-        if REGISTRY[method].gradients != "reduce-scatter" and plan.get("dp_shard", 1) == 1:
+        if REGISTRY[method].gradients not in ("reduce-scatter", "push") and plan.get("dp_shard", 1) == 1:
             workload.pop("clip_norm", None)
     _sum_experts(random, seed, workload, plan)
     if seed >= LATER:
@@ -253,7 +265,7 @@ def random_real_point(seed: int) -> Table:
 def _real_model(random: Random, seed: int, method: str) -> Trained:
     """Return a small model for a point's real run."""
     if seed >= UNDER_AUTOCAST:
-        return random.choice(CAST)
+        return random.choice(ADAPTED if seed >= ADAPTED_PARTS else CAST)
     models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
     models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
     if seed >= EXPERTS_IN_PARTS and method in _dividing(seed) and random.random() < 0.9:
@@ -328,7 +340,8 @@ def _plan(random: Random, seed: int, method: str, devices: int, model: Trained) 
     if method != "single" and devices > 1 and random.random() < 0.05:
         devices = plan["ranks"] = random.randint(1, devices)
     in_parts = seed >= EXPERTS_IN_PARTS and model.experts and method in SEQUENCES
-    if in_parts and seed >= EXPERTS_OF_TENSOR_RANKS and devices % 2 == 0:
+    of_tensor_ranks = seed >= EXPERTS_OF_TENSOR_RANKS and (seed < ADAPTED_PARTS or seed % 4 == 0)
+    if in_parts and of_tensor_ranks and devices % 2 == 0:
         parts = _axes_of_tensor_experts(random, plan, devices, model)
     else:
         parts = (
@@ -468,7 +481,8 @@ def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: in
     sharded = REGISTRY[plan["method"]].gradients == "reduce-scatter"
     cut = plan.get("tp", 1) > 1 and "etp" not in plan
     left_out = [
-        *("gradient_precision", "frozen", "adapters", *(["autocast"] if seed < UNDER_AUTOCAST else [])),
+        *("gradient_precision", "frozen", *(["adapters"] if seed < ADAPTED_PARTS else [])),
+        *(["autocast"] if seed < UNDER_AUTOCAST else []),
         *(["clip_norm"] if cut else []),
         *(["loss_scale"] if cut or (seed < SUMMED_EXPERTS and plan["method"] == "zero1") else []),
         *(["reduce_precision"] if seed < SUMMED_EXPERTS and (cut or not sharded) else []),
@@ -562,7 +576,7 @@ def _inner_axes(random: Random, seed: int, plan: Table, devices: int, model: Tra
             plan["context_exchange"] = "ring"
             if random.random() < 0.4:
                 plan["context_split"] = "plain"
-        apart = apart or random.random() < 0.95
+        apart = apart or random.random() < (0.95 if seed < ADAPTED_PARTS else 0.3)
     inner = [n for n in (2, 4, 8) if left % n == 0 and n < left and n <= model.heads]
     if inner and not apart and random.random() < 0.3:
         plan["tp"] = random.choice(inner)
@@ -698,6 +712,9 @@ def _combined_keys(random: Random, workload: Table, plan: Table) -> None:
 def _cast_products(random: Random, seed: int, cluster: Table, workload: Table, plan: Table) -> None:
     """Set autocast in late points, and leave out what does not go with it, mostly."""
     precisions = [each for each in ("bf16", "fp16") if each in _precisions(cluster)]
+    if seed >= ADAPTED_PARTS:
+        _adapt_parts(random, workload, plan, precisions)
+        return
     if seed < UNDER_AUTOCAST or not precisions or random.random() < 0.03:
         return
     method = REGISTRY[plan["method"]]
@@ -711,6 +728,21 @@ def _cast_products(random: Random, seed: int, cluster: Table, workload: Table, p
             workload.pop(key, None)
         for key in ("loss_parallel", "embedding_parallel", "gathered_inputs"):
             plan.pop(key, None)
+
+
+def _adapt_parts(random: Random, workload: Table, plan: Table, precisions: list[str]) -> None:
+    """Add adapters, or scale the loss of pushed gradients; leave out what does not go with either."""
+    for key in ("frozen", "adapters", "autocast", "tf32"):
+        workload.pop(key, None)
+    pushes = REGISTRY[plan["method"]].gradients == "push"
+    if pushes and "fp16" in precisions and random.random() < 0.5:
+        workload |= {"precision": "fp16", "loss_scale": random.choice([1024.0, "dynamic"])}
+    if not pushes or random.random() < 0.6:
+        workload["adapters"] = {"rank": random.choice([1, 4]), "targets": random.choice(["query-value", "all-linear"])}
+        plan.get("push", {}).clear()
+        plan.pop("gathered_inputs", None)
+        if plan.get("sequence_parallel"):
+            plan.pop("loss_parallel", None)
 
 
 def _sum_experts(random: Random, seed: int, workload: Table, plan: Table) -> None:

@@ -792,7 +792,8 @@ def test_deepspeeds_pipelines_reduce_gradients_after_all_else(tmp_path):
     text = text.replace('{"stage": $STAGE}', '{"stage": 1, "overlap_comm": true}')
     tables, found = imported(tmp_path, text, name="job.slurm", model="gpt3-1.3b")
     assert (tables["plan"]["method"], tables["plan"]["overlap"]) == ("zero1", False)
-    assert any("5e8 elements at a time" in line for line in found.listed)
+    assert tables["plan"]["bucket_bytes"] == 10**9  # of reduce_bucket_size, 5e8 elements if it is not given
+    assert not any("5e8 elements at a time" in line for line in found.listed)
 
 
 @pytest.mark.parametrize(("words", "method"), [("", "zero1"), ("--no-pipeline-parallel", "ddp")])
@@ -807,6 +808,8 @@ def test_deepspeeds_pipelines_in_bf16_divide_the_optimizers_state_without_zero(t
     expected = method if stages == 1 else "zero1"
     assert tables["plan"]["method"] == expected
     assert tables["plan"].get("zero1_implementation") == ("deepspeed" if expected == "zero1" else None)
+    kept = [tables["workload"].get(f"{name}_precision") for name in ("gradient", "reduce")]
+    assert kept == (["fp32", "fp32"] if stages == 2 else [None, None])
 
 
 @pytest.mark.parametrize(
@@ -1399,6 +1402,20 @@ fsdp_config:
 """
 
 
+def test_axolotls_base_model_must_be_of_the_models_size(tmp_path):
+    """It was not compared with --model: a recipe of 70B parameters was read as a training of 8B."""
+    said = "the model 'llama3-8b' has 8.03e9 parameters; give the right one by --model"
+    assert said in refused(tmp_path, AXOLOTL.replace("Llama-3-8B", "Llama-3-70B"), name="x.yml")
+    imported(tmp_path, AXOLOTL.replace("NousResearch/Meta-Llama-3-8B", "mine/of-no-said-size"), name="x.yml")
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 31}))
+    here = AXOLOTL.replace("NousResearch/Meta-Llama-3-8B", "own")
+    assert "the model 'llama3-8b' has layers = 32" in refused(tmp_path, here, name="x.yml")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 32}))
+    imported(tmp_path, here, name="x.yml")
+
+
 def test_axolotl_offloads_what_fsdp_shards(tmp_path):
     tables, _ = imported(tmp_path, AXOLOTL.replace("offload_params: false", "offload_params: true"), name="x.yml")
     assert (tables["plan"]["method"], tables["plan"]["offload"]) == ("zero3", "parameters")
@@ -1543,6 +1560,7 @@ def test_recipes_of_mixtures_with_adapters_divide_the_experts(tmp_path):
     plugin = "plugins: [axolotl.integrations.expert_parallel.ExpertParallelPlugin]\n"
     lora = "adapter: lora\nlora_r: 16\nlora_alpha: 32\nlora_target_modules: [q_proj, v_proj]\n"
     config = f"{AXOLOTL}{plugin}{lora}experts_implementation: grouped_mm\nexpert_parallel_size: 2\ndp_shard_size: 4\n"
+    config = config.replace("NousResearch/Meta-Llama-3-8B", "a/mixture")
     for name, text in (("r.yaml", recipe), ("x.yml", config)):
         for model in ("qwen3-30b-a3b", "mixtral-8x7b"):
             tables, _ = imported(tmp_path, text, name=name, model=model)
@@ -1557,6 +1575,7 @@ def test_axolotls_experts_are_divided_beside_its_shards(tmp_path):
         "plugins: [axolotl.integrations.expert_parallel.ExpertParallelPlugin]\nexperts_implementation: grouped_mm\n"
     )
     text = f"{AXOLOTL}{plugin}expert_parallel_size: 2\ndp_shard_size: 4\n"
+    text = text.replace("NousResearch/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B")
     tables, found = imported(tmp_path, text, name="x.yml", model="qwen3-30b-a3b")
     plan = {"method": "zero3", "ep": 2, "dp_replicate": None}  # all else is sharded over both axes
     assert {name: tables["plan"].get(name) for name in plan} == plan
@@ -1585,6 +1604,7 @@ def test_axolotls_unfrozen_parameters(tmp_path, patterns, frozen):
         AXOLOTL[: AXOLOTL.index("fsdp_version")]
         .replace("8192", "128")
         .replace("checkpointing: true", "checkpointing: false")
+        .replace("NousResearch/Meta-Llama-3-8B", "mine/gpt-byte-10m")
     )
     text += f"deepspeed: ds.json\nunfrozen_parameters: {json.dumps(patterns)}\n"
     if frozen is None:

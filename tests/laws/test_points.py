@@ -19,6 +19,7 @@ import pytest
 import tomli_w
 from point_checks import assert_same_as_unfolded, faster_devices, faster_links, faults_of, slower_by
 from points import (
+    ADAPTED_PARTS,
     COMBINED,
     EXPERTS_IN_PARTS,
     EXPERTS_OF_TENSOR_RANKS,
@@ -61,6 +62,7 @@ FURTHER = (
     *range(SUMMED_EXPERTS, SUMMED_EXPERTS + 10),
     *range(EXPERTS_ON_TWO_LEVELS, EXPERTS_ON_TWO_LEVELS + 10),
     *range(UNDER_AUTOCAST, UNDER_AUTOCAST + 10),
+    *range(ADAPTED_PARTS, ADAPTED_PARTS + 10),
 )
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
@@ -78,6 +80,7 @@ MANY = [
         SUMMED_EXPERTS,
         EXPERTS_ON_TWO_LEVELS,
         UNDER_AUTOCAST,
+        ADAPTED_PARTS,
     )
 ]
 """Of the large one: 10,000."""

@@ -80,13 +80,13 @@ def test_a_measured_layer_bounds_one_with_adapters_by_what_that_has_of_it():
     assert all(times_s[True, parts] < 0.9 * times_s[False, parts] for parts in (1, 2))  # no gradients of weights
 
 
-def test_a_search_leaves_out_slices_with_adapters_on_parts_of_sequences_which_are_not_traced():
+def test_a_search_divides_sequences_of_slices_with_adapters():
     changes = ["workload.adapters.rank=8", "plan={method='ddp'}", "search.cp=[1, 2]", "search.tp=[1, 2]"]
     usual = [each for each in SMALL if "micro_batches" not in each]
     limits = ['search.methods=["ddp"]', "search.micro_batches=[1]", 'search.recompute=["none"]']
     scenario = load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", [*usual, *changes, *limits]).scenario
     found = list(candidates(scenario, scenario.search, Batches(Bounds(scenario, "step-time"))))
-    assert {(each.plan.tp, each.plan.cp) for each in found} == {(1, 1), (1, 2), (2, 1)}
+    assert {(each.plan.tp, each.plan.cp) for each in found} == {(1, 1), (1, 2), (2, 1), (2, 2)}
 
 
 def check_bounds_of_some(plans, among, workers, bounds):

@@ -152,9 +152,11 @@ WHOLE = ["plan.method=ddp", "plan.tp=2"]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([*WHOLE, "plan.cp=2"], r"with plan\.cp = 2: slices with adapters are not traced .*; allowed: 1"),
-        ([*WHOLE, "plan.embedding_parallel=true"], r"with plan\.embedding_parallel = true: .*; allowed: false"),
-        ([*WHOLE, "plan.loss_parallel=true"], r"with plan\.loss_parallel = true: .*; allowed: false"),
+        ([*WHOLE, "plan.cp=2"], r"plan\.cp = 2 beside plan\.tp = 2: .* at one sequence length alone"),
+        (
+            [*WHOLE, "plan.loss_parallel=true", "plan.sequence_parallel=true"],
+            r"with plan\.loss_parallel = true: peaks beside parts of sequences .*; allowed: false",
+        ),
         (
             ["plan.method=pipeline", "plan.pp=2", "plan.tp=2", "plan.micro_batches=2", "plan.sequence_parallel=true"],
             r"with plan\.sequence_parallel = true: peaks of the first of plan\.pp = 2 stages .*; allowed: false",
@@ -218,7 +220,7 @@ def test_divided_experts_beside_adapters_multiply_as_whole_ones_and_give_no_grad
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["plan.cp=2"], r"plan\.ep = 2 with plan\.cp = 2: parts .*; allowed: 1"),
+        (["plan.cp=2"], r"plan\.cp = 2 beside plan\.ep = 2: .* at one sequence length alone"),
         (["plan.tp=2"], r"plan\.etp = 2: experts that tensor ranks cut besides are not known"),
         (
             [

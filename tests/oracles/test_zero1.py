@@ -301,6 +301,34 @@ def test_deepspeeds_first_stage_reduces_after_the_backward_unless_it_overlaps():
         assert (low.buckets[0].members[0] == low.parameters[0]) == after
 
 
+STAGED = FLAT | {"pp": 2, "dp_replicate": 2, "micro_batches": 2}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_deepspeeds_stages_reduce_in_their_order_after_the_last_backward_and_free_what_they_allocate(overlap: bool):
+    """Whatever overlap_comm says: runtime/engine.py turns it off in pipelines. Their buffer is as large as a bucket,
+    and exists while they reduce; they had DDP's buckets, beside the last backward, as large as all gradients."""
+    limit = 4 * 60
+    scenario = scenario_of(star(4), STAGED | {"overlap": overlap, "bucket_bytes": limit}, global_batch_size=8)
+    program = lower(scenario)
+    assert {"buckets"}.isdisjoint({name for held in program.persistent for name in held})
+    for tasks in program.tasks:
+        ops = [task.id.op for task in tasks]
+        last = max(place for place, op in enumerate(ops) if op == "backward-end")
+        reduced = [
+            place for place, task in enumerate(tasks) if task.id.op == "all-reduce" and task.id.bucket is not None
+        ]
+        assert reduced
+        assert min(reduced) > last
+        assert dict(tasks[min(reduced)].need.peak)["buckets"] == limit
+        left: dict[str, float] = {}
+        for task in tasks:
+            for category, size in task.need.kept:
+                left[category] = left.get(category, 0.0) + size
+                assert left[category] >= 0
+        assert not any(left.values()), left
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("stage", [FLAT, FLAT2])

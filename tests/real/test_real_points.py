@@ -14,6 +14,7 @@ import pytest
 import tomli_w
 from point_checks import modules_of_stages
 from points import (
+    ADAPTED_PARTS,
     COMBINED,
     EXPERTS_IN_PARTS,
     EXPERTS_OF_TENSOR_RANKS,
@@ -61,9 +62,10 @@ MANY = [
         SUMMED_EXPERTS,
         EXPERTS_ON_TWO_LEVELS,
         UNDER_AUTOCAST,
+        ADAPTED_PARTS,
     )
 ]
-"""The same in the slow test: 900 points."""
+"""The same in the slow test: 1020 points."""
 EXACT = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 2**-7, "bf16": 2**-7}
 """By how much of the largest one parameters may differ from one device's, by the least exact of the precisions used."""
 PEAK, PEAK_OF_CONVOLUTIONS, ENDED_BEFORE = 0.02, 0.04, 0.25

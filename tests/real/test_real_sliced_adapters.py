@@ -24,6 +24,7 @@ USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 TENSOR, UNEVEN = ["plan.method=tensor"], ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]
 SEQUENCE, CLIPPED, TWICE = "plan.sequence_parallel=true", "workload.clip_norm=0.01", "plan.micro_batches=2"
 FULL, SELECTIVE = "plan.recompute=full", "plan.recompute=selective"
+VOCABULARY = ["plan.embedding_parallel=true", "plan.loss_parallel=true"]
 STAGES = ["plan.method=pipeline", "plan.pp=2", "plan.tp=2", TWICE]
 TINY = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
 TINY |= {"intermediate_size": 48, "vocab_size": 256, "max_position_embeddings": 64, "use_cache": "false"}
@@ -74,6 +75,11 @@ ON: dict[int, dict[str, list[str]]] = {
         "gpt-all-sequence-full-sgd": [*SGD, *TENSOR, SEQUENCE, FULL],
         "gpt-all-owned-sgd": [*SGD, *under("gs")],
         "llama-all-uneven-sgd": [*SGD, *UNEVEN],
+        "llama-query-value-embedding-sequence-sgd": [*SGD, *TENSOR, SEQUENCE, VOCABULARY[0]],
+        "gpt-all-vocabulary-adamw": [*ADAMW64, *TENSOR, *VOCABULARY, CLIPPED],
+        "gpt2-all-vocabulary-full-sgd": [*SGD, *TENSOR, *VOCABULARY, FULL, TWICE],
+        "llama-all-embedding-uneven-sgd": [*SGD, *UNEVEN, VOCABULARY[0]],
+        "llama-query-value-loss-sgd": [*SGD, *TENSOR, VOCABULARY[1]],
     },
     4: {
         "gpt-all-four-sgd": [*SGD, *TENSOR],
@@ -87,6 +93,9 @@ ON: dict[int, dict[str, list[str]]] = {
         "gpt-all-hsdp-sgd": [*SGD, *under("hsdp", "plan.dp_replicate=2", "plan.dp_shard=1")],
         "gpt-all-gs-sgd": [*SGD, *under("gs")],
         "llama-all-sequence-gs-z3-sgd": [*SGD, *under("gs_z3", SEQUENCE)],
+        "llama-all-vocabulary-zero3-sgd": [*SGD, *under("zero3", *VOCABULARY)],
+        "llama-query-value-vocabulary-gs-sgd": [*SGD, *under("gs", *VOCABULARY)],
+        "gpt-all-vocabulary-staged-sgd": [*SGD, *STAGES, *VOCABULARY],
         "gpt-all-staged-sgd": [*SGD, *STAGES],
         "gpt-all-staged-full-sgd": [*SGD, *STAGES, FULL],
         "llama-all-staged-full-clipped-sgd": [*SGD, *STAGES, FULL, "workload.clip_norm=0.05"],
@@ -94,8 +103,16 @@ ON: dict[int, dict[str, list[str]]] = {
         "llama-query-value-staged-clipped-sgd": [*SGD, *STAGES, "workload.clip_norm=0.05"],
     },
 }
-FEW = {2: ("llama-query-value-sequence-full-sgd", "gpt2-all-sgd")}
-"""Cases that are not slow: both ways to store a map, divided sequences and whole ones."""
+FEW = {
+    2: (
+        "llama-query-value-sequence-full-sgd",
+        "gpt2-all-sgd",
+        "llama-query-value-embedding-sequence-sgd",
+        "gpt2-all-vocabulary-full-sgd",
+    )
+}
+"""Cases that are not slow: both ways to store a map, divided sequences and whole ones, and divided frozen vocabularies,
+one of which embedding and head share."""
 
 
 def case_of(ranks: int, name: str, changes: list[str], _folder: Path) -> dict[str, object]:

@@ -100,7 +100,7 @@ def _check_kept_gradients(scenario: Scenario, policies: Policies, file: str) -> 
         return
     own = f"{file}: workload.gradient_precision = '{workload.gradient_precision}'"
     kept_whole = policies.partition == "data" and policies.parameters == "replicated" and policies.gradients != "push"
-    if not kept_whole or policies.frees_gradients:
+    if not kept_whole or (policies.frees_gradients and policies.pp == 1):
         method = scenario.plan.method
         raise UserError(f"{own}: method '{method}' keeps no whole gradients until the update; leave it out")
     if workload.precision == "fp64":

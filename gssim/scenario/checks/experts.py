@@ -60,9 +60,9 @@ def _check_layers_of_parts(scenario: Scenario, policies: Policies, where: str, f
     uncut = "its blocks cannot be cut so" if any(layer.block for layer in model.layers) else "its layers are no blocks"
     variant, option = variant_in_trace(scenario.workload)
     raise UserError(
-        f"{where}: the model file of '{model.name}' has no layers with cut blocks and divided experts{variant} "
-        f"(workload.model.expert_sequence_layers): {uncut}, or it was traced before; allowed: 1, or trace it again "
-        f"with `gsreal trace{option}`"
+        f"{where}: '{model.name}' has no layers with cut blocks and divided experts{variant} "
+        f"(workload.model.expert_sequence_layers): {uncut}, or its trace is old; allowed: 1, or another "
+        f"`gsreal trace{option}`"
     )
 
 

@@ -117,9 +117,9 @@ def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
             "leave it out"
         )
     unknown = f"peaks of the first of plan.pp = {policies.pp} stages are not predicted well enough"
+    loss_of_parts = plan.loss_parallel and policies.sequence_parallel
     refused: tuple[tuple[str, object, object, str], ...] = (
-        ("plan.embedding_parallel", plan.embedding_parallel, False, "parts of a frozen embedding are not modelled"),
-        ("plan.loss_parallel", plan.loss_parallel, False, "parts of a frozen head are not modelled"),
+        ("plan.loss_parallel", loss_of_parts, False, "peaks beside parts of sequences are not predicted well enough"),
         ("plan.gathered_inputs", plan.gathered_inputs, "kept", "frozen weights need no input for their gradients"),
         ("plan.tp_overlap", plan.tp_overlap, False, "products of frozen weights are fewer than it counts on"),
         ("plan.async_input_gradients", plan.async_input_gradients, False, "frozen weights have no gradients beside it"),
