@@ -282,10 +282,12 @@ def _part(
 
 
 def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
-    candidates = [folder / name for folder in (folders.get(key), folders[""]) if folder is not None]
-    for candidate in candidates:
-        if os.path.isfile(candidate):  # false for a name that is too long, for which pathlib raises
-            return candidate
+    candidates = []
+    for folder in (folders.get(key), folders[""]):
+        if folder is not None:
+            candidates.append(folder / name)
+            if os.path.isfile(candidates[-1]):  # false for a name that is too long, for which pathlib raises
+                return candidates[-1]
     if key == "workload.model" and name in shipped_models():
         return shipped_models()[name]
     if any(os.path.isdir(candidate) for candidate in candidates):

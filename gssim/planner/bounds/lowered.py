@@ -169,9 +169,11 @@ def _awaited(parts: Sequence[Part]) -> dict[Name, int]:
     waiting = [part.after for part in parts if not isinstance(part, Chunk) and part.after]
     awaited: set[Name] = set(chain.from_iterable(waiting))
     numbers: dict[Name, int] = {}
-    for number, part in enumerate(parts):
-        names = (name_of(part), part.last) if isinstance(part, Chunk) else (name_of(part),)
-        numbers |= {name: number for name in names if name in awaited}
+    for number, part in enumerate(parts if awaited else ()):
+        if (name := name_of(part)) in awaited:
+            numbers[name] = number
+        if isinstance(part, Chunk) and part.last in awaited:
+            numbers[part.last] = number
     return numbers
 
 

@@ -113,7 +113,8 @@ class MemoryBounds:
         """Return a lower bound of the fraction of memory used on the fullest device of a pipeline; 0 if none is known.
 
         While one micro-batch goes forward or backward, a rank holds the activations of all micro-batches in flight and,
-        from its first backward on, the accumulated gradients. `full_ratio`, by which batches are split, counts neither.
+        from its first backward on, the accumulated gradients. `full_ratio`, by which batches are split, counts neither,
+        nor communicators of pipelines.
         """
         if policies.pp == 1 or not has_equal_slices(policies):
             return 0.0
@@ -146,6 +147,7 @@ class MemoryBounds:
                 peak = max(peak, (later - 1) * kept + backward + gradients)
             offload = None if device.kind == "cpu" else plan.offload  # a CPU is its own host
             always = device.context_bytes + device.workspace_bytes
+            always += self._stage_communicators(policies, part, place) * device.communicator_bytes
             always += self._persistent_bytes(policies, part, owned, samples, offload)
             always += self._received_bytes(plan, stage, samples // plan.micro_batches, first)
             found = max(found, (always + peak) / device.memory_bytes)
@@ -322,6 +324,18 @@ class MemoryBounds:
         if self.parts.scenario.cluster.backend != "nccl" or policies.pp > 1:
             return 0
         return sum(size > 1 for size in (policies.dp_replicate, policies.dp_shard, policies.cp, policies.tp))
+
+    def _stage_communicators(self, policies: Policies, part: Part, place: int) -> int:
+        """Return a lower bound of a pipeline rank's number of communicators: one for each neighbour, and for each data
+        axis if all of its stage is trained; `place`: the rank's place in the pipeline.
+        """
+        workload = self.parts.workload
+        if self.parts.scenario.cluster.backend != "nccl":
+            return 0
+        neighbours = (place > 0) + (place < policies.pp - 1)
+        if not part.elements or workload.frozen is not None or workload.adapters is not None:
+            return neighbours
+        return neighbours + (policies.dp_replicate > 1) + (policies.dp_shard > 1)
 
     def _persistent_bytes(
         self, policies: Policies, part: Part, owned: float, samples: int, offload: str | None
