@@ -551,6 +551,14 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
 
     `interrupted`: message after the user's interrupt, if any. Every command has the option `--no-limits`.
     """
+    with contextlib.ExitStack() as closed:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by the caller (`>&-`): nobody reads it
+                setattr(sys, name, closed.enter_context(open(os.devnull, "w", encoding="utf-8")))
+        _run_command_line(app, program, interrupted)
+
+
+def _run_command_line(app: typer.Typer, program: str, interrupted: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # paths are printed as they are, text in UTF-8 or not
     try:

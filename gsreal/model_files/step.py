@@ -521,6 +521,9 @@ def _execution_order(
     for parameter in frozen:
         parameter.requires_grad_(False)
     twice = {name for name in order if order.count(name) > 1}
+    # what has no parameters is then part of the layers before its runs, such as two kinds of rotary angles (Gemma 3)
+    order = [name for name in order if name not in twice or any(True for _ in inner[name].parameters())]
+    twice &= {*order}
     if twice:
         raise UserError(f"{where}: the module {sorted(twice)[0]!r} runs more than once in a forward; not supported")
     return order

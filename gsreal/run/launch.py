@@ -54,6 +54,26 @@ def check_real(loaded: Loaded) -> None:
     check_gloo_on_gpus(ours, where=where)
     check_samples(ours, where=where)
     check_compiled(ours, where=where)
+    check_experts_in_fp64(ours, where=where)
+
+
+def check_experts_in_fp64(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError if experts would be multiplied in fp64 by Hugging Face's modules: torch has no such product.
+
+    This project's own modules, and experts that ranks divide, are multiplied one by one there.
+    """
+    model = scenario.workload.model
+    routed = any(layer.experts_per_token for layer in model.expert_layers)
+    if (
+        scenario.workload.precision == "fp64"
+        and scenario.policies.ep == 1
+        and routed
+        and model.module.hugging_face is not None
+    ):
+        raise UserError(
+            f"{where}: workload.precision = 'fp64': torch has no grouped product in fp64, by which Hugging Face's "
+            "experts are multiplied; allowed: another precision, or plan.ep of at least 2"
+        )
 
 
 def check_compiled(scenario: Scenario, *, where: str) -> None:

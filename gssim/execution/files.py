@@ -472,6 +472,26 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {error}") from None
 
 
+MOST_LEVELS = 100
+"""Most levels of tables and arrays in a file: they are gone through level by level in nested calls, whose depth Python
+limits to a thousand."""
+
+
+def is_nested_too_deep(value: object) -> bool:
+    """Return whether tables and arrays are nested deeper than any file needs (a dotted key nests without brackets).
+
+    >>> is_nested_too_deep({"a": [{"b": 1}]})
+    False
+    """
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        tables = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        if not tables:
+            return False
+        level = [item for table in tables for item in table if isinstance(item, dict | list)]
+    return bool(level)
+
+
 def read_json(path: Path) -> Any:
     """Return the content of the JSON file `path`; raise UserError where it is missing or invalid."""
     return parsed_json(read_text(path), file=str(path))

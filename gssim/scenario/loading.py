@@ -12,7 +12,7 @@ from typing import Any
 from gssim.cluster import Cluster, Conditions
 from gssim.errors import MistakenNameError, UserError, nearest_name
 from gssim.execution.cache import Same, Shared
-from gssim.execution.files import read_json, read_text
+from gssim.execution.files import is_nested_too_deep, read_json, read_text
 from gssim.plan import Plan
 from gssim.scenario.checks import check
 from gssim.scenario.overrides import parsed_override, put
@@ -186,12 +186,15 @@ def _content(path: Path, shared: Shared) -> tuple[str, dict[str, Any]]:
 @lru_cache(maxsize=MOST_READ)
 def _tables_of(text: str, path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, brackets nested too deep
         if path.suffix == ".json":
             hint = f"of a Hugging Face config.json, `gsreal trace {path} --out FILE.toml` makes a model file"
             raise UserError(f"{path}: is no TOML file; {hint}") from None
         raise UserError(f"{path}: not valid TOML: {error}") from None
+    if is_nested_too_deep(tables):
+        raise UserError(f"{path}: its keys are nested too deep")
+    return tables
 
 
 def _copied(value: Any) -> Any:

@@ -490,3 +490,20 @@ def test_the_installed_command_does_the_same(tmp_path):
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == f"gssim: {tmp_path / 'none.toml'}: no such file\n"
     assert not (tmp_path / "results").exists()
+
+
+def test_keys_that_are_nested_without_brackets(refusal, tmp_path):
+    """A dotted key of thousands of parts ended in a RecursionError of three thousand lines."""
+    path = tmp_path / "deep.toml"
+    path.write_text("a." * 5000 + "b = 1\n")
+    assert refusal(path) == f"{path}: its keys are nested too deep"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_output_is_written_nowhere(tmp_path, closed):
+    """`gssim run FILE >&-` ended in an AttributeError: Python has no stdout then."""
+    write_files(tmp_path)
+    command = f"{sys.executable} -m gssim run {tmp_path}/scenario.toml --out {tmp_path}/out {closed}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert len(list((tmp_path / "out").iterdir())) == 1

@@ -600,6 +600,20 @@ def test_any_hugging_face_config_is_traced():
 
 
 @pytest.mark.slow
+def test_what_runs_twice_without_parameters_is_no_layer():
+    """Gemma 3 makes two kinds of rotary angles by one module, and was refused for that."""
+    sizes = "hidden_size=32 intermediate_size=48 num_hidden_layers=3 num_attention_heads=4 num_key_value_heads=2"
+    sizes += " head_dim=8 vocab_size=64 sliding_window=8 use_cache=false"
+    kinds = 'layer_types=["sliding_attention","full_attention","sliding_attention"]'
+    given = {"arguments": (*sizes.split(), kinds), "vocabulary": 64, "image": None, "sequence_length": 16}
+    with whole_layers_alone():
+        model = traced_model(request_for("hf:gemma3_text", **given))
+    names = [layer.module or layer.layer.name for layer in unrolled(model)]
+    blocks = [f"model.layers.{number}" for number in range(3)]
+    assert names == ["model.embed_tokens", *blocks, "model.norm", "lm_head", "loss"]
+    assert counted_peak_bytes(model, (4, 16)) == replayed_peak_bytes(model, (4, 16))
+
+
 def test_a_length_of_its_own_restricts_the_model_to_it():
     arguments = ("width=16", "heads=2", "layers=2", "vocabulary=32", "maximum_length=64")
     changes = {"arguments": arguments, "vocabulary": 32, "image": None}

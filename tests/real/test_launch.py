@@ -617,6 +617,14 @@ def test_a_module_of_hugging_face_on_a_rank_without_samples(refusal, files):
     assert "modules of Hugging Face ('llama') run no empty batch" in said
 
 
+def test_experts_of_hugging_face_in_fp64(refusal, files):
+    """A rank failed in its first step: torch has no such product."""
+    model = SCENARIOS.parent / "tests/helpers/models/mixtral.toml"
+    changes = (f"workload.model={model}", "workload.sequence_length=24", "workload.precision=fp64", "plan.method=ddp")
+    said = refusal("run", files / "scenario.toml", *overrides([*DENSE[1:], *changes]))
+    assert "workload.precision = 'fp64': torch has no grouped product in fp64" in said
+
+
 def test_data_that_the_model_cannot_read(refusal, files):
     for command_name in ("run", "gradients"):
         line = refusal(command_name, files / "scenario.toml", "--set", "workload.data=digits")
