@@ -267,6 +267,8 @@ def _without_adapters(module: Module, where: str) -> nn.Module:
 def _build_hugging_face(source: HuggingFace, where: str) -> nn.Module:
     config = training_config(source, where)
     auto = auto_class(source, where)
+    if config.architectures is None:  # of a type with several classes for a task, such as DeiT's, this names one
+        config.architectures = []
     try:
         built = auto.from_config(config)
     except Exception as error:

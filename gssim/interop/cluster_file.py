@@ -52,22 +52,17 @@ def cluster_of(
     all-reduces to which NCCL's constants are fitted. Raises UserError for files that are invalid or contradict each
     other.
     """
-    if not 0 < oversubscription < 1000:
-        raise UserError(f"--oversubscription {oversubscription}: must be more than 0 and less than 1000")
     described, fabric, listed = _read(paths, gpus)
+    if detect and gpus and not described:
+        raise UserError(f"--gpu {gpus[0]}: has no effect beside --detect, which finds this machine's; leave one out")
     if detect:
         described.append(detected())
     if not described:
         if not gpus:
             raise UserError("--gpu: missing; without a host's file it names the usual server, such as h100")
         described = [of_server(server_of(gpu)) for gpu in gpus]
-    count = len(fabric.nodes) if fabric is not None else hosts or len(described)
-    if hosts is not None and hosts != count:
-        raise UserError(f"--hosts {hosts}: the file of switches names {count}")
-    if not 1 <= count <= 100_000:
-        raise UserError(f"--hosts {count}: must be from 1 to 100000")
-    if len(described) not in (1, count):
-        raise UserError(f"{len(described)} files of hosts for {count} hosts: give one for all, or one for each")
+    count = _host_count(described, fabric, hosts)
+    _check_oversubscription(oversubscription, fabric)
     described = [first_devices(host, devices) for host in _with_cards(described, nics)]
     all_hosts = described * count if len(described) == 1 else described
     notes = [*listed, *dict.fromkeys(note for host in described for note in host.defaults)]
@@ -80,6 +75,29 @@ def cluster_of(
     cluster = validated(Cluster, data, file=str(paths[0]) if paths else "cluster")
     fitted = _fit_nccl(data, cluster, nccl_tests)
     return MadeCluster(_text(data, notes, fabric, fitted), notes, fitted)
+
+
+def _host_count(described: Sequence[Host], fabric: Fabric | None, hosts: int | None) -> int:
+    """Return the number of hosts: that of the switches' file, else `hosts`, else of the hosts described."""
+    count = len(fabric.nodes) if fabric is not None else len(described) if hosts is None else hosts
+    if hosts is not None and hosts != count:
+        raise UserError(f"--hosts {hosts}: the file of switches names {count}")
+    if not 1 <= count <= 100_000:
+        raise UserError(f"--hosts {count}: must be from 1 to 100000")
+    if len(described) not in (1, count):
+        raise UserError(f"{len(described)} files of hosts for {count} hosts: give one for all, or one for each")
+    return count
+
+
+def _check_oversubscription(oversubscription: float, fabric: Fabric | None) -> None:
+    """Raise UserError where this is no ratio of rates, or no link has one."""
+    if not 0 < oversubscription < 1000:
+        raise UserError(f"--oversubscription {oversubscription}: must be more than 0 and less than 1000")
+    if oversubscription != 1 and (fabric is None or fabric.tops == fabric.switches):
+        raise UserError(
+            f"--oversubscription {oversubscription:g}: no switch is above another here; give a file of switches, or "
+            "leave it out"
+        )
 
 
 def _fit_nccl(data: dict[str, Any], cluster: Cluster, path: Path | None) -> list[str]:

@@ -372,3 +372,17 @@ def test_the_command_ends_with_how_to_draw(tmp_path):
     (tmp_path / "bad.conf").write_text(BAD["islands.conf"])
     ended = commands.run("gssim", "cluster", "bad.conf", "--gpu", "h100", "--out", "d.toml", folder=tmp_path)
     assert (ended.returncode, len(ended.stderr.splitlines()), (tmp_path / "d.toml").exists()) == (2, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpu": "h100", "hosts": 2, "oversubscription": 4.0}, "--oversubscription 4: no switch is above another"),
+        ({"gpu": "h100", "detect": True}, "--gpu h100: has no effect beside --detect"),
+        ({"gpu": "h100", "hosts": 0}, "--hosts 0: must be from 1 to 100000"),
+    ],
+)
+def test_options_without_effect_are_refused(tmp_path, options, said):
+    """They were left out without a word, and no hosts were said to contradict a file of switches that was not given."""
+    with pytest.raises(UserError, match=re.escape(said)):
+        made(tmp_path, {}, **options)

@@ -30,7 +30,7 @@ from gsreal.model_files.trace import trace, write_model
 from gssim.errors import UserError
 from gssim.memory import CPU_RANDOM_STATE_BYTES, activation_timeline, as_traced, gradient_events, recomputed_buffers
 from gssim.scenario import load_model
-from gssim.workload import ImageInput, TokenInput, gradient_order, unrolled
+from gssim.workload import HuggingFace, ImageInput, Module, TokenInput, gradient_order, unrolled
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))
@@ -600,6 +600,15 @@ def test_any_hugging_face_config_is_traced():
 
 
 @pytest.mark.slow
+def test_a_type_with_several_classes_for_a_task_is_built():
+    """DeiT was refused with "'NoneType' object is not iterable": transformers looks for one of the config's classes."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    source = HuggingFace(model_type="deit", auto_class="AutoModelForImageClassification", config=sizes)
+    built = build_module(Module(hugging_face=source), where="here")
+    assert isinstance(built, transformers.DeiTForImageClassification)
+
+
 def test_what_runs_twice_without_parameters_is_no_layer():
     """Gemma 3 makes two kinds of rotary angles by one module, and was refused for that."""
     sizes = "hidden_size=32 intermediate_size=48 num_hidden_layers=3 num_attention_heads=4 num_key_value_heads=2"
