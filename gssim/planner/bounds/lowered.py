@@ -102,10 +102,25 @@ Streams = Mapping[str, Sequence[_Operation]]
 """The operations of each stream of a role."""
 
 
+class _Row(NamedTuple):
+    """An operation whose duration is not known yet; the other fields are the operation's."""
+
+    number: int
+    work: Sequence["Work"]
+    after: Sequence[int] = ()
+    message: TaskId | MessageName | None = None
+    sends: bool = False
+
+
+Rows = Mapping[str, Sequence[_Row]]
+"""The rows of each stream of a role, or of a template."""
+Work = float | Communication | Rows
+"""What a part of a row does: a task of so many seconds, a collective, or all of a template."""
+
+
 def _longest_step_s(scenario: Scenario, program: Program, alone_s: Alone) -> float:
     """Return the least time that the step of some role takes."""
-    exchanges: dict[TaskId | MessageName, Communication] = {}
-    roles = [_operations(tasks, exchanges, partial(alone_s, role)) for role, tasks in enumerate(program.tasks)]
+    roles = [_operations(rows, partial(alone_s, role), {}) for role, rows in enumerate(program.once(_rows_of_roles))]
     mesh = scenario.policies.mesh
     first_ranks = [rank for rank in range(mesh.ranks) if mesh.place(rank).pp == 0] if mesh.pp > 1 else []
     pipelines = {tuple(program.role_of[each] for each in mesh.group(rank, "pp")) for rank in first_ranks}
@@ -113,54 +128,79 @@ def _longest_step_s(scenario: Scenario, program: Program, alone_s: Alone) -> flo
     return max(_step_of_first_s([roles[each] for each in several]) for several in (*pipelines, *zip(others)))
 
 
-def _operations(
-    tasks: Sequence[Task],
-    exchanges: dict[TaskId | MessageName, Communication],
-    alone_s: Callable[[Communication], float],
-) -> Streams:
-    """Return the operations of a role's tasks; each template is followed once, and tasks in a row between which nothing
-    else matters are one operation.
+def _operations(rows: Rows, alone_s: Callable[[Communication], float], known: dict[int, float]) -> Streams:
+    """Return rows as operations; `known`: seconds of collectives and templates by `id`, as micro-batches share them."""
+
+    def time_s(work: Work) -> float:
+        if isinstance(work, (float, int)):
+            return work
+        if id(work) not in known:
+            known[id(work)] = (
+                alone_s(work)
+                if isinstance(work, Communication)
+                else _step_of_first_s([_operations(work, alone_s, known)])
+            )
+        return known[id(work)]
+
+    return {
+        stream: [
+            _Operation(number, sum(map(time_s, work)), after, message, sends)
+            for number, work, after, message, sends in several
+        ]
+        for stream, several in rows.items()
+    }
+
+
+def _rows_of_roles(program: Program) -> list[Rows]:
+    """Return the rows of every role of a program; the same whatever its collectives take."""
+    exchanges: dict[TaskId | MessageName, Communication] = {}
+    return [_rows(tasks, exchanges) for tasks in program.tasks]
+
+
+def _rows(tasks: Sequence[Task], exchanges: dict[TaskId | MessageName, Communication]) -> Rows:
+    """Return the rows of a role's tasks; each template is followed once, and tasks in a row between which nothing else
+    matters are one row.
 
     `exchanges`: the collectives of the tasks of earlier roles, to which those of this role are added.
     """
-    streams: dict[str, list[_Operation]] = defaultdict(list)
-    of_template: dict[int, float] = {}
-    known: dict[int, float] = {}  # equal micro-batches share their collectives
+    streams: dict[str, list[_Row]] = defaultdict(list)
+    templates: dict[int, Rows] = {}
     parts = parts_of(tasks)
     numbers = _awaited(parts)
     ends = set(numbers.values())
-    row_s: dict[str, float] = {}
-    """By stream: seconds of its latest tasks, which belong to no operation yet."""
+    latest: dict[str, list[Work]] = {}
+    """By stream: its latest tasks, which belong to no row yet."""
     for number, part in enumerate(parts):
         after: Sequence[int] = ()
         message, sends = None, False
+        work: Work
         if isinstance(part, Chunk):
             stream, template = "compute", part.template
-            if id(template) not in of_template:
-                of_template[id(template)] = _step_of_first_s([_operations(template.tasks, exchanges, alone_s)])
-            duration_s = of_template[id(template)]
+            if id(template) not in templates:
+                templates[id(template)] = _rows(template.tasks, exchanges)
+            work = templates[id(template)]
         else:
-            stream, duration_s, name = part.stream, part.duration_s, part.communication
+            stream, work, name = part.stream, part.duration_s, part.communication
             sends = isinstance(part, Posted) and part.route.sends
             if name is not None and part.exchange is not None:
-                exchange = exchanges.setdefault(name, part.exchange)
-                if id(exchange) not in known:
-                    known[id(exchange)] = alone_s(exchange)
-                duration_s = known[id(exchange)]
+                work = exchange = exchanges.setdefault(name, part.exchange)
                 message = name if exchange.kind == "send" else None
                 sends = sends or (isinstance(part, Task) and part.id.action == "send")
             # tasks inside chunks have no number; only the bound is less tight if one waits for these
             after = [numbers[each] for each in part.after if each in numbers] if part.after else ()
-        before_s = row_s.pop(stream, 0.0)
+        before = latest.pop(stream, [])
         if after or message is not None:
-            row = [_Operation(NO_NUMBER, before_s)] if before_s else []
-            streams[stream] += [*row, _Operation(number, duration_s, after, message, sends)]
+            streams[stream] += [
+                *([_Row(NO_NUMBER, before)] if before else []),
+                _Row(number, [work], after, message, sends),
+            ]
         elif number in ends:
-            streams[stream].append(_Operation(number, before_s + duration_s))
+            streams[stream].append(_Row(number, [*before, work]))
         else:
-            row_s[stream] = before_s + duration_s
-    for stream, duration_s in row_s.items():
-        streams[stream].append(_Operation(NO_NUMBER, duration_s))
+            before.append(work)
+            latest[stream] = before
+    for stream, before in latest.items():
+        streams[stream].append(_Row(NO_NUMBER, before))
     return streams
 
 
