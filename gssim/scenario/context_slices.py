@@ -499,7 +499,11 @@ def _end_of_module(own: Layer, exchanging: Layer, shift: Shift, kept: Buffer, re
 
 
 def _end_of_product(layer: Layer, at: Attention) -> int:
-    """Return where the linear map of the attention's outputs, if its sum over ranks follows, lets go of its output."""
+    """Return where the linear map of the attention's outputs, if its sum over ranks follows, lets go of its output; 0
+    where none follows.
+    """
+    if not any(each.kind in ("all-reduce", "reduce-scatter") for each in layer.reductions):
+        return 0
     product = Moment("f", _next_product(layer, at))
     outputs = [each.freed for each in layer.buffers if each.born == product and each.freed.phase == "f"]
     return max((each.position for each in outputs if not each.layer_offset), default=0)

@@ -43,14 +43,14 @@ ADAPTED: dict[str, tuple[str, tuple[int, int | None] | tuple[int, int, None]]] =
     "llama3-8b": ("all-linear", (4, None)),
     "bert-base": ("query-value", (6, None)),
     "gpt2-124m": ("query-value", (3, None)),
-    "expert-adapters-mixture": ("query-value", (2, 40, None)),
-    "expert-adapters-mixtral": ("all-linear", (2, 40, None)),
+    "context-adapters-mixture": ("query-value", (3, 40, None)),
+    "mixtral-8x7b": ("all-linear", (2, 40, None)),
 }
 """Targets of low-rank adapters, and what a rank holds, as above; names are of models, whose own weights are frozen."""
 
 
 EVERY = [*CASES, *ROUTED, *(f"adapters: {name}" for name in ADAPTED)]
-FEW = ["gpt-byte-150k", *ROUTED, "adapters: gpt-byte-1m-sequence", "adapters: expert-adapters-mixture"]
+FEW = ["gpt-byte-150k", *ROUTED, "adapters: gpt-byte-1m-sequence", "adapters: context-adapters-mixture"]
 
 
 @cache
