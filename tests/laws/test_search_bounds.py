@@ -222,6 +222,14 @@ def test_experts_are_divided_among_tensor_ranks_within_the_bounds_of_plans_whate
     assert {type(workers.answer_of(each.plan)) for each in refused} == {UserError}
 
 
+def test_tensor_ranks_beside_experts_that_do_not_divide_the_heads_are_refused_by_bounds():
+    """Eight tensor ranks had no head of four in their bounds, which ended in a division by zero."""
+    loaded = load_scenario(ROOT / "scenarios/qwen3-30b-a3b-experts.toml")
+    plan = PLAN.validate_python({"method": "zero3", "tp": 8, "ep": 8, "etp": 1, "sequence_parallel": True})
+    with pytest.raises(UserError, match="units"):
+        Bounds(loaded.scenario, "step-time").of(plan)
+
+
 @pytest.mark.parametrize("objective", ["step-time", "energy"])
 @pytest.mark.parametrize("plans", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_no_pipeline_that_divides_experts_is_better_than_its_bounds_where_little_is_sent(plans, objective):

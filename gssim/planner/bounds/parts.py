@@ -250,8 +250,11 @@ class ModelParts:
         return self.once(key, lambda: self._new_experts(plan, policies, position))
 
     def _new_experts(self, plan: Plan, policies: Policies, position: int) -> Part:
-        if not divided_expert_layers(self.model, policies):
+        divided = divided_expert_layers(self.model, policies)
+        if not divided:
             raise UserError("the model has no layers with divided experts")
+        if any(layer.units and layer.units % policies.tp for layer in divided):
+            raise UserError("tensor ranks do not divide the units of blocks")
         positions = sequence_positions(policies, self.workload) if policies.cp > 1 else None
         layers = held_experts(self.with_plan(plan), position, 0)
         return Part(layers, tuple(instance.layer for instance in self.traced), positions=positions)
