@@ -15,6 +15,12 @@ With `plan.context_exchange = "gather"` a single all-gather of the same bytes ta
 and values, while a rank attends to its own block; it keeps them all until the attention ends. Gradients are shifted as
 in a ring (torch 2.13, torch.distributed.tensor.experimental, _AllGatherRotater).
 
+With `plan.context_overlap = false` nothing runs beside an exchange: each is waited for as soon as it has begun. Keys
+and values of the next block then arrive before the attention to the present one, and gradients that were sent are
+freed before the next block. Source: torch 2.6, distributed/_functional_collectives.py, _maybe_wrap_tensor: a traced
+collective is followed by its wait, which the compiler does not move (_inductor/config.py,
+reorder_for_compute_comm_overlap = False).
+
 Let the attention's time be that on
 whole sequences with the rank's part of the heads. With a balanced division a block takes 1/n of it; otherwise its share
 of the work: see `gssim.plan.context_blocks`. The attention's part of a layer's time is its part of the layer's FLOP;
@@ -103,12 +109,13 @@ def ring_attention(
     if policies.gathers_keys:
         gathering = gathering_exchange(low, low.batch_sizes[rank], policies.cp * size)
         keys_of = partial(_gathered, gathering, turn._replace(op="gather-keys"), last=last, size=size)
+    waits = not policies.ring_overlaps
     for step, block in enumerate(blocks):
         attend, shift = own._replace(part=step or None), turn._replace(part=step or None)
         keys = keys_of(step, before=before)
         tasks += keys.posted
         own_changes = (
-            _backward_changes(step, block, size, out, copies_rows=copies_rows)
+            _backward_changes(step, block, size, out, copies_rows=copies_rows, sent_bytes=0.0 if waits else size)
             if phase == "b"
             else _forward_changes(step, block, out, others[-1])
         )
@@ -117,19 +124,20 @@ def ring_attention(
         duration_s = alone_s * (block.work if block else 0.0) / mean_work
         duration_s += moved_bytes(phase, step, last, block, size, out) / device.memory_bandwidth_bytes_per_s
         name = "forward" if phase == "f" else "backward"
-        tasks.append(Task(attend, name, duration_s=duration_s, after=keys.awaited, need=footprint(events)))
+        awaited = tuple(task.id for task in keys.posted) if waits else keys.awaited
+        tasks.append(Task(attend, name, duration_s=duration_s, after=awaited, need=footprint(events)))
         before = attend
         if phase != "b":
             continue
         back = shift.serving("return")
-        if step:  # the rank adds its own gradients to those received
+        if step and not waits:  # the rank adds its own gradients to those received
             before = back.serving("await")
             tasks.append(Task(before, "exposed_communication", after=(back._replace(part=step - 1 or None),)))
         tasks.append(_shift(exchange, back, after=before))
-    if phase == "b":
-        home = turn._replace(part=last or None).serving("return")
-        freed = footprint([Event(0, -size, "communication")])
-        tasks.append(Task(home.serving("release"), "exposed_communication", after=(home,), need=freed))
+        if waits or step == last:  # what was sent is freed
+            before = back.serving("release")
+            freed = footprint([Event(0, -size, "communication")])
+            tasks.append(Task(before, "exposed_communication", after=(back,), need=freed))
     return tasks
 
 
@@ -139,7 +147,7 @@ class _Keys(NamedTuple):
     posted: tuple[Task, ...]
     """The exchange that begins with the step."""
     awaited: tuple[TaskId, ...]
-    """The exchange that the step waits for."""
+    """The exchange that the step waits for, if exchanges overlap; else it waits for `posted`."""
     allocated: Sequence[float]
     """Bytes allocated at its beginning."""
     freed: Sequence[float]
@@ -262,14 +270,16 @@ def _forward_changes(step: int, block: Block | None, out: float, sums: float) ->
         yield from (of_rows * (out + 3 * sums), -of_rows * (out + 3 * sums))
 
 
-def _backward_changes(step: int, block: Block | None, size: float, out: float, *, copies_rows: bool) -> Iterator[float]:
+def _backward_changes(
+    step: int, block: Block | None, size: float, out: float, *, copies_rows: bool, sent_bytes: float
+) -> Iterator[float]:
     """Yield the bytes that one step of a backward allocates and frees, in order, besides keys and values.
 
-    These are the block's gradients; the gradients of keys and values that were sent on; and the receive tensor for the
-    next gradients. The first gradients are the layer's own. `copies_rows`: whether the kernel copies the gradient of
-    the output where a block has only the second half of the rows. torch's kernel on CPUs does so for several samples,
-    because these rows are not contiguous in memory (torch 2.13, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
-    `grad_out.contiguous()`).
+    These are the block's gradients; the gradients of keys and values that were sent on, of which `sent_bytes` are not
+    freed before; and the receive tensor for the next gradients. The first gradients are the layer's own. `copies_rows`:
+    whether the kernel copies the gradient of the output where a block has only the second half of the rows. torch's
+    kernel on CPUs does so for several samples, because these rows are not contiguous in memory (torch 2.13,
+    aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `grad_out.contiguous()`).
     """
     if not step:
         yield from (size, -size, size)
@@ -281,4 +291,4 @@ def _backward_changes(step: int, block: Block | None, size: float, out: float, *
         yield from (found, out / 2, -out / 2)
     else:
         yield found
-    yield from (-size, -found, size)
+    yield from (-sent_bytes, -found, size)
