@@ -7,7 +7,7 @@ sends the sum on while it works at the next block. A last shift returns the grad
 n shifts. A rank thus sends
 
     (n - 1) * 2 * b * p * width_of_keys * bytes        in a forward, and
-    (2 n - 1) * 2 * b * p * width_of_keys * bytes      in a backward,
+    (2 n - 1) * 2 * b * p * width_of_keys * bytes      in a backward (n of them in float32 on GPUs),
 
 where p is the number of positions of a rank (Liu et al. 2023, arXiv:2310.01889).
 
@@ -34,7 +34,7 @@ bytes read and written of outputs (and queries) and of keys and values; the loga
 out. On CPUs the operations are those of `gsreal.methods.ring_attention`; on GPUs those of torch's context parallelism
 (torch 2.13, torch.distributed.tensor.experimental: _SDPAMerger, _partial_update,
 _templated_ring_attention_backward), which merges in float32, copies a whole tensor where only half of its rows change,
-and concatenates what it sends.
+and concatenates what it sends: gradients of keys and values go around in float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -97,6 +97,8 @@ def ring_attention(
     out, *others = sorted(_born(low, instance, reduction, samples), reverse=True)
     exchange = ring_exchange(low, low.batch_sizes[rank], policies.cp * size)
     device = low.device(rank)
+    gradient_bytes = size * gradient_width(device.kind, attention_value_bytes(low))
+    returning = ring_exchange(low, low.batch_sizes[rank], policies.cp * gradient_bytes)
     copies_rows = device.kind == "cpu" and samples > 1
     moved_bytes = (
         merged_bytes if device.kind == "cpu" else partial(merged_in_float_bytes, value=attention_value_bytes(low))
@@ -115,7 +117,7 @@ def ring_attention(
         keys = keys_of(step, before=before)
         tasks += keys.posted
         own_changes = (
-            _backward_changes(step, block, size, out, copies_rows=copies_rows, sent_bytes=0.0 if waits else size)
+            _backward_changes(step, block, size, out, gradient_bytes, copies_rows=copies_rows, is_sent_there=not waits)
             if phase == "b"
             else _forward_changes(step, block, out, others[-1])
         )
@@ -133,11 +135,12 @@ def ring_attention(
         if step and not waits:  # the rank adds its own gradients to those received
             before = back.serving("await")
             tasks.append(Task(before, "exposed_communication", after=(back._replace(part=step - 1 or None),)))
-        tasks.append(_shift(exchange, back, after=before))
-        if waits or step == last:  # what was sent is freed
+        tasks.append(_shift(returning, back, after=before))
+        if waits or step == last:
             before = back.serving("release")
-            freed = footprint([Event(0, -size, "communication")])
-            tasks.append(Task(before, "exposed_communication", after=(back,), need=freed))
+            cast = [size, -gradient_bytes] if step == last and gradient_bytes != size else []
+            events = [Event(place, each, "communication") for place, each in enumerate([-gradient_bytes, *cast])]
+            tasks.append(Task(before, "exposed_communication", after=(back,), need=footprint(events)))
     return tasks
 
 
@@ -270,19 +273,37 @@ def _forward_changes(step: int, block: Block | None, out: float, sums: float) ->
         yield from (of_rows * (out + 3 * sums), -of_rows * (out + 3 * sums))
 
 
+def gradient_width(kind: str, value: int) -> float:
+    """Return the bytes of an element of travelling gradients over the `value` bytes of an element of keys and values.
+
+    On GPUs they are added up and sent in fp32; see [Note: merging].
+
+    >>> gradient_width("cuda", 2), gradient_width("cpu", 2)
+    (2.0, 1.0)
+    """
+    return 1.0 if kind == "cpu" else max(1.0, PRECISION_BYTES["fp32"] / value)
+
+
 def _backward_changes(
-    step: int, block: Block | None, size: float, out: float, *, copies_rows: bool, sent_bytes: float
+    step: int,
+    block: Block | None,
+    size: float,
+    out: float,
+    gradient_bytes: float,
+    *,
+    copies_rows: bool,
+    is_sent_there: bool,
 ) -> Iterator[float]:
     """Yield the bytes that one step of a backward allocates and frees, in order, besides keys and values.
 
-    These are the block's gradients; the gradients of keys and values that were sent on, of which `sent_bytes` are not
-    freed before; and the receive tensor for the next gradients. The first gradients are the layer's own. `copies_rows`:
+    These are the block's gradients; the gradients of keys and values that were sent on, of `gradient_bytes`, unless
+    freed before (`is_sent_there`); and the receive tensor for the next. The first are the layer's own. `copies_rows`:
     whether the kernel copies the gradient of the output where a block has only the second half of the rows. torch's
     kernel on CPUs does so for several samples, because these rows are not contiguous in memory (torch 2.13,
     aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `grad_out.contiguous()`).
     """
     if not step:
-        yield from (size, -size, size)
+        yield from (gradient_bytes, -size, gradient_bytes)
         return
     found = 0.0
     if block is not None:
@@ -291,4 +312,4 @@ def _backward_changes(
         yield from (found, out / 2, -out / 2)
     else:
         yield found
-    yield from (-sent_bytes, -found, size)
+    yield from (-gradient_bytes * is_sent_there, -found, gradient_bytes)

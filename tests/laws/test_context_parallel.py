@@ -247,6 +247,19 @@ def test_gathered_keys_move_as_often_as_in_a_ring_and_their_gradients_go_around(
     assert {*found} == {"all-gather", "all-to-all-v", "all-reduce"}
 
 
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_gradients_of_keys_go_around_gpus_in_fp32(exchange):
+    """torch 2.13, _templated_ring_attention_backward: they are added up in `accum_dtype` and concatenated as such."""
+    rates = {"fp32": 1e12, "bf16": 1e12}
+    cluster = star(2, backend="nccl", types={"fast": device_type(kind="cuda", peak_flop_per_s=rates)})
+    plan = RING | {"context_exchange": exchange, "cp": 2}
+    asked = scenario_of(cluster, plan, model=GPT, sequence_length=48, global_batch_size=SAMPLES, precision="bf16")
+    found = simulate(loaded_of(asked)).result.collectives
+    counts = {each.bytes: each.count for each in found if each.kind == "all-to-all-v"}
+    keys_bytes = 2 * SAMPLES * 48 * WIDTH * 2
+    assert counts == {2 * keys_bytes: 2 * LAYERS} | ({keys_bytes: 2 * LAYERS} if exchange == "ring" else {})
+
+
 def test_gathered_keys_hide_behind_one_block_and_stay_for_all_of_them():
     """In a ring the exchange of each block hides behind the block before, and two ranks' keys are held at a time."""
     own_bytes = 2 * SAMPLES * 256 // 4 * WIDTH * VALUE_BYTES
