@@ -150,7 +150,9 @@ def context_exchange(policies: Policies, timeline: Timeline, device: torch.devic
     group = context_group(policies, device)
     if not policies.ring:
         return observed_parts(group, timeline)
-    return observed_ring(group, timeline, zigzag=policies.zigzag, gathers=policies.gathers_keys)
+    return observed_ring(
+        group, timeline, zigzag=policies.zigzag, gathers=policies.gathers_keys, overlaps=policies.ring_overlaps
+    )
 
 
 def observed_parts(group: dist.ProcessGroup, timeline: Timeline) -> ContextParts:

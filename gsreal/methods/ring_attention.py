@@ -1,6 +1,7 @@
 """Ring attention: keys and values rotate among context-parallel ranks, and each attends to a block at a time.
 
-With `plan.context_exchange = "gather"` they are all-gathered instead, at once, while a rank attends to its own.
+With `plan.context_exchange = "gather"` they are all-gathered instead, at once, while a rank attends to its own. With
+`plan.context_overlap = false` each exchange is waited for as soon as it has begun.
 
 In the forward, a rank sends the keys and values that it has to the next rank while it attends to them. It merges the
 block's output into its own by the log-sum-exp of both (Liu et al. 2023, Ring Attention, arXiv:2310.01889). In the
@@ -42,6 +43,8 @@ class Ring(NamedTuple):
     ranks: int
     rank: int
     zigzag: bool
+    overlaps: bool
+    """Whether a block is attended to during an exchange; else each is waited for at once."""
     shift: Callable[[Tensor, Tensor, int], Arrival]
     gather: Callable[[Tensor, Tensor], Arrival] | None
     """Fills its first argument with the second of every rank; None: keys and values rotate."""
@@ -57,17 +60,23 @@ class Ring(NamedTuple):
         return own.new_empty((self.ranks, *own.shape)) if self.gather else None
 
     def pass_on(self, step: int, held: Tensor, own: Tensor, every: Tensor | None) -> tuple[Tensor, Arrival | None]:
-        """Return the keys and values of the next step, and their arrival, unless they are there; `held`: this step's.
+        """Return the keys and values of the next step, and their arrival, unless they are there, as always without
+        overlap.
 
-        `every`: those of all ranks, from `room`.
+        `held`: this step's. `every`: those of all ranks, from `room`.
         """
         if step + 1 == self.ranks:
             return held, None
         if every is not None and self.gather is not None:
             arrival = self.gather(every, own) if step == 0 else None
-            return every[(self.rank - step - 1) % self.ranks], arrival
-        received = torch.empty_like(own)
-        return received, self.shift(held, received, KEYS)
+            received = every[(self.rank - step - 1) % self.ranks]
+        else:
+            received = torch.empty_like(own)
+            arrival = self.shift(held, received, KEYS)
+        if arrival is None or self.overlaps:
+            return received, arrival
+        arrival.wait()
+        return received, None
 
 
 def _parts(block: Block, queries: int, keys: int) -> tuple[slice, slice]:
@@ -126,6 +135,7 @@ class RingAttention(torch.autograd.Function):
         held, arriving, returning = own, own, None
         every = ring.room(own)
         of_query: Tensor | None = None
+        travelling: Tensor | None
         for step, block in enumerate(ring.blocks(causal=ctx.causal)):
             received, arrival = ring.pass_on(step, held, own, every)
             found: tuple[Tensor, ...] = ()
@@ -137,10 +147,11 @@ class RingAttention(torch.autograd.Function):
                 of_query = found[0] if of_query is None else of_query
                 if step:
                     of_query[:, :, rows].add_(found[0])
-            if returning is None:
+            if returning is not None:
+                returning.wait()
+            if step == 0:
                 travelling = torch.stack(found[1:])
             else:
-                returning.wait()
                 travelling = arriving
                 if block is not None:  # no loop: its variable would keep a gradient alive until the next block's
                     travelling[0, :, :, seen].add_(found[1])
@@ -148,11 +159,14 @@ class RingAttention(torch.autograd.Function):
             found = whole = ()
             arriving = torch.empty_like(own)
             returning = ring.shift(travelling, arriving, GRADIENTS)
+            if not ring.overlaps:
+                returning.wait()
+                returning = travelling = None  # what was sent is freed
             if arrival is not None:
                 arrival.wait()
             held = received
-        assert returning is not None
-        returning.wait()
+        if returning is not None:
+            returning.wait()
         return of_query, arriving[0], arriving[1], None, None, None
 
 
@@ -164,10 +178,10 @@ def _merge(out: Tensor, sums: Tensor, block_out: Tensor, block_sums: Tensor) -> 
     sums.copy_(both)
 
 
-def observed_ring(group: dist.ProcessGroup, timeline: Timeline, *, zigzag: bool, gathers: bool) -> Ring:
+def observed_ring(group: dist.ProcessGroup, timeline: Timeline, *, zigzag: bool, gathers: bool, overlaps: bool) -> Ring:
     """Return the ranks of a group as a ring, whose waits are recorded as spans.
 
-    `gathers`: whether keys and values are gathered at once.
+    `gathers`: whether keys and values are gathered at once; `overlaps`: as of `Ring`.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
 
@@ -188,7 +202,7 @@ def observed_ring(group: dist.ProcessGroup, timeline: Timeline, *, zigzag: bool,
     def gather(every: Tensor, own: Tensor) -> Arrival:
         return Waiting(all_gather_directly(every, own, group=group, tag=KEYS), "all-gather keys")
 
-    _RINGS.append(Ring(ranks, rank, zigzag, shift, gather if gathers else None, number=len(_RINGS)))
+    _RINGS.append(Ring(ranks, rank, zigzag, overlaps, shift, gather if gathers else None, number=len(_RINGS)))
     return _RINGS[-1]
 
 

@@ -83,6 +83,7 @@ ONE_KIND: dict[str, Any] = {
     "workload.expert_load": "balanced",
     "plan.receive_buffers": "micro-batch",
     "plan.context_split": "zigzag",
+    "plan.context_overlap": True,
     "plan.gathered_inputs": "kept",
     "plan.tp_overlap": False,
     "plan.async_input_gradients": False,

@@ -666,8 +666,21 @@ def _axes(
         exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
         if exchange.value != "all-to-all":
             entries.append(Entry.of("plan.context_exchange", exchange))
-            entries += [Entry.of("plan.context_split", training.context_split)] if training.context_split else []
+        if overrides.get("plan.context_exchange", exchange.value) != "all-to-all":
+            entries += _of_ring(training)
     return ranks, dp, tp, pp, [*entries, *_experts(training, keys, tp)]
+
+
+def _of_ring(training: Training) -> Iterator[Entry]:
+    """Yield the entries of an attention in blocks; torch's, where blocks are compiled, waits for its exchanges.
+
+    Source: torch 2.6, distributed/_functional_collectives.py, _maybe_wrap_tensor: a traced collective is followed by
+    its wait, which inductor does not move (_inductor/config.py, reorder_for_compute_comm_overlap = False).
+    """
+    if training.context_split is not None:
+        yield Entry.of("plan.context_split", training.context_split)
+    if training.compiled is not None and training.compiled.value:
+        yield Entry("plan.context_overlap", False, f"{training.compiled.origin}: compiled blocks wait for exchanges")
 
 
 def _in_deepspeeds_stages(training: Training, keys: Keys) -> None:

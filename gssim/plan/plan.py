@@ -329,6 +329,10 @@ class Plan:
     """Positions of context-parallel ranks with `ring` or `gather`. `zigzag`: of 2n parts of a sequence, the i-th rank
     has the i-th and the i-th from the end, so that all have as much to do under a causal mask. `plain`: the i-th of n
     parts."""
+    context_overlap: bool = True
+    """With `ring` or `gather`, run the exchanges of keys and values, and of their gradients, beside the attention to a
+    block. `false`: each exchange is waited for as soon as it has begun, as where torch's context parallelism is
+    compiled: a traced collective is followed by its wait, which inductor does not move."""
     pp: PositiveInt = 1
     """Ranks in a pipeline of stages; for `pipeline`, 1 means the ranks that the other axes leave."""
     ep: PositiveInt = 1

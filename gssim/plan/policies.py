@@ -81,6 +81,8 @@ class Policies:
     """Whether they gather the keys and values of all these blocks at once."""
     zigzag: bool = False
     """Whether they have the positions of the balanced division."""
+    ring_overlaps: bool = False
+    """Whether they attend to one of these blocks while they exchange keys, values and gradients of others."""
 
     @property
     def cuts_natively(self) -> bool:
@@ -202,6 +204,7 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         axes |= {"dp_replicate": axes["dp_replicate"] * axes["dp_shard"], "dp_shard": 1}
     implementation = "deepspeed" if of_deepspeed else plan.zero1_implementation
     publishes = pushes or (policies["gradients"] == "all-reduce" and implementation == "megatron")
+    ring = plan.cp > 1 and plan.context_exchange != "all-to-all"
     return Policies(
         **policies | axes,
         zero1_implementation=implementation,
@@ -217,9 +220,10 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         sequence_parallel=plan.sequence_parallel,
         ep=plan.ep,
         etp=None if plan.ep == 1 or plan.etp == plan.tp else plan.etp,
-        ring=plan.cp > 1 and plan.context_exchange != "all-to-all",
-        gathers_keys=plan.cp > 1 and plan.context_exchange == "gather",
-        zigzag=plan.cp > 1 and plan.context_exchange != "all-to-all" and plan.context_split == "zigzag",
+        ring=ring,
+        gathers_keys=ring and plan.context_exchange == "gather",
+        zigzag=ring and plan.context_split == "zigzag",
+        ring_overlaps=ring and plan.context_overlap,
     )
 
 

@@ -130,7 +130,7 @@ OF_TENSOR_RANKS = (
 """Keys that candidates with tensor-parallel ranks take over from the scenario's own plan."""
 OF_SEQUENCE_PARTS = ("gathered_inputs", "tp_overlap")
 """Those of `OF_TENSOR_RANKS` that only candidates with sequence parallelism take over."""
-OF_CONTEXT_RANKS = ("context_exchange", "context_split")
+OF_CONTEXT_RANKS = ("context_exchange", "context_split", "context_overlap")
 """Keys that candidates with context-parallel ranks take over."""
 OF_STAGES = ("receive_buffers",)
 """Keys that pipelines take over, besides the schedule."""

@@ -7,13 +7,19 @@ sends the sum on while it works at the next block. A last shift returns the grad
 n shifts. A rank thus sends
 
     (n - 1) * 2 * b * p * width_of_keys * bytes        in a forward, and
-    (2 n - 1) * 2 * b * p * width_of_keys * bytes      in a backward,
+    (2 n - 1) * 2 * b * p * width_of_keys * bytes      in a backward (n of them in float32 on GPUs),
 
 where p is the number of positions of a rank (Liu et al. 2023, arXiv:2310.01889).
 
 With `plan.context_exchange = "gather"` a single all-gather of the same bytes takes the place of the rotations of keys
 and values, while a rank attends to its own block; it keeps them all until the attention ends. Gradients are shifted as
 in a ring (torch 2.13, torch.distributed.tensor.experimental, _AllGatherRotater).
+
+With `plan.context_overlap = false` nothing runs beside an exchange: each is waited for as soon as it has begun. Keys
+and values of the next block then arrive before the attention to the present one, and gradients that were sent are
+freed before the next block. Source: torch 2.6, distributed/_functional_collectives.py, _maybe_wrap_tensor: a traced
+collective is followed by its wait, which the compiler does not move (_inductor/config.py,
+reorder_for_compute_comm_overlap = False).
 
 Let the attention's time be that on
 whole sequences with the rank's part of the heads. With a balanced division a block takes 1/n of it; otherwise its share
@@ -28,7 +34,7 @@ bytes read and written of outputs (and queries) and of keys and values; the loga
 out. On CPUs the operations are those of `gsreal.methods.ring_attention`; on GPUs those of torch's context parallelism
 (torch 2.13, torch.distributed.tensor.experimental: _SDPAMerger, _partial_update,
 _templated_ring_attention_backward), which merges in float32, copies a whole tensor where only half of its rows change,
-and concatenates what it sends.
+and concatenates what it sends: gradients of keys and values go around in float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -91,6 +97,8 @@ def ring_attention(
     out, *others = sorted(_born(low, instance, reduction, samples), reverse=True)
     exchange = ring_exchange(low, low.batch_sizes[rank], policies.cp * size)
     device = low.device(rank)
+    gradient_bytes = size * gradient_width(device.kind, attention_value_bytes(low))
+    returning = ring_exchange(low, low.batch_sizes[rank], policies.cp * gradient_bytes)
     copies_rows = device.kind == "cpu" and samples > 1
     moved_bytes = (
         merged_bytes if device.kind == "cpu" else partial(merged_in_float_bytes, value=attention_value_bytes(low))
@@ -103,12 +111,13 @@ def ring_attention(
     if policies.gathers_keys:
         gathering = gathering_exchange(low, low.batch_sizes[rank], policies.cp * size)
         keys_of = partial(_gathered, gathering, turn._replace(op="gather-keys"), last=last, size=size)
+    waits = not policies.ring_overlaps
     for step, block in enumerate(blocks):
         attend, shift = own._replace(part=step or None), turn._replace(part=step or None)
         keys = keys_of(step, before=before)
         tasks += keys.posted
         own_changes = (
-            _backward_changes(step, block, size, out, copies_rows=copies_rows)
+            _backward_changes(step, block, size, out, gradient_bytes, copies_rows=copies_rows, is_sent_there=not waits)
             if phase == "b"
             else _forward_changes(step, block, out, others[-1])
         )
@@ -117,19 +126,21 @@ def ring_attention(
         duration_s = alone_s * (block.work if block else 0.0) / mean_work
         duration_s += moved_bytes(phase, step, last, block, size, out) / device.memory_bandwidth_bytes_per_s
         name = "forward" if phase == "f" else "backward"
-        tasks.append(Task(attend, name, duration_s=duration_s, after=keys.awaited, need=footprint(events)))
+        awaited = tuple(task.id for task in keys.posted) if waits else keys.awaited
+        tasks.append(Task(attend, name, duration_s=duration_s, after=awaited, need=footprint(events)))
         before = attend
         if phase != "b":
             continue
         back = shift.serving("return")
-        if step:  # the rank adds its own gradients to those received
+        if step and not waits:  # the rank adds its own gradients to those received
             before = back.serving("await")
             tasks.append(Task(before, "exposed_communication", after=(back._replace(part=step - 1 or None),)))
-        tasks.append(_shift(exchange, back, after=before))
-    if phase == "b":
-        home = turn._replace(part=last or None).serving("return")
-        freed = footprint([Event(0, -size, "communication")])
-        tasks.append(Task(home.serving("release"), "exposed_communication", after=(home,), need=freed))
+        tasks.append(_shift(returning, back, after=before))
+        if waits or step == last:
+            before = back.serving("release")
+            cast = [size, -gradient_bytes] if step == last and gradient_bytes != size else []
+            events = [Event(place, each, "communication") for place, each in enumerate([-gradient_bytes, *cast])]
+            tasks.append(Task(before, "exposed_communication", after=(back,), need=footprint(events)))
     return tasks
 
 
@@ -139,7 +150,7 @@ class _Keys(NamedTuple):
     posted: tuple[Task, ...]
     """The exchange that begins with the step."""
     awaited: tuple[TaskId, ...]
-    """The exchange that the step waits for."""
+    """The exchange that the step waits for, if exchanges overlap; else it waits for `posted`."""
     allocated: Sequence[float]
     """Bytes allocated at its beginning."""
     freed: Sequence[float]
@@ -262,17 +273,37 @@ def _forward_changes(step: int, block: Block | None, out: float, sums: float) ->
         yield from (of_rows * (out + 3 * sums), -of_rows * (out + 3 * sums))
 
 
-def _backward_changes(step: int, block: Block | None, size: float, out: float, *, copies_rows: bool) -> Iterator[float]:
+def gradient_width(kind: str, value: int) -> float:
+    """Return the bytes of an element of travelling gradients over the `value` bytes of an element of keys and values.
+
+    On GPUs they are added up and sent in fp32; see [Note: merging].
+
+    >>> gradient_width("cuda", 2), gradient_width("cpu", 2)
+    (2.0, 1.0)
+    """
+    return 1.0 if kind == "cpu" else max(1.0, PRECISION_BYTES["fp32"] / value)
+
+
+def _backward_changes(
+    step: int,
+    block: Block | None,
+    size: float,
+    out: float,
+    gradient_bytes: float,
+    *,
+    copies_rows: bool,
+    is_sent_there: bool,
+) -> Iterator[float]:
     """Yield the bytes that one step of a backward allocates and frees, in order, besides keys and values.
 
-    These are the block's gradients; the gradients of keys and values that were sent on; and the receive tensor for the
-    next gradients. The first gradients are the layer's own. `copies_rows`: whether the kernel copies the gradient of
-    the output where a block has only the second half of the rows. torch's kernel on CPUs does so for several samples,
-    because these rows are not contiguous in memory (torch 2.13, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
-    `grad_out.contiguous()`).
+    These are the block's gradients; the gradients of keys and values that were sent on, of `gradient_bytes`, unless
+    freed before (`is_sent_there`); and the receive tensor for the next. The first are the layer's own. `copies_rows`:
+    whether the kernel copies the gradient of the output where a block has only the second half of the rows. torch's
+    kernel on CPUs does so for several samples, because these rows are not contiguous in memory (torch 2.13,
+    aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `grad_out.contiguous()`).
     """
     if not step:
-        yield from (size, -size, size)
+        yield from (gradient_bytes, -size, gradient_bytes)
         return
     found = 0.0
     if block is not None:
@@ -281,4 +312,4 @@ def _backward_changes(step: int, block: Block | None, size: float, out: float, *
         yield from (found, out / 2, -out / 2)
     else:
         yield found
-    yield from (-size, -found, size)
+    yield from (-gradient_bytes * is_sent_there, -found, gradient_bytes)

@@ -244,6 +244,7 @@ def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
         (data["plan"], "gathered_inputs", plan.gathered_inputs == "kept"),
         (data["plan"], "tp_overlap", not plan.tp_overlap),
         (data["plan"], "async_input_gradients", not plan.async_input_gradients),
+        (data["plan"], "context_overlap", plan.context_overlap),
         (data["plan"], "ep", plan.ep == 1),
         (data["plan"], "etp", plan.etp is None),
         (data["workload"], "expert_load", scenario.workload.expert_load == "balanced"),

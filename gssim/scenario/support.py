@@ -21,6 +21,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "divided embedding and loss": {"plan.tp": 2, "plan.embedding_parallel": True, "plan.loss_parallel": True},
     "cp 2": {"plan.cp": 2},
     "cp 2, tp 2": {"plan.cp": 2, "plan.tp": 2},
+    "cp 2, exchanges waited for": {"plan.cp": 2, "plan.context_exchange": "ring", "plan.context_overlap": False},
     "ep 2": {"plan.ep": 2},
     "ep 2, bf16 summed in fp32": {
         "plan.ep": 2,

@@ -310,9 +310,11 @@ def _ring_bytes(scenario: Scenario) -> int:
     Where keys and values are gathered, only their gradients go around, n times.
     """
     ranks, workload = scenario.policies.cp, scenario.workload
-    times = (2 if scenario.plan.recompute == "full" else 1) * (ranks - 1) + 2 * ranks - 1
+    times = (2 if scenario.plan.recompute == "full" else 1) * (ranks - 1) + ranks - 1
     if scenario.policies.gathers_keys:
-        times = ranks
+        times = 0
+    device, value = scenario.cluster.type_of(0), PRECISION_BYTES[workload.autocast or workload.precision]
+    times += ranks * (1 if device.kind == "cpu" else 4 // min(4, value))  # GPUs send gradients in fp32
     scale = PRECISION_BYTES[workload.precision] / PRECISION_BYTES[workload.model.traced_precision]
     own = sum(
         scale * instance.layer.reductions[0].size_bytes.at(b=scenario.data_batch_sizes[0], s=1)

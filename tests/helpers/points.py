@@ -205,6 +205,8 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
         _combined_keys(random, workload, plan)
     if plan.get("context_exchange") == "ring" and seed % 3 == 0:
         plan["context_exchange"] = "gather"
+    if "context_exchange" in plan and seed % 5 == 0:
+        plan["context_overlap"] = False
     _cast_products(random, seed, cluster, workload, plan)
     found = _scenario(random, seed, cluster, workload, plan, parts, devices)
     _leave_out_beside_experts(random, seed, found, parts)

@@ -204,6 +204,13 @@ def test_without_the_axis_nothing_changes():
         ({"method": "ddp", "context_exchange": "ring"}, 2, {"sequence_length": 62}, "into 4 equal parts"),
         ({"method": "ddp", "context_split": "plain"}, 2, {}, "all-to-alls exchange sequences in their order"),
         ({"method": "ddp", "cp": 1, "context_exchange": "ring"}, 2, {}, "no context-parallel ranks"),
+        ({"method": "ddp", "cp": 1, "context_overlap": False}, 2, {}, "context_overlap = false: there are no context"),
+        (
+            {"method": "ddp", "context_overlap": False},
+            2,
+            {},
+            "context_overlap = false: all-to-alls overlap with nothing",
+        ),
         ({"method": "ddp", "context_exchange": "ring"}, 2, {"model": COMPOSED, "sequence_length": 24}, "as one kernel"),
     ],
     ids=str,
@@ -238,6 +245,19 @@ def test_gathered_keys_move_as_often_as_in_a_ring_and_their_gradients_go_around(
     assert (found["all-gather"].bytes, found["all-gather"].count) == (whole_bytes, 2 * LAYERS)
     assert (found["all-to-all-v"].bytes, found["all-to-all-v"].count) == (whole_bytes, ranks * LAYERS)
     assert {*found} == {"all-gather", "all-to-all-v", "all-reduce"}
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_gradients_of_keys_go_around_gpus_in_fp32(exchange):
+    """torch 2.13, _templated_ring_attention_backward: they are added up in `accum_dtype` and concatenated as such."""
+    rates = {"fp32": 1e12, "bf16": 1e12}
+    cluster = star(2, backend="nccl", types={"fast": device_type(kind="cuda", peak_flop_per_s=rates)})
+    plan = RING | {"context_exchange": exchange, "cp": 2}
+    asked = scenario_of(cluster, plan, model=GPT, sequence_length=48, global_batch_size=SAMPLES, precision="bf16")
+    found = simulate(loaded_of(asked)).result.collectives
+    counts = {each.bytes: each.count for each in found if each.kind == "all-to-all-v"}
+    keys_bytes = 2 * SAMPLES * 48 * WIDTH * 2
+    assert counts == {2 * keys_bytes: 2 * LAYERS} | ({keys_bytes: 2 * LAYERS} if exchange == "ring" else {})
 
 
 def test_gathered_keys_hide_behind_one_block_and_stay_for_all_of_them():
@@ -304,9 +324,52 @@ def test_a_ring_overlaps_its_shifts_with_its_blocks():
     assert step_s(1e-6) < step_s(1e-2)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_exchanges_that_are_waited_for_take_their_whole_time(ranks, exchange):
+    """They otherwise hide behind the blocks, but for the shift that brings gradients home, and what is gathered.
+
+    Of n ranks a ring has n - 1 exchanges in a forward, and 2n - 1 in a backward.
+    """
+    own_bytes = 2 * SAMPLES * 256 // ranks * WIDTH * VALUE_BYTES
+
+    def asked(bandwidth: float, *, overlap: bool) -> Scenario:
+        cluster = star(ranks, bandwidth=bandwidth, latency_s=0.0)
+        plan = RING | {"context_exchange": exchange, "cp": ranks, "context_overlap": overlap, "overlap": False}
+        return scenario_of(cluster, plan, model=GPT, sequence_length=256, global_batch_size=SAMPLES)
+
+    blocks = [task.duration_s for task in lower(asked(1e9, overlap=True)).tasks[0] if task.id.op == "attend"]
+    whole = (ranks - 1) * own_bytes  # that a rank sends of keys and values in a pass
+    sent_bytes = 2 * whole + (ranks - 1) * own_bytes  # both passes' keys, gradients but for their last shift
+
+    def waits_s(rate: float) -> float:
+        step_times_s = [simulate(loaded_of(asked(rate, overlap=each))).result.step_time_s for each in (False, True)]
+        return step_times_s[0] - step_times_s[1]
+
+    rate = 2 * whole / min(blocks)  # of two, since a host's copies of what it sends do not depend on the rate
+    assert waits_s(rate) - waits_s(2 * rate) == pytest.approx(LAYERS * sent_bytes / (2 * rate))
+
+
+def test_gradients_that_were_waited_for_are_freed_before_the_next_block():
+    """The backward then holds a rank's keys and values once less, while it attends to a block."""
+
+    def held(*, overlap: bool) -> list[float]:
+        tasks = lower(scenario(RING | {"cp": 4, "context_overlap": overlap}, 4, sequence_length=64)).tasks[0]
+        first = next(i for i, task in enumerate(tasks) if task.id.op == "attend" and task.id.during == "backward")
+        ring = [task for task in tasks[first:] if task.need.events][:8]
+        sizes, sums = [event.size_bytes for task in ring for event in task.need.events], [0.0]
+        for size in sizes:
+            sums.append(sums[-1] + size)
+        return sums
+
+    own_bytes = 2 * SAMPLES * 64 // 4 * WIDTH * VALUE_BYTES
+    assert max(held(overlap=True)) - max(held(overlap=False)) == own_bytes
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("split", ["zigzag", "plain"])
-def test_equal_ranks_of_rings_are_simulated_once_with_the_same_result(split):
-    plan = RING | {"method": "zero3", "cp": 2, "context_split": split, "recompute": "full"}
+def test_equal_ranks_of_rings_are_simulated_once_with_the_same_result(split, overlap):
+    plan = RING | {"method": "zero3", "cp": 2, "context_split": split, "recompute": "full", "context_overlap": overlap}
     loaded = loaded_of(scenario(plan, 4))
     assert_same_as_unfolded(simulate(loaded).result, simulate(loaded, unfolded=True).result)
 

@@ -135,6 +135,12 @@ def test_stage_2_is_read_back_as_stage_2():
         ("torchtitan", {"plan.method": "zero3", "workload.tf32": True, "workload.precision": "fp32"}, "workload.tf32"),
         ("deepspeed", {"plan.method": "zero3", "plan.cp": 2, "plan.context_exchange": "ring"}, "context_exchange"),
         ("deepspeed", {"plan.method": "zero3", "plan.cp": 2, "plan.tp": 2}, "plan.tp"),
+        (
+            "torchtitan",
+            {"plan.method": "zero3", "plan.cp": 2, "plan.context_exchange": "ring", "plan.context_overlap": False}
+            | FP32,
+            "plan.context_overlap = False: cannot be exported to torchtitan; allowed: leave it out",
+        ),
         ("deepspeed", {"plan.method": "zero3", "plan.cp": 2}, "allowed: fp32"),
         ("deepspeed", {"plan.method": "hsdp", "plan.dp_replicate": 16, "plan.dp_shard": 1}, "plan.dp_shard"),
         ("deepspeed", {"plan.method": "ddp", "workload.gradient_precision": "fp32"}, "gradient_precision"),

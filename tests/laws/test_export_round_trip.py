@@ -52,6 +52,7 @@ CHOICES = {
     "plan.zero2_implementation": ["deepspeed"],
     "plan.context_exchange": ["ring", "gather"],
     "plan.context_split": ["plain"],
+    "plan.context_overlap": [False],
     "plan.sequence_parallel": [True],
     "plan.tp_overlap": [True],
     "plan.async_input_gradients": [True],

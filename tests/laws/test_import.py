@@ -1055,6 +1055,24 @@ def test_torchtitan_says_how_sequences_are_divided(tmp_path, said, split):
     assert (tables["plan"]["cp"], tables["plan"].get("context_split")) == (2, split)
 
 
+def test_torchtitans_compiled_context_parallelism_waits_for_each_exchange(tmp_path):
+    """torch 2.6, distributed/_functional_collectives.py: a traced collective is followed by its wait."""
+    saved = {"training": {"seq_len": 8192, "local_batch_size": 1}, "compile": COMPILED_TITAN}
+    saved |= {"parallelism": {"context_parallel_degree": 2}, "activation_checkpoint": {"mode": "none"}}
+
+    def overlap(said, *overrides):
+        options = {"overrides": overrides, "ignored": ["compile.enable"]}
+        return imported(tmp_path, said, name="t.json", **options)[0]["plan"].get("context_overlap")
+
+    assert "compiled blocks that ranks divide" in refused(tmp_path, saved, name="t.json")
+    assert overlap(saved) is False
+    assert overlap(saved, "plan.context_overlap=true") is True
+    assert overlap(saved, "plan.context_exchange=all-to-all") is None
+    assert overlap(saved | {"compile": COMPILED_TITAN | {"components": ["loss"]}}) is None
+    assert overlap(saved | {"compile": {"enable": False}}) is None
+    assert overlap(saved | {"parallelism": {}}) is None
+
+
 @pytest.mark.parametrize(("method", "exchange"), [("", "gather"), ("allgather", "gather"), ("alltoall", "ring")])
 def test_torchtitans_context_parallelism_attends_in_blocks_beside_selective_recomputation_too(
     tmp_path, method, exchange

@@ -168,7 +168,7 @@ def test_plans_of_tensor_ranks_divide_sequences_as_the_scenarios_own_does_within
 
 def test_sequences_are_divided_as_the_scenarios_own_plan_divides_them_or_as_asked():
     model = load_model(Path("scenarios/models/gpt-byte-150k.toml"))
-    own = {"method": "ddp", "cp": 2, "context_exchange": "ring", "context_split": "plain"}
+    own = {"method": "ddp", "cp": 2, "context_exchange": "ring", "context_split": "plain", "context_overlap": False}
     loaded = loaded_of(scenario_of(star(4), own, model=model, sequence_length=32, global_batch_size=8))
 
     def sizes(**asked):
@@ -183,6 +183,7 @@ def test_sequences_are_divided_as_the_scenarios_own_plan_divides_them_or_as_aske
         space = SearchSpace(methods=("ddp", "zero3"), **one, **asked)
         plans = [each.plan for each in candidates(loaded.scenario, space, Batches(Bounds(loaded.scenario)))]
         assert all((each.context_exchange == "ring") == (each.cp > 1) for each in plans)
+        assert all(each.context_overlap == (each.cp == 1) for each in plans)
         return Counter((each.method, each.cp, each.dp_replicate * each.dp_shard) for each in plans[1:])
 
     assert sizes() == Counter({("ddp", 1, 4): 1, ("ddp", 2, 2): 1, ("zero3", 1, 4): 1, ("zero3", 2, 2): 1})

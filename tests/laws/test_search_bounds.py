@@ -163,7 +163,7 @@ def test_gradients_that_are_reduced_need_not_stay_to_the_end_of_a_micro_batch(mo
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
-@pytest.mark.parametrize("pipeline", [{}, {"pp": 2, "micro_batches": 2}])
+@pytest.mark.parametrize("pipeline", [{}, {"pp": 2, "micro_batches": 2}, {"context_overlap": False}])
 def test_a_slow_rank_that_attends_to_fewer_positions_takes_less_than_its_even_part(exchange, pipeline):
     """The first ranks of a plain division: they were counted with an even part of the attention."""
     plan = {"method": "ddp", "cp": 2, "context_exchange": exchange, "context_split": "plain"} | pipeline

@@ -22,6 +22,7 @@ USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 DDP, ZERO3 = ["plan.method=ddp"], ["plan.method=zero3"]
 RING, PLAIN = ["plan.context_exchange=ring"], ["plan.context_exchange=ring", "plan.context_split=plain"]
 GATHER = ["plan.context_exchange=gather"]
+WAITS = ["plan.context_overlap=false"]
 MIXTURE = ["plan.ep=1", "plan.dp_replicate=1", "workload.expert_routing=load", "workload.expert_load.skew=0.7"]
 
 
@@ -68,6 +69,14 @@ ON = {
             "small-demo.toml",
             [*SGD, "plan.method=zero2", *GATHER, *small("llama"), "plan.cp=2", "plan.recompute=selective"],
         ),
+        "gpt-waiting-ring-zero3-sgd": (
+            "small-demo.toml",
+            [*SGD, *ZERO3, *RING, *WAITS, "plan.cp=2", "workload.global_batch_size=3"],
+        ),
+        "llama-waiting-gather-full-zero2-sgd": (
+            "small-demo.toml",
+            [*SGD, "plan.method=zero2", *GATHER, *WAITS, *small("llama"), "plan.cp=2", "plan.recompute=full"],
+        ),
         "mixture-gather-ddp-sgd": ("moe-experts.toml", [*SGD, *DDP, *GATHER, *MIXTURE, "plan.cp=2"]),
         "bert-gather-ddp-adamw": (
             "small-bert.toml",
@@ -113,6 +122,16 @@ ON = {
         ),
         "mixture-ring-ddp-sgd": ("moe-experts.toml", [*SGD, *DDP, *RING, *MIXTURE, "plan.cp=4"]),
         "llama-gather-zero3-sgd": ("small-demo.toml", [*SGD, *ZERO3, *GATHER, *small("llama"), "plan.cp=4"]),
+        "gpt-waiting-ring-zero3-sgd": ("small-demo.toml", [*SGD, *ZERO3, *RING, *WAITS, "plan.cp=4"]),
+        "llama-waiting-plain-ring-ddp-sgd": (
+            "small-demo.toml",
+            [*SGD, *DDP, *PLAIN, *WAITS, *small("llama"), "plan.cp=4"],
+        ),
+        "gpt-waiting-gather-zero3-adamw": ("small-demo.toml", [*ADAMW64, *ZERO3, *GATHER, *WAITS, "plan.cp=4"]),
+        "gpt-waiting-ring-selective-cut-sgd": (
+            "small-demo.toml",
+            [*SGD, *DDP, *RING, *WAITS, "plan.cp=2", "plan.tp=2", "plan.recompute=selective"],
+        ),
         "gpt-gather-full-hsdp-adamw": (
             "small-demo.toml",
             [*ADAMW64, *ZERO3, *GATHER, "plan.cp=2", "plan.dp_replicate=2", "plan.dp_shard=1", "plan.recompute=full"],
@@ -150,7 +169,7 @@ ON = {
 FEW = {
     2: (
         *("llama-selective-zero3-adamw", "mixture-ring-ddp-sgd", "gpt-ring-zero3-sgd"),
-        *("llama-ring-selective-zero3-sgd", "gpt-gather-zero3-sgd"),
+        *("llama-ring-selective-zero3-sgd", "gpt-gather-zero3-sgd", "gpt-waiting-ring-zero3-sgd"),
     )
 }
 """Cases that are not slow: each exchange, model and method once; the last peaks in the attention."""

@@ -83,6 +83,11 @@ def _check_parts_in_context(scenario: Scenario, policies: Policies, where: str) 
 def _check_ring(plan: Plan, policies: Policies, length: int, file: str) -> None:
     """Refuse a ring's division of sequences without a ring, of other lengths, and what cannot run with a ring yet."""
     if not policies.ring:
+        if not plan.context_overlap:
+            raise UserError(
+                f"{file}: plan.context_overlap = false: all-to-alls overlap with nothing; allowed with "
+                "plan.context_exchange = 'ring' or 'gather'"
+            )
         if plan.context_split == default_plan(plan.method).context_split:
             return
         raise UserError(

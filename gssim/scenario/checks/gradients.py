@@ -280,10 +280,10 @@ def _check_owners(scenario: Scenario, policies: Policies, file: str) -> None:
 def refuse_unused_exchange(plan: Plan, policies: Policies, file: str) -> None:
     """Refuse options of context parallelism where there is none."""
     default = default_plan(plan.method)
-    for key in ("context_exchange", "context_split") if policies.cp == 1 else ():
-        if getattr(plan, key) != getattr(default, key):
+    for key in ("context_exchange", "context_split", "context_overlap") if policies.cp == 1 else ():
+        if (value := getattr(plan, key)) != getattr(default, key):
             raise UserError(
-                f"{file}: plan.{key} = '{getattr(plan, key)}': there are no context-parallel ranks; set plan.cp, or "
+                f"{file}: plan.{key} = {repr(value).lower()}: there are no context-parallel ranks; set plan.cp, or "
                 "leave it out"
             )
 
