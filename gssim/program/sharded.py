@@ -617,8 +617,8 @@ def _cast(low: Lowering, rank: int, unit: Unit, *released: Event) -> list[Task]:
     """Return the cast of reduced gradients to the precision of the shard (foreach_reduce), if the two differ.
 
     Where collectives overlap, the cast runs after the collective and beside the compute. Its memory is allocated, and
-    that of the reduced gradients freed, when the host issues both. `released`: what is freed afterwards: the result, once
-    it is added to the existing gradient, and the last whole gradient.
+    that of the reduced gradients freed, when the host issues both. `released`: what is freed afterwards: the result,
+    once it is added to the existing gradient, and the last whole gradient.
     """
     if not unit.casts_gradients:
         return []
