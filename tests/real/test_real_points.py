@@ -167,8 +167,8 @@ def freed_early_bytes(case: Case) -> int:
     """Return how many bytes less than predicted a rank may hold: gloo's own buffer of one all-gather.
 
     gloo's thread allocates it when the gather begins, as large as what is gathered, and frees it at the end. Of two
-    gathers of top-k the first may have ended before the second begins, and one of Streaming DiLoCo that runs beside
-    steps may have ended before these hold most: either happens in some steps, on some ranks.
+    gathers of top-k the first may have ended before the second begins. One of Streaming DiLoCo that runs beside steps
+    may have ended before these hold most, since messages do not take the time of the scenario's links here.
     """
     scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
     policies, plan = scenario.policies, scenario.plan
