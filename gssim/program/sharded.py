@@ -551,7 +551,8 @@ def _reduce_scatter(
     padded_bytes = unit.tensors.uneven_bytes if low.device(rank).kind == "cpu" else 0
     stays = low.replicates and not unit.casts_gradients
     added = Event(7, 0 if stays else -_added_bytes(low, unit, micro_batch), "gradients", latest=True)
-    last = Event(8, -last_bytes, "temporaries" if beside_copy else "gradients")
+    whole = Event(8, -last_bytes, "gradients", (last_bytes,) if last_bytes else ())
+    last = Event(8, -last_bytes, "temporaries") if beside_copy else whole
     released = [] if unit.casts_gradients else [added, last]
     copy_in = Task(
         reduce.serving("copy-in"),
