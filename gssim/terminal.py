@@ -562,6 +562,7 @@ def _run_command_line(app: typer.Typer, program: str, interrupted: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # paths are printed as they are, text in UTF-8 or not
     try:
+        _check_words(sys.argv)
         with unwinding(), restored():
             code = _with_limits(app)(standalone_mode=False)
         sys.stdout.flush()
@@ -584,6 +585,12 @@ def _run_command_line(app: typer.Typer, program: str, interrupted: str) -> None:
     if interrupted and code == INTERRUPTED:
         print(f"{program}: interrupted; {interrupted}", file=sys.stderr)
     raise SystemExit(code or 0)
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Raise UserError for an output without a name: as a path, the empty text is the working folder."""
+    if "--out=" in words or ("--out", "") in pairwise(words):
+        raise UserError("--out '': is empty; allowed: a path, such as . for the working folder")
 
 
 def _end_with_file(program: str, error: OSError) -> None:

@@ -93,7 +93,7 @@ def run_command(
         said = (
             f"gssim: run: workload.model: '{model.name}' is traced in {model.traced_precision}, not in {precision}: "
             "bytes are scaled, also of what modules of Hugging Face compute in fp32 whatever the precision, and peaks "
-            "were up to 10 % off; `gsreal trace --precision` traces in another precision"
+            f"were up to 12 % off; predict with a model file that `gsreal trace --precision {precision}` wrote"
         )
         print(one_line(said), file=sys.stderr)
     if timing:

@@ -265,12 +265,16 @@ def _tables(
             if not any(count % size == 0 for count in counts):
                 numbers = ", ".join(map(str, counts))
                 left_out.add(f"search.{key} = {size}: does not divide any number of devices ({numbers})", "all", 0)
+    on_devices = False
     for place, count in enumerate(counts):
         for method in space.methods:
             if method == "single" and place:  # only once
                 continue
             for axes in _meshes(scenario, space, method, count):
+                on_devices = True
                 yield from _plans_of_mesh(scenario, space, batches, method, axes, left_out)
+    if not on_devices:
+        left_out.add("no plan of the search fits the number of devices: only the scenario's own is shown", "all", 0)
 
 
 def device_counts(scenario: Scenario, space: SearchSpace) -> list[int]:

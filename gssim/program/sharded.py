@@ -30,10 +30,15 @@ root's hook gathers only one unit. The experts' gradients are reduced first. Onl
 reduce-scatters and frees the buffers of these, so two buffers may be alive. If the ranks that hold the same experts
 outnumber these experts, each expert is cut in the second dimension (torchtitan's apply_fsdp). Gathered parameters are
 then copied once more, into their place (foreach_all_gather_copy_out), and so is each gradient before it is reduced; the
-last of these copies lives until the reduction is done (foreach_reduce). FSDP2 takes the mean over the ranks that hold
+last gradient lives beside its copy until the reduction is done. FSDP2 takes the mean over the ranks that hold
 the same experts, so before the update the gradients are divided by the number of ranks that divide the experts. Frozen
 experts, beside adapters, are gathered and freed in the same way; at the point where their gradients would be reduced
 first, the buffers of earlier reduce-scatters are freed all the same.
+
+[Note: last gradient] foreach_reduce releases a unit's gradients once they are copied in, all but one: its loop over
+them leaves the last one in a local variable, so that one lives until the reduction returns. (A single rank skips the
+loop.) FSDP2 orders parameters by module, children before their parent (_get_managed_modules), so the last one is a
+module's own parameter if it has any, else the last one of its last child: the output layer's weight in many roots.
 
 [Note: streams] On nccl, collectives run beside the compute, in the order in which the host issues them. Gathers and
 reduce-scatters share one communicator, which runs one collective at a time. Events order them as in wait_for_unshard
@@ -83,6 +88,8 @@ class Tensors:
     """Weights quantized to few bits. They are gathered in that form; every rank keeps all of their scales."""
     dimension: int = 0
     """Index of the dimension in which each parameter is cut; see [Note: experts]."""
+    last: int = -1
+    """Index in `trained` of the parameter that FSDP2 reduces last; see [Note: last gradient]."""
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -235,35 +242,62 @@ def units(low: Lowering) -> tuple[Unit, ...]:
     def divided(parameter: Parameter) -> bool:
         return parameter.of_experts
 
+    def trained(layers: Sequence[LayerInstance], *, of_experts: bool) -> tuple[tuple[Parameter, ...], list[str]]:
+        """Return the trained parameters of layers that are divided experts, or all others, and their names."""
+        named = [pair for each in layers for pair in zip(each.layer.parameters, each.parameter_names, strict=True)]
+        chosen = [pair for pair in named if divided(pair[0]) == of_experts]
+        return tuple(parameter for parameter, _ in chosen), [name for _, name in chosen]
+
     def with_experts(unit: Unit) -> list[Unit]:
         """Return the unit without its divided experts, if anything is left, and the unit of these experts."""
-        own = tuple(each for instance in unit.layers for each in instance.layer.parameters if divided(each))
+        own, names = trained(unit.layers, of_experts=True)
         at_rest = tuple(each for instance in unit.layers for each in instance.layer.frozen_parameters if divided(each))
         result = [unit] if unit.tensors.parameters or unit.tensors.quantized else []
         if own or at_rest:
             replicas = ranks // low.policies.mesh.expert_stride
             across = shards_inside_experts([each.shape for each in (*own, *at_rest)], replicas=replicas)
-            tensors = Tensors(own, replicas, *sizes, at_rest, dimension=int(across))
+            tensors = Tensors(own, replicas, *sizes, at_rest, dimension=int(across), last=_last_reduced(names))
             result.append(Unit(f"{unit.name}.experts", unit.layers, tensors, experts=True))
         return result
 
     root = tuple(instance for instance in low.layers if not instance.layer.block)
-    trained = tuple(each for instance in root for each in instance.layer.parameters if not divided(each))
+    own, names = trained(root, of_experts=False)
     frozen = tuple(each for instance in root for each in instance.layer.frozen_parameters if not divided(each))
-    result = with_experts(Unit("root", root, Tensors(trained, ranks, *sizes, frozen)))
+    result = with_experts(Unit("root", root, Tensors(own, ranks, *sizes, frozen, last=_last_reduced(names))))
     repeated: dict[int, Tensors] = {}
     for instance in low.layers:
         layer = instance.layer
         if layer.block and (layer.parameters or layer.frozen_parameters):
             if id(layer) not in repeated:
-                dense = tuple(each for each in layer.parameters if not divided(each))
+                dense, names = trained([instance], of_experts=False)
                 weights = quantized_weights(layer, precision)
                 few_bits = tuple(stored(each, precision) for each in weights if precision)
                 elsewhere = [*weights, *filter(divided, layer.frozen_parameters)]
                 frozen = tuple(each for each in layer.frozen_parameters if not any(each is one for one in elsewhere))
-                repeated[id(layer)] = Tensors(dense, ranks, *sizes, frozen, few_bits)
+                last = _last_reduced(names)
+                repeated[id(layer)] = Tensors(dense, ranks, *sizes, frozen, few_bits, last=last)
             result += with_experts(Unit(instance.module, (instance,), repeated[id(layer)]))
     return tuple(result)
+
+
+def _last_reduced(names: Sequence[str]) -> int:
+    """Return the index of the parameter that FSDP2 reduces last, of parameters in the model's order (-1 without any).
+
+    See [Note: last gradient].
+
+    >>> _last_reduced(["cls.bias", "cls.dense.weight", "cls.dense.bias"])
+    0
+    """
+    places = [(name.split("."), place) for place, name in enumerate(names)]
+    depth = 0
+    while places:
+        own = [place for path, place in places if len(path) == depth + 1]
+        if own:
+            return own[-1]
+        last_child = places[-1][0][depth]
+        places = [each for each in places if each[0][depth] == last_child]
+        depth += 1
+    return -1
 
 
 @once_a_run
@@ -506,13 +540,20 @@ def _reduce_scatter(
         gradient_bytes = sum(gradient_tensors)
     own_bytes = unit.ranks * unit.tensors.trained_elements * unit.tensors.value_bytes
     copied_bytes = (own_bytes + unit.scattered_bytes) / 2 + (gradient_bytes if unit.tensors.dimension else 0)
-    last_bytes = gradient_tensors[-1] if unit.tensors.dimension else 0.0  # see [Note: experts]
+    last_bytes, beside_copy = gradient_tensors[unit.tensors.last] if unit.ranks > 1 else 0.0, 0.0
+    if unit.tensors.dimension:  # gradients are copied first; the last one stays beside its copy
+        beside_copy = last_bytes
+    elif unit.ranks > 1:
+        gradient_tensors = tuple(size for place, size in enumerate(gradient_tensors) if place != unit.tensors.last)
+        gradient_bytes -= last_bytes
     # copies that a CPU makes first, all of them; a CUDA kernel pads on the fly (torch 2.13,
     # aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk)
     padded_bytes = unit.tensors.uneven_bytes if low.device(rank).kind == "cpu" else 0
     stays = low.replicates and not unit.casts_gradients
     added = Event(7, 0 if stays else -_added_bytes(low, unit, micro_batch), "gradients", latest=True)
-    released = [*([] if unit.casts_gradients else [added]), Event(8, -last_bytes, "temporaries")]
+    whole = Event(8, -last_bytes, "gradients", (last_bytes,) if last_bytes else ())
+    last = Event(8, -last_bytes, "temporaries") if beside_copy else whole
+    released = [] if unit.casts_gradients else [added, last]
     copy_in = Task(
         reduce.serving("copy-in"),
         "backward",
@@ -520,7 +561,7 @@ def _reduce_scatter(
         after=tuple(_reduce_id(each) for each in freed if overlaps and each.ranks > 1),
         need=_need(
             unit.gathered(0, sign=-1),
-            Event(0, last_bytes, "temporaries"),
+            Event(0, beside_copy, "temporaries"),
             *(Event(1, -each.scattered_bytes, "communication") for each in freed),
             Event(2, unit.scattered_bytes, "communication"),
             Event(3, padded_bytes, "temporaries"),
@@ -542,7 +583,7 @@ def _reduce_scatter(
         exchange = low.communication("all-reduce", "dp_replicate", unit.reduced_bytes)
         stream, after = ("replication", (tasks[-1].id,)) if overlaps else ("compute", ())
         tasks.append(collective_task(_all_reduce_id(unit), exchange, stream, after=after))
-    tasks += _cast(low, rank, unit, added)
+    tasks += _cast(low, rank, unit, added, last)
     if low.offload:
         tasks += _offload_gradients(low, rank, unit, tasks[-1], micro_batch)
     return tasks
@@ -573,17 +614,17 @@ def _offload_gradients(low: Lowering, rank: int, unit: Unit, reduced: Task, micr
     return tasks
 
 
-def _cast(low: Lowering, rank: int, unit: Unit, added: Event) -> list[Task]:
+def _cast(low: Lowering, rank: int, unit: Unit, *released: Event) -> list[Task]:
     """Return the cast of reduced gradients to the precision of the shard (foreach_reduce), if the two differ.
 
     Where collectives overlap, the cast runs after the collective and beside the compute. Its memory is allocated, and
-    that of the reduced gradients freed, when the host issues both. `added`: the event that frees the result once it is
-    added to the existing gradient.
+    that of the reduced gradients freed, when the host issues both. `released`: what is freed afterwards: the result,
+    once it is added to the existing gradient, and the last whole gradient.
     """
     if not unit.casts_gradients:
         return []
     freed = [] if low.replicates else [Event(1, -unit.reduced_bytes, "communication")]
-    need = _need(Event(0, unit.shard_gradient_bytes, "gradients", stream=REDUCE), *freed, added)
+    need = _need(Event(0, unit.shard_gradient_bytes, "gradients", stream=REDUCE), *freed, *released)
     sizes = (unit.tensors.reduce_bytes, unit.tensors.master_bytes)
     elements = unit.tensors.trained_elements
     duration_s = cost.moving_time_s(low.device(rank), value_bytes=sizes, elements=elements, tensors=1)

@@ -482,8 +482,11 @@ class Result:
         return json.dumps(self._without_empty(in_order), indent=2, allow_nan=False) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the Result as plain data, with keys in schema order; some keys are left out if they are empty."""
-        return self._without_empty(adapter(Result).dump_python(self))  # much faster than dataclasses.asdict
+        """Return the Result as plain data, equal to what `to_json` parses to, with keys in schema order.
+
+        Some keys are left out if they are empty.
+        """
+        return self._without_empty(adapter(Result).dump_python(self, mode="json"))
 
     def _without_empty(self, data: dict[str, Any]) -> dict[str, Any]:
         """Return the Result's data without keys that are left out if they are empty."""

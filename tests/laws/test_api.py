@@ -36,7 +36,7 @@ def test_a_scenario_is_simulated_as_the_command_does(gssim):
     result = api.simulate(api.load(DEMO, {"plan.method": "zero2"}))
     assert code == 0
     assert result.to_json() == out
-    assert json.loads(result.to_json()) == json.loads(json.dumps(result.to_dict()))
+    assert json.loads(result.to_json()) == result.to_dict()  # lists, where fields are tuples
 
 
 def test_changes_are_validated_like_a_file():
@@ -186,11 +186,18 @@ def test_a_search_gives_the_best_plans_in_order():
         gssim.search(scenario, top=0)
 
 
+def test_the_version_is_that_of_the_installed_package():
+    from importlib.metadata import version
+
+    assert gssim.__version__ == version("gssim")
+    assert "__version__" in dir(gssim)
+
+
 def test_importing_the_package_loads_nothing_but_itself():
     code = (
         "import sys, gssim; print([n for n in sys.modules if n.startswith('gssim.')]);"
         "import gssim.plan; print([n for n in ('simpy', 'polars', 'torch', 'gssim.scenario', 'gssim.network')"
-        " if n in sys.modules]); gssim.UserError; print('simpy' in sys.modules)"
+        " if n in sys.modules]); gssim.UserError; gssim.__version__; print('simpy' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert ended.stdout.splitlines() == ["[]", "[]", "False"]

@@ -461,6 +461,16 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_simulated(
     assert "cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [("--out", ""), ("--out=",)])
+def test_an_empty_place_is_not_the_working_folder(gssim, tmp_path, monkeypatch, words):
+    path = write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    code, _, err = gssim("run", path, *words)
+    assert (code, err) == (2, "gssim: --out '': is empty; allowed: a path, such as . for the working folder\n")
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("option", ["--out", "--trace"])
 def test_a_folder_where_a_file_is_to_be_written(monkeypatch, capsys, tmp_path, option):
     path = write_files(tmp_path)

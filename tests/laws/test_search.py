@@ -502,6 +502,16 @@ def test_what_cannot_be_searched_is_refused_in_one_line(tmp_path, arguments, sai
     assert ended.stderr.count("\n") == 1
 
 
+def test_a_search_of_which_nothing_fits_the_devices_says_so(capsys):
+    loaded = loaded_of(scenario_of(star(2), {"method": "ddp"}))
+    search = Search(loaded, SearchSpace(methods=("ddp",), tp=(3,)), top=1)
+    search.prepare()
+    print_found(search.found(), "", [])
+    lines = capsys.readouterr().out.splitlines()
+    said = [line for line in lines if "no plan of the search fits the number of devices" in line]
+    assert said == ["not searched: no plan of the search fits the number of devices: only the scenario's own is shown"]
+
+
 def test_plans_that_cannot_run_are_told_by_reason_with_their_number(capsys):
     """GPT-2's first and last layer share a parameter, whose gradients are summed elsewhere than in its own backward."""
     model = load_model(Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt2-124m.toml")
@@ -523,3 +533,4 @@ def test_plans_that_cannot_run_are_told_by_reason_with_their_number(capsys):
     print_found(search.found(), "", [])
     shown = capsys.readouterr().out
     assert "left out: 8 (ddp, pipeline): the model is no chain that can be cut: " in shown
+    assert "no plan of the search fits" not in shown

@@ -104,6 +104,16 @@ def test_a_fragment_in_flight_is_held_beside_the_steps_behind_it():
         assert behind.peak_by_category_bytes[name] == SIZE
 
 
+def test_gloos_own_buffer_of_a_gather_is_held_as_long_as_the_gather_takes():
+    """It is as large as what is gathered. A step that ends after the gather holds it no more at its peak."""
+    plan = {"streaming": {"fragments": 1, "delay_steps": 1}, "outer": {"precision": "int8"}}
+    kinds = {"bandwidth": 1e13, "latency_s": 0.0}, {"bandwidth": 10.0}
+    fast, slow = (result_of(cluster=star(2, **links), batch=512, **plan) for links in kinds)
+    (gathered_bytes,) = {entry.key[2] for entry in slow.collectives if entry.key[0] == "all-gather"}
+    peaks = [each.ranks[0].peak_allocated_bytes for each in (fast, slow)]
+    assert peaks[1] == peaks[0] + gathered_bytes
+
+
 def test_an_exchange_slows_down_the_steps_behind_it():
     """Where a device computes at half its speed while it communicates, steps behind an exchange take twice as long."""
     inner_s = result_of(method="diloco").periods.inner_step_time_s

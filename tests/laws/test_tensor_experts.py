@@ -180,7 +180,7 @@ def test_inputs_that_are_gathered_again_are_not_kept(model):
         ({"ep": 3}, {}, r"plan\.etp = 1: times 3 \(plan\.ep\) must .* allowed: plan\.ep = 2 or 4"),
         ({"ep": 1}, {}, r"plan\.etp = 1: no experts are divided"),
         ({"ep": 1, "etp": None}, {}, r"blocks of 'mixture-byte-1m' cannot be cut: "),
-        ({"ep": 4, "tp": 4, "dp_replicate": 1}, {"model": replace(MIXTURE, expert_sequence_layers=())}, "trace it"),
+        ({"ep": 4, "tp": 4, "dp_replicate": 1}, {"model": replace(MIXTURE, expert_sequence_layers=())}, "trace is old"),
         ({}, {"model": DENSE_FIRST}, "'deepseek-moe-byte-240k' has .*: its layers are no blocks, or"),
         ({}, {"model": GPT}, r"plan\.ep = 2: 'gpt-byte-150k' has no routed experts to divide; allowed: 1"),
         ({"cp": 2, "ep": 4, "etp": None}, {}, "a divisor of these"),

@@ -68,10 +68,9 @@ MANY = [
 """The same in the slow test: 1020 points."""
 EXACT = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 2**-7, "bf16": 2**-7}
 """By how much of the largest one parameters may differ from one device's, by the least exact of the precisions used."""
-PEAK, PEAK_OF_CONVOLUTIONS, ENDED_BEFORE = 0.02, 0.04, 0.25
+PEAK, PEAK_OF_CONVOLUTIONS = 0.02, 0.04
 """By how much peaks may differ. Kernels of convolutions take scratch by shape and processor: between batches that were
-measured it is interpolated. The last: by how much more may be predicted than a step of top-k that sends all holds, and
-in proportion of one that sends a part: where one of gloo's two gathers has ended before the other begins, less is held.
+measured it is interpolated.
 """
 LONGEST_REFUSAL = 300
 
@@ -164,17 +163,33 @@ def has_norms_in_fp32(scenario: Scenario) -> bool:
     return "llama" in scenario.workload.model.name
 
 
+def freed_early_bytes(case: Case) -> int:
+    """Return how many bytes less than predicted a rank may hold: gloo's own buffer of one all-gather.
+
+    gloo's thread allocates it when the gather begins, as large as what is gathered, and frees it at the end. Of two
+    gathers of top-k the first may have ended before the second begins. One of Streaming DiLoCo that runs beside steps
+    may have ended before these hold most, since messages do not take the time of the scenario's links here.
+    """
+    scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+    policies, plan = scenario.policies, scenario.plan
+    beside_steps = plan.method == "streaming_diloco" and plan.streaming.delay_steps > 0
+    if policies.compressor != "topk" and not beside_steps:
+        return 0
+    kinds_and_bytes = [(entry.key[0], int(entry.key[2])) for entry in predicted(case).collectives]
+    return max((size for kind, size in kinds_and_bytes if kind == "all-gather"), default=0)
+
+
 def differences_of_memory(case: Case, seen: dict[str, Any]) -> Iterator[str]:
     """Yield where a rank's peak is not the predicted one."""
     scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
     if has_norms_in_fp32(scenario) and scenario.workload.precision != "fp32":
         return  # bytes that are traced in fp32 are scaled, those of norms too
     allowed = PEAK_OF_CONVOLUTIONS if scenario.workload.model.input.kind == "image" else PEAK
-    more, peaks = allowed, seen["peaks"]
+    peaks, freed_bytes = seen["peaks"], freed_early_bytes(case)
     if scenario.policies.compressor == "topk":
-        more, peaks = max(allowed, ENDED_BEFORE * scenario.plan.topk.density_ratio), seen["usual_peaks"]
+        peaks = seen["usual_peaks"]
     for rank, (peak, counted) in enumerate(zip(predicted_peaks(case), peaks, strict=True)):
-        if not -allowed <= peak / counted - 1 <= more:
+        if not (1 - allowed) * counted <= peak <= (1 + allowed) * counted + freed_bytes:
             yield f"rank {rank} holds {counted} bytes at most, predicted {peak} ({peak / counted - 1:+.1%})"
 
 

@@ -28,6 +28,11 @@ def _check_units(scenario: Scenario, policies: Policies, file: str) -> None:
     layers = model.sliced_layers
     if not layers and model.uncut_reason is not None:
         raise UserError(f"{file}: plan.tp = {ranks}: blocks of '{model.name}' cannot be cut: {model.uncut_reason}")
+    if not any(layer.block for layer in model.layers):
+        raise UserError(
+            f"{file}: plan.tp = {ranks}: '{model.name}' has no blocks that could be cut: blocks are two or more "
+            "modules of one class in a row; allowed: tp = 1"
+        )
     if not layers:
         variant, option = variant_in_trace(scenario.workload)
         raise UserError(
