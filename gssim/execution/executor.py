@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import forkserver, get_context, parent_process
+from multiprocessing import forkserver, get_context, parent_process, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.resource_tracker import ensure_running
@@ -76,7 +76,7 @@ class Processes:
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
         """Submit a chunk."""
         try:
-            with _interrupt_blocked():  # the first submissions start the processes
+            with _interrupt_blocked(), _main_left_out():  # the first submissions start the processes
                 return self._pool.submit(work, argument)
         except BrokenProcessPool:
             raise _died() from None
@@ -173,6 +173,34 @@ def _interrupt_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_STARTING = threading.Lock()
+
+
+@contextmanager
+def _main_left_out() -> Iterator[None]:
+    """Start processes in this context that do not import the user's `__main__`: no work needs it.
+
+    multiprocessing would run a script again in each of them, which ends them where the script lacks
+    `if __name__ == "__main__":`, or was read from stdin. Processes that other threads start have theirs.
+    """
+    starter = threading.get_ident()
+    with _STARTING:
+        usual = spawn.get_preparation_data
+
+        def without_main(name: str) -> dict[str, Any]:
+            data = usual(name)
+            if threading.get_ident() == starter:
+                data.pop("init_main_from_path", None)
+                data.pop("init_main_from_name", None)
+            return data
+
+        spawn.get_preparation_data = without_main
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = usual
 
 
 def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection], environment: Mapping[str, str]) -> None:

@@ -271,6 +271,30 @@ def test_an_interrupt_while_worker_processes_start_is_their_parents_alone():
     assert (ended.stdout, ended.stderr) == ("3 heard\n", "")
 
 
+UNGUARDED = """
+from multiprocessing import spawn
+from gssim.execution import processes
+
+usual = spawn.get_preparation_data
+with processes(2) as workers:
+    chunk = workers.submit(abs, -3)
+    while not workers.ended([chunk]):
+        pass
+    print(workers.answer(chunk), spawn.get_preparation_data is usual)
+"""
+
+
+@pytest.mark.parametrize("given", ["a file", "stdin", "a module"])
+def test_a_script_without_a_guard_may_have_worker_processes(tmp_path, given):
+    """They ran the script again, and ended: 'a worker process died, perhaps out of memory'."""
+    (tmp_path / "unguarded.py").write_text(UNGUARDED)
+    words = {"a file": ["unguarded.py"], "stdin": ["-"], "a module": ["-m", "unguarded"]}[given]
+    ended = subprocess.run(
+        [sys.executable, *words], input=UNGUARDED, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (ended.stdout, ended.stderr) == ("3 True\n", "")
+
+
 def environment_and_parent(name):
     return os.environ.get(name), os.getppid(), "gssim.simulation" in sys.modules
 
