@@ -290,7 +290,13 @@ def test_a_script_without_a_guard_may_have_worker_processes(tmp_path, given):
     (tmp_path / "unguarded.py").write_text(UNGUARDED)
     words = {"a file": ["unguarded.py"], "stdin": ["-"], "a module": ["-m", "unguarded"]}[given]
     ended = subprocess.run(
-        [sys.executable, *words], input=UNGUARDED, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, *words],
+        input=UNGUARDED,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert (ended.stdout, ended.stderr) == ("3 True\n", "")
 
