@@ -76,7 +76,7 @@ class Processes:
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
         """Submit a chunk."""
         try:
-            with _interrupt_blocked(), _main_left_out():  # the first submissions start the processes
+            with _endings_blocked(), _main_left_out():  # the first submissions start the processes
                 return self._pool.submit(work, argument)
         except BrokenProcessPool:
             raise _died() from None
@@ -112,8 +112,8 @@ def start_fork_server() -> None:
     """Start the process from which `processes` forks its own, where it can: it imports while this one goes on."""
     if sys.platform == "linux":
         get_context("forkserver").set_forkserver_preload(["gssim.sweeps.predictions"])
-        ensure_running()  # multiprocessing's tracker: its start would unblock the interrupt
-        with _interrupt_blocked():
+        ensure_running()  # multiprocessing's tracker: its start would unblock signals
+        with _endings_blocked():
             forkserver.ensure_running()
 
 
@@ -158,17 +158,22 @@ def _pool(jobs: int, start: str, state: Any) -> Iterator[ProcessPoolExecutor]:
         stopped.close()
 
 
-@contextmanager
-def _interrupt_blocked() -> Iterator[None]:
-    """Start processes in this context with the user's interrupt blocked, until `_begin` ignores it.
+ENDINGS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""Signals that end a command: the user's interrupt, a termination, and a closed terminal."""
 
-    Otherwise an interrupt would end them with a traceback while they import modules. This process gets the interrupt
-    afterwards. (Windows cannot block it.)
+
+@contextmanager
+def _endings_blocked() -> Iterator[None]:
+    """Start processes in this context with signals that end a command blocked, until `_begin` sets what they do.
+
+    Otherwise an interrupt would end the processes with a traceback while they import modules, and a termination that
+    unwinds this process's stack in the middle of a start would leave a process that nobody waits for, whose queue is
+    gone when it looks for it. This process gets the signals afterwards. (Windows cannot block them.)
     """
     if sys.platform == "win32":
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
     try:
         yield
     finally:
@@ -209,9 +214,11 @@ def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection], env
     The process takes over the parent's environment, which may have changed since the fork server was started.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform != "win32":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform != "win32":
+        if callable(signal.getsignal(signal.SIGHUP)):  # the parent's; under nohup it is ignored, and stays so
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
     for connection in inherited:
         connection.close()
     _STATE[0] = state

@@ -271,6 +271,33 @@ def test_an_interrupt_while_worker_processes_start_is_their_parents_alone():
     assert (ended.stdout, ended.stderr) == ("3 heard\n", "")
 
 
+TERMINATED_IN_A_START = """
+import os
+import signal
+from multiprocessing import popen_forkserver
+from gssim.execution import processes
+from gssim.terminal import unwinding
+
+launch = popen_forkserver.Popen._launch
+
+def launched(popen, process):
+    launch(popen, process)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+popen_forkserver.Popen._launch = launched
+with unwinding(), processes(2) as workers:
+    workers.submit(abs, -3)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are spawned there")
+def test_a_termination_while_a_worker_process_starts_leaves_none_that_misses_its_queue():
+    """It unwound the stack before the pool knew the process, which printed a FileNotFoundError when it looked."""
+    line = [sys.executable, "-c", TERMINATED_IN_A_START]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "")
+
+
 UNGUARDED = """
 from multiprocessing import spawn
 from gssim.execution import processes
