@@ -76,7 +76,7 @@ class Processes:
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
         """Submit a chunk."""
         try:
-            with _endings_blocked(), _main_left_out():  # the first submissions start the processes
+            with _endings_deferred(), _main_left_out():  # the first submissions start the processes
                 return self._pool.submit(work, argument)
         except BrokenProcessPool:
             raise _died() from None
@@ -113,7 +113,7 @@ def start_fork_server() -> None:
     if sys.platform == "linux":
         get_context("forkserver").set_forkserver_preload(["gssim.sweeps.predictions"])
         ensure_running()  # multiprocessing's tracker: its start would unblock signals
-        with _endings_blocked():
+        with _endings_deferred():
             forkserver.ensure_running()
 
 
@@ -163,21 +163,32 @@ ENDINGS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 
 
 @contextmanager
-def _endings_blocked() -> Iterator[None]:
+def _endings_deferred() -> Iterator[None]:
     """Start processes in this context with signals that end a command blocked, until `_begin` sets what they do.
 
-    Otherwise an interrupt would end the processes with a traceback while they import modules, and a termination that
-    unwinds this process's stack in the middle of a start would leave a process that nobody waits for, whose queue is
-    gone when it looks for it. This process gets the signals afterwards. (Windows cannot block them.)
+    Otherwise an interrupt would end the processes with a traceback while they import modules. This process gets the
+    signals at the end of the context: unwinding its stack in the middle of a start would leave a process that nobody
+    waits for, whose queue is gone when it looks for it. Its mask does not suffice for that: the system hands a signal
+    to any thread that does not block it, and Python's handler then runs in the main thread. (Windows cannot block
+    signals.)
     """
     if sys.platform == "win32":
         yield
         return
+    noted: list[int] = []
+    handlers: dict[int, Any] = {}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number in [each for each in ENDINGS if callable(signal.getsignal(each))]:
+                handlers[number] = signal.signal(number, lambda number, frame: noted.append(number))
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if noted:
+            signal.raise_signal(noted[0])
 
 
 _STARTING = threading.Lock()

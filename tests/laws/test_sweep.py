@@ -274,6 +274,8 @@ def test_an_interrupt_while_worker_processes_start_is_their_parents_alone():
 TERMINATED_IN_A_START = """
 import os
 import signal
+import threading
+import time
 from multiprocessing import popen_forkserver
 from gssim.execution import processes
 from gssim.terminal import unwinding
@@ -283,8 +285,11 @@ launch = popen_forkserver.Popen._launch
 def launched(popen, process):
     launch(popen, process)
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)  # until the other thread has got it
+    print("started", flush=True)
 
 popen_forkserver.Popen._launch = launched
+threading.Thread(target=threading.Event().wait, daemon=True).start()  # as a progress bar's: it blocks no signal
 with unwinding(), processes(2) as workers:
     workers.submit(abs, -3)
 """
@@ -295,7 +300,7 @@ def test_a_termination_while_a_worker_process_starts_leaves_none_that_misses_its
     """It unwound the stack before the pool knew the process, which printed a FileNotFoundError when it looked."""
     line = [sys.executable, "-c", TERMINATED_IN_A_START]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "started\n", "")
 
 
 UNGUARDED = """
