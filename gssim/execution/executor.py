@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import forkserver, get_context, parent_process, spawn
+from multiprocessing import current_process, forkserver, get_context, parent_process, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.resource_tracker import ensure_running
@@ -123,8 +123,12 @@ def processes_with(state: Any, jobs: int) -> Iterator[Workers]:
     time.
 
     Where processes can be forked, they start with the content that `state` has when the first work is submitted, which
-    must be before any thread is started.
+    must be before any thread is started. A daemonic process, which may start none, does the work itself.
     """
+    if current_process().daemon:
+        _STATE[0] = state
+        yield Alone()
+        return
     with _pool(jobs, "fork" if sys.platform == "linux" else "spawn", state) as pool:
         yield Processes(pool, jobs)
 
@@ -316,11 +320,16 @@ CONNECT_S = 10
 def checked_jobs(asked: Any, name: str = "--jobs") -> int:
     """Return the requested number of processes, or the number of usable cores if `asked` is None.
 
-    Raises UserError if it is not a whole number, or over the limit.
+    A daemonic process, as of multiprocessing.Pool, may have none of its own: 1 there. Raises UserError if `asked` is
+    not a whole number, or more than there may be.
     """
     if asked is None:
-        return usable_cores()
+        return 1 if current_process().daemon else usable_cores()
     jobs = whole_number(asked, name)
+    if jobs > 1 and current_process().daemon:
+        raise UserError(
+            f"{name.rstrip(' =')} = {jobs}: a daemonic process, as of multiprocessing.Pool, may start none; allowed: 1"
+        )
     if (why := excess("processes", jobs)) is not None:
         raise UserError(f"{name.rstrip(' =')}: {why}")
     return min(jobs, MOST_PROCESSES)
