@@ -82,8 +82,7 @@ def sweep(
     Args:
         path: the sweep's TOML file.
         changes: keys that all points change.
-        jobs: processes; None: as many as this process may use cores. They are spawned: call with more than one under
-            `if __name__ == "__main__":`.
+        jobs: processes; None: as many as this process may use cores.
         out: a .parquet or .csv file to write as well, as `gssim sweep --out` does; what it has already is kept.
 
     Raises:

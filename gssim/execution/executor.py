@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import forkserver, get_context, parent_process
+from multiprocessing import current_process, forkserver, get_context, parent_process, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.resource_tracker import ensure_running
@@ -76,7 +76,7 @@ class Processes:
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
         """Submit a chunk."""
         try:
-            with _interrupt_blocked():  # the first submissions start the processes
+            with _endings_deferred(), _main_left_out():  # the first submissions start the processes
                 return self._pool.submit(work, argument)
         except BrokenProcessPool:
             raise _died() from None
@@ -112,8 +112,8 @@ def start_fork_server() -> None:
     """Start the process from which `processes` forks its own, where it can: it imports while this one goes on."""
     if sys.platform == "linux":
         get_context("forkserver").set_forkserver_preload(["gssim.sweeps.predictions"])
-        ensure_running()  # multiprocessing's tracker: its start would unblock the interrupt
-        with _interrupt_blocked():
+        ensure_running()  # multiprocessing's tracker: its start would unblock signals
+        with _endings_deferred():
             forkserver.ensure_running()
 
 
@@ -123,8 +123,12 @@ def processes_with(state: Any, jobs: int) -> Iterator[Workers]:
     time.
 
     Where processes can be forked, they start with the content that `state` has when the first work is submitted, which
-    must be before any thread is started.
+    must be before any thread is started. A daemonic process, which may start none, does the work itself.
     """
+    if current_process().daemon:
+        _STATE[0] = state
+        yield Alone()
+        return
     with _pool(jobs, "fork" if sys.platform == "linux" else "spawn", state) as pool:
         yield Processes(pool, jobs)
 
@@ -158,21 +162,65 @@ def _pool(jobs: int, start: str, state: Any) -> Iterator[ProcessPoolExecutor]:
         stopped.close()
 
 
-@contextmanager
-def _interrupt_blocked() -> Iterator[None]:
-    """Start processes in this context with the user's interrupt blocked, until `_begin` ignores it.
+ENDINGS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""Signals that end a command: the user's interrupt, a termination, and a closed terminal."""
 
-    Otherwise an interrupt would end them with a traceback while they import modules. This process gets the interrupt
-    afterwards. (Windows cannot block it.)
+
+@contextmanager
+def _endings_deferred() -> Iterator[None]:
+    """Start processes in this context with signals that end a command blocked, until `_begin` sets what they do.
+
+    Otherwise an interrupt would end the processes with a traceback while they import modules. This process gets the
+    signals at the end of the context: unwinding its stack in the middle of a start would leave a process that nobody
+    waits for, whose queue is gone when it looks for it. Its mask does not suffice for that: the system hands a signal
+    to any thread that does not block it, and Python's handler then runs in the main thread. (Windows cannot block
+    signals.)
     """
     if sys.platform == "win32":
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    noted: list[int] = []
+    handlers: dict[int, Any] = {}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number in [each for each in ENDINGS if callable(signal.getsignal(each))]:
+                handlers[number] = signal.signal(number, lambda number, frame: noted.append(number))
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if noted:
+            signal.raise_signal(noted[0])
+
+
+_STARTING = threading.Lock()
+
+
+@contextmanager
+def _main_left_out() -> Iterator[None]:
+    """Start processes in this context that do not import the user's `__main__`: no work needs it.
+
+    multiprocessing would run a script again in each of them, which ends them where the script lacks
+    `if __name__ == "__main__":`, or was read from stdin. Processes that other threads start have theirs.
+    """
+    starter = threading.get_ident()
+    with _STARTING:
+        usual = spawn.get_preparation_data
+
+        def without_main(name: str) -> dict[str, Any]:
+            data = usual(name)
+            if threading.get_ident() == starter:
+                data.pop("init_main_from_path", None)
+                data.pop("init_main_from_name", None)
+            return data
+
+        spawn.get_preparation_data = without_main
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = usual
 
 
 def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection], environment: Mapping[str, str]) -> None:
@@ -181,9 +229,11 @@ def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection], env
     The process takes over the parent's environment, which may have changed since the fork server was started.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform != "win32":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform != "win32":
+        if callable(signal.getsignal(signal.SIGHUP)):  # the parent's; under nohup it is ignored, and stays so
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
     for connection in inherited:
         connection.close()
     _STATE[0] = state
@@ -270,11 +320,16 @@ CONNECT_S = 10
 def checked_jobs(asked: Any, name: str = "--jobs") -> int:
     """Return the requested number of processes, or the number of usable cores if `asked` is None.
 
-    Raises UserError if it is not a whole number, or over the limit.
+    A daemonic process, as of multiprocessing.Pool, may have none of its own: 1 there. Raises UserError if `asked` is
+    not a whole number, or more than there may be.
     """
     if asked is None:
-        return usable_cores()
+        return 1 if current_process().daemon else usable_cores()
     jobs = whole_number(asked, name)
+    if jobs > 1 and current_process().daemon:
+        raise UserError(
+            f"{name.rstrip(' =')} = {jobs}: a daemonic process, as of multiprocessing.Pool, may start none; allowed: 1"
+        )
     if (why := excess("processes", jobs)) is not None:
         raise UserError(f"{name.rstrip(' =')}: {why}")
     return min(jobs, MOST_PROCESSES)

@@ -35,6 +35,8 @@ GPU_OF_CAPABILITY = {70: "v100", 80: "a100", 90: "h100", 100: "b200"}
 """GPU of each compute capability that only one of the presets has; other GPUs must be named."""
 CAPABILITY_OF_CARD = {"rtx3090": 86}
 """Compute capability of cards that are not in `GPU_OF_CAPABILITY`, and that NVLinks can join in pairs."""
+CARDS_WITHOUT_NVLINKS = ("t4", "a10", "l4", "l40s", "rtx4090")
+"""Source: NVIDIA's data sheets, which list PCIe as their only interconnect."""
 NCCL_OF_CAPABILITY = {
     70: "volta",
     75: "volta",
@@ -314,6 +316,12 @@ def _join_gpus(
     if not links:
         host.inside, host.inside_link = ("pcie", server.pcie_link) if len(gpus) > 1 else ("none", None)
         return
+    if server.device in CARDS_WITHOUT_NVLINKS:
+        (a, b), count = next(iter(links.items()))
+        raise UserError(
+            f"{file}: GPU{a} and GPU{b}: NV{count}, but --gpu {server.device} is a card without NVLinks; name the "
+            "GPU of this host"
+        )
     capability = next((sm for sm, name in GPU_OF_CAPABILITY.items() if server.device.startswith(name)), 80)
     capability = CAPABILITY_OF_CARD.get(server.device, capability)
     if all_joined and len(set(links.values())) == 1 and len(gpus) > 2:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -357,6 +358,27 @@ def test_a_sweep_s_table_is_written_to_a_place_for_one(tmp_path, monkeypatch, ou
 @pytest.mark.parametrize("path", [None, 3, ["few.toml"], b"few.toml", {}])
 def test_a_sweep_is_named_by_its_path(path):
     assert "must be the path of a sweep file" in refusal(gssim.sweep, path)
+
+
+def in_a_daemon(what, arguments):
+    try:
+        found = getattr(gssim, what)(gssim.load(DEMO, SMALL) if what == "search" else arguments[0], **arguments[1])
+    except gssim.UserError as error:
+        return str(error)
+    return len(found)
+
+
+def test_processes_of_a_pool_may_search_and_sweep(tmp_path):
+    """'AssertionError: daemonic processes are not allowed to have children', whatever `jobs` was in a search."""
+    pytest.importorskip("polars")
+    sweep = tmp_path / "few.toml"
+    sweep.write_text(f'scenario = "{DEMO}"\n[axes]\n"plan.method" = ["ddp", "zero2"]\n')
+    asked = [("search", (None, {"top": 2})), ("sweep", (sweep, {"jobs": None})), ("sweep", (sweep, {"jobs": 2}))]
+    with get_context("spawn").Pool(1) as pool:
+        plans, points, refused = pool.starmap(in_a_daemon, asked)
+    assert plans == len(gssim.search(gssim.load(DEMO, SMALL), top=2))
+    assert points == 2
+    assert refused == "jobs = 2: a daemonic process, as of multiprocessing.Pool, may start none; allowed: 1"
 
 
 def test_scenarios_and_results_are_one_short_line_on_a_console():

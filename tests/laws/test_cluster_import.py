@@ -254,6 +254,18 @@ def test_cards_have_no_nvlinks(gpu, tmp_path):
     assert server_of(gpu).inside_link.startswith("pcie")
 
 
+@pytest.mark.parametrize("gpu", ["t4", "a10", "l4", "l40s", "rtx4090"])
+def test_nvlinks_between_cards_that_have_none_are_refused(gpu, tmp_path):
+    """A matrix of other GPUs: they got the 300 GB/s of an A100's links."""
+    for cells in ("NV12", {(0, 1): "NV12"}):
+        with pytest.raises(
+            UserError, match=f"topo.txt: GPU0 and GPU1: NV12, but --gpu {gpu} is a card without NVLinks"
+        ):
+            made(tmp_path, {"topo.txt": smi_matrix(cells)}, gpu=gpu)
+    cluster, _ = made(tmp_path, {"topo.txt": smi_matrix("PHB")}, gpu=gpu)
+    assert cluster.devices
+
+
 @pytest.mark.parametrize(("count", "links"), [(2, 1), (4, 4)])
 def test_part_of_a_cube_mesh_has_the_links_inside_it(tmp_path, count, links):
     """Of a DGX-1V's six NVLinks of a GPU, four lead to the others of its half."""

@@ -271,6 +271,68 @@ def test_an_interrupt_while_worker_processes_start_is_their_parents_alone():
     assert (ended.stdout, ended.stderr) == ("3 heard\n", "")
 
 
+TERMINATED_IN_A_START = """
+import os
+import signal
+import threading
+import time
+from multiprocessing import popen_forkserver
+from gssim.execution import processes
+from gssim.terminal import unwinding
+
+launch = popen_forkserver.Popen._launch
+
+def launched(popen, process):
+    launch(popen, process)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)  # until the other thread has got it
+    print("started", flush=True)
+
+popen_forkserver.Popen._launch = launched
+threading.Thread(target=threading.Event().wait, daemon=True).start()  # as a progress bar's: it blocks no signal
+with unwinding(), processes(2) as workers:
+    workers.submit(abs, -3)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are spawned there")
+def test_a_termination_while_a_worker_process_starts_leaves_none_that_misses_its_queue():
+    """It unwound the stack before the pool knew the process, which printed a FileNotFoundError when it looked."""
+    line = [sys.executable, "-c", TERMINATED_IN_A_START]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "started\n", "")
+
+
+UNGUARDED = """
+from multiprocessing import spawn
+from gssim.execution import processes
+
+usual = spawn.get_preparation_data
+with processes(2) as workers:
+    chunk = workers.submit(abs, -3)
+    while not workers.ended([chunk]):
+        pass
+    print(workers.answer(chunk), spawn.get_preparation_data is usual)
+"""
+
+
+@pytest.mark.parametrize("given", ["a file", "stdin", "a module"])
+def test_a_script_without_a_guard_may_have_worker_processes(tmp_path, given):
+    """They ran the script again, and ended: 'a worker process died, perhaps out of memory'."""
+    (tmp_path / "unguarded.py").write_text(UNGUARDED)
+    words = {"a file": ["unguarded.py"], "stdin": ["-"], "a module": ["-m", "unguarded"]}[given]
+    ended = subprocess.run(
+        [sys.executable, *words],
+        input=UNGUARDED,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (ended.stdout, ended.stderr) == ("3 True\n", "")
+
+
 def environment_and_parent(name):
     return os.environ.get(name), os.getppid(), "gssim.simulation" in sys.modules
 
