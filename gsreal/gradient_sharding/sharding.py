@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import math
 import sys
 import weakref
 from collections import Counter
@@ -201,21 +202,30 @@ class GradientSharding(torch.optim.Optimizer):
             self.pusher.loss_scale = self.scaler.get_scale()
 
     def set_loss_scale(self, scale: float) -> None:
-        """Tell the factor on the loss of the next backwards, where no scaler does so.
+        """Set the factor by which you multiply the losses of the next backwards, if you use no `GradScaler`.
 
-        Thresholds and residuals are of gradients divided by it. Who scales the loss divides what owners have received
-        (`received_gradients`), and calls `skip_step` on every rank if one of them found a gradient that is not finite.
+        To be called alike on every rank. Thresholds apply to gradients divided by the factor. After the backwards,
+        divide `received_gradients` by it; if one of them is not finite on any rank, call `skip_step` on all ranks.
+        Raises ValueError if the factor is not finite and positive.
         """
+        if not 0 < scale < math.inf:
+            raise ValueError(f"set_loss_scale takes a finite factor above 0, not {scale}")
+        if self.scaler is not None:
+            raise RuntimeError("set_loss_scale: the loss is scaled by the GradScaler that shard_gradients was given")
         self.pusher.loss_scale = scale
 
     def received_gradients(self) -> list[Tensor]:
-        """Return the gradients of this rank's shards, once every backward of the step is over."""
-        with collective_call("push"):
+        """Return the gradients of this rank's shards, which `step` will use and which may be changed in place.
+
+        To be called by every rank after the last backward of the step.
+        """
+        self._check_not_replaced()
+        with collective_call("received_gradients"):
             self._push_remaining()
         return self._gradients()
 
     def skip_step(self) -> None:
-        """Let the next `step` discard the gradients, because one was not finite; to be called by every rank."""
+        """Make the next `step` discard the gradients and update nothing; to be called by every rank."""
         self._mark_nonfinite()
 
     def _check_no_interruption(self) -> None:

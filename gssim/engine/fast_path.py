@@ -67,11 +67,7 @@ def _dependencies_end(
 ) -> Generator[Any, Any, float]:
     """Wait until the ends of the dependencies on other streams are known; return the earliest time to start."""
     events = [machine.finished[index, step, each] for each in task.after]
-    pending = [event for event in events if not event.triggered]
-    if pending:
-        machine.waiting[index, stream] = (task, None)
-        yield machine.env.all_of(pending) if len(pending) > 1 else pending[0]
-        del machine.waiting[index, stream]
+    yield from machine.ends_of(index, stream, step, task)
     ends_s: list[Any] = [event.value for event in events]
     latest_s = max(ends_s)
     if latest_s <= now_s:

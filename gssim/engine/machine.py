@@ -221,11 +221,8 @@ class Machine(MachineState):
         awaited = [each for each in task.after if not self.finished[index, step, each].triggered]
         if not awaited:
             return
-        pending = [self.finished[index, step, each] for each in awaited]
         began_s = self.env.now
-        self.waiting[index, stream] = (task, None)
-        yield self.env.all_of(pending) if len(pending) > 1 else pending[0]
-        del self.waiting[index, stream]
+        yield from self.ends_of(index, stream, step, task)
         if stream == "compute" and self.env.now > began_s:
             self.record_span(index, task, began_s, self.env.now, awaited=awaited[-1])
 

@@ -181,6 +181,15 @@ class MachineState:
         """Return the tasks of a class on a stream."""
         return [task for task in self.program.tasks[self.roles[index]] if task.stream == stream]
 
+    def ends_of(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
+        """Wait for the tasks on which one depends, each by itself: `finish` sorts the streams that wait for a task."""
+        for each in task.after:
+            event = self.finished[index, step, each]
+            if not event.triggered:
+                self.waiting[index, stream] = (task, None)
+                yield event
+                del self.waiting[index, stream]
+
     def finish(self, index: int, step: int, task: Task, end_s: float) -> None:
         """Report the end of a task to the streams that wait for it, which go on in the order of the program.
 
@@ -193,9 +202,8 @@ class MachineState:
         if len(event.callbacks) > 1:
             places = self.program.once(_places, self.roles[index])
 
-            def place(callback: Any) -> int:
-                stream = self.streams.get(getattr(callback, "__self__", None))
-                return -1 if stream is None else places[id(self.waiting[stream][0])]
+            def place(resume: Any) -> int:
+                return places[id(self.waiting[self.streams[resume.__self__]][0])]
 
             event.callbacks.sort(key=place)
         event.succeed(end_s)

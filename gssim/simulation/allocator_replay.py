@@ -91,7 +91,8 @@ def _run(program: Program, role: int, parts: Sequence[Task | Chunk], live: "_Liv
     while place < len(in_order):
         number = numbers[place]
         period = place - latest[number] if number in latest and pass_over else 0
-        count = _repetitions(numbers, place, period)
+        has_room = 0 < MIN_REPETITIONS * period <= len(numbers) - place
+        count = _repetitions(numbers, place, period) if has_room else 0
         if count >= MIN_REPETITIONS:
             _serve_repetitions(in_order[place : place + period], count, live)
         else:

@@ -739,6 +739,35 @@ def a_threshold_is_of_unscaled_gradients():
     assert sent[0] < optimizer.sent.offered
 
 
+def losses_scaled_without_a_scaler():
+    """Owners receive the gradients of an unscaled loss times the factor, which changes; one step is skipped."""
+    for push in (None, Push(threshold=0.0), Push(threshold=1e-2, error_feedback=True)):
+        model, other = mlp(torch.float32), mlp(torch.float32)
+        optimizer, unscaled = (
+            sharded(each, lambda shard: torch.optim.Adam(shard), push=push) for each in (model, other)
+        )
+        for step, (inputs, targets) in enumerate(batches(6, torch.float32)):
+            inputs, targets = own(inputs, targets)
+            scale = 2.0 ** (step % 3)
+            optimizer.set_loss_scale(scale)
+            (scale * F.cross_entropy(model(inputs), targets)).backward()
+            received = optimizer.received_gradients()
+            F.cross_entropy(other(inputs), targets).backward()
+            for mine, plain in zip(received, unscaled.received_gradients(), strict=True):
+                assert torch.allclose(mine.div_(scale), plain, atol=1e-6)
+            if step == 2:
+                before = [p.detach().clone() for p in model.parameters()]
+                for each in (optimizer, unscaled):
+                    each.skip_step()
+            for each in (optimizer, unscaled):
+                each.step()
+            if step == 2:
+                assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        assert optimizer.skipped_steps == 1
+        assert {int(state["step"]) for state in optimizer.optimizer.state.values()} == {5}
+        check_equal(model, other, 1e-5)
+
+
 def steps_that_are_not_made():
     """NaN in one row of one rank, in ranges that it owns and does not own."""
     for clipped in (False, True):
@@ -1100,6 +1129,7 @@ CHECKS = {
         autocast,
         a_scaled_loss,
         a_threshold_is_of_unscaled_gradients,
+        losses_scaled_without_a_scaler,
         steps_that_are_not_made,
         two_runs_are_bit_identical,
         state_by_name,
@@ -1124,6 +1154,7 @@ ON_THREE = (
     "clipping",
     "accumulation",
     "a_scaled_loss",
+    "losses_scaled_without_a_scaler",
     "steps_that_are_not_made",
     "two_runs_are_bit_identical",
     "parameters_without_a_gradient_in_some_steps",

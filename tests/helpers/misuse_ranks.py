@@ -708,6 +708,18 @@ def scalers():
 
 
 @case
+def losses_scaled_by_the_caller():
+    model, batch = mlp(), own(*next(batches()))
+    optimizer = shard_gradients(model, SGD)
+    for scale in (0.0, -1.0, float("inf"), float("nan")):
+        refused("set_loss_scale takes a finite factor above 0", optimizer.set_loss_scale, scale)
+    loss(model, *batch).backward()
+    again = shard_gradients(model, SGD, scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
+    refused("use the optimizer that it returned", optimizer.received_gradients)
+    refused("by the GradScaler", again.set_loss_scale, 2.0)
+
+
+@case
 def edited_param_groups():
     model, reference = mlp(), mlp()
     optimizer, plain = shard_gradients(model, SGD), SGD(reference.parameters())

@@ -197,17 +197,22 @@ def test_what_is_given_back_in_another_order_leaves_nothing():
     assert memory.peak["communication"] == pytest.approx(sum(sizes))
 
 
+@pytest.mark.parametrize("waits", [("work",), ("a", "b", "work")])
 @pytest.mark.parametrize("longer", ["a", "b"])
 @pytest.mark.parametrize("order", [("send", "receive"), ("receive", "send")])
-def test_what_a_rank_posts_at_one_instant_it_posts_in_the_order_of_its_program(longer, order):
-    """Whichever of its streams has waited for that instant for longer."""
+def test_what_a_rank_posts_at_one_instant_it_posts_in_the_order_of_its_program(longer, order, waits):
+    """Whichever of its streams has waited for that instant for longer, and for however many tasks its first waits."""
 
     def message(label, stream, *after):
         return task_of(label, "exposed_communication", stream, communication=label, after=after)
 
     def tasks(*streams):
         to_peer = dict(zip(("a", "b"), streams, strict=True))
-        later = {"send": message("c", to_peer["a"], "work"), "receive": message("d", to_peer["b"], "work")}
+        after = {order[0]: waits, order[1]: ("work",)}
+        later = {
+            "send": message("c", to_peer["a"], *after["send"]),
+            "receive": message("d", to_peer["b"], *after["receive"]),
+        }
         return [
             message("a", to_peer["a"]),
             message("b", to_peer["b"]),
