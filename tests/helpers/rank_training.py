@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gsreal.gradient_sharding.sharded_parameters import units_of
 from gsreal.measure import Timeline
 from gsreal.methods.pipelined import StageModules
+from gsreal.methods.tensor_slices import Slice
 from gsreal.run.feed import Feed
 from gsreal.run.rank import join
 from gsreal.run.worker import build
@@ -75,20 +76,32 @@ def full_parameters(module: nn.Module) -> dict[str, Tensor]:
     resting = [unit for unit in units_of(module) if not unit.is_whole]
     for unit in resting:
         unit.gather()
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    whole = {name.removeprefix("module."): whole_parameter(module, name) for name in names}
+    by_name = dict(module.named_parameters(remove_duplicate=False))
+    cut_as = {id(parameter): name for name, parameter in by_name.items() if _slice_of(module, name)[0] is not None}
+    """By identity: the name under which a parameter is cut, as a tied one is under one of its names alone."""
+    whole = {
+        name.removeprefix("module."): whole_parameter(module, cut_as.get(id(parameter), name))
+        for name, parameter in by_name.items()
+    }
     for unit in resting:
         unit.free()
     return whole
 
 
+def _slice_of(module: nn.Module, name: str) -> tuple[Slice | None, dist.ProcessGroup | None]:
+    """Return the slice of a whole tensor that a parameter is, if any, and the group of ranks that has it whole."""
+    path, _, leaf = name.rpartition(".")
+    found: tuple[Slice | None, dist.ProcessGroup | None] = (
+        module.get_submodule(path).__dict__.get("_gsreal_slices", {}).get(leaf, (None, None))
+    )
+    return found
+
+
 def whole_parameter(module: nn.Module, name: str) -> Tensor:
     """Return a parameter whole, combined from all ranks with parts of it (a collective if there are any)."""
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    parameter: Any = getattr(owner, leaf)
+    parameter: Any = module.get_parameter(name)
     local: Tensor = (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
-    part, group = owner.__dict__.get("_gsreal_slices", {}).get(leaf, (None, None))
+    part, group = _slice_of(module, name)
     if part is None:
         return local.clone()
     along = part.dimension
