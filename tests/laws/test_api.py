@@ -360,9 +360,12 @@ def test_a_sweep_is_named_by_its_path(path):
     assert "must be the path of a sweep file" in refusal(gssim.sweep, path)
 
 
+FEW_PLANS = SMALL | {"search.methods": ["ddp", "zero2"], "search.recompute": ["none"], "search.batch": ["even"]}
+
+
 def in_a_daemon(what, arguments):
     try:
-        found = getattr(gssim, what)(gssim.load(DEMO, SMALL) if what == "search" else arguments[0], **arguments[1])
+        found = getattr(gssim, what)(gssim.load(DEMO, FEW_PLANS) if what == "search" else arguments[0], **arguments[1])
     except gssim.UserError as error:
         return str(error)
     return len(found)
@@ -376,7 +379,7 @@ def test_processes_of_a_pool_may_search_and_sweep(tmp_path):
     asked = [("search", (None, {"top": 2})), ("sweep", (sweep, {"jobs": None})), ("sweep", (sweep, {"jobs": 2}))]
     with get_context("spawn").Pool(1) as pool:
         plans, points, refused = pool.starmap(in_a_daemon, asked)
-    assert plans == len(gssim.search(gssim.load(DEMO, SMALL), top=2))
+    assert plans == len(gssim.search(gssim.load(DEMO, FEW_PLANS), top=2))
     assert points == 2
     assert refused == "jobs = 2: a daemonic process, as of multiprocessing.Pool, may start none; allowed: 1"
 
