@@ -273,10 +273,13 @@ class Thresholds:
             means = mean_magnitudes([pieces(place.start, place.stop) for place in self.places])
             thresholds = [_above_zero(self.push.threshold * mean) if self.push.threshold else 0.0 for mean in means]
         elif self.estimated is None or step % self.push.reestimate_steps == 0:
-            thresholds = [
-                quantile(pieces(place.start, place.stop), self.push.threshold, scratch) for place in self.places
-            ]
-            broken = any(map(math.isnan, thresholds))  # of no use for the next steps
+            tensors = [pieces(place.start, place.stop) for place in self.places]
+            thresholds = [quantile(tensor, self.push.threshold, scratch) for tensor in tensors]
+            # NaN, or infinities that are not those of tensors without elements, are of no use for the next steps
+            broken = any(
+                not math.isfinite(each) and any(piece.numel() for piece in tensor)
+                for each, tensor in zip(thresholds, tensors, strict=True)
+            )
             self.estimated = None if broken else [each / scale if each > TINY else each for each in thresholds]
         else:
             factor = scale * self._drift(pieces, scratch, step=step, scale=scale)

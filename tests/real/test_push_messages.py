@@ -208,3 +208,17 @@ def test_thresholds_follow_between_estimates_without_tensors_of_zeros_and_after_
     assert again[1] > 0
     found(math.nan, 32)
     assert found(2.0, 33)[0] == pytest.approx(2 * first[0], rel=1e-6)
+
+
+def test_an_infinite_estimate_is_forgotten_but_for_a_tensor_of_which_nothing_is_sent():
+    """Until the next estimate nothing finite would have been sent of a tensor whose gradients overflowed once."""
+    thresholds = Thresholds(Push(kind="target-density", threshold=0.5), [slice(0, 8), slice(8, 8)])
+    scratch = Scratch(8, 8, torch.float32, CPU)
+
+    def found(values: torch.Tensor, step: int) -> list[float]:
+        return [each for _, each in thresholds.find(lambda a, b: [values[a:b]], scratch, step=step)]
+
+    finite = torch.arange(8.0)
+    assert found(torch.full((8,), math.inf), 3) == [math.inf, math.inf]
+    assert found(finite, 4) == [4.0, math.inf]
+    assert thresholds.estimated == [4.0, math.inf]
