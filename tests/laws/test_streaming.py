@@ -257,7 +257,7 @@ def test_fragments_are_part_of_the_question():
     said = results[0].to_dict()
     assert said["scenario"]["plan"]["streaming"] == {"fragments": 2, "delay_steps": 1, "local_ratio": 0.5}
     assert said["periods"]["begin_steps"] == [3, 7]
-    assert said["periods"]["outer_steps"] == (4, 8)
+    assert said["periods"]["outer_steps"] == [4, 8]
     plain = results[-1].to_dict()
     assert "streaming" not in plain["scenario"]["plan"]
     assert not {"begin_steps", "outer_steps", "begin_step_time_s"} & set(plain["periods"])
