@@ -22,7 +22,7 @@ from gssim.execution import FileStore
 from gssim.execution.cache import Shared
 from gssim.execution.files import write_text
 from gssim.result import Result, read_result
-from gssim.scenario import Loaded, load_scenario, read_toml
+from gssim.scenario import Loaded, check_kind, load_scenario, read_toml
 from gssim.scenario.overrides import as_overrides
 from gssim.simulation import simulate
 from gssim.units import BytesPerSecond, Count, Seconds, human_seconds, spec, validated
@@ -213,7 +213,9 @@ def load_study(path: Path, overrides: tuple[str, ...] = (), *, seeds: int | None
 
     Every variant's scenario is loaded, so that errors show before any training.
     """
-    study = validated(Study, read_toml(path)[1], file=str(path))
+    data = read_toml(path)[1]
+    check_kind(data, "study", str(path))
+    study = validated(Study, data, file=str(path))
     if seeds is not None:
         if not FEWEST_SEEDS <= seeds <= len(study.seeds):
             raise UserError(f"--seeds {seeds}: must be from {FEWEST_SEEDS} to {len(study.seeds)}, those of {path}")

@@ -462,6 +462,8 @@ def read_text(path: Path) -> str:
         folder = path.parent
         close = nearest_name(path.name, os.listdir(folder)) if folder.is_dir() else None
         raise UserError(f"{path}: no such file{f'; did you mean {close}?' if close else ''}") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder, not a file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read: it is no text in UTF-8: {error.reason}") from None
     except OSError as error:

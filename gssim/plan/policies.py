@@ -1,6 +1,6 @@
 """Policies that a plan resolves to on a cluster: the input of lowering and of the real backend."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -245,7 +245,7 @@ def _axes(plan: Plan, devices: int, hosts: Sequence[str]) -> dict[str, int]:
     ranks, sized = plan.ranks or devices, prod(axes.values())
     if sized > ranks:
         has = f"the cluster has {devices} devices" if plan.ranks is None else f"plan.ranks = {ranks}"
-        raise UserError(f"plan: needs {sized} ranks, but {has}")
+        raise UserError(f"{_sizes_of(plan, axes)}: needs {sized} ranks, but {has}")
     absent = _absent_axes(plan)
     if len(absent) > 1:
         return axes | _levels(plan, hosts[:ranks] or [""] * ranks)
@@ -274,10 +274,14 @@ def _sized_axes(plan: Plan) -> list[str]:
     return [name for name in AXES if getattr(plan, name) != getattr(unsized, name)]
 
 
+def _sizes_of(plan: Plan, axes: Mapping[str, int]) -> str:
+    """Return the axes that the plan sets, as a product."""
+    return " * ".join(f"plan.{name} = {axes[name]}" for name in _sized_axes(plan))
+
+
 def _unfilled(plan: Plan, axes: dict[str, int], ranks: int, absent: Sequence[str]) -> UserError:
     """Return the error for axes whose sizes neither make nor divide the number of ranks."""
-    made = prod(axes.values())
-    given = " * ".join(f"plan.{name} = {axes[name]}" for name in _sized_axes(plan))
+    made, given = prod(axes.values()), _sizes_of(plan, axes)
     of = f"the {ranks} devices of the cluster" if plan.ranks is None else f"plan.ranks = {ranks}"
     fewer = f"plan.ranks = {ranks - ranks % made if absent else made}, which leaves the other devices out"
     if absent:

@@ -46,11 +46,12 @@ def load_scenario(
     shared = shared or Shared()
     text, content = _content(path, shared) if tables is None else ("", tables)
     data = _copied(content)
+    file = str(path)
+    check_kind(data, "scenario", file)
     data.setdefault("name", path.stem)
     data.setdefault("question", first_comment(text))
     folders = {"": path.parent}
     changes = _with_overrides(data, overrides, folders)
-    file = str(path)
     data["cluster"] = _part(data, "cluster", changes, file, folders, shared)
     workload = data.get("workload")
     if isinstance(workload, dict):
@@ -69,6 +70,24 @@ def load_scenario(
     wanted = scenario.plan.sends_by_data or (searched and scenario.search.searches_thresholds)
     statistics = _statistics(scenario, file, folders, shared) if gradients_needed and wanted else None
     return Loaded(file=file, scenario=scenario, gradients=statistics)
+
+
+KINDS: dict[str, tuple[frozenset[str], str]] = {
+    "study": (frozenset({"scenario", "seeds", "variants"}), "python -m analysis convergence {file}"),
+    "sweep": (frozenset({"scenario"}), "gssim sweep {file}"),
+    "scenario": (frozenset({"cluster", "workload"}), "gssim run {file}"),
+    "cluster": (frozenset({"device_types"}), "gssim run SCENARIO --set cluster={file}"),
+    "model": (frozenset({"input", "layers"}), "gssim run SCENARIO --set workload.model={file}"),
+}
+"""Keys that identify each kind of TOML file, and a command that reads it. A file that fits several is of the first."""
+
+
+def check_kind(data: Mapping[str, Any], wanted: str, file: str) -> None:
+    """Raise UserError if a file is of another kind than the one that is `wanted` (a key of `KINDS`)."""
+    kinds = [kind for kind, (keys, _) in KINDS.items() if keys <= data.keys()]
+    if kinds and wanted not in kinds:
+        command = KINDS[kinds[0]][1].format(file=file)
+        raise UserError(f"{file}: is a {kinds[0]}, not a {wanted}; use it with `{command}`")
 
 
 TABLES: dict[str, type] = {
@@ -123,6 +142,7 @@ Changes = tuple[tuple[str, Any], ...]
 
 def _model(path: Path, changes: Changes, shared: Shared) -> Model:
     data = _content(path, shared)[1]
+    check_kind(data, "model", str(path))
     if not changes:
         return _unchanged_model(path, Same(data))
     key = (path, Same(data), repr(changes))
@@ -139,6 +159,7 @@ def _unchanged_model(path: Path, data: Same) -> Model:
 def _cluster(path: Path, changes: Changes, file: str, folders: dict[str, Path], shared: Shared) -> Cluster:
     """Return the cluster in a file; some of its tables may be in files of their own, which overrides may name."""
     data = _content(path, shared)[1]
+    check_kind(data, "cluster", str(path))
     found = {
         key: _find(data[key], key, str(path), {"": path.parent}) for key in IN_FILES if isinstance(data.get(key), str)
     }
@@ -266,14 +287,6 @@ def _part(
             return shared.once(f"inline {cls.__name__}", repr(table), lambda: validated(cls, table, file=""))
         except UserError:
             return table
-    if value is None and part == "cluster" and isinstance(data.get("scenario"), str):
-        raise UserError(
-            f"{file}: is no scenario, but names one, as sweeps do: `gssim sweep {file}` predicts its points"
-        )
-    if value is None and part == "cluster" and "device_types" in data:
-        raise UserError(
-            f"{file}: is a cluster, not a scenario, which names one: `gssim run SCENARIO --set cluster={file}`"
-        )
     if value is None:
         raise UserError(f"{file}: {part}: missing; name a file or give the table")
     if not isinstance(value, str):

@@ -271,7 +271,7 @@ def test_changes_that_are_none_are_refused_in_one_line(changes, message):
         ({"name": "a/b", "cluster": "none.toml"}, "a-b: cluster = 'none.toml': no such file"),
         ({"plan": {"method": {"ddp"}}}, "scenario.plan.method = {'ddp'}: must be a number"),
         (CYCLE, "is nested too deep"),
-        ("", ".: cannot be read: Is a directory"),
+        ("", ".: is a folder, not a file"),
         ("a\nb.toml", r"a\nb.toml: no such file"),
         ("a\0b.toml", r"a\x00b.toml: cannot be read: embedded null byte"),
         ("\ud800.toml", "cannot be read"),

@@ -1,9 +1,10 @@
 # ruff: noqa: E501  a fault and its message are one line
-"""What the user can mend: one line on stderr that names the place, exit code 2, nothing written, no traceback."""
+"""Invalid input of a user: one line on stderr that names the place, exit code 2, no file written, no traceback."""
 
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from strategies import MODEL_TOML, PAIR_TOML, SCENARIO_TOML, write_files
 
 from gssim.cli import commands, main
 from gssim.errors import UserError
-from gssim.scenario import load_scenario
+from gssim.scenario import check_kind, load_scenario
 
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 GS = ("plan.method=gs", "plan.push.threshold=1e-3")
 
 
@@ -46,13 +48,13 @@ def test_a_missing_scenario(refusal, tmp_path):
 def test_files_that_were_probably_meant_are_named(refusal, tmp_path):
     (tmp_path / "pair.toml").touch()
     assert refusal(tmp_path / "pari.toml").endswith("pari.toml: no such file; did you mean pair.toml?")
-    demo = Path(__file__).resolve().parents[2] / "scenarios" / "demo.toml"
+    demo = SCENARIOS / "demo.toml"
     with pytest.raises(UserError, match=r"cluster = 'two-cores': no such file; did you mean clusters/two-cores.toml\?"):
         load_scenario(demo, ["cluster=two-cores"])
 
 
 def test_a_folder_for_a_scenario(refusal, tmp_path):
-    assert refusal(tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
+    assert refusal(tmp_path) == f"{tmp_path}: is a folder, not a file"
 
 
 @pytest.mark.parametrize("key", ["cluster", "workload.model"])
@@ -61,18 +63,17 @@ def test_a_folder_for_a_file_that_the_scenario_names(refusal, tmp_path, key):
     assert f"{key} = '{tmp_path}': is a folder, not a file" in line
 
 
-@pytest.mark.parametrize("key", ["cluster", "workload.model"])
-def test_a_file_that_the_scenario_names_and_is_the_scenario_itself(refusal, tmp_path, key):
+@pytest.mark.parametrize(("key", "kind"), [("cluster", "cluster"), ("workload.model", "model")])
+def test_a_file_that_the_scenario_names_and_is_the_scenario_itself(refusal, tmp_path, key, kind):
     path = write_files(tmp_path)
     line = refusal(path, f"{key}={path.name}")
-    assert line.startswith(f"{path}: ")
-    assert "unknown key; allowed: " in line
+    assert line == f"{path}: is a scenario, not a {kind}; use it with `gssim run {path}`"
 
 
 def test_a_sweep_that_is_its_own_scenario(refusal, tmp_path):
     path = tmp_path / "itself.toml"
     path.write_text('# Which?\nscenario = "itself.toml"\nvariants.one = { plan.method = "ddp" }\n')
-    assert f"{path}: is no scenario, but names one" in refusal(path, command="sweep")
+    assert f"{path}: is a sweep, not a scenario; " in refusal(path, command="sweep")
 
 
 def test_broken_toml(refusal, tmp_path):
@@ -108,8 +109,8 @@ def test_a_config_json_is_not_read_as_toml(refusal, tmp_path):
 def test_sweeps_and_scenarios_are_told_apart(refusal, tmp_path):
     path = write_files(tmp_path)
     (tmp_path / "many.toml").write_text(f'scenario = "{path.name}"\n[axes]\n"run.seed" = [1, 2]\n')
-    assert "is no scenario, but names one" in refusal(tmp_path / "many.toml")
-    assert "is a scenario, not a sweep" in refusal(path, command="sweep")
+    assert "is a sweep, not a scenario; use it with `gssim sweep " in refusal(tmp_path / "many.toml")
+    assert "is a scenario, not a sweep; use it with `gssim run " in refusal(path, command="sweep")
 
 
 # (scenario text changes, message): the file is the scenario's
@@ -213,7 +214,7 @@ PLAN_FAULTS = [
     (("plan.shares.batch=fast",), "plan.shares.batch"),
     (("plan.shares.shards=[0.75, 0.25]",), "plan.shares.shards = (0.75, 0.25): method 'ddp' cannot shard unevenly; allowed: 'even'"),
     (("plan.method=zero2", "plan.shares.shards=compute"), "method 'zero2' cannot shard unevenly"),
-    (("plan.dp_replicate=3",), "plan: needs 3 ranks, but the cluster has 2 devices"),
+    (("plan.dp_replicate=3",), "plan.dp_replicate = 3: needs 3 ranks, but the cluster has 2 devices"),
     (("plan.method=single", "plan.dp_replicate=2"), "plan.method = 'single': takes one rank, but the mesh axes make 2"),
     (("plan.dp_shard=2",), "plan.dp_shard = 2: method 'ddp' uses dp_replicate"),
     (("plan.method=gs", "plan.dp_replicate=2"), "plan.dp_replicate = 2: method 'gs' uses dp_shard"),
@@ -322,7 +323,25 @@ def test_a_bad_override(refusal, tmp_path, override, message):
 
 def test_a_cluster_that_is_given_for_a_scenario_is_named_as_one(refusal, tmp_path):
     write_files(tmp_path)
-    assert "pair.toml: is a cluster, not a scenario, which names one" in refusal(tmp_path / "pair.toml")
+    assert "pair.toml: is a cluster, not a scenario; use it with `gssim run SCENARIO" in refusal(tmp_path / "pair.toml")
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("clusters/two-cores.toml", "cluster"),
+        ("models/gpt-byte-1m.toml", "model"),
+        ("studies/gpt-byte.toml", "study"),
+        ("sweeps/demo.toml", "sweep"),
+    ],
+)
+def test_files_that_ship_are_of_one_kind_each(file, kind):
+    path = str(SCENARIOS / file)
+    data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    check_kind(data, kind, path)
+    for other in {"scenario", "cluster", "model"} - {kind}:
+        with pytest.raises(UserError, match=rf"{path}: is a {kind}, not a {other}; use it with `[^`]*{path}`"):
+            check_kind(data, other, path)
 
 
 # Gradient statistics -------------------------------------------------------------------------------------------------

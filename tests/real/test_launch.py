@@ -573,7 +573,7 @@ def test_bad_options_of_run(refusal, files, options, message):
 def test_more_ranks_than_devices(refusal, files):
     scenario = files / "scenario.toml"
     line = refusal("run", scenario, *overrides(["plan.method=ddp", "plan.dp_replicate=4", *DENSE[1:]]))
-    assert line == f"{scenario}: plan: needs 4 ranks, but the cluster has 2 devices"
+    assert line == f"{scenario}: plan.dp_replicate = 4: needs 4 ranks, but the cluster has 2 devices"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

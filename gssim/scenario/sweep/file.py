@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from gssim.errors import UserError
-from gssim.scenario.loading import IN_FILES, first_comment, read_toml
+from gssim.scenario.loading import IN_FILES, check_kind, first_comment, read_toml
 from gssim.scenario.overrides import toml
 from gssim.scenario.sweep.conditions import condition
 from gssim.units import PositiveInt, excess, parse_quantity, quantity_of, spec, validated
@@ -240,8 +240,7 @@ def load_sweep(path: Path) -> Sweep:
     text, data = read_toml(path)
     if not path.name.isprintable():
         raise UserError(f"{path}: points are named after the file: its name must be printable")
-    if "scenario" not in data and {"cluster", "workload", "plan"} <= set(data):
-        raise UserError(f"{path}: is a scenario, not a sweep, which names one: `gssim run {path}` predicts it")
+    check_kind(data, "sweep", str(path))
     data.setdefault("question", first_comment(text))
     sweep = validated(Sweep, data, file=str(path))
     _check_names(sweep, path)
