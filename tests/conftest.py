@@ -1,4 +1,4 @@
-"""What all tests share. Hypothesis draws the same examples on every machine; a slow machine is no failure."""
+"""Fixtures and settings of all tests. Hypothesis draws the same examples on every machine, and has no deadline."""
 
 import gc
 import os

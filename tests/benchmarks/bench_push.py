@@ -1,4 +1,4 @@
-"""What a push costs beside what it is measured against, as ratios in one run: `make benchmark` prints them (-s).
+"""Time of a push relative to the operations that it is compared with, in one run: `make benchmark` prints the ratios.
 
 Nothing is asserted: times are this machine's.
 """

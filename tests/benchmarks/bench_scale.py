@@ -1,4 +1,4 @@
-"""How fast the simulator is: `make benchmark`. Times are this machine's; nothing here is asserted.
+"""Speed of the simulator by cluster size: `make benchmark`. Times are this machine's; nothing is asserted.
 
 For comparison, a C++ peer's CPU time for the same questions: fully sharded training of a 6.7B model on 256 equal ranks
 29 s, on 1,024 ranks 544 s; one ring all-reduce over 1,024 ranks 14 s.
@@ -66,7 +66,7 @@ def test_gradient_sharding_on_1024_unequal_devices(benchmark, method):
     ids=["gs", "gs-publish", "gs_z3", "gs_hier"],
 )
 def test_thresholds_on_1024_unequal_devices(benchmark, changes):
-    """Of a small model: of no large one have gradients been measured over so many devices."""
+    """The model is small: gradients of large ones have not been measured on so many devices."""
     method, *more = changes
     plan = [f"plan.method={method}", "plan.push.threshold=1e-3", *(f"plan.{each}" for each in more)]
     workload = ["global_batch_size=1024", f"gradients={SCENARIOS / 'gradients/gpt-byte-1m-1024.json'}"]

@@ -1,4 +1,4 @@
-"""How fast points of a sweep are answered, one after another in one process: `make benchmark`. Nothing is asserted."""
+"""Speed of a sweep's points, one after another in one process: `make benchmark`. Nothing is asserted."""
 
 from itertools import product
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What an H200 and three H100 measured in November 2026 (scenarios/measured): collectives and peaks of memory, steps of
-models and batches as people train them, and steps of models that were not profiled.
+"""Predictions against measurements of an H200 and three H100 in November 2026 (scenarios/measured): collectives, peaks
+of memory, steps of models at usual batch sizes, and steps of models that were not profiled.
 """
 
 import tarfile

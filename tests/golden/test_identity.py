@@ -143,7 +143,7 @@ def default_of(field):
 
 
 def test_no_default_has_changed():
-    """What a file leaves out is not part of its id: with another default, equal ids would be of other questions."""
+    """Absent keys are not part of an id: if a default changed, equal ids would denote other scenarios."""
     now = json.loads(json.dumps(defaults()))
     if os.environ.get("GSSIM_UPDATE_GOLDEN"):
         write_text(DEFAULTS, json.dumps(now, indent=1, sort_keys=True) + "\n")

@@ -1,4 +1,4 @@
-"""How many examples a property is tried on."""
+"""Number of examples on which a property is tested."""
 
 import os
 

@@ -111,7 +111,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command line leaves."""
+    """Exit code and output of a finished command."""
 
     returncode: int
     stdout: str

@@ -1,4 +1,4 @@
-"""What the kernels of a model's layers take for themselves on this machine, as a profile for predictions of peaks.
+"""Workspaces of the kernels of a model's layers, measured on this machine, as a profile for predictions of peaks.
 
 Convolutions, and products in bf16, take other kernels on other processors: without a profile they hold more than is
 predicted. In fp64 convolutions write every patch out, whatever the processor.

@@ -314,7 +314,7 @@ def histories_are_saved_by_parameter():
 
 
 def state_before_the_first_step():
-    """What `sharded` hands out changes nothing, and begins as the optimizer's own state does."""
+    """Reading `sharded` before the first step changes nothing, and returns the optimizer's initial state."""
     kinds = (
         (torch.optim.NAdam, {"lr": 1e-2}),
         (torch.optim.Rprop, {"lr": 1e-2}),
@@ -594,7 +594,7 @@ def compiled():
 
 @dataclasses.dataclass
 class Hidden:
-    """What a unit of `Wrapped` returns: a dataclass that no tree of torch's knows."""
+    """Output of a unit of `Wrapped`: a dataclass that is not registered as a pytree node."""
 
     values: torch.Tensor
     note: str = ""
@@ -905,7 +905,7 @@ def take_up(*cases):
 
 
 def torchs_state_dicts():
-    """What looks for the model's parameters among the shards says what to take instead, and changes nothing."""
+    """torch functions that look for the model's parameters in the optimizer fail, and name the alternative."""
     for steps in (0, 2):
         model, reference = mlp(), mlp()
         optimizer = sharded(model, lambda shard: torch.optim.AdamW(shard, lr=1e-2))
@@ -976,7 +976,7 @@ def other_forms():
 
 
 def error_feedback_goes_on():
-    """What a rank has kept goes on exactly with the same ranks and shares, and is not missed by chance."""
+    """Residuals are restored exactly with the same ranks and shares; without them, training would differ."""
     push = Push(threshold=2e-2, error_feedback=True)
     model = mlp(torch.float32)
     optimizer = sharded(model, lambda shard: torch.optim.SGD(shard, **SGD), push=push)
@@ -997,7 +997,7 @@ def error_feedback_goes_on():
 
 
 def a_model_that_is_moved():
-    """What leaves the buckets is named at the next step, and does not stop training in silence."""
+    """A parameter that was moved, replaced, added or removed after sharding is an error at the next step, by name."""
 
     def assigned(model):
         model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)

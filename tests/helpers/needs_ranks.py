@@ -1,4 +1,4 @@
-"""What memory_and_traffic says of a rank beside what is counted on it. Argument: the file to write."""
+"""Estimates of `memory_and_traffic` and the counted values, for every rank. Argument: the file to write."""
 
 import gc
 import sys

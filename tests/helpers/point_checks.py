@@ -1,4 +1,4 @@
-"""What must hold for every answered scenario: checks that take nothing from the lowering that they check.
+"""Checks of every simulated scenario; they use nothing of the lowering that they check.
 
 Each yields a line for whatever is wrong.
 """

@@ -78,7 +78,7 @@ def pushed(case: dict[str, Any]) -> tuple[Any, list[list[Tensor]]]:
 
 
 class Definition:
-    """What one rank sends of a bucket, step after step."""
+    """Reference of the elements that one rank sends of a bucket, step by step."""
 
     def __init__(self, case: dict[str, Any], bucket: Any, own: slice) -> None:
         self.push, self.bucket, self.own = Push(**case["push"]), bucket, own

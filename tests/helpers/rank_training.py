@@ -1,4 +1,4 @@
-"""What ranks of several tests do alike: they take cases from a file, train a few steps, and write what they found."""
+"""Common program of ranks of several tests: reads cases from a file, trains a few steps, and writes the results."""
 
 import json
 import warnings

@@ -1,4 +1,4 @@
-"""What tests of `gssim search` share: small questions, a search in this process, and a check of every bound."""
+"""Helpers of the tests of `gssim search`: small scenarios, a search in this process, and a check of every bound."""
 
 import math
 import random

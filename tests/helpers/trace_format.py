@@ -1,4 +1,4 @@
-"""What the Trace Event Format asks of a trace, and what Perfetto takes of it: every fault of a trace as a line.
+"""Checks a trace against the Trace Event Format and Perfetto's importer: every fault is a line.
 
 Rules are those of "Trace Event Format" (Google, in catapult's documentation), by phase of event, and two of Perfetto's
 importer: nothing before 0, no spans of a thread that overlap without nesting (google/perfetto, issues 107 and 4280).

@@ -1,4 +1,4 @@
-"""What a sweep multiplies: ranges, linked axes, variants' own; what is left out; and keys inside of files."""
+"""Axes of a sweep: ranges, linked axes, axes of variants, excluded points, and keys inside files."""
 
 import math
 import re

@@ -248,7 +248,7 @@ def test_pairs_without_nvlinks_have_the_rate_of_pcie(tmp_path):
 
 @pytest.mark.parametrize("gpu", ["h100-pcie", "a100-pcie-80", "v100-pcie-16"])
 def test_cards_have_no_nvlinks(gpu, tmp_path):
-    """What `--gpu` names is a card in a PCIe slot, not the board of its generation."""
+    """`--gpu` may name a PCIe card, which has no NVLinks, unlike the SXM board of the same generation."""
     cluster, _ = made(tmp_path, {}, gpu=gpu)
     assert {each.inside for each in cluster.topology.servers} == {"pcie"}
     assert server_of(gpu).inside_link.startswith("pcie")
@@ -268,7 +268,7 @@ def test_nvlinks_between_cards_that_have_none_are_refused(gpu, tmp_path):
 
 @pytest.mark.parametrize(("count", "links"), [(2, 1), (4, 4)])
 def test_part_of_a_cube_mesh_has_the_links_inside_it(tmp_path, count, links):
-    """Of a DGX-1V's six NVLinks of a GPU, four lead to the others of its half."""
+    """Four of the six NVLinks of each GPU of a DGX-1V lead to the other GPUs of its half."""
     cells = {pair: f"NV{n}" for pair, n in CUBE_MESH.items()}
     cluster, _ = made(tmp_path, {"topo.txt": smi_matrix(cells, nics=4)}, gpu="v100", devices=count)
     assert cluster.topology.servers[0].inside_link.bandwidth_bytes_per_s == links * 25e9

@@ -288,7 +288,7 @@ def test_fewer_heads_of_keys_go_around_as_such():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_plain_ring_keeps_its_last_rank_busy_while_others_wait(ranks):
-    """Of n blocks the i-th rank has half a one and i whole ones under a causal mask; balanced, all have n halves.
+    """Under a causal mask, rank i of n attends to i + 1/2 blocks of keys; balanced, every rank attends to n / 2.
 
     A block's output is merged into 7 bytes moved per byte of its rows, its gradients are added by 3 per byte. Before,
     queries and what is sent are copied, of a forward, and the gradients that are sent, of a backward.
@@ -385,7 +385,7 @@ def test_images_have_no_sequences():
     [("cp", "gpt-byte-1m", "fast slow fast slow", 0), ("ep", "mixture-byte-1m", "slow fast slow slow", 1)],
 )
 def test_members_of_an_exchange_that_starts_pair_by_pair_are_not_equal(axis, model, names, slowest):
-    """Of equal devices, each leaves it once its own messages have arrived, which depends on its place (gloo)."""
+    """gloo: a device leaves the exchange once its own messages have arrived, which depends on its rank."""
     fast, slow = (device_type(peak_flop_per_s={"fp32": rate}, memory_bandwidth_bytes_per_s=1e10) for rate in (2e9, 1e9))
     cluster = star(4, types={"fast": fast, "slow": slow}, type_names=names.split(), bandwidth=1e8)
     links = list(cluster.links)

@@ -39,7 +39,7 @@ def groups(found: dict, kind: str) -> set:
 
 
 def test_each_axis_has_its_own_ranks():
-    """Of eight ranks the neighbours have slices of blocks, the next ones parts of sequences; four share gradients."""
+    """Tensor ranks are neighbours, context ranks come next; gradients are reduced over context ranks and replicas."""
     found = collectives({}, 8)
     assert groups(found, "all-to-all") == {(0, 2), (1, 3), (4, 6), (5, 7)}
     sums = {group: sizes for (kind, group), sizes in found.items() if kind == "all-reduce"}
@@ -143,7 +143,7 @@ def test_activations_shrink_with_the_context_ranks():
 
 
 def test_plans_that_share_a_cache_do_not_share_activations():
-    """What a rank keeps differs with sequence parallelism, the exchange, and what is divided of the vocabulary."""
+    """Kept activations depend on sequence parallelism, the exchange, and the division of the vocabulary."""
     plans = [
         {},
         {"sequence_parallel": True},

@@ -1,4 +1,4 @@
-"""What a scenario file may say of its data, and what that changes: paths, identity, bytes of input."""
+"""The table `workload.data` of a scenario: paths, identity, and bytes of the input."""
 
 import pytest
 from strategies import MODEL_TOML

@@ -1,4 +1,4 @@
-"""Which code made a Result: predictions of another are made anew, measurements stay and say what made them."""
+"""Digests of code: predictions by other code are repeated; measurements are kept, and name the code that made them."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What a step costs: energy between all devices waiting and all computing, in proportion to the time of each."""
+"""Price and energy of a step: energy lies between all devices idle and all computing, in proportion to their times."""
 
 import pytest
 from hypothesis import given

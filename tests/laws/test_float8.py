@@ -60,7 +60,7 @@ def test_products_of_blocks_take_less_by_the_ratio_and_casts_are_added():
 
 
 def test_parts_of_sequences_save_what_they_have_of_it():
-    """Of each sequence on two ranks: half of what products in 8 bits save on whole ones."""
+    """With sequences divided over two ranks, products in 8 bits save half as much per rank."""
     fast = {"cluster.device_types.gpu.memory_bandwidth_bytes_per_s": "1e18 B/s"}
     plain, eight = scenario(**fast), scenario(**fast, **GPU)
     whole = [times(each)[0] for each in (plain, eight)]

@@ -133,7 +133,7 @@ def test_without_a_profile_a_host_issues_what_a_model_with_frozen_layers_or_adap
 
 
 def test_without_a_profile_a_host_issues_the_sums_of_cut_blocks_too():
-    """Of the traced model's blocks: two sums of a forward, two of a backward."""
+    """A cut block has two sums over ranks in its forward, and two in its backward."""
     model = load_model(OF_TESTS.parent / "gpt2.toml")
     gpu = gpus(2, run_s=0.0, issue_s=0.0, profiles=[], layer_operation_s=1.0)
     found = host_s(gpu, {"method": "tensor"}, "forward", "backward", model=model, sequence_length=24)
@@ -165,7 +165,7 @@ COPIES = {"sharded_unit": {"copied_byte_s": 0.0}, "flat_unit": {}}
 
 @pytest.mark.parametrize(("method", "key"), [("zero2", "sharded_unit"), ("gs_z3", "flat_unit")])
 def test_a_units_own_work_is_the_hosts(method, key):
-    """Of three units: two blocks and the root."""
+    """There are three units: two blocks and the root."""
     costs = {key: UNIT | COPIES[key]}
     slow, fast = (
         [step_s(gpus(2, run_s=run_s, issue_s=issue_s, **unit), {"method": method}) for unit in ({}, costs)]

@@ -1191,7 +1191,7 @@ def test_deepspeed_in_fp16_scales_its_loss(tmp_path, said, scale):
 
 
 def test_maps_in_8_bits_are_said_by_an_option(tmp_path):
-    """Which maps run so, and how they are scaled, is the programs' own; the scenario has one key for them."""
+    """Programs choose which linear maps run in 8 bits, and how they scale; the scenario has one key for all."""
     said = f"{MEGATRON.rstrip()} --fp8-format hybrid --fp8-recipe delayed"
     assert "or --set workload.map_precision" in refused(tmp_path, said, name="train.sh", model="gpt3-1.3b")
     titan = TITAN.format(batch=16, replicate=1, shard=-1, reshard="default", mode="full")

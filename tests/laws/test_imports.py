@@ -1,4 +1,4 @@
-"""Who may import whom, and what importing costs."""
+"""Import contracts between packages, and the time and modules that an import costs."""
 
 import ast
 import re

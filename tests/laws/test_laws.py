@@ -111,7 +111,7 @@ def test_fair_rates_do_not_depend_on_the_order_of_flows_links_or_entries(sharing
 
 @given(sharings(), st.integers(0, 11))
 def test_equal_flows_taken_together_with_their_number_as_load_have_the_same_rate(sharing, which):
-    """What folding does: a flow that is there three times is one that takes three times as much of its links."""
+    """Folding replaces three equal flows by one that loads its links three times as much."""
     session, link, load, capacity, sessions = sharing
     which %= sessions
     mine = session == which

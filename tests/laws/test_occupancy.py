@@ -1,4 +1,4 @@
-"""What ranks need of their devices: the replay of their steps, constants, what fits, and what to change."""
+"""Memory footprint of ranks: replayed steps, constants, whether a plan fits, and advice where it does not."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -246,7 +246,7 @@ now, do not); what cuDNN took."""
 
 @pytest.mark.parametrize("path", TRANSFORMERS, ids=lambda path: path.name.partition(".")[0])
 def test_an_h200_allocated_as_much_to_one_block(path):
-    """Of 115 MiB to 14 GiB. (For convolutions, cuDNN takes more at batch sizes between those of the profile.)"""
+    """Sizes from 115 MiB to 14 GiB. (cuDNN's convolutions take more at batch sizes between those of the profile.)"""
     measured = read_result(path)
     assert abs(replayed_as(measured).allocated_bytes - measured.ranks[0].peak_allocated_bytes) <= 512
 

@@ -58,7 +58,7 @@ def test_each_of_several_pauses_adds_its_own():
 
 
 def test_nothing_takes_more_than_twice_its_time():
-    """What is left falls on what comes next, and is never more than the longest pause adds."""
+    """The rest of a pause delays the next task, by no more than the longest pause adds."""
     endless = Curve(sizes=(1e-9, 2e-9), values=(1e3, 1e3))
     warm, cold = (predicted(excess, "plan.method=ddp", "plan.overlap=false") for excess in (None, endless))
     assert compute_s(cold) == pytest.approx(2 * compute_s(warm), rel=0.02)

@@ -47,7 +47,7 @@ def test_a_mean_step_carries_an_all_reduce_of_the_parameters_over_the_steps_of_a
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_outer_step_is_an_inner_one_and_a_ring_over_the_links(method, ranks):
-    """Where the network takes all the time: 2 (n - 1) / n of the bytes over each link."""
+    """If the network takes all the time, each link carries 2 (n - 1) / n of the bytes."""
     bandwidth, size = 10.0, 4 * tiny_model().elements
     result = result_of(method, cluster=star(ranks, bandwidth=bandwidth), sync_every_steps=3)
     ring_s = 2 * (ranks - 1) / ranks * size / bandwidth

@@ -382,7 +382,7 @@ def test_shards_by_memory_or_cost_are_those_of_each_stages_devices(method):
 
 
 def test_stages_state_their_owners_memory_with_all_micro_batches_under_way():
-    """Of 1F1B's two stages the first keeps two micro-batches at once, the second one; GPipe keeps all of both."""
+    """Under 1F1B the first of two stages keeps two micro-batches at once, the second one; under GPipe both keep all."""
     for schedule, kept in (("1f1b", (2, 1)), ("gpipe", (4, 4))):
         plan = {"method": "gs", "pp": 2, "dp_shard": 2, "micro_batches": 4, "schedule": schedule}
         scenario = scenario_of(star(4), plan, model=GPT, global_batch_size=8, sequence_length=8)
@@ -421,7 +421,7 @@ def test_a_rank_with_several_stages_pushes_all_of_them_after_its_last_backward()
 
 
 def test_copies_of_a_tied_parameter_are_summed_before_their_stages_push_anything():
-    """Of three stages the first and the last have a copy; the second pushes in its last backward, as without copies."""
+    """The first and the last of three stages have a copy; the second pushes in its last backward, as without copies."""
     plan = {"method": "gs", "pp": 3, "dp_shard": 2, "micro_batches": 4, "bucket_bytes": 2**22}
     model = load_model(MODELS / "gpt2-124m.toml")
     scenario = scenario_of(star(6), plan, model=model, global_batch_size=8, sequence_length=8)
@@ -496,7 +496,7 @@ def test_replicas_that_are_alike_are_simulated_once_and_change_nothing(slow, sch
 
 @pytest.mark.parametrize(("schedule", "inputs_in_flight"), [("gpipe", (5, 5)), ("1f1b", (2, 1))])
 def test_stages_keep_buffers_for_every_micro_batch_or_for_what_is_in_flight(schedule, inputs_in_flight):
-    """Of three stages the later two receive inputs, the earlier two gradients: of the same size in this chain."""
+    """The later two of three stages receive inputs, the earlier two gradients, all of the same size in this chain."""
     sizes = {}
     for rule in ("micro-batch", "in-flight"):
         scenario = pipelined(3, 5, model=chain(6), schedule=schedule, receive_buffers=rule)

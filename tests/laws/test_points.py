@@ -96,7 +96,7 @@ an exchange takes the sum of both instead of the longer one. More is then not al
 
 @dataclass
 class Seen:
-    """What points showed."""
+    """Features that the simulated points have covered."""
 
     answered: int = 0
     refused: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""What the policies of a push change in a prediction: what is sent, what is held, which steps are dense."""
+"""Effect of the push options on a prediction: bytes sent, memory, and dense steps."""
 
 from typing import Any
 

@@ -65,9 +65,9 @@ def payloads(asked, kind: str, gradients=None) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (8, 2), (6, 3)])
 def test_gradients_of_experts_are_pushed_among_those_that_hold_the_same(ranks, ep):
-    """Of N dense elements and E of experts, ranks push (n-1) * N in all, and r-1 times E / ep among r that hold them.
+    """Ranks push (n - 1) * N for N dense elements, and r ranks with the same experts (r - 1) * E / ep for E elements.
 
-    All of these are published there too, each element once.
+    Every element is also published once in the same group.
     """
     rows = payloads(scenario({"method": "ddp", "ep": ep}, ranks), "all-to-all-v")
     pushed, published = payloads_of(scenario({"ep": ep}, ranks), "all-to-all-v", "all-gather-v")
@@ -83,7 +83,7 @@ def test_gradients_of_experts_are_pushed_among_those_that_hold_the_same(ranks, e
 
 @pytest.mark.parametrize(("nodes", "places", "ep"), [(2, 2, 2), (2, 2, 4), (2, 4, 2), (4, 2, 4), (3, 4, 6)])
 def test_on_two_levels_gradients_of_experts_are_pushed_on_one_among_those_that_hold_the_same(nodes, places, ep):
-    """Of N dense elements every node reduces all, and pushes its part to the n - 1 others, place by place."""
+    """Every node reduces all N dense elements; each device pushes its part to its peers in the other nodes."""
     plan, ranks = {"method": "gs_hier", "dp_replicate": nodes, "dp_shard": places, "ep": ep}, nodes * places
     batch = {"global_batch_size": 2 * ranks}
     rows = payloads(scenario({"method": "ddp", "ep": ep}, ranks, **batch), "all-to-all-v")

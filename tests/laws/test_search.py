@@ -238,7 +238,7 @@ def test_slices_of_any_size_are_searched_by_every_rule_that_they_have():
 
 
 def test_mixtures_whose_blocks_cannot_be_cut_are_searched_with_every_mesh():
-    """What cannot be divided is left out with its reason: whole blocks, experts beyond a replica's ranks."""
+    """Meshes that would divide such blocks, or experts over more ranks than a replica's, are left out."""
     model = load_model(Path("tests/helpers/models/mixtral.toml"))
     assert model.uncut_reason
     workload = {"model": model, "sequence_length": 24, "global_batch_size": 8}
@@ -296,7 +296,7 @@ def test_of_plans_that_come_to_the_same_the_first_is_shown():
 @pytest.mark.parametrize("far", [0.0, 1e-3])
 @pytest.mark.parametrize("names", [("fast", "fast", "slow", "slow"), ("fast", "slow", "fast", "slow")])
 def test_rules_are_searched_that_make_other_shares_than_even_ones(names, far):
-    """Of two stages: the devices of each are alike in the first case, in the second they are not."""
+    """Two stages: in the first case the devices of each stage are equal, in the second they are not."""
     types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 4e8}, memory_bytes=2e9)}
     cluster = star(4, types=types, type_names=list(names), latency_s=far)
     space = SearchSpace(methods=("gs",), recompute=("none",), micro_batches=(2,), pp=(2,), tp=(1,))
@@ -397,7 +397,7 @@ def test_a_search_that_is_out_of_time_tells_how_many_plans_are_open():
 
 
 def test_plans_without_a_threshold_go_first_though_bounds_of_thresholds_are_lower():
-    """Of 22,000 plans, 200 s judged thresholds alone: the best one's step was twice as long as a dense plan's."""
+    """Before, a search of 22,000 plans tried only thresholds in 200 s; a dense plan's step is half of their best."""
 
     def plan(index, threshold):
         return SimpleNamespace(index=index, plan=SimpleNamespace(push=SimpleNamespace(threshold=threshold)))

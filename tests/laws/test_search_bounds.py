@@ -233,7 +233,7 @@ def test_tensor_ranks_beside_experts_that_do_not_divide_the_heads_are_refused_by
 @pytest.mark.parametrize("objective", ["step-time", "energy"])
 @pytest.mark.parametrize("plans", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_no_pipeline_that_divides_experts_is_better_than_its_bounds_where_little_is_sent(plans, objective):
-    """Where links are fast, what ranks compute counts: those of the fullest experts have more to do than others."""
+    """On fast links compute dominates: ranks with the most loaded experts compute longer than others."""
     types = {"fast": device_type(busy_power_w=400.0, idle_power_w=80.0)}
     cluster = star(8, types=types, type_names=["fast"] * 8, bandwidth=1e12)
     cluster = replace(cluster, devices=tuple(replace(each, host="host") for each in cluster.devices))

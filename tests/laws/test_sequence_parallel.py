@@ -249,7 +249,7 @@ def test_images_have_no_sequences():
 
 @pytest.mark.parametrize(("ranks", "least_ratio"), [(2, 1.0), (4, 0.9)])
 def test_products_hide_their_part_of_an_exchange(ranks, least_ratio):
-    """Of a product of g seconds, (n - 1) / n * g run beside its exchange: all maps of a block, forward and backward.
+    """(n - 1) / n of a product's time overlaps its exchange, for all maps of a block, forward and backward.
 
     At most the part of the pass between two exchanges, whose time is by its operations.
     """
@@ -274,7 +274,8 @@ def test_products_hide_their_part_of_an_exchange(ranks, least_ratio):
     ids=["all-reduce", "reduce-scatter", "parts-of-sequences"],
 )
 def test_products_of_weight_gradients_hide_sums_of_input_gradients(divides, cp, least_ratio):
-    """Where a sum takes longer than the product, all of that is hidden: of queries, keys, values and the first map.
+    """If a sum takes longer than the weight gradient's product, that overlaps completely: the maps of queries, keys and
+    values, and the first map of the perceptron.
 
     At most the part of the pass before the sum, as above. Where the sum takes no time, there is nothing to hide.
     """

@@ -149,7 +149,7 @@ UNEVEN = {"ranks": 6, "dp_shard": 3, "batch": 12}
 
 @pytest.mark.parametrize("method", METHODS)
 def test_uneven_shards_are_exchanged_as_they_are(method):
-    """Of 16 rows the third rank has 4, of 4 rows none."""
+    """The third rank has 4 of 16 rows, and none of 4 rows."""
     streaming = {"streaming": {"fragments": 2, "delay_steps": 1}} if method == "streaming_diloco" else {}
     folded, unfolded = (result_of(method, unfolded=each, **UNEVEN, **streaming) for each in (False, True))
     assert_same_as_unfolded(folded, unfolded)

@@ -1,4 +1,4 @@
-"""What points of a sweep share changes no answer, whatever was asked before."""
+"""Caches that points of a sweep share change no prediction, in any order of points."""
 
 from pathlib import Path
 

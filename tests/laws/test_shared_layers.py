@@ -1,5 +1,5 @@
-"""What stages of a pipeline have in common: copies of tied parameters, whose gradients are all-reduced, and layers that
-each stage runs itself; all shipped models run in stages.
+"""Layers that several pipeline stages have: copies of tied parameters, whose gradients are all-reduced, and layers that
+each stage runs itself. All shipped models run in stages.
 """
 
 from collections import defaultdict

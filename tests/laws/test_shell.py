@@ -145,7 +145,7 @@ def pattern_of(text, script, depth=0):
 
 
 def test_what_is_open_holds_for_every_value():
-    """Of random scripts with tests of $X and $Y: what they start under any values is among what they may start."""
+    """Commands that random scripts start for any values of $X and $Y are among those that `follow` returns."""
     draw = random.Random(2)
     opened = 0
     for _ in range(120):

@@ -1,4 +1,4 @@
-"""What is printed of a Result: what bounds its step, its ranks, and its collectives, equal ones in one row."""
+"""Printed tables of a Result: the bottleneck of its step, its ranks, and its collectives, equal ones in one row."""
 
 from dataclasses import replace
 from pathlib import Path

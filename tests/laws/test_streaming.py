@@ -115,7 +115,7 @@ def test_gloos_own_buffer_of_a_gather_is_held_as_long_as_the_gather_takes():
 
 
 def test_an_exchange_slows_down_the_steps_behind_it():
-    """Where a device computes at half its speed while it communicates, steps behind an exchange take twice as long."""
+    """Steps that overlap an exchange take twice as long on a device that then computes at half its speed."""
     inner_s = result_of(method="diloco").periods.inner_step_time_s
     types = {"slow": device_type(communicating_slowdown_ratio=2.0)}
     cluster = star(2, bandwidth=SIZE / (10 * inner_s), types=types, type_names=["slow", "slow"])

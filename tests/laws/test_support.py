@@ -52,7 +52,7 @@ def combinations():
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_supported_can_be_simulated_and_nothing_else(method, part, combinations):
-    """Of a method, every eighth feature: those said to combine are simulated, others refused with the reason given.
+    """Every eighth feature of a method: supported ones are simulated, others refused with the reported reason.
 
     Others of the next method, so that eight methods show all features.
     """

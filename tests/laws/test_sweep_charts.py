@@ -323,7 +323,7 @@ def test_a_sweep_has_the_charts_that_its_axes_allow(charts, tmp_path: Path) -> N
 
 
 def test_steps_of_all_settings_are_bars_on_one_axis_in_their_phases(tmp_path: Path) -> None:
-    """What another link costs was in tables and fronts only, whose panels have axes of their own."""
+    """Before, only tables and charts with one axis for each panel showed the effect of another link."""
     phases = {"forward_s": 0.2, "backward_s": 0.4, "optimizer_s": 0.1, "compression_s": 0.0, "idle_s": 0.0}
     rows = [
         make_row(method, bandwidth=link, step_time_s=0.7 + waits_s, exposed_communication_s=waits_s, **phases)

@@ -139,7 +139,7 @@ def test_without_polars_there_is_an_instruction(tmp_path, monkeypatch, result):
 
 @pytest.mark.parametrize("columns", [30, 44, 60, 80])
 def test_no_figure_of_a_point_is_cut_off_in_a_narrow_terminal(columns, result, capsys, monkeypatch):
-    """Where they have no room beside one another, each point is a column."""
+    """If the columns do not fit beside one another, the table is transposed: each point is a column."""
     monkeypatch.setattr("gssim.terminal.PIPE_WIDTH", columns)
     rows = [{"point": f"a--{n}", "group": "a", "variant": f"{n}"} | outcome(result) for n in range(3)]
     print_table(table_of(rows, columns_of({})), "")

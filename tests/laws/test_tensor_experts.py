@@ -74,7 +74,7 @@ def test_each_token_is_sent_once_whatever_the_tensor_ranks(tp, cp, dp, ep, load)
 
 @pytest.mark.parametrize(("model", "ranks", "ep"), [(MIXTURE, 4, 2), (MIXTURE, 4, 4), (MIXTRAL, 8, 2), (MIXTRAL, 8, 4)])
 def test_gradients_are_pushed_among_ranks_with_the_same_slices_and_those_with_the_same_experts(model, ranks, ep):
-    """Of n ranks that hold N elements of a slice, all push (n-1) * N, and of r that hold E of experts (r-1) * E."""
+    """n ranks with the same N elements of a slice push (n-1) * N, and r ranks with the same E of experts (r-1) * E."""
     held = held_experts(scenario({"method": "gs", "ep": ep}, ranks, model=model), 0, 0)
     parameters = [parameter for each in held for parameter in each.layer.parameters]
     dense = sum(each.elements for each in parameters if not each.of_experts)
@@ -150,8 +150,8 @@ def test_ranks_that_are_alike_are_predicted_once_and_as_if_each_were_apart(metho
 
 
 def test_a_rank_holds_its_experts_and_its_part_of_what_is_between_cut_blocks():
-    """Of two tensor ranks with four samples each as much of experts as of two replicas with two samples each, and less
-    of all else: half of the attention and of the experts that all tokens take.
+    """Two tensor ranks with four samples each hold as much of the experts as two replicas with two samples each, and
+    half of the attention and of the shared experts.
     """
     tensor = result_of({"ep": 4, "embedding_parallel": True, "loss_parallel": True}).ranks[0]
     data = result_of({"tp": 1, "etp": None, "ep": 4, "sequence_parallel": False}).ranks[0]
@@ -223,7 +223,7 @@ def test_tensor_ranks_that_do_not_divide_the_heads_are_refused():
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize(("tensor_ranks", "recompute"), [(1, "full"), (2, "none")])
 def test_bounds_of_pipelines_know_the_rows_that_are_exchanged(backend, tensor_ranks, recompute, load):
-    """Where links are slow, stages wait for rows most of the time, and for gradients at the end."""
+    """On slow links stages wait for rows most of the time, and for gradients at the end."""
     plan = {
         "method": "ddp",
         "pp": 2,

@@ -151,7 +151,7 @@ def test_a_choice_of_words_or_numbers_names_the_key_alone():
 
 
 def test_a_value_of_several_types_is_told_all_of_them_and_an_array_its_wrong_entry():
-    """Of a number or a word, one alternative was shown, and the other only counted."""
+    """Before, the error for a key that takes a number or a word showed one type, and only counted the other."""
 
     def said(override):
         with pytest.raises(UserError) as error:

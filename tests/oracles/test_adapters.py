@@ -234,7 +234,7 @@ def test_divided_experts_beside_adapters_multiply_as_whole_ones_and_give_no_grad
 def test_what_divided_experts_beside_adapters_cannot_do_is_refused_in_one_line(
     changes: list[str], message: str
 ) -> None:
-    """Of our mixture, routers have adapters too, whose costs grow with positions of a part times the rank."""
+    """Routers of our mixture have adapters too, whose costs grow with positions of a part times the adapter's rank."""
     base = [f"workload.model={MIXTURE}", "workload.sequence_length=24", "workload.adapters={rank=4}", "run.steps=3"]
     with pytest.raises(UserError, match=message) as refused:
         load_scenario(SCENARIOS / "demo.toml", [star(4), *base, "plan.method=ddp", "plan.ep=2", *changes])

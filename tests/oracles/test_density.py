@@ -391,7 +391,7 @@ def test_densities_of_many_ranges_are_those_of_each_to_the_last_digit(data, bloc
 @pytest.mark.parametrize("own", [(0.0, 0.05), (0.0, 0.82), (0.1, 0.999)], ids=str)
 @pytest.mark.parametrize("model", ["gpt-byte-1m", "bert-byte-1m", "resnet-digits"])
 def test_of_a_tensor_that_is_mostly_the_ranks_own_no_multiple_of_the_mean_is_no_number(model, own):
-    """What the own range lacks in residuals was more than all of the tensor: a logarithm of less than nothing."""
+    """The own range has no residuals; what it lacked once exceeded the whole, and the logarithm was undefined."""
     statistics = read_gradients(SCENARIOS / "gradients" / f"{model}.json")
     for tensor in list(statistics.traces[0].tensors)[::3]:
         found = [

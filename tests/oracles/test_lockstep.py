@@ -211,7 +211,7 @@ def test_what_has_begun_in_the_instant_in_which_the_first_step_ends_is_counted_o
     ids=["each waits", "the second overlaps", "the next step's first overlaps"],
 )
 def test_collectives_of_two_streams_are_in_turn_where_each_waits_for_the_one_before(second_after, next_after, in_turn):
-    """Of x beside the compute and y on a third stream: the step after begins x when its own compute has begun it."""
+    """Collective x overlaps compute, y is on a third stream: the next step's x starts once its own compute allows."""
 
     def meet(label, stream, after):
         return task_of(label, "exposed_communication", stream, communication=label, after=after)

@@ -1,4 +1,4 @@
-"""Where ranks stand in the mesh, and who shares an axis with whom; torch's device mesh is the oracle."""
+"""Coordinates of ranks in the mesh, and the groups along each axis; torch's device mesh is the oracle."""
 
 from itertools import product
 

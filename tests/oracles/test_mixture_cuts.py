@@ -1,4 +1,4 @@
-"""What of a mixture's block tensor ranks cut beside its routed experts, of Hugging Face's families: on meta tensors."""
+"""Parts of a mixture's blocks that tensor parallelism cuts beside routed experts, in Hugging Face's models, on meta."""
 
 import pytest
 

@@ -149,7 +149,7 @@ def test_a_sibling_is_traced_exactly(family):
 @pytest.mark.parametrize("family", kinds("resnet"))
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_siblings_replayed_peak_is_the_counted_one(family, recompute):
-    """Of whole sequences Hugging Face's models make no mask: one of b s^2 values in every block would be seen here."""
+    """Hugging Face's models make no mask for unpadded sequences: one of b s^2 values in a block would show here."""
     model = traced(family)
     shape = (8, LENGTH)
     found = replayed_peak_bytes(model, shape, recompute=recompute)
@@ -189,7 +189,7 @@ def test_repeating_a_middle_block_says_of_divided_sequences_too_what_tracing_all
 
 @pytest.mark.parametrize("family", kinds())
 def test_siblings_of_transformers_tell_how_they_are_cut(family):
-    """Of Llama's heads two share each one of keys and values, which are its units."""
+    """Two query heads of this Llama share a head of keys and values, which is the unit of a slice."""
     units = {layer.units for layer in traced(family).sliced_layers if layer.block}
     assert units == (set() if family == "resnet" else {4})
 

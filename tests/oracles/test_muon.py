@@ -198,7 +198,7 @@ def test_torch_counts_as_many_flop(shape: tuple[int, int]):
 @pytest.mark.parametrize("value_bytes", [4, 8])
 @pytest.mark.parametrize("shapes", [[(32, 96)], [(96, 32)], [(48, 48), (32, 96), (40, 8)]], ids=str)
 def test_torch_holds_as_many_bytes(shapes: list[tuple[int, int]], value_bytes: int):
-    """Of tensors: on a CPU, kernels of bf16 pack an operand besides."""
+    """Only tensors are counted: on a CPU, kernels of bf16 products also pack an operand."""
     parameters = [
         nn.Parameter(torch.randn(shape, dtype={4: torch.float32, 8: torch.float64}[value_bytes])) for shape in shapes
     ]

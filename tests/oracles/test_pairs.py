@@ -1,4 +1,4 @@
-"""What many send alike, by rows: the same matrix, and the same sums to the last digit, as pair by pair."""
+"""Equal messages of many senders, stored by rows, give the same matrix and sums, to the last digit, as pair by pair."""
 
 from collections.abc import Iterable
 from functools import reduce

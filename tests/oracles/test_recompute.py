@@ -114,7 +114,7 @@ def test_positions_as_wide_as_blocks_beside_narrower_tokens_are_no_argument_of_t
 
 
 def test_what_needs_the_outputs_gradient_alone_is_there_while_the_forward_runs_again():
-    """Of a block that scales the gradient of its output before it needs what was saved: an adapter on its last map."""
+    """The block scales the gradient of its output before it needs saved tensors: it has an adapter on its last map."""
     of_next, scaled, later = "b0 b1@-1 temporaries 8*b*s", "b0 b2 temporaries 16*b*s", "b2 b3 temporaries 32*b*s"
     block = replace(GPT_BLOCK, recompute_after=2, buffers=tuple(map(Buffer.parse, (scaled, later))))
     moved = [(str(each.born), str(each.freed)) for each in recomputed_buffers(block, None, ())]

@@ -1,4 +1,4 @@
-"""What torch's sums over rows take on a GPU: laws of the formula, and what predictions make of it."""
+"""Workspace of torch's sums over rows on a GPU: laws of the formula, and its effect on predictions."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ H200_THREADS = 132 * 2048
     [(8192, 384, 24), (2048, 144, 2.25), (32768, 128, 32), (16384, 384, 48), (16384, 1536, 132)],
 )
 def test_peaks_seen_on_an_h200_say_what_bias_gradients_took(rows, columns, mib):
-    """Of the demo's model, BERT 1M and GPT 10M at two batch sizes; the last by what was reserved."""
+    """The demo's model, BERT 1M and GPT 10M at two batch sizes; for the last, reserved memory is compared."""
     assert reduction_buffer_bytes(rows, columns, value_bytes=4, resident_threads=H200_THREADS) == mib * 2**20
 
 

@@ -68,7 +68,7 @@ class Step(nn.Module):
 
 
 class Shortcut(nn.Module):
-    """What the first layer makes is used again behind the stack, and each step is skipped by an addition."""
+    """The output of the first layer is used again after the stack, and each layer has a residual connection."""
 
     def __init__(self, width=16):
         super().__init__()

@@ -32,7 +32,7 @@ def test_the_memory_column_comes_out_of_a_simulation_of_bert_large():
 
 
 def test_only_some_counts_of_bytes_give_what_zero_and_gs_save():
-    """Of 24 combinations: saved by ZeRO / saved by GS must be (12 - 8) / (12 - 6)."""
+    """In 24 combinations, bytes saved by ZeRO / bytes saved by GS must be (12 - 8) / (12 - 6)."""
     assert table1.matching_conventions() == [
         "fp32, Adam: ZeRO-1 and gs",
         "fp32, SGD with momentum: ZeRO-2 and gs_z3",

@@ -62,7 +62,7 @@ class Case:
 
     @property
     def transfer_s(self) -> float:
-        """What is left of the peer's time without the ends of its messages and its additions."""
+        """Return the peer's time without the overheads at the ends of its messages and without its additions."""
         endpoints = self.steps + 1
         additions = 0
         if self.kind in ("all-reduce", "reduce-scatter"):

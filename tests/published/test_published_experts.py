@@ -68,7 +68,7 @@ def test_bytes_of_a_dispatch_are_those_of_megatrons_dispatchers(tmp_path, dispat
 
 
 def test_each_rank_holds_its_part_of_the_experts(tmp_path):
-    """Of 8 experts of 2 x 256 x 512 elements in 4 blocks, a rank of 2 x 2 holds a quarter, whoever divides what."""
+    """A rank of a 2 x 2 mesh holds a quarter of 8 experts of 2 x 256 x 512 elements in 4 blocks, on either axis."""
     held = {}
     for etp, ep in (("2", "2"), ("1", "4"), ("2", "4")):
         run = run_of(tmp_path, expert_tensor_parallel_size=etp, expert_model_parallel_size=ep)
@@ -134,7 +134,7 @@ MUON = {"optimizer": "muon", "tensor_model_parallel_size": "1", "use_distributed
 
 
 def test_tests_of_muon_are_of_the_layer_wise_optimizer_which_has_every_expert_whole(tmp_path):
-    """Of 8 experts on 8 ranks each has one: 2 matrices in each of 4 blocks; of the 3 others in each, 12, at most 2."""
+    """Each of 8 ranks has one of 8 experts, 2 matrices in each of 4 blocks, and at most 2 of the other 12 matrices."""
     asked = MUON | {"expert_model_parallel_size": "8", "test_case": "ep8_muon_param_layout"}
     run = run_of(tmp_path, **asked)
     ((path,), _) = emit([run], tmp_path / "out")
@@ -240,7 +240,7 @@ def test_models_with_experts_have_as_many_parameters_as_they_say(name, parameter
 
 
 def test_heads_wider_than_their_part_of_the_model_are_products_of_that_width(tmp_path):
-    """Of 32 heads of 128 on a model of 2048: queries of 4096, keys and values of 512, and back."""
+    """32 heads of 128 in a model of width 2048: maps to queries of 4096, keys and values of 512, and back."""
     run = run_of(
         tmp_path, **LATENT, test_case="gpt3_llama", tensor_model_parallel_size="1", expert_model_parallel_size="1"
     )

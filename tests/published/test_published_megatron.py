@@ -1,4 +1,4 @@
-"""What Megatron-LM's tests ask of the host and of memory, as their names and columns say it."""
+"""Host time and memory of Megatron-LM's own tests, as their names and columns describe them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_tests_whose_steps_differ_much_are_scored_apart(tmp_path, least_s, stead
 
 
 def test_a_decoder_behind_an_encoder_attends_to_both(tmp_path):
-    """Of T5: 12 h^2 parameters an encoder's block, 16 h^2 a decoder's, whose operations are more.
+    """T5: an encoder's block has 12 h^2 parameters, a decoder's 16 h^2 and more operations.
 
     There are three products, a norm, an attention and an addition more than in an encoder's.
     """
@@ -169,7 +169,7 @@ def test_models_of_other_kinds_are_known_by_name_alone(tmp_path, part):
 
 
 def test_products_in_float8_are_cast_before_them(tmp_path):
-    """What four products of a block read, and their gradients: three operations each."""
+    """Inputs of a block's four products and their gradients are cast, in three operations each."""
     plain, float8 = (run_of(tmp_path, {"fp8-format": word}) for word in ("", "hybrid"))
     difference_s = predict(float8).step_s - predict(plain).step_s
     assert difference_s == pytest.approx(4 * 2 * 3 * passes(float8) * OVERHEAD_S, rel=0.01)

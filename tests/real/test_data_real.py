@@ -1,4 +1,4 @@
-"""Real: folders of images, GLUE files and folders of text train on ranks as on one device, as predicted."""
+"""Folders of images, GLUE files and folders of text train on ranks as on one device, as predicted."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Real: what sketches of one training predict for the density of another, from other weights and other batches."""
+"""What sketches of one training predict for the density of another, from other weights and other batches."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Real: training saved by some ranks goes on with others, and after a rank was killed, as if nothing had happened."""
+"""Training saved by some ranks goes on with others, and after a rank was killed, as if nothing had happened."""
 
 import hashlib
 import json
@@ -141,7 +141,7 @@ PLANS: dict[str, tuple[int, list[str]]] = {
 
 @pytest.mark.slow
 def test_a_model_cut_by_layers_goes_on_cut_inside_of_blocks(undisturbed, tmp_path: Path):
-    """What is saved is by the names and elements that the whole model has."""
+    """Checkpoints are stored by the names and elements of the whole model."""
     go_on(tmp_path, ("pipeline", "gs_tp"), undisturbed)
 
 
@@ -193,7 +193,7 @@ def test_with_a_master_copy_it_goes_on_as_if_nothing_had_happened(tmp_path: Path
 
 @pytest.mark.slow
 def test_convolutions_that_are_cut_go_on_whole(tmp_path: Path):
-    """Of the residual network, whose norms are cut with them; then each rank has all."""
+    """The residual network's norms are cut with its convolutions; after resuming, each rank has all of both."""
     found = []
     for number, method in enumerate(("ddp", "tensor", "ddp")):
         folder, steps = tmp_path / ("saved" if number else "whole"), SAVED if number == 1 else STEPS

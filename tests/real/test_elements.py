@@ -1,4 +1,4 @@
-"""What ranks hold of a tensor that is cut, and where in the whole it is: together they hold it once."""
+"""Elements of a cut tensor that each rank holds, and their places in the whole: together ranks hold it once."""
 
 import pytest
 

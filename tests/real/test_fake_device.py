@@ -1,4 +1,4 @@
-"""Real: Gradient Sharding on a machine with GPUs that are not there: what reaches their backend is on the device."""
+"""Gradient Sharding on a machine with GPUs that are not there: what reaches their backend is on the device."""
 
 import pytest
 

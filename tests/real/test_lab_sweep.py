@@ -1,4 +1,4 @@
-"""What is measured of a sweep in the lab, and in which order, with measurements that cost nothing."""
+"""Points of a sweep that the lab measures, and their order, tested with simulated measurements."""
 
 import signal
 from dataclasses import replace
@@ -76,7 +76,7 @@ def test_what_is_there_is_not_measured_again(tmp_path, capsys):
 
 
 def test_again_measures_what_is_there_too_and_other_code_does_not(tmp_path):
-    """What was measured stays, whatever line has changed since; its provenance says by what."""
+    """A measurement is kept if the code has changed since; its provenance names the code that made it."""
     cells = cells_in(tmp_path)
     by_other_code = Measured()
     measure_cells(cells, lambda cell: replace(by_other_code(cell), provenance={"gsreal": "0123456789abcdef"}))

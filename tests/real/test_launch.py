@@ -1,4 +1,4 @@
-"""Real: `gsreal run` from the command line to the Result, and what is left when ranks die or the user interrupts."""
+"""`gsreal run` from the command line to the Result, and what is left when ranks die or the user interrupts."""
 
 import json
 import os
@@ -458,7 +458,7 @@ STOPPED_AFTER_S = 30
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_within_the_time_out(files, tmp_path):
-    """Of ranks that do not train, the same is shown in test_watch.py."""
+    """tests/real/test_watch.py has the same test for ranks that do not train."""
     (tmp_path / "temporary").mkdir()
     changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=900000", *DENSE]
     options = ("--trust-code", "--timeout", STOPPED_AFTER_S, *overrides(changes))

@@ -1,4 +1,4 @@
-"""Real: Gradient Sharding in strangers' loops equals training on one device, and needs what it says beforehand."""
+"""Gradient Sharding in strangers' loops equals training on one device, and needs what it says beforehand."""
 
 import pytest
 

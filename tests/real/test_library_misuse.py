@@ -1,4 +1,4 @@
-"""Real: misuses of Gradient Sharding that its documentation invites are right, or an error that says what to do."""
+"""Misuses of Gradient Sharding that its documentation invites are right, or an error that says what to do."""
 
 import pytest
 

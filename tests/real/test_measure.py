@@ -1,4 +1,4 @@
-"""What a measurement counts: bytes exactly, spans on a clock, and every collective once."""
+"""Measurements count bytes exactly, spans on a clock, and every collective once."""
 
 import threading
 import time

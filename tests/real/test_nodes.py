@@ -1,4 +1,4 @@
-"""Real: ranks that srun or torchrun starts on two nodes (namespaces of this machine) train like those of one launch."""
+"""Ranks that srun or torchrun starts on two nodes (namespaces of this machine) train like those of one launch."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Real: what the exchanges of Gradient Sharding do where ranks differ, and where something goes wrong."""
+"""What the exchanges of Gradient Sharding do where ranks differ, and where something goes wrong."""
 
 import pytest
 

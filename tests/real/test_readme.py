@@ -1,4 +1,4 @@
-"""What README.md and the walk-throughs tell people to type works: every command is run, slow ones in a small form.
+"""Commands in README.md and the walk-throughs: each is run, slow ones in a small form.
 
 A block fenced as `sh` is run line by line in a copy of `scenarios/`; those of `sh slow` are parsed, and run one after
 another, with few steps, by the slow test.

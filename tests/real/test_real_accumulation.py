@@ -1,4 +1,4 @@
-"""Real: micro-batches, with gradients that leave in each or only in the last, on real ranks."""
+"""Micro-batches, with gradients that leave in each or only in the last, on real ranks."""
 
 from pathlib import Path
 

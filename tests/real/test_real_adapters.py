@@ -1,4 +1,4 @@
-"""Real: low-rank adapters train as on one device, with the predicted collectives and peaks, on two to four ranks."""
+"""Low-rank adapters train as on one device, with the predicted collectives and peaks, on two to four ranks."""
 
 from pathlib import Path
 

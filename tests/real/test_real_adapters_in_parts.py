@@ -1,4 +1,4 @@
-"""Real: low-rank adapters where ranks divide sequences beside blocks or experts, as on one device and as predicted."""
+"""Low-rank adapters where ranks divide sequences beside blocks or experts, as on one device and as predicted."""
 
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def of_one_device(world):
 
 
 class TestAdapters(TrainsAdapters):
-    """Which train as on one device, with the predicted collectives and peaks."""
+    """Adapters train as on one device, with the predicted collectives and peaks."""
 
     def peak_error(self, name, case):
         if "-router-" in name:

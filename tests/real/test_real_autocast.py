@@ -1,4 +1,4 @@
-"""Real: automatic mixed precision has the predicted collectives and peaks, and trains as on one device.
+"""Automatic mixed precision has the predicted collectives and peaks, and trains as on one device.
 
 Products of 16 bits differ in the order of their sums where batches are split: what training changes agrees to a few
 parts in a thousand, as bf16 has 8 bits of mantissa and fp16 11. They run with torch's own kernels: those of oneDNN take
@@ -154,7 +154,7 @@ class TestAutocast(AsPredicted):
             assert seen["replicas_equal"], name
 
     def test_owners_get_the_gradients_that_replicas_average(self, world):
-        """Of the same rows the same products: what differs is the order in which fp32 gradients are added up."""
+        """Products of equal rows are equal: only the order of additions of fp32 gradients differs."""
         methods = [name for name in ("gpt-ddp-bf16", "gpt-gs-bf16", "gpt-gs_z3-bf16") if name in world[1]]
         assert len(methods) >= 2
         ratios = [world[1][name]["difference_ratio"] for name in methods]

@@ -1,4 +1,4 @@
-"""Real: gradients clipped to a norm (`workload.clip_norm`) train as on one device, with the predicted collectives."""
+"""Gradients clipped to a norm (`workload.clip_norm`) train as on one device, with the predicted collectives."""
 
 from typing import Any
 

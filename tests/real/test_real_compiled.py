@@ -1,4 +1,4 @@
-"""Real: compiled blocks train as plain torch does, with the predicted collectives and exactly the predicted peaks."""
+"""Compiled blocks train as plain torch does, with the predicted collectives and exactly the predicted peaks."""
 
 import pytest
 from real_runs import SGD, assert_collectives, predicted_peaks, run_cases, scenario_file, selected, star

@@ -1,4 +1,4 @@
-"""Real: PowerSGD and top-k train as written out, and their collectives and peaks are as predicted."""
+"""PowerSGD and top-k train as written out, and their collectives and peaks are as predicted."""
 
 import json
 from pathlib import Path

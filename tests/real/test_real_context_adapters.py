@@ -1,4 +1,4 @@
-"""Real: low-rank adapters on sequences that context-parallel ranks divide, as on one device and as predicted."""
+"""Low-rank adapters on sequences that context-parallel ranks divide, as on one device and as predicted."""
 
 from pathlib import Path
 
@@ -86,4 +86,4 @@ world = in_groups(ON, FEW, case_of)
 
 
 class TestAdapters(TrainsAdapters):
-    """Which train as on one device, with the predicted collectives and peaks."""
+    """Adapters train as on one device, with the predicted collectives and peaks."""

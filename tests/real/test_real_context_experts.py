@@ -1,4 +1,4 @@
-"""Real: divided experts on parts of sequences; predictions are what was counted, training with the router's own choices
+"""Divided experts on parts of sequences; predictions are what was counted, training with the router's own choices
 equals one device's.
 """
 

@@ -1,4 +1,4 @@
-"""Real: sequences divided among context-parallel ranks; training equals one device's, predictions what was counted."""
+"""Sequences divided among context-parallel ranks; training equals one device's, predictions what was counted."""
 
 from pathlib import Path
 

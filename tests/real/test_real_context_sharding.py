@@ -1,4 +1,4 @@
-"""Real: Gradient Sharding of sequences that context-parallel ranks divide among them, with and without thresholds."""
+"""Gradient Sharding of sequences that context-parallel ranks divide among them, with and without thresholds."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Real: context beside tensor parallelism; training equals one device's, predictions what was counted."""
+"""Context beside tensor parallelism; training equals one device's, predictions what was counted."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Real: stages whose blocks are cut, or whose sequences are divided: one device's training, exact predictions."""
+"""Stages whose blocks are cut, or whose sequences are divided: one device's training, exact predictions."""
 
 from pathlib import Path
 

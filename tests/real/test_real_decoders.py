@@ -1,4 +1,4 @@
-"""Real: decoders of Hugging Face whose blocks are cut by the roles of their linear maps equal one device's training."""
+"""Decoders of Hugging Face whose blocks are cut by the roles of their linear maps equal one device's training."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class TestTraining(TrainsAsOneDevice):
-    """Which is one device's, with the predicted collectives and peaks."""
+    """Training equals one device's, with the predicted collectives and peaks."""
 
 
 def test_no_step_holds_what_gloos_thread_lets_go_of_late(world: tuple[dict, dict]) -> None:

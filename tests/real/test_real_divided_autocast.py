@@ -1,4 +1,4 @@
-"""Real: automatic mixed precision beside tensor, context and expert parallelism, as on one device and as predicted.
+"""Automatic mixed precision beside tensor, context and expert parallelism, as on one device and as predicted.
 
 Tolerances of training are those of `test_real_autocast`, whose kernels are torch's own too.
 """

@@ -1,4 +1,4 @@
-"""Real: low-rank adapters beside routed experts that ranks divide, as on one device and as predicted."""
+"""Low-rank adapters beside routed experts that ranks divide, as on one device and as predicted."""
 
 from pathlib import Path
 from statistics import median

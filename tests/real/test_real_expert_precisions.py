@@ -1,4 +1,4 @@
-"""Real: gradients of divided experts that replicas all-reduce in another precision, with collectives and peaks."""
+"""Gradients of divided experts that replicas all-reduce in another precision, with collectives and peaks."""
 
 from typing import Any
 

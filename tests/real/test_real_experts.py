@@ -1,4 +1,4 @@
-"""Real: experts divided among ranks; training equals one device's, and predictions what the process group saw."""
+"""Experts divided among ranks; training equals one device's, and predictions what the process group saw."""
 
 from pathlib import Path
 

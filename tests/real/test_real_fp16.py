@@ -1,4 +1,4 @@
-"""Real: training in fp16 with a scaled loss (`workload.loss_scale`), its collectives and peaks; the factor's course."""
+"""Training in fp16 with a scaled loss (`workload.loss_scale`), its collectives and peaks; the factor's course."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Real: models with frozen layers train as on one device, with predicted collectives and peaks, checkpointed or not."""
+"""Models with frozen layers train as on one device, with predicted collectives and peaks, checkpointed or not."""
 
 from itertools import product
 from pathlib import Path
@@ -69,7 +69,7 @@ def cases_of(ranks: int) -> dict[str, dict[str, object]]:
 
 
 def masked_cases(ranks: int) -> dict[str, dict[str, object]]:
-    """Of a classifier, whose layer `norm` makes a mask for all blocks after its output."""
+    """A classifier whose layer `norm` makes a mask for all blocks, after its output."""
     model = [f"workload.model={MASKED}", "workload.sequence_length=48"]
     named = {"norm": '["norm"]', "blocks": '["blocks.*", "pooler", "head"]'}
     cases = {
@@ -162,4 +162,4 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class TestTraining(TrainsAsOneDevice):
-    """Which is one device's, with the predicted collectives and peaks."""
+    """Training equals one device's, with the predicted collectives and peaks."""

@@ -1,4 +1,4 @@
-"""Real: compressed all-reduces train as written out in torch, and their collectives and peaks are as predicted."""
+"""Compressed all-reduces train as written out in torch, and their collectives and peaks are as predicted."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Real: parameters sharded on one axis of a mesh and replicated on the other (HSDP), on four real ranks."""
+"""Parameters sharded on one axis of a mesh and replicated on the other (HSDP), on four real ranks."""
 
 import pytest
 from real_runs import (

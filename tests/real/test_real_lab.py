@@ -1,4 +1,4 @@
-"""Real: labs are built, verified and used on this machine, and nothing is left of them, however they end.
+"""Labs are built, verified and used on this machine, and nothing is left of them, however they end.
 
 They need root, `ip` and `tc`; where these are missing, the reason is said.
 """

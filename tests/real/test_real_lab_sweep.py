@@ -1,4 +1,4 @@
-"""Real: sweeps go through the simulator and the lab; interrupted they go on, and nothing is left of them.
+"""Sweeps go through the simulator and the lab; interrupted they go on, and nothing is left of them.
 
 They need root, `ip` and `tc`; where these are missing, the reason is said.
 """

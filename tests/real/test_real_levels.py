@@ -1,4 +1,4 @@
-"""Real: Gradient Sharding on two levels (gs_hier), and with parameters sharded at rest (gs_z3)."""
+"""Gradient Sharding on two levels (gs_hier), and with parameters sharded at rest (gs_z3)."""
 
 import json
 from pathlib import Path

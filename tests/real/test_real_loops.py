@@ -1,4 +1,4 @@
-"""Real: gloo's threads stay on their rank's core, and its loops take it from nobody; see [Note: gloo's threads]."""
+"""Gloo's threads stay on their rank's core, and its loops take it from nobody; see [Note: gloo's threads]."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Real: every method on real ranks equals single-device training, and rungs (a) and (b) of the prediction hold."""
+"""Every method on real ranks equals single-device training, with the predicted collectives and peaks."""
 
 import pytest
 from real_runs import (

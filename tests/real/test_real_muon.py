@@ -1,4 +1,4 @@
-"""Real: Muon for the matrices of blocks and AdamW for the rest train as on one device, as both worlds say."""
+"""Muon for the matrices of blocks and AdamW for the rest train as on one device, as both worlds say."""
 
 import pytest
 from real_runs import (

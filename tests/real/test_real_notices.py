@@ -1,4 +1,4 @@
-"""Real: over links of the lab with a delay, collectives of gloo's and ours take the delays that are predicted."""
+"""Over links of the lab with a delay, collectives of gloo's and ours take the delays that are predicted."""
 
 import json
 import os

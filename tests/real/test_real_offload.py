@@ -1,4 +1,4 @@
-"""Real: FSDP2's CPUOffloadPolicy (`plan.offload = "parameters"`), with collectives, peaks and the training's result.
+"""FSDP2's CPUOffloadPolicy (`plan.offload = "parameters"`), with collectives, peaks and the training's result.
 
 A CPU is its own host: what is offloaded stays where it is, and all else runs as FSDP2 runs it.
 """

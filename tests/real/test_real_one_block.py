@@ -1,4 +1,4 @@
-"""Real: a model of one block, whose parameters FSDP2 gathers and reduces all at once: the peaks are those predicted."""
+"""A model of one block, whose parameters FSDP2 gathers and reduces all at once: the peaks are those predicted."""
 
 from pathlib import Path
 

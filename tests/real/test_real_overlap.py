@@ -1,4 +1,4 @@
-"""Real: plans that let nothing overlap wait for what they send where it begins, as their programs say."""
+"""Plans that let nothing overlap wait for what they send where it begins, as their programs say."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Real: local SGD, both kinds of DiLoCo and SparseLoCo train as written out; collectives and peaks are as predicted."""
+"""Local SGD, both kinds of DiLoCo and SparseLoCo train as written out; collectives and peaks are as predicted."""
 
 import json
 from pathlib import Path

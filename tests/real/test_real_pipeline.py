@@ -1,4 +1,4 @@
-"""Real: pipelines on real ranks equal single-device training, and rungs (a) and (b) of the prediction hold."""
+"""Pipelines on real ranks equal single-device training, with the predicted collectives and peaks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Real: every policy of a push does what its definition says, on real ranks with known gradients.
+"""Every policy of a push does what its definition says, on real ranks with known gradients.
 
 And in the training of a small GPT it makes the predicted collectives and peaks, at the densities that it was set to.
 """

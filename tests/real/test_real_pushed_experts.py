@@ -1,4 +1,4 @@
-"""Real: Gradient Sharding beside divided experts, whose owners are the ranks that hold the same ones, with thresholds.
+"""Gradient Sharding beside divided experts, whose owners are the ranks that hold the same ones, with thresholds.
 
 Dense pushes are among the cases of `test_real_experts`.
 """

@@ -1,4 +1,4 @@
-"""Real: selective checkpointing on real ranks trains the same, and rungs (a) and (b) of its prediction hold."""
+"""Selective checkpointing trains as one device does, with the predicted collectives and peaks."""
 
 import gc
 from pathlib import Path

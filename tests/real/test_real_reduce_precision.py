@@ -1,4 +1,4 @@
-"""Real: gradients that are reduced in another precision (`workload.reduce_precision`), with collectives and peaks."""
+"""Gradients that are reduced in another precision (`workload.reduce_precision`), with collectives and peaks."""
 
 from typing import Any
 

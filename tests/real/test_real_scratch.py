@@ -1,4 +1,4 @@
-"""Real: what convolutions take for themselves, measured operation by operation, makes the peaks of any plan exact."""
+"""What convolutions take for themselves, measured operation by operation, makes the peaks of any plan exact."""
 
 import pytest
 from kernel_scratch import MODEL, measured_scratch

@@ -1,4 +1,4 @@
-"""Real: sequences divided among tensor-parallel ranks; training equals one device's, predictions what was counted."""
+"""Sequences divided among tensor-parallel ranks; training equals one device's, predictions what was counted."""
 
 from pathlib import Path
 
@@ -72,7 +72,8 @@ class TestTraining(PushesAsPredicted):
 
 
 def test_buckets_of_slices_follow_the_order_of_their_own_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is not that of whole blocks: BERT's norms come earlier where what they normalise is summed over ranks."""
+    """That order differs from whole blocks': gradients of BERT's norms are ready earlier if their inputs are summed
+    over ranks."""
     scenario = load_scenario(Path(scenario_file("small-bert.toml")), [star(4), *USUAL, *SGD, *GS]).scenario
     asked = []
     monkeypatch.setattr(pushing, "pushing_optimizer", lambda _scenario, _module, layers, *_: asked.append(layers))

@@ -1,4 +1,4 @@
-"""Real: replicas that synchronize periodically, sharded by FSDP2 or cut by tensor parallelism: they train as whole ones
+"""Replicas that synchronize periodically, sharded by FSDP2 or cut by tensor parallelism: they train as whole ones
 do, in less memory.
 """
 

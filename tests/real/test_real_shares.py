@@ -1,4 +1,4 @@
-"""Real: batches follow the ranks' paces as predicted, and shards change owners without a trace in the training."""
+"""Batches follow the ranks' paces as predicted, and shards change owners without a trace in the training."""
 
 import json
 import os

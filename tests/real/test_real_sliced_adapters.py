@@ -1,4 +1,4 @@
-"""Real: low-rank adapters in blocks that tensor-parallel ranks cut, as on one device and as predicted."""
+"""Low-rank adapters in blocks that tensor-parallel ranks cut, as on one device and as predicted."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Real: blocks cut among ranks, natively and by slices of our own, equal single-device training; rungs (a) and (b)."""
+"""Blocks cut among ranks, natively and by slices of our own, train as one device does, as predicted."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Real: experts divided among the ranks of tensor groups, each with its part of the sequences, and others beside them;
+"""Experts divided among the ranks of tensor groups, each with its part of the sequences, and others beside them;
 predictions are what was counted, training with the router's own choices equals one device's.
 """
 

@@ -1,4 +1,4 @@
-"""Real: a vocabulary that tensor-parallel ranks divide (embedding, head and loss): collectives, peaks, and training."""
+"""A vocabulary that tensor-parallel ranks divide (embedding, head and loss): collectives, peaks, and training."""
 
 from typing import Any
 

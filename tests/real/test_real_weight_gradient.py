@@ -1,4 +1,4 @@
-"""Real: weight gradients dealt out by layers; steps with the others frozen are the oracle of what is put together."""
+"""Weight gradients dealt out by layers; steps with the others frozen are the oracle of what is put together."""
 
 from collections import defaultdict
 from collections.abc import Iterable

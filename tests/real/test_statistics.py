@@ -261,14 +261,14 @@ def test_dropping_gradients_changes_later_ones(taken):
 
 @pytest.mark.slow
 def test_looking_at_other_batches_leaves_the_training_as_it_is():
-    """What is published comes of the training alone; gradients are looked at in all batches."""
+    """Published parameters depend on the training alone; gradient statistics are taken on further batches."""
     one, several = (take_statistics(short(), [], every=1, courses=1, batches=batches) for batches in (1, 3))
     assert one.changes == several.changes
     assert one.traces != several.traces
 
 
 def test_what_is_computed_aside_puts_random_numbers_and_running_means_back():
-    """Of a network that drops out and counts the batches that it has seen."""
+    """The network has dropout, and counts the batches that it has seen."""
     replica = Replica(scenario_of(), Push())
     noisy = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout())
     replica.module = noisy
@@ -374,7 +374,7 @@ def test_a_relative_threshold_sends_what_reaches_a_multiple_of_the_tensors_mean(
 
 
 def test_weight_that_was_not_received_counts_for_nothing():
-    """Where nothing is sent an owner's gradient is its own mean, whole: as if the others had no samples."""
+    """If nothing is sent, an owner's gradient is its own mean, as if the other ranks had no samples."""
     plain, normalised = (Replica(scenario_of(), Push(threshold=1e3, aggregate=each)) for each in AGGREGATES)
     for replica in (plain, normalised):
         replica.step(0, lambda rank, gradients: None)

@@ -1,4 +1,4 @@
-"""Real: trainings with all ranks in one process are those of real ranks, method by method."""
+"""Trainings with all ranks in one process are those of real ranks, method by method."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which rank holds up the others: one that is stopped, does not answer, or computes while the others wait."""
+"""Detection of the rank that blocks the others: it is stopped, does not respond, or computes while the others wait."""
 
 import os
 import re
