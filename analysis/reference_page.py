@@ -159,7 +159,7 @@ gssim check scenarios/demo.toml --set plan.method=ddp --set 'plan.shares.batch=[
 
 Quantities are numbers in the unit that ends the key's name, or texts with a unit and a decimal or, of bytes, binary
 prefix: {units}. An unknown key is refused, with the allowed ones. What is
-*needed* has no default; *absent* means that the key may be left out, and what that comes to stands in its meaning.
+*needed* has no default; *absent* means that the key may be left out; its meaning says what applies then.
 
 - `clusters/`, `devices/`: devices, links and measured costs; every number has a `source`
 - `models/`: models as traced by `gsreal trace`, from real modules

@@ -399,7 +399,7 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
             more = f" (and {others} more)" if others else ""
             return f"{file}: {path}: missing; so {'is' if len(further) == 1 else 'are'} {', '.join(further)}{more}"
         return f"{file}: {path}: missing{more}"
-    if fault.get("ctx", {}).get("discriminator") == "'kind'":  # one of several tables, which its key `kind` tells apart
+    if fault.get("ctx", {}).get("discriminator") == "'kind'":  # one of several tables, distinguished by the key `kind`
         if fault["type"] == "union_tag_not_found":
             return f"{file}: {path}.kind: missing{more}"
         tag, tags = shown_value(fault["ctx"]["tag"]), fault["ctx"]["expected_tags"].replace("'", "")

@@ -74,7 +74,7 @@ def _figure(
     seeds, steps = len(courses[0].losses), courses[0].last
     caption = f"Mean of {seeds} seeds over {steps} steps; bars at the end: standard deviation over seeds."
     findings = wrapped(finding, width_in - 0.4, 10.5)
-    means = [_means(each) for each in courses]
+    means = [[spread(values).mean for values in zip(*each.losses, strict=True)][1:] for each in courses]
     # a course that begins far above the others would press them together
     usual, least, most = sorted(each[0] for each in means)[len(means) // 2], min(map(min, means)), max(map(max, means))
     highest = min(most + 0.05 * (usual - least), usual + (usual - least))
@@ -97,11 +97,6 @@ def _figure(
         entries = list(zip(handles, labels, strict=True))
         legend_at_right(figure, entries, title="method: density pushed", below_in=top_in - 0.2)
     return figure
-
-
-def _means(course: Course) -> list[float]:
-    """Return the mean losses of a course that are drawn."""
-    return [spread(values).mean for values in zip(*course.losses, strict=True)][1:]
 
 
 def _draw(axes: Axes, courses: Sequence[Course], cost: Callable[[Course], float]) -> list[Line2D]:

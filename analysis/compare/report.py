@@ -116,7 +116,7 @@ def _target_table(targets: Sequence[Target]) -> Table:
             f"{'>=' if target.at_least else '<='} {_figure(target, target.asked)}",
             "" if target.found is None else _figure(target, target.found),
             f"{target.n} {target.of}",
-            "met" if target.met else "cannot be told" if target.met is None else Text("not met", "bold"),
+            "met" if target.met else "unknown" if target.met is None else Text("not met", "bold"),
         )
     return table
 

@@ -100,7 +100,7 @@ def _tables(rows: Sequence[Row], groups: Sequence[Row], comparison: Comparison) 
 NOTE = (
     "Errors are predicted / measured \u2212 1. Noise: half the range of repeated measurements, or of one run's "
     "halves, which is a "
-    "lower bound; no error below it can be told. Peak memory is of the rank whose prediction is furthest off."
+    "lower bound; smaller errors cannot be shown. Peak memory is of the rank whose prediction is furthest off."
 )
 
 
@@ -108,7 +108,7 @@ def _target_table(targets: Sequence[Target]) -> Markup:
     rows: list[list[Cell]] = []
     for target in targets:
         sign = "\u2265" if target.at_least else "\u2264"
-        met = {True: "met", False: "not met", None: "cannot be told"}[target.met]
+        met = {True: "met", False: "not met", None: "unknown"}[target.met]
         rows.append(
             [
                 target.what,

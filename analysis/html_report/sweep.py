@@ -113,47 +113,28 @@ def _control(sweep: SweepTable) -> str:
     )
 
 
-def _tables(sweep: SweepTable, layout: Layout) -> Markup:
-    settings = by_setting(sweep.fitting, layout)
-    rows: list[list[Cell]] = []
-    shown = representative(list(settings), MOST_SETTINGS)
-    for place in shown:
-        members = settings[place]
-        dense = fastest(row for row in members if is_dense(row))
-        sparse = fastest(row for row in members if is_thresholded(row) and not is_control(row))
-        control = fastest(row for row in members if is_control(row) and is_thresholded(row))
-        compressed = fastest(row for row in members if is_compressed(row))
-        rows.append(
-            [
-                layout.setting_label(place) or "all points",
-                layout.plan_label(layout.plan_of(dense)) if dense else "none",
-                seconds(dense["step_time_s"]) if dense else "",
-                _threshold(sparse, layout),
-                seconds(sparse["step_time_s"]) if sparse else "",
-                density_words(sparse) if sparse else "",
-                f"{dense['step_time_s'] / sparse['step_time_s']:.2f}" if sparse and dense else "",
-                f"{dense['step_time_s'] / control['step_time_s']:.2f}" if control and dense else "no control",
-                "not measured" if sparse else "",
-                layout.plan_label(layout.plan_of(compressed)) if compressed else "",
-                seconds(compressed["step_time_s"]) if compressed else "",
-            ]
-        )
-    sparse_known, compressed_known = any(row[3] for row in rows), any(row[9] for row in rows)
-    columns = [
-        Column("setting", False),
-        Column("fastest dense plan", False),
-        Column("step"),
+FASTEST = {
+    "dense": (Column("setting", False), Column("fastest dense plan", False), Column("step")),
+    "thresholded": (
         Column("fastest thresholded plan", False),
         Column("step"),
         Column("density"),
         Column("speed beside dense"),
         Column("of the control"),
         Column("change of loss"),
-        Column("fastest compressed or periodic plan", False),
-        Column("step"),
-    ]
-    kept = [0, 1, 2, *(range(3, 9) if sparse_known else ()), *((9, 10) if compressed_known else ())]
-    columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
+    ),
+    "compressed": (Column("fastest compressed or periodic plan", False), Column("step")),
+}
+"""Columns of the table of fastest plans, by kind of plan."""
+
+
+def _tables(sweep: SweepTable, layout: Layout) -> Markup:
+    settings = by_setting(sweep.fitting, layout)
+    shown = representative(list(settings), MOST_SETTINGS)
+    cells = [_fastest(layout.setting_label(place) or "all points", settings[place], layout) for place in shown]
+    kinds = ["dense", *(kind for kind in ("thresholded", "compressed") if any(row[kind][0] for row in cells))]
+    columns = [column for kind in kinds for column in FASTEST[kind]]
+    rows = [[cell for kind in kinds for cell in row[kind]] for row in cells]
     left_out = len(settings) > len(shown)
     return Markup().join(
         [
@@ -170,6 +151,33 @@ def _tables(sweep: SweepTable, layout: Layout) -> Markup:
             ),
         ]
     )
+
+
+def _fastest(setting: str, members: Sequence[Row], layout: Layout) -> dict[str, list[Cell]]:
+    """Return the cells of a setting's row, by kind of plan; the first of a kind is empty where it has no plan."""
+    dense = fastest(row for row in members if is_dense(row))
+    sparse = fastest(row for row in members if is_thresholded(row) and not is_control(row))
+    control = fastest(row for row in members if is_control(row) and is_thresholded(row))
+    compressed = fastest(row for row in members if is_compressed(row))
+    return {
+        "dense": [
+            setting,
+            layout.plan_label(layout.plan_of(dense)) if dense else "none",
+            seconds(dense["step_time_s"]) if dense else "",
+        ],
+        "thresholded": [
+            _threshold(sparse, layout),
+            seconds(sparse["step_time_s"]) if sparse else "",
+            density_words(sparse) if sparse else "",
+            f"{dense['step_time_s'] / sparse['step_time_s']:.2f}" if sparse and dense else "",
+            f"{dense['step_time_s'] / control['step_time_s']:.2f}" if control and dense else "no control",
+            "not measured" if sparse else "",
+        ],
+        "compressed": [
+            layout.plan_label(layout.plan_of(compressed)) if compressed else "",
+            seconds(compressed["step_time_s"]) if compressed else "",
+        ],
+    }
 
 
 def _part(shown: Sequence[Place], settings: Mapping[Place, object]) -> str:

@@ -276,7 +276,7 @@ def _ours(points: Sequence[MapPoint], ours: Sequence[str], where: str) -> str:
     if any(point.step_time_band_s for point in points):
         least, most = (near([point.at_end(high=high) for point in points]) for high in (True, False))
         band = f" ({least} to {most} by the band of transferred gradient statistics)"
-    first = f"fastest or not told from it on {near(points)} of these{band}"
+    first = f"fastest, or not significantly slower, on {near(points)} of these{band}"
     return f"Thresholded Gradient Sharding with {where}: {first}; {longer}"
 
 

@@ -1,8 +1,8 @@
 """Findings of a study in sentences generated from its rows, also where thresholds gain nothing.
 
 A difference is significant where its 95 % interval excludes zero (a ratio's: one); an insignificant one is not shown to
-be zero. A variant is of use where it is better than pushing nothing. No speed-up is stated without its density, its
-change in loss, and the figures of the control that pushes nothing.
+be zero. A variant is useful if it is significantly better than pushing nothing. No speed-up is stated without its
+density, its change in loss, and the figures of the control that pushes nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,10 +70,10 @@ def _quality(tried: Sequence[Row], words: Callable[[Row], str]) -> str:
     same = [row for row in tried if not loses(row)]
     seeds = f"{tried[0].loss.n} seeds" if tried else ""
     if not losing:
-        return f"No variant costs loss that {seeds} can tell from none: {_list(same, words)}"
+        return f"No variant has a significantly higher loss ({seeds}): {_list(same, words)}"
     if not same:
-        return f"Every variant costs loss: {_list(losing, words)}"
-    return f"Loss rises with {_list(losing, words)}; {seeds} cannot tell {_list(same, words)} from dense"
+        return f"Every variant raises the loss: {_list(losing, words)}"
+    return f"The loss is significantly higher ({seeds}) with {_list(losing, words)}; not with {_list(same, words)}"
 
 
 def _no_better_than_silent(tried: Sequence[Row], silent: Row) -> str:
@@ -82,11 +82,11 @@ def _no_better_than_silent(tried: Sequence[Row], silent: Row) -> str:
     useless = [row for row in tried if not is_of_use(row)]
     if not loses(silent):
         useful = [row for row in tried if is_of_use(row)]
-        shown = f"only {_list(useful, _cost)} does better" if useful else "this study cannot show any push to be of use"
-        return f"{nothing[0].upper()}{nothing[1:]}, which is not told from zero: {shown}"
+        shown = f"only {_list(useful, _cost)} does better" if useful else "this study shows no benefit of pushing"
+        return f"{nothing[0].upper()}{nothing[1:]}, which is not significant: {shown}"
     if not useless:
         return f"Every variant is better than that control: {nothing}"
-    return f"Not told from pushing nothing, so of no use that shows: {_list(useless, _density)} ({nothing})"
+    return f"Not significantly better than pushing nothing: {_list(useless, _density)} ({nothing})"
 
 
 def _bytes(tried: Sequence[Row], dense: Row) -> str:
@@ -107,10 +107,8 @@ def _time(tried: Sequence[Row], silent: Row) -> str:
     if not timed:
         return ""
     best = max(faster or timed, key=lambda row: row.speed_up.mean if row.speed_up else 0.0)
-    return (
-        f"Measured: {'' if faster else 'none is told to be faster than dense: '}at most '{best.name}', {_gain(best)} "
-        f"(pushing nothing: {_gain(silent)})"
-    )
+    none = "" if faster else "none is significantly faster than dense: "
+    return f"Measured: {none}at most '{best.name}', {_gain(best)} (pushing nothing: {_gain(silent)})"
 
 
 def _predicted(tried: Sequence[Row], silent: Row, network: str) -> str:
@@ -120,7 +118,7 @@ def _predicted(tried: Sequence[Row], silent: Row, network: str) -> str:
     other = ""
     if loses(best) and free:
         second = _fastest(free, network)
-        other = f"; without a loss that shows {second.predicted_speed_ups[network]:.2f} times, '{second.name}'"
+        other = f"; without a significant loss {second.predicted_speed_ups[network]:.2f} times, '{second.name}'"
         other += f" ({_density(second)}, loss {_change(second)})"
     most = f"at most {at:.2f}" if at > 1 else f"none is faster, at best {at:.2f}"
     nothing = f"pushing nothing: {silent.predicted_speed_ups[network]:.2f} times, loss {_change(silent)}"
@@ -156,11 +154,13 @@ def _verdict(tried: Sequence[Row], silent: Row, words: Callable[[Row], str]) -> 
     control = f" (pushing nothing: {words(silent)})"
     gaining = [row for row in tried if is_faster(row) and not loses(row) and is_of_use(row)]
     if gaining:
-        return f"Faster than dense, without a loss that shows, and of use: {_list(gaining, words)}{control}"
+        best = "Significantly faster than dense, without a significant loss, and better than pushing nothing"
+        return f"{best}: {_list(gaining, words)}{control}"
     faster = [row for row in tried if is_faster(row)]
     if not faster:
-        return "No gain that shows: no variant is faster than dense by more than chance"
-    return f"No gain here: what is faster than dense loses by it or is of no use: {_list(faster, words)}{control}"
+        return "No gain: no variant is significantly faster than dense"
+    why = "variants faster than dense lose by it, or are not significantly better than pushing nothing"
+    return f"No gain: {why}: {_list(faster, words)}{control}"
 
 
 # Words ---------------------------------------------------------------------------------------------------------------

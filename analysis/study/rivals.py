@@ -301,12 +301,12 @@ def findings(courses: Sequence[Course], dense: str, silent: str) -> list[str]:
     said = []
     for reading in readings:
         best, level = reading.best, reading.level
-        more = f"; not told from it: {', '.join(level)}" if level else "; all others are worse"
+        more = f"; not significantly worse: {', '.join(level)}" if level else "; all others are worse"
         said.append(f"At {reading.name} ({reading.budget}) '{best}' has the least loss, {_loss(reading, best)}{more}")
     end = readings[0]
     control = change_of(end, silent, dense)
     assert control is not None  # it is another variant
-    verdict = "pushes are of use" if control.low > 0 else "this study cannot show any push to be of use"
+    verdict = "pushing lowers the loss" if control.low > 0 else "this study shows no benefit of pushing"
     said.append(f"Pushing nothing changes the loss at the end by {interval(control)}: {verdict}")
     pushed = [c for c in courses if c.density is not None and c.variant.name != silent]
     for each in pushed:
@@ -314,7 +314,7 @@ def findings(courses: Sequence[Course], dense: str, silent: str) -> list[str]:
         over = paired_difference(end.losses[name], end.losses[silent])
         change = change_of(end, name, dense)
         assert change is not None  # dense has no density
-        use = "" if over.high < 0 else "; not told from pushing nothing"
+        use = "" if over.high < 0 else "; not significantly better than pushing nothing"
         predicted = each.predicted_density
         known = "" if predicted is None else f", times predicted for {percentage(predicted)}"
         said.append(
@@ -326,8 +326,8 @@ def findings(courses: Sequence[Course], dense: str, silent: str) -> list[str]:
     near = [r.name for r in readings if r.best not in ours and ours & set(r.level)]
     lost = [r.name for r in readings if r.best not in ours and not ours & set(r.level)]
     said.append(
-        f"Thresholded Gradient Sharding: best at {', '.join(first) or 'none'}; not told from the best at "
-        f"{', '.join(near) or 'none'}; worse than the best at {', '.join(lost) or 'none'}"
+        f"Thresholded Gradient Sharding: best at {', '.join(first) or 'none'}; not significantly worse than the best "
+        f"at {', '.join(near) or 'none'}; significantly worse at {', '.join(lost) or 'none'}"
     )
     return said
 
@@ -375,5 +375,5 @@ def winners_table(courses: Sequence[Course], dense: str) -> str:
             value = f"{loss_of(reading, name).mean:.3f}"
             cells.append(f"**{value}**" if name == reading.best else f"{value} ≈" if name in reading.level else value)
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "Mean held-out loss in nats. Bold: the least; ≈: not told from it by the paired 95 % interval.", ""]
+    lines += ["", "Mean held-out loss in nats. Bold: the least; ≈: not significantly worse (paired 95 % interval).", ""]
     return "\n".join(lines)

@@ -91,7 +91,7 @@ class Map:
     statistics are those transferred from the model's family, with their band, unless `set` names others."""
 
     def __post_init__(self) -> None:
-        """Check that values ascend, as the axes of the map do, and that models can be told apart."""
+        """Check that values ascend, as the axes of the map do, and that the models' names differ."""
         names = [slug(model.name) for model in self.models]
         if len(set(names)) < len(names):
             raise ValueError(f"models: two are named alike, of {names}; names must differ in letters or digits")

@@ -72,7 +72,7 @@ def cores_of(shares: Sequence[float], cores: Sequence[int], *, where: str) -> tu
     if any(sum(s for s, c in zip(shares, found, strict=True) if c == core) > 1 + 1e-9 for core in found):
         raise UserError(
             f"{where}: device_types: lab.cpu_share_ratio: shares of {', '.join(f'{s:g}' for s in shares)} cannot be "
-            f"dealt out to {len(cores)} cores without more than a whole on one"
+            f"assigned to {len(cores)} cores without more than a whole on one"
         )
     return tuple(cores[core] for core in found)
 

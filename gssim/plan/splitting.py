@@ -117,7 +117,7 @@ def _certain_samples(total: int, sample_s: Floats, least: Sequence[int], most: S
 def greedy(sizes: Sequence[int], parts: int, groups: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
     """Return the positions in `sizes` that each part gets: the largest first, each to the part with the least so far.
 
-    `groups`: of each, the number of its group, whose members are all dealt out before those of the next.
+    `groups`: of each, the number of its group, whose members are all assigned before those of the next.
     Equal sizes stay in order, and of equally full parts the first gets the next: ZeRO-1's partition of whole tensors.
     Source: torch 2.13, distributed/optim/zero_redundancy_optimizer.py, _partition_parameters and _get_min_index.
 
@@ -198,7 +198,7 @@ def contiguous(sizes: tuple[int, ...], wanted: tuple[float, ...]) -> tuple[tuple
 
 
 def shards_inside_experts(shapes: Sequence[Sequence[int]], *, replicas: int) -> bool:
-    """Return whether each of a rank's experts is cut among the `replicas` ranks that hold them, not dealt out whole.
+    """Return whether each of a rank's experts is cut among the `replicas` ranks that hold them, not assigned whole.
 
     `shapes`: of the experts' parameters, whose first dimension counts the experts. They are cut, in the second
     dimension, where there are fewer experts than ranks, and that divides evenly. Source: torchtitan, apply_fsdp.

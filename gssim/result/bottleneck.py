@@ -5,7 +5,7 @@ from gssim.result.result import WAITING_PHASES, LinkUse, RankClass, Result
 COMPUTES_RATIO = 0.5
 """If some rank computes for at least this fraction of the step, the plan counts as compute-bound."""
 SHOWN_COMPRESSION_RATIO = 0.1
-"""Part of a step from which on selecting, encoding and decoding gradients is told apart from other compute."""
+"""Smallest fraction of a step for which the time to select, encode and decode gradients is shown separately."""
 
 
 def pace(result: Result) -> str:

@@ -2,7 +2,7 @@
 
 [Note: loads] A load gives each expert its fraction of a layer's rows; each token makes `experts_per_token` rows. A
 sample's rows are split into whole numbers by largest remainders, so all samples load the experts equally. A real run
-can route in the same way (`workload.expert_routing`): the rows of a sample are dealt out in a fixed order, those of one
+can route in the same way (`workload.expert_routing`): the rows of a sample are assigned in a fixed order, those of one
 expert after those of another, to the sample's tokens in turn (McNaughton's wrap-around rule, 1959). So a token never
 has the same expert twice if no expert has more rows than there are tokens. If ranks also divide sequences (`plan.cp`,
 or `plan.tp` with `plan.sequence_parallel`), each part of a sequence loads the experts in this way, like a sample of its

@@ -91,7 +91,7 @@ def memory_by_category(table: SweepTable) -> Chart | None:
     texts = [[(label, _needed(row)) for label, row in rows] for rows in bars.values()]
     note = (
         "Predicted: each plan's rank that has least to spare, at its peak; of several thresholds (and networks, "
-        "where they are not told apart) the one that needs most. "
+        "where they are not shown apart) the one that needs most. "
         f"Thick line: what the device has, where that is not more than {BEYOND_RATIO:g} times what is needed. In "
         "bold: what does not fit." + subset_note(len(chosen), len(settings))
     )

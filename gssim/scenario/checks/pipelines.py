@@ -27,8 +27,11 @@ def check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
     _check_pipeline_policies(plan, policies, file)
     _check_stages(scenario, policies.pp, file)
     _check_trained_stages(scenario, policies, file)
-    if policies.gradients in ("reduce-scatter", "push"):
-        _check_sharded_stages(scenario, file)
+    if policies.gradients == "push" and policies.publish_overlaps:
+        raise UserError(
+            f"{file}: plan.pp = {plan.pp}: method '{plan.method}' cannot run yet with plan.publish.overlap: stages "
+            "begin when peers do; leave it out"
+        )
     for samples in scenario.data_batch_sizes:
         if samples % plan.micro_batches:
             raise UserError(
@@ -83,14 +86,6 @@ def _check_trained_stages(scenario: Scenario, policies: Policies, file: str) -> 
             raise UserError(
                 f"{where}: stage {number} would train nothing; allowed: other plan.stages, or fewer frozen layers"
             )
-
-
-def _check_sharded_stages(scenario: Scenario, file: str) -> None:
-    """Refuse what sharded stages of a pipeline cannot do yet."""
-    plan = scenario.plan
-    where = f"{file}: plan.pp = {plan.pp}: method '{plan.method}'"
-    if scenario.policies.gradients == "push" and scenario.policies.publish_overlaps:
-        raise UserError(f"{where} cannot run yet with plan.publish.overlap: stages begin when peers do; leave it out")
 
 
 def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
