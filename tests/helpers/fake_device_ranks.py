@@ -71,7 +71,7 @@ def the_default_process_group_has_a_backend_for_the_device_alone():
 
 
 def whatever_reaches_the_backend_is_on_the_device():
-    """And training is that of the host with gloo, bit for bit."""
+    """Tensors that reach the backend are on the device, and training equals that of the host with gloo, bit for bit."""
     gloo = dist.new_group(backend="gloo")
     for name, form in FORMS.items():
         with Device(), Wire() as wire:

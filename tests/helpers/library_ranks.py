@@ -258,7 +258,7 @@ def train_routed(model, optimizer, steps, mine=True, set_to_none=True):
 
 
 def parameters_without_a_gradient_in_some_steps():
-    """As on one device they are passed over: neither momentum nor decay goes on, and no step is counted."""
+    """As on one device, the optimizer skips them: no momentum, no weight decay, and no step is counted."""
     forms = (
         {},
         {"push": Push(threshold=0.0)},
@@ -921,7 +921,7 @@ def torchs_state_dicts():
 
 
 def calls_on_one_rank_alone():
-    """They end within the group's time-out, with what was called and that all ranks must call it."""
+    """They fail within the group's timeout, with an error that names the call and says that all ranks must make it."""
 
     def one_more(model, optimizer):
         train(model, optimizer, batches(1))

@@ -143,7 +143,7 @@ def test_a_rank_is_named_by_its_number_or_its_class():
     ],
 )
 def test_shares_that_no_ranks_can_have_are_refused(samples, shards, message):
-    """They made a scenario for other ranks, of NaN or of another batch, or a ValidationError of pydantic."""
+    """Before, they gave a scenario for other ranks, with NaN or another batch, or pydantic's ValidationError."""
     scenario = gssim.load(DEMO, {"plan.shares.shards": "compute"})
     with pytest.raises(gssim.UserError, match=re.escape(message)):
         scenario.with_shares(samples, shards)

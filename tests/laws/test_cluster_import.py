@@ -395,6 +395,6 @@ def test_the_command_ends_with_how_to_draw(tmp_path):
     ],
 )
 def test_options_without_effect_are_refused(tmp_path, options, said):
-    """They were left out without a word, and no hosts were said to contradict a file of switches that was not given."""
+    """Before, they were ignored silently, or an error named a file of switches that was not given."""
     with pytest.raises(UserError, match=re.escape(said)):
         made(tmp_path, {}, **options)

@@ -327,7 +327,7 @@ def test_a_ring_overlaps_its_shifts_with_its_blocks():
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
 def test_exchanges_that_are_waited_for_take_their_whole_time(ranks, exchange):
-    """They otherwise hide behind the blocks, but for the shift that brings gradients home, and what is gathered.
+    """Otherwise they overlap with the blocks' attention, except the last shift of gradients, and gathers.
 
     Of n ranks a ring has n - 1 exchanges in a forward, and 2n - 1 in a backward.
     """

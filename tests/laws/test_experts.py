@@ -66,7 +66,7 @@ def test_gradients_are_reduced_over_those_that_hold_them(method, model, ranks, e
 
 
 def test_each_expert_is_cut_where_more_ranks_hold_it_than_a_rank_has():
-    """Else one of them had all, and what is exchanged were padded to as many experts as there are ranks."""
+    """Otherwise one rank would hold all of an expert, and exchanges would be padded to one expert for each rank."""
     experts = shapes(experts=True)[0][0]
     ranks = 4 * experts
     found = carried_by({"method": "zero3", "ep": experts}, "reduce-scatter", ranks, global_batch_size=ranks)
@@ -374,7 +374,7 @@ def test_casts_of_experts_gradients_take_copies_and_time_only_where_they_are_sum
 
 @pytest.mark.parametrize(("precision", "times"), [("bf16", 3.0), ("fp16", 1.0)])
 def test_sums_of_experts_in_16_bits_have_the_costs_that_were_measured_for_them(precision, times):
-    """Else those of fp32, for each byte: of all gradients, experts' or not."""
+    """Without measured costs, those of fp32 apply, by bytes, to all gradients."""
     costs = {"all-reduce": 1e-4, "all-reduce bf16": 3e-4}  # beside which all other exchanges are short
     priced = replace(star(4), backend_cost=BackendCost(source="test", processor_byte_s=costs))
     waits_s = []

@@ -315,7 +315,7 @@ def test_the_calibration_id_is_of_the_family_and_the_question() -> None:
 
 
 def test_roles_cover_the_tensors_of_every_shipped_model() -> None:
-    """Matrices of blocks have roles of their own; heads and embeddings are told apart, and tied ones."""
+    """Each matrix of a block has its own role; heads, embeddings and tied embeddings have different roles."""
     for name in shipped_models():
         roles = {each.role for each in placed(find_model(name).model)}
         if "resnet" in name:

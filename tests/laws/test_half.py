@@ -120,7 +120,7 @@ def test_random_points_include_it():
 
 @pytest.mark.parametrize(("compress", "times"), [("bf16", 3.0), ("fp16", 1.0)])
 def test_sums_in_16_bits_have_the_costs_that_were_measured_for_them(compress, times):
-    """Else those of fp32, for each byte."""
+    """Without measured costs, those of fp32 apply, by bytes."""
     byte_s = 1 / BANDWIDTH  # slower than the links
     costs = {"source": "test", "processor_byte_s": {"all-reduce": byte_s, "all-reduce bf16": 3 * byte_s}}
     priced = replace(star(2, bandwidth=BANDWIDTH), backend_cost=BackendCost(**costs))

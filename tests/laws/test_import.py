@@ -710,7 +710,7 @@ def test_scripts_that_cannot_be_followed_are_refused_in_a_line(tmp_path, text, s
     ],
 )
 def test_files_of_other_programs_are_refused_by_the_program_s_name(tmp_path, name, text, program):
-    """They were taken for torchtitan's or DeepSpeed's, and refused key by key as unknown keys of these."""
+    """Before, they were read as torchtitan's or DeepSpeed's files, with errors about unknown keys."""
     with pytest.raises(UserError, match=f"is a configuration of {program}.*, which is not read; allowed: files of"):
         imported(tmp_path, text, name=name, model="gpt3-1.3b")
 
@@ -934,7 +934,7 @@ def test_megatron_fsdp_says_in_what_gradients_are_reduced(tmp_path, dtype, reduc
 
 
 def test_megatrons_torch_fsdp2_reduces_gradients_in_the_precision_of_the_parameters(tmp_path):
-    """It gives fully_shard no policy of precisions (core/distributed/torch_fully_sharded_data_parallel.py)."""
+    """It passes no MixedPrecisionPolicy to fully_shard (core/distributed/torch_fully_sharded_data_parallel.py)."""
     text = MEGATRON.replace("--use-distributed-optimizer", "--use-torch-fsdp2")
     tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
     assert tables["plan"]["method"] == "zero3"
@@ -1421,7 +1421,7 @@ fsdp_config:
 
 
 def test_axolotls_base_model_must_be_of_the_models_size(tmp_path):
-    """It was not compared with --model: a recipe of 70B parameters was read as a training of 8B."""
+    """Before, it was not compared with --model: a recipe of 70B parameters was read as a training of 8B."""
     said = "the model 'llama3-8b' has 8.03e9 parameters; give the right one by --model"
     assert said in refused(tmp_path, AXOLOTL.replace("Llama-3-8B", "Llama-3-70B"), name="x.yml")
     imported(tmp_path, AXOLOTL.replace("NousResearch/Meta-Llama-3-8B", "mine/of-no-said-size"), name="x.yml")

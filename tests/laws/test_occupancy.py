@@ -182,7 +182,7 @@ def test_repetitions_that_change_nothing_are_passed_over(repeated, count, in_fli
 
 
 def test_parts_that_do_not_repeat_are_not_searched_for_repetitions():
-    """Each of n parts of the second step was compared with n: a fifth of the replay of 11,000 tasks."""
+    """Before, each of n parts was compared with all others, which took a fifth of the replay of 11,000 tasks."""
     needs = [
         footprint([Event(0, (1.0 + i) * MIB, "temporaries"), Event(1, -(1.0 + i) * MIB, "temporaries")])
         for i in range(50)

@@ -86,7 +86,7 @@ def test_gradients_that_are_kept_in_fp32_are_copied_as_they_are(scenario_of):
 
 
 def test_megatrons_buffer_of_gradients_is_zeroed_on_the_device(scenario_of):
-    """It was zeroed at the rate of the host's memory, which has no part in it."""
+    """Before, the time to zero it was predicted from the bandwidth of the host's memory."""
     asked = scenario_of(
         {"plan.method": "zero1", "plan.zero1_implementation": "megatron", "plan.offload": "optimizer"}, devices=2
     )

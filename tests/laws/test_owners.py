@@ -45,7 +45,7 @@ def test_shares_by_memory_fit_wherever_any_do(rooms, part):
 
 @given(ROOMS, st.floats(0.01, 0.99))
 def test_by_memory_no_rank_that_takes_a_share_is_fuller_than_another(rooms, part):
-    """So that no other shares make the fullest less full: what it would give up, a rank as full would take."""
+    """So no other shares lower the maximum: what the fullest rank gave up, an equally full one would take."""
     capacity, held, whole = room_of(rooms, part)
     shares = memory_shares(capacity_bytes=capacity, held_bytes=held, whole_bytes=whole)
     levels = [(h + s * whole) / c for c, h, s in zip(capacity, held, shares, strict=True)]

@@ -1,4 +1,4 @@
-"""Laws of the controller of batch shares: noise changes nothing, slow-downs are answered, and it comes to rest."""
+"""Laws of the controller of batch shares: it ignores noise, reacts to slow-downs, and settles."""
 
 import math
 from dataclasses import replace

@@ -174,7 +174,7 @@ def test_throughput_is_measured_where_there_is_a_profile():
 
 
 def test_layers_that_a_profile_lacks_count_at_the_rates():
-    """They counted as nothing: a device of which one layer was measured had most of the batch."""
+    """Before, such layers took no time: a device with one measured layer got most of the batch."""
     workload = scenario_of(star(1), {"method": "single"}).workload
     device = scenario_of(star(1), {"method": "single"}).cluster.type_of(0)
     layers = profile(1e-3).layers

@@ -297,7 +297,7 @@ with unwinding(), processes(2) as workers:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are spawned there")
 def test_a_termination_while_a_worker_process_starts_leaves_none_that_misses_its_queue():
-    """It unwound the stack before the pool knew the process, which printed a FileNotFoundError when it looked."""
+    """Before, the signal was handled before the pool knew the process, which then printed a FileNotFoundError."""
     line = [sys.executable, "-c", TERMINATED_IN_A_START]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "started\n", "")
@@ -318,7 +318,7 @@ with processes(2) as workers:
 
 @pytest.mark.parametrize("given", ["a file", "stdin", "a module"])
 def test_a_script_without_a_guard_may_have_worker_processes(tmp_path, given):
-    """They ran the script again, and ended: 'a worker process died, perhaps out of memory'."""
+    """Before, each worker ran the script again, and died: 'a worker process died, perhaps out of memory'."""
     (tmp_path / "unguarded.py").write_text(UNGUARDED)
     words = {"a file": ["unguarded.py"], "stdin": ["-"], "a module": ["-m", "unguarded"]}[given]
     ended = subprocess.run(

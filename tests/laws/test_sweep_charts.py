@@ -221,7 +221,7 @@ def test_plans_that_compress_gradients_or_seldom_synchronize_are_not_dense(tmp_p
 
 
 def test_a_plan_that_has_a_threshold_of_publish_alone_may_be_the_fastest(tmp_path: Path) -> None:
-    """It has no threshold of push to name, and no place on an axis of these, with a band or without."""
+    """It has no push threshold, so it has no place on an axis of thresholds, with a band or without."""
     changes = {"step_time_low_s": 0.005, "step_time_high_s": 0.02} | dict.fromkeys(ENDS_OF_BANDS["push_density"])
     rows = [
         make_row("gs", bandwidth=rate, step_time_s=0.01, publish_density_ratio=0.02, point=f"published-{rate:g}")

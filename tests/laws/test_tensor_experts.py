@@ -114,7 +114,7 @@ def test_gradients_of_routers_are_summed_over_tensor_ranks_as_those_of_norms(mod
 
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), pytest.param(8, 2, marks=pytest.mark.slow)])
 def test_gradients_are_reduced_over_those_that_hold_them(ranks, ep):
-    """Those of experts over the ranks that hold the same ones, all others over those with the same slices."""
+    """Gradients of experts are reduced over ranks with the same experts, all others over ranks with the same slices."""
     found = carried(result_of({"ep": ep}, ranks, expert_load=SKEWED), "all-reduce")
     experts = elements_of(MIXTURE, ".experts.")
     slices = elements_of(MIXTURE, "attention.qkv attention.out.weight shared")

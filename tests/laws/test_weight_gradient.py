@@ -1,4 +1,4 @@
-"""Weight gradients dealt out: every rank runs the whole batch, makes the weight gradients of its own layers, publishes.
+"""Weight gradients divided among ranks: each runs the whole batch, makes those of its own layers, and publishes.
 
 The models here are stacks of equal layers, forward F, gradient of the input D and weight gradient W, with the buffers
 of a linear layer: its input is kept for its weight gradient alone.
@@ -439,7 +439,7 @@ def test_bounds_of_the_search_know_that_blocks_without_a_backward_are_not_recomp
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_frozen_blocks_below_the_first_trained_one_are_gathered_for_the_forward_alone(backend):
-    """But for the one that FSDP2 prefetches; those above are gathered for both passes, and reduce nothing."""
+    """Except the block that FSDP2 prefetches. Frozen blocks above are gathered for both passes, and reduce nothing."""
 
     def counted(*frozen: str) -> Counter[str]:
         settings = {} if backend == "gloo" else {"backend": "nccl", "nccl": "ampere"}

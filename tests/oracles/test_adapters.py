@@ -242,7 +242,7 @@ def test_what_divided_experts_beside_adapters_cannot_do_is_refused_in_one_line(
 
 
 def test_frozen_experts_beside_cut_blocks_and_adapters_are_as_many_as_a_rank_holds() -> None:
-    """Else they were counted as units of the cut blocks, and peaks were a sixth too low."""
+    """Before, they were counted as units of the cut blocks, and peaks were a sixth too low."""
     model = with_adapters(load_model(MIXTURE), Adapters(rank=RANK))
     layers = unrolled(replace(model, layers=model.expert_sequence_layers))
     frozen = [each for layer in layers for each in layer.layer.frozen_parameters if ".experts." in each.name]

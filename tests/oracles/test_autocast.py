@@ -168,7 +168,7 @@ def test_a_file_without_divided_layers_under_autocast_is_refused_there_alone(tmp
 
 
 def test_casts_of_cut_parameters_end_with_their_layers_as_those_of_whole_ones_do() -> None:
-    """Else blocks would differ by their distance from the loss, and a deep model would have no cut blocks."""
+    """Otherwise blocks would differ by their distance from the loss, and a deep model would have no cut blocks."""
     model = under_autocast(load_model(SMALL / "divided-autocast-gpt.toml"), "bf16")
     for layers in (model.layers, model.sliced_layers, model.sequence_layers):
         blocks = [instance.layer for instance in unrolled(replace(model, layers=layers)) if instance.layer.block]

@@ -175,7 +175,7 @@ def test_members_of_an_exchange_that_no_path_connects_are_named(edges, named):
 
 
 def test_loads_of_an_exchange_on_equal_links_are_equal_to_the_last_digit():
-    """Else links that are equal were told apart by rounding, and the network would not fold."""
+    """Otherwise rounding would make equal links differ, and the network would not fold."""
     members = Members(np.arange(64), np.arange(64))
     told = Exchange(members, np.full((1, 64), 0.1), np.zeros(64, np.int64))
     into_switch, out_of_it = Router(star(64)).bundle(told).load.reshape(2, 64)

@@ -104,7 +104,7 @@ def test_null_is_none_where_the_default_is_another(tmp_path, monkeypatch):
 
 
 def test_code_of_a_hub_is_left_out_where_transformers_has_its_classes(tmp_path):
-    """As files of Phi-3 and DeepSeek have it; not where they name a class that transformers has not."""
+    """Files of Phi-3 and DeepSeek have such code. Classes that transformers lacks are refused."""
     own = {"AutoConfig": "configuration_llama.LlamaConfig", "AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
     assert "auto_map" not in completed(asked(written(tmp_path, "llama", {"auto_map": own}))).config
     assert unused_keys(written(tmp_path, "llama", {"auto_map": own})) == ["auto_map (its code is not run)"]

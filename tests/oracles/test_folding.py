@@ -1,4 +1,4 @@
-"""Folding: what cannot be told apart is simulated once, and nothing else changes."""
+"""Folding: equivalent ranks and links are simulated once, and no result changes."""
 
 from dataclasses import replace
 

@@ -34,7 +34,7 @@ def test_with_threads_enough_it_is_twice_what_is_summed(rows, columns):
 
 @given(st.integers(1, 10**6), st.integers(1, 60000), st.sampled_from([4, 8]))
 def test_a_device_bounds_it(rows, columns, value_bytes):
-    """No more blocks than run at once, but where each thread would add up more than 256 rows."""
+    """No more blocks than run at once, unless each thread would then sum more than 256 rows."""
     found = reduction_buffer_bytes(rows, columns, value_bytes=value_bytes, resident_threads=H200_THREADS)
     most = max(2 * H200_THREADS, rows * 128) * 4 + 128 * 512
     assert found <= most * value_bytes * max(1, columns // 32)

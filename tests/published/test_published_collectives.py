@@ -179,7 +179,7 @@ def test_other_counts_of_a100_from_the_constants_of_eight(name, half, record_pro
     ("name", "load"), [("A100x8 (stas00)", lambda: stas("A100x8")), ("A100x8 (vidur)", lambda: vidur("a100_dgx", 8))]
 )
 def test_other_machines_with_eight_a100_differ_by_what_machines_differ(name, load, record_property):
-    """Both measured 10 to 15 % slower than vTrain's at equal sizes; no constants of vTrain's machine can know."""
+    """Both were measured 10 to 15 % slower than vTrain's machine at equal sizes, which its constants cannot predict."""
     table = within(load())
     assert score(f"{name} from vTrain's", a100_tuning(0), A100X8, table, table, record_property) <= 0.15
 

@@ -44,7 +44,7 @@ def carried_by(run: Run, *kinds: str) -> dict[tuple[int, ...], int]:
     ids=str,
 )
 def test_ranks_that_divide_experts_and_those_that_hold_the_same(tmp_path, change, experts_together, same_experts):
-    """As Megatron-LM numbers ranks: those that divide an expert vary fastest, then experts, then replicas."""
+    """In Megatron-LM's order of ranks, those that divide an expert vary fastest, then experts, then replicas."""
     run = run_of(tmp_path, **change, test_case="a2a")
     exchanged = carried_by(run, "all-to-all-v", "all-to-all")
     assert min(exchanged) == experts_together
@@ -235,7 +235,7 @@ def test_a_graphed_attention_is_one_launch_each_way(tmp_path):
     ("name", "parameters_e9"), [("qwen3-30b-a3b", 30.5), ("gpt-oss-120b", 116.8), ("deepseekv3", 671.0)]
 )
 def test_models_with_experts_have_as_many_parameters_as_they_say(name, parameters_e9):
-    """Their cards: 30.5, 116.8 and 671 thousand million (without the block that predicts a further token)."""
+    """Model cards: 30.5, 116.8 and 671 billion parameters (without the multi-token prediction block)."""
     assert MIXTURES[name].parameters / 1e9 == pytest.approx(parameters_e9, abs=0.05)
 
 

@@ -35,7 +35,7 @@ def passes(run: Run) -> float:
 
 
 def test_fused_attention_of_transformer_engine_is_more_than_one_operation(tmp_path):
-    """As many as 8 more in each forward: copies in and out, and the generator's state around it."""
+    """It issues up to 8 more operations in each forward: copies in and out, and the generator's state."""
     run = run_of(tmp_path)
     assert run.software.flash_attention
     assert host_s(run, flash_calls=1) == pytest.approx(8 * 3 * passes(run) * OVERHEAD_S, rel=1e-6)

@@ -419,7 +419,7 @@ def test_the_generator_of_a_gan_has_wide_blocks_and_then_narrow_ones_in_windows(
 
 
 def test_rows_without_a_figure_are_written_but_not_scored(tmp_path):
-    """So are rows that leave out what can be assumed; a row whose model is not known is neither."""
+    """Rows that leave out assumable details are also written but not scored; rows of unknown models are not written."""
     rows = [
         ROWS["many"] | {"id": "a", "iter_time_s": "", "mem_gib": ""},
         ROWS["many"] | {"id": "b", "tp": "", "pp": "", "extras": "model-parallel 2", "dp": "1"},

@@ -226,7 +226,7 @@ REPLAN = ["plan.shares.replan=true", "plan.shares.batch=[0.75,0.25]"]
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, slow_where(3, slow=[3])])
 def test_shares_that_follow_the_ranks_paces_go_on_as_they_were(undisturbed, tmp_path: Path, ranks: int):
-    """As many ranks take them up, whatever the plan says to begin with; others begin with the plan's."""
+    """The same number of ranks resumes with the saved shares; another number begins with the plan's."""
     train(tmp_path, tmp_path / "saved", 2, SAVED, "plan.method=gs", *REPLAN)
     path = _complete(tmp_path / "saved")[-1] / "progress.json"
     saved = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Gradient Sharding in strangers' loops equals training on one device, and needs what it says beforehand."""
+"""Gradient Sharding in a user's own loop equals training on one device, with the estimated memory and traffic."""
 
 import pytest
 

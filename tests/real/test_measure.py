@@ -205,7 +205,7 @@ def test_a_span_from_a_mark_lasts_until_now_or_another_mark(clock):
 
 
 def test_a_span_inside_another_takes_its_time_from_it(clock):
-    """Both sides of a comparison go by this: a wait within the backward is communication, not backward."""
+    """Predictions and measurements count so: a wait within the backward is communication, not backward."""
     clock.extend([0.0, 1.0, 2.0, 4.0, 7.0, 10.0])
     timeline = Timeline(0, CPU)
     timeline.restart()

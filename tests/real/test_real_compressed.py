@@ -127,7 +127,7 @@ def test_a_steps_collectives_and_peaks_are_the_predicted_ones(world, name):
 
 
 def test_a_matrix_without_gradients_in_a_step_is_sent_in_later_ones():
-    """As of an expert that no token is routed to: factors of zeros would send nothing of it ever after."""
+    """For example, of an expert to which no token is routed: zero factors would send nothing of it ever after."""
     import torch
     from torch.futures import Future
 

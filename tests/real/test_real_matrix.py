@@ -169,7 +169,7 @@ def test_the_median_error_of_all_peaks_is_within_one_percent() -> None:
 
 
 def test_training_is_that_of_one_device(world: tuple[dict, dict]) -> None:
-    """As far as it went; in bf16 to the last bit but one, in which parameters are compared."""
+    """Training is compared over the finished steps; in bf16, to the last bit of the largest parameter."""
     _, found = world
     for name, seen in found.items():
         if name.endswith("bf16"):

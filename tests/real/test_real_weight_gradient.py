@@ -1,4 +1,4 @@
-"""Weight gradients dealt out by layers; steps with the others frozen are the oracle of what is put together."""
+"""Weight gradients divided among ranks by layers; steps with all other layers frozen are the oracle."""
 
 from collections import defaultdict
 from collections.abc import Iterable

@@ -352,7 +352,7 @@ def test_a_target_density_is_what_every_step_sends(feedback):
 
 
 def test_a_target_density_is_met_where_residuals_have_gathered():
-    """They gather in what others own alone, which is then larger than an own range of the same tensor."""
+    """Residuals accumulate only in ranges that others own, whose values then exceed those of the own range."""
     push = Push(kind="target-density", threshold=0.02, reestimate_steps=4, error_feedback=True)
     cut = {"shares": {"shards": [0.5, 0.5]}, "bucket_bytes": 1, "first_bucket_bytes": 1}  # every tensor in halves
     replica, sent = Replica(scenario_of(batch=(6, 6), **cut), push), []

@@ -88,7 +88,7 @@ def test_no_verb_runs_what_a_model_file_names_unless_it_is_trusted(verb, marker,
 
 
 def test_what_is_trusted_by_the_command_line_does_run(marker, tmp_path):
-    """So that the tests above can fail."""
+    """Shows that the tests above can fail."""
     model = malicious_model(tmp_path, marker)
     ended = commands.run("gsreal", "trace", model, "--trust-code", "--out", tmp_path / "out")
     assert "returns int, no nn.Module" in ended.stderr

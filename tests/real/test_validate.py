@@ -365,7 +365,7 @@ def test_a_machine_that_computes_at_another_rate_than_calibrated_is_told_with_th
 
 
 def test_a_plan_of_one_device_runs_before_communication_is_measured(tmp_path, monkeypatch):
-    """And the two parts of a calibration give the file that the whole gives."""
+    """The two parts of a calibration give the same file as the whole."""
     whole = recorded_calibration()
     communicating = ("communication", "sharded_tensor_s", *COMMUNICATING)
     parts = {"devices": {key: value for key, value in whole.items() if key not in communicating}}
@@ -433,7 +433,7 @@ ENDINGS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 @pytest.mark.slow
 def test_a_validation_that_is_killed_at_any_moment_keeps_what_is_finished_and_goes_on(tmp_path):
-    """No process and no half-written file is left; the lock is free, and the repeated call ends well."""
+    """No process and no partial file is left, the lock is free, and a repeated call succeeds."""
     sweep, out, temporary = tmp_path / "two.toml", tmp_path / "out", tmp_path / "temporary"
     sweep.write_text(SWEEP)
     temporary.mkdir()
