@@ -174,7 +174,9 @@ def report_command(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder with Results, a sweep's table, a comparison or a study.")
     ],
-    out: Annotated[Path | None, typer.Option("--out", help="Page to write; absent: report.html in the folder.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Page to write; default: report.html in the folder.")
+    ] = None,
 ) -> None:
     """Write one HTML report of a folder: questions, tables, charts, bottlenecks, provenance."""
     from analysis.html_report.report import report
@@ -213,8 +215,8 @@ def convergence_command(
     study: Annotated[Path, typer.Argument(help="A study's file, such as scenarios/studies/gpt-byte.toml.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for results (reused by later runs), table and charts.")],
     overrides: Overrides = None,
-    seeds: Annotated[int | None, typer.Option("--seeds", help="Only the first of the study's seeds.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Train again where --out has a result.")] = False,
+    seeds: Annotated[int | None, typer.Option("--seeds", help="Use only the first so many seeds of the study.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Train again even if --out has a result.")] = False,
 ) -> None:
     """Run the trainings of a study: quality against threshold, bytes and time, over several seeds."""
     from analysis import charts
@@ -272,7 +274,7 @@ def _study_of_rivals(loaded: "LoadedStudy", out: Path, *, again: bool) -> None:
 def literature_command(
     files: Annotated[list[Path] | None, typer.Argument(help="Tables of published measurements (CSV).")] = None,
     headlines: Annotated[
-        bool, typer.Option("--headlines", help="Check the headline figures of the two starting texts instead.")
+        bool, typer.Option("--headlines", help="Check the headline figures of two texts instead.")
     ] = False,
     scenarios: Annotated[
         Path, typer.Option("--scenarios", help="Folder of the scenarios that --headlines simulates.")
@@ -280,7 +282,9 @@ def literature_command(
     slow: Annotated[
         bool, typer.Option("--slow", help="With --headlines: simulate MT-NLG's pipelines too (two minutes).")
     ] = False,
-    jobs: Annotated[int | None, typer.Option("--jobs", help="Rows predicted at a time; default: one per core.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", help="Rows predicted in parallel; default: one for each core.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print scores and rows, or headlines, as JSON.")] = False,
     emit: Annotated[
         Path | None,

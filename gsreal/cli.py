@@ -36,12 +36,12 @@ Timeout = Annotated[
     typer.Option(
         "--timeout",
         metavar="SECONDS",
-        help="End the run, and name the rank that holds it up, where no rank has finished a step for so long.",
+        help="If no rank finishes a step for this time, end the run and name the rank that blocks it.",
     ),
 ]
 TrustCode = Annotated[
     bool,
-    typer.Option("--trust-code", help="Run the factory that the model file names, whatever it is; trusted: ours."),
+    typer.Option("--trust-code", help="Call any factory that a model file names; else only known ones."),
 ]
 
 
@@ -62,9 +62,9 @@ def run_command(
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="Folder to save checkpoints in, and to resume from.")
     ] = None,
-    every: Annotated[int, typer.Option("--every", help="Steps from one checkpoint to the next.")] = 10,
+    every: Annotated[int, typer.Option("--every", help="Number of steps between checkpoints.")] = 10,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", help="How often to start all ranks again, where one dies.")
+        int, typer.Option("--max-restarts", help="How often to restart all ranks if one dies.")
     ] = 0,
     timeout_s: Timeout = DEFAULT_TIMEOUT_S,
     interface: Annotated[
@@ -152,9 +152,7 @@ def is_emulated(scenario: "Scenario") -> bool:
 
 @app.command("lab")
 def lab_command(
-    scenario: Annotated[
-        Path | None, typer.Argument(help="Its cluster is emulated on this machine (needs root).")
-    ] = None,
+    scenario: Annotated[Path | None, typer.Argument(help="Scenario whose cluster to emulate (needs root).")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
     out: Annotated[
@@ -167,8 +165,8 @@ def lab_command(
         typer.Option("--sweep", help="Instead of a scenario: measure every point of this sweep that --out lacks."),
     ] = None,
     only: Only = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure also the points that --out has already.")] = False,
-    clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also measure points again that --out already has.")] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Only remove the remains of killed runs.")] = False,
     timeout_s: Timeout = DEFAULT_TIMEOUT_S,
     trust_code: TrustCode = False,
 ) -> None:
@@ -297,17 +295,17 @@ def validate_command(
     sweep: Annotated[
         Path | None, typer.Argument(help="Sweep file whose points to run; by default one for this kind of device.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder for all that is made; what is there is kept.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Folder for all results; finished ones are kept.")] = Path(
         "out/validate"
     ),
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", help="Devices to use: two cores, all GPUs, or on one GPU what the sweep names."),
+        typer.Option("--ranks", help="Number of devices; default: two cores, all GPUs, or as the sweep says."),
     ] = None,
     only: Only = None,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", help="Start no run after about so long; the next call goes on.")
+        float | None, typer.Option("--seconds", help="Start no run after about this time; the next call resumes.")
     ] = None,
     trust_code: TrustCode = False,
 ) -> None:
@@ -352,22 +350,20 @@ def gradients_command(
         str | None,
         typer.Option(
             "--thresholds",
-            help="Push thresholds to train under besides densely; predictions lie between. Absent: none.",
+            help="Also train with these push thresholds, separated by commas.",
         ),
     ] = None,
-    every: Annotated[
-        int, typer.Option("--every", help="Most steps between two that are looked at; at the start there are fewer.")
-    ] = 10,
+    every: Annotated[int, typer.Option("--every", help="Largest number of steps between two sampled ones.")] = 10,
     courses: Annotated[
-        int, typer.Option("--courses", help="Trainings of each kind, from other first weights with other batches.")
+        int, typer.Option("--courses", help="Number of trainings, each with other weights and batches.")
     ] = 8,
-    batches: Annotated[int, typer.Option("--batches", help="Batches that are looked at at such a step.")] = 2,
+    batches: Annotated[int, typer.Option("--batches", help="Batches whose gradients are taken at a sampled step.")] = 2,
     ladder: Annotated[
         str | None,
         typer.Option(
             "--ladder",
-            help="Family of small models to train instead (bert, gpt, llama, resnet), from which statistics of other "
-            "sizes are transferred: minutes. Each training's statistics are kept beside --out, and not taken again.",
+            help="Train a family of small models instead (bert, gpt, llama, resnet), from which statistics are "
+            "transferred to other sizes. Takes minutes; finished trainings are kept beside --out, and skipped.",
         ),
     ] = None,
     trust_code: TrustCode = False,
@@ -411,17 +407,19 @@ def gradients_command(
 def calibrate_command(
     models: Annotated[list[Path] | None, typer.Argument(help="Model files whose layers to profile.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Cluster file to write.")] = Path("cluster.toml"),
-    ranks: Annotated[int | None, typer.Option("--ranks", help="Devices to use; all by default.")] = None,
-    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Samples at which layers are profiled.")] = "2,8,16",
-    sequence_length: Annotated[int, typer.Option("--sequence-length", help="For models of tokens.")] = 128,
+    ranks: Annotated[int | None, typer.Option("--ranks", help="Number of devices to use; default: all.")] = None,
+    batch_sizes: Annotated[
+        str, typer.Option("--batch-sizes", help="Batch sizes at which layers are profiled.")
+    ] = "2,8,16",
+    sequence_length: Annotated[int, typer.Option("--sequence-length", help="Sequence length of token models.")] = 128,
     precision: Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp64.")] = "fp32",
     again: Annotated[
-        bool, typer.Option("--again", help="Measure layers again: averaged into the profiles of --out, or added.")
+        bool, typer.Option("--again", help="Measure layers again; average with the profiles in --out.")
     ] = False,
     lab: Annotated[
         Path | None,
         typer.Option(
-            "--lab", help="A cluster file: measure its device types as the lab emulates them; --out gets them."
+            "--lab", help="Cluster file whose device types, emulated by the lab, are measured and written to --out."
         ),
     ] = None,
     interface: Annotated[
@@ -576,15 +574,20 @@ def trace_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="Dotted path to a factory, a Hugging Face config.json, hf:MODEL_TYPE, or a model file to redo."
+            help="Dotted path to a factory, a Hugging Face config.json, hf:MODEL_TYPE, or a model file to trace again."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Model file to write.")],
     arguments: Annotated[
-        list[str] | None, typer.Option("--argument", metavar="NAME=VALUE", help="For the factory or the config.")
+        list[str] | None,
+        typer.Option(
+            "--argument", metavar="NAME=VALUE", help="Argument of the factory, or key of the config; repeatable."
+        ),
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the model; the file's by default.")] = None,
-    vocabulary: Annotated[int | None, typer.Option("--vocabulary", help="The input is token ids below this.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the model; default: the file's.")] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option("--vocabulary", help="The input is token ids; number of tokens.")
+    ] = None,
     maximum_sequence_length: Annotated[
         int | None, typer.Option("--maximum-sequence-length", help="Default: the config.json's, or 256.")
     ] = None,
@@ -597,29 +600,36 @@ def trace_command(
         ),
     ] = None,
     image: Annotated[str | None, typer.Option("--image", help="The input is images, such as 1x8x8.")] = None,
-    classes: Annotated[int | None, typer.Option("--classes", help="Images: 10 by default; sequences: 2.")] = None,
-    padding: Annotated[int, typer.Option("--padding", help="Of sequences: the token that fills them up.")] = 0,
-    auto_class: Annotated[str | None, typer.Option("--auto-class", help="For hf:; by default the task's.")] = None,
+    classes: Annotated[
+        int | None, typer.Option("--classes", help="Number of classes; default: 10 of images, 2 of sequences.")
+    ] = None,
+    padding: Annotated[int, typer.Option("--padding", help="Padding token of sequences.")] = 0,
+    auto_class: Annotated[
+        str | None, typer.Option("--auto-class", help="With hf:, the Auto class; default: the task's.")
+    ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option("--sequence-length", help="Trace at this length alone, not as a function of it.")
+        int | None, typer.Option("--sequence-length", help="Trace only at this length, not as a function of it.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", help="Trace in fp32 (by default), bf16 or fp64; others are scaled.")
+        str | None, typer.Option("--precision", help="Precision of the trace: fp32 (default), bf16 or fp64.")
     ] = None,
     source: Annotated[str | None, typer.Option("--source", help="Where the model's numbers are published.")] = None,
     autocast: Annotated[
-        list[str] | None, typer.Option("--autocast", help="Also under torch.autocast in bf16 or fp16; repeatable.")
+        list[str] | None,
+        typer.Option("--autocast", help="Also trace under torch.autocast in bf16 or fp16; repeatable."),
     ] = None,
     adapters: Annotated[
         list[str] | None,
-        typer.Option("--adapters", help="Also with adapters at query-value, all-linear, or q_proj,...; repeatable."),
+        typer.Option(
+            "--adapters", help="Also trace with adapters at query-value, all-linear, or q_proj,...; repeatable."
+        ),
     ] = None,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Each block as torch.compile (inductor) runs it, without a compiler.")
+        bool, typer.Option("--compile", help="Trace blocks as torch.compile (inductor) runs them.")
     ] = False,
     recompute: Annotated[
         str,
-        typer.Option("--recompute", help="What compiled blocks recompute inside of their graphs (see plan.recompute)."),
+        typer.Option("--recompute", help="Recomputation inside the graphs of compiled blocks (see plan.recompute)."),
     ] = "none",
     trust_code: TrustCode = False,
 ) -> None:

@@ -39,7 +39,8 @@ PIPE_WIDTH = 140
 SHOWN_LINKS = 5
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
 Only = Annotated[
-    list[str] | None, typer.Option("--only", metavar="NAME", help="Points so named; * and ? match; repeatable.")
+    list[str] | None,
+    typer.Option("--only", metavar="NAME", help="Only points of this name; * and ? are wildcards; repeatable."),
 ]
 ScenarioFile = Annotated[Path, typer.Argument(help="A scenario's file, such as scenarios/demo.toml.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the Result as JSON, or a list of them.")]

@@ -182,7 +182,7 @@ class LowRankCompressor(Compressor):
             pending.sums = []
             for matrix, left, right in zip(pending.matrices, pending.left, pending.right, strict=True):
                 orthogonalize(left)
-                # where no rank had a gradient, a column of P is zero and says nothing: one of zeros in Q would stay so
+                # without gradients a column of P is zero; Q's column is then kept, since a zero one would stay zero for ever
                 right.masked_fill_(left.any(0), 0)
                 right.addmm_(matrix.t(), left)
             assert pending.all_right is not None

@@ -44,7 +44,7 @@ def check_command(
     scenarios: Annotated[list[Path], typer.Argument(help="Scenarios' files, such as scenarios/*.toml.")],
     overrides: Overrides = None,
 ) -> None:
-    """Validate scenario files: a line for each, with its scenario_id, up to the first that is wrong."""
+    """Validate scenario files: prints a line for each, with its scenario_id, up to the first invalid one."""
     with activity("gssim: check"):
         for path in scenarios:
             loaded = load_scenario(path, overrides or [])
@@ -59,7 +59,9 @@ def run_command(
     scenario: ScenarioFile,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    unfold: Annotated[bool, typer.Option("--unfold", help="Simulate every rank and link by itself.")] = False,
+    unfold: Annotated[
+        bool, typer.Option("--unfold", help="Simulate all ranks and links; else equal ones only once.")
+    ] = False,
     timing: Annotated[bool, typer.Option("--timing", help="Print load and simulation times on stderr.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write the step's timeline (Chrome trace).")] = None,
@@ -150,14 +152,16 @@ def support_command(
 def sweep_command(
     sweep: Annotated[Path, typer.Argument(help="A sweep's file, such as scenarios/sweeps/lab.toml.")],
     overrides: Overrides = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", help="Points at a time; as many as cores by default.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", help="Points predicted in parallel; by default one for each core.")
+    ] = None,
     dask: Annotated[
         str | None,
         typer.Option(
             "--dask",
             metavar="ADDRESS",
-            help="Let the workers of this Dask scheduler do it (tcp://HOST:8786). They need the same gssim and "
-            "dask[distributed]; the files that points name are sent to them. Best with --nthreads 1.",
+            help="Predict on the workers of this Dask scheduler (tcp://HOST:8786). They need the same gssim and "
+            "dask[distributed]; input files are sent to them. Start them with --nthreads 1.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -166,11 +170,12 @@ def sweep_command(
         typer.Option(
             "--out",
             metavar="FILE|FOLDER",
-            help="FILE.parquet or FILE.csv: a table, as both; each point is a row, also an invalid one. Else a folder "
-            "for the Results, of points that are all valid. What is finished is kept, and not done again.",
+            help="FILE.parquet or FILE.csv: write a table in both formats, with a row for each point, also for "
+            "invalid ones. Otherwise a folder for the Results; then all points must be valid. Finished points are "
+            "kept, and skipped by the next call.",
         ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Predict also what is in --out already.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also predict points again that --out already has.")] = False,
     only: Only = None,
 ) -> None:
     """Predict every point of a sweep."""
@@ -265,30 +270,32 @@ def _report_interrupt(place: Path | None) -> Iterator[None]:
 def search_command(
     scenario: ScenarioFile,
     overrides: Overrides = None,
-    top: Annotated[int, typer.Option("--top", help="How many plans to show.")] = 5,
+    top: Annotated[int, typer.Option("--top", help="Number of plans to show.")] = 5,
     objective: Annotated[
-        str | None, typer.Option("--objective", help="What is to be least: step-time (usual), cost or energy.")
+        str | None, typer.Option("--objective", help="Minimise step-time (default), cost or energy.")
     ] = None,
     least_density: Annotated[
-        float | None, typer.Option("--least-density", help="Search thresholds too that push no smaller part.")
+        float | None, typer.Option("--least-density", help="Also search thresholds; smallest density allowed.")
     ] = None,
     study: Annotated[
-        Path | None, typer.Option("--study", help="Table of a study of what thresholds cost (convergence.csv).")
+        Path | None, typer.Option("--study", help="Also search a study's thresholds (convergence.csv).")
     ] = None,
     most_loss_change: Annotated[
         float | None,
-        typer.Option("--most-loss-change", help="Nats: search those of its thresholds that cost no more."),
+        typer.Option("--most-loss-change", help="With --study: largest increase of the loss allowed, in nats."),
     ] = None,
-    seconds: Annotated[float | None, typer.Option("--seconds", help="Begin no more plans after so long.")] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", help="Plans at a time; as many as cores by default.")] = None,
+    seconds: Annotated[float | None, typer.Option("--seconds", help="Start no further plans after this time.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", help="Plans simulated in parallel; by default one for each core.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the best plans for a scenario's cluster and model under the devices' memory.
 
-    The scenario's table `search` says what is searched (keys: scenarios/README.md, SearchSpace);
+    The scenario's table `search` defines the search space (keys: scenarios/README.md, SearchSpace);
     --set search.KEY=VALUE overrides it.
-    --json prints the best plans' Results in order, then those of the others on the front of time and memory;
-    provenance.search tells them apart.
+    --json prints the Results of the best plans in order, then of the other plans on the Pareto front of time and
+    memory; provenance.search distinguishes them.
     """
     asked = {
         "objective": objective and json.dumps(objective),

@@ -34,21 +34,21 @@ def import_command(
     cluster: Annotated[Path, typer.Option("--cluster", help="Cluster file.")],
     overrides: Overrides = None,
     form: Annotated[
-        str | None, typer.Option("--format", metavar="FORMAT", help=f"{', '.join(FORMATS)}; by default as it looks.")
+        str | None, typer.Option("--format", metavar="FORMAT", help=f"{', '.join(FORMATS)}; by default detected.")
     ] = None,
     ignored: Annotated[
         list[str] | None,
-        typer.Option("--ignore", metavar="KEY", help="Leave out a key that is refused; * and ? match; repeatable."),
+        typer.Option("--ignore", metavar="KEY", help="Leave out a refused key; * and ? are wildcards; repeatable."),
     ] = None,
     variables: Annotated[
         list[str] | None,
         typer.Option(
             "--variable",
             metavar="NAME=VALUE",
-            help="A variable of a script, or 1=VALUE for its first argument, whatever it sets; repeatable.",
+            help="Value of a script's variable, or 1=VALUE of its first argument; repeatable.",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Scenario to write; by default it is printed.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Scenario file to write; by default it is printed.")] = None,
 ) -> None:
     """Make a scenario of a DeepSpeed, Accelerate, Megatron-LM, torchtitan, Automodel or axolotl file.
 
@@ -113,22 +113,23 @@ def cluster_command(
     gpu: Annotated[
         list[str] | None,
         typer.Option(
-            "--gpu", help="GPU of the hosts, such as h100 or a preset's name; repeated: of each host's file in turn."
+            "--gpu", help="GPU of the hosts, such as h100 or a preset's name; repeated: one for each host's file."
         ),
     ] = None,
     nic: Annotated[
         list[str] | None,
         typer.Option(
-            "--nic", help="Network cards, a preset of links such as roce-100 or tcp-25g; repeated: of each host's file."
+            "--nic",
+            help="Network cards, a preset of links such as roce-100 or tcp-25g; repeated: one for each host's file.",
         ),
     ] = None,
     hosts: Annotated[int | None, typer.Option("--hosts", help="Number of equal hosts, without a switch file.")] = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", help="Devices of each host that are used, the first ones; default: all.")
+        int | None, typer.Option("--devices", help="Use only the first so many devices of each host; default: all.")
     ] = None,
     detect: Annotated[bool, typer.Option("--detect", help="Describe this machine.")] = False,
     oversubscription: Annotated[
-        float, typer.Option("--oversubscription", help="Rate below a switch over that above it.")
+        float, typer.Option("--oversubscription", help="Bandwidth below each switch over that above it.")
     ] = 1.0,
     nccl_tests: Annotated[
         Path | None,
@@ -178,10 +179,10 @@ def fits_command(
     gpu: Annotated[str, typer.Option("--gpu", help="GPU, such as h100, or a preset's name.")],
     count: Annotated[int, typer.Option("--count", help="Number of GPUs, in their usual servers.")] = 1,
     method: Annotated[
-        str | None, typer.Option("--plan", help="Method, such as zero3; single for one GPU, else zero3 by default.")
+        str | None, typer.Option("--plan", help="Method, such as ddp; default: single on one GPU, else zero3.")
     ] = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON in place of the line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON instead.")] = False,
 ) -> None:
     """Say in one line whether a training fits, by how much, and what to change; exit 0 if it does, 3 if not.
 

@@ -64,7 +64,6 @@ def _cover(rates: Array, cycles: Sequence[tuple[int, ...]]) -> list[tuple[tuple[
 
     The search is an exact cover, for GPUs that all have the same number of unit links in and out: it always takes a
     ring over the first unused link.
-    that is left.
     """
     unit = float(rates[rates > 0].min())
     left = np.rint(rates / unit).astype(int)
