@@ -182,7 +182,7 @@ class LowRankCompressor(Compressor):
             pending.sums = []
             for matrix, left, right in zip(pending.matrices, pending.left, pending.right, strict=True):
                 orthogonalize(left)
-                # without gradients a column of P is zero; Q's column is then kept, since a zero one would stay zero for ever
+                # without gradients a column of P is zero; Q's column is then kept, as a zero one would stay zero
                 right.masked_fill_(left.any(0), 0)
                 right.addmm_(matrix.t(), left)
             assert pending.all_right is not None
