@@ -3,20 +3,30 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+LONGEST_WORD = 24
+"""Number of characters from which on a word is cut where a line is shortened."""
+
 
 def one_line(text: str, longest: int | None = None) -> str:
     r"""Return a text for one line of a console: unprintable characters escaped, the middle of a long one left out.
 
-    >>> one_line("a\nb\x1b[31m"), one_line("from the beginning to the end", 20)
-    ('a\\nb\\x1b[31m', 'from the b ... e end')
+    Words are left out whole, unless one is long itself.
+
+    >>> one_line("a\nb\x1b[31m"), one_line("from the beginning to the end", 20), one_line("x" * 30, 12)
+    ('a\\nb\\x1b[31m', 'from the ... end', 'xxxxx ... xx')
     """
     shown = text
     if not text.isprintable():
         shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
     if longest is None or len(shown) <= longest:
         return shown
-    tail = (longest - 5) // 3
-    return f"{shown[: longest - 5 - tail].rstrip()} ... {shown[-tail:].lstrip()}"
+    last = (longest - 5) // 3
+    head, tail = shown[: longest - 5 - last], shown[-last:]
+    if (cut := head.rfind(" ", max(0, len(head) - LONGEST_WORD))) > 0:
+        head = head[:cut]
+    if (cut := tail.find(" ", 0, LONGEST_WORD)) >= 0:
+        tail = tail[cut:]
+    return f"{head.rstrip()} ... {tail.lstrip()}"
 
 
 def nearest_name(name: str, known: Iterable[str], *, least_ratio: float = 0.6) -> str | None:
