@@ -22,7 +22,7 @@ from gsreal.gradient_sharding.messages import (  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 ELEMENTS = 25 * 2**20 // 8
-"""What goes to one of two owners of a bucket of 25 MiB."""
+"""Elements of a bucket of 25 MiB that one of two owners gets."""
 
 
 def medians_s(calls: list[Callable[[], object]], repeats: int = 15) -> list[float]:

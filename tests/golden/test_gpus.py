@@ -43,7 +43,7 @@ OTHERWISE = {
     "2-muon-ddp": (0.01, 0.04),
     "2-diloco-int8": (0.01, 0.055),
 }
-"""By name, of peaks of 81 to 470 MiB: a block that is not split may be 1 MiB larger than what is in it."""
+"""Tolerances by name, for peaks of 81 to 470 MiB: an unsplit block may be 1 MiB larger than its tensor."""
 
 
 CLUSTERS = {

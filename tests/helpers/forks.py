@@ -45,7 +45,7 @@ IMPORTS = (
     *("transformers.models.auto.auto_factory", "transformers.models.llama.modeling_llama"),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.bert.modeling_bert"),
 )
-"""What ranks import at once or at their first step, and what takes seconds."""
+"""Modules that ranks import at their start or first step, and others that take seconds to import."""
 GRACE_S = 1.0
 """Time for ranks whose peer failed to report their own failure before they are ended."""
 

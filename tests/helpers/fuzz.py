@@ -271,7 +271,7 @@ def _no_ranks() -> None:
 NO_NUMBER = re.compile(r"(?<![\w./\"'-])[+-]?(?:nan|inf)(?![\w./\"'-])", re.IGNORECASE)
 NOTES = "refused|default|approximated|without effect|fitted|not in the file"
 NOTE = re.compile(rf"^gssim: (?:import|export|cluster): (?:{NOTES}): ")
-"""What was assumed, left out or refused key by key, ahead of the line that says what is wrong."""
+"""Lines on assumed, ignored or refused keys, before the line with the error."""
 PROGRESS = re.compile(
     rf"^(?:gssim: (?:import|export|cluster): (?:{NOTES}): |predicting|searching|analysis: (?:takes|trains)|gsreal: \S+: \d|\w+: run: \w+ing )\b.*$"
 )

@@ -22,7 +22,7 @@ from pathlib import Path
 LIMIT_S = 400
 """A command that takes longer hangs."""
 HANGS = -99
-"""What is answered of it."""
+"""Exit code that stands for a process that hangs."""
 
 
 class Killer:

@@ -162,7 +162,7 @@ def against_single_device(scenario: Any, parameters: dict[str, torch.Tensor]) ->
 
 
 references: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]] = {}
-"""What `trained_alone` returned for the single-device trainings so far: methods of one workload share theirs."""
+"""Results of `trained_alone`, by workload: methods of one workload share the single-device training."""
 
 
 def trained_alone(single: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:

@@ -39,7 +39,7 @@ FAMILIES = {
         "patch_size=2 num_channels=1 hidden_dropout_prob=0.0 attention_probs_dropout_prob=0.0",
     ),
 }
-"""What to trace, and its arguments."""
+"""Models to trace, with their arguments."""
 VOCABULARY = 256
 """Bytes; a masked-token model has one token more."""
 

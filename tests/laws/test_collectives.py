@@ -293,7 +293,7 @@ EXACT = frozenset(
         ("chain", "broadcast"),
     }
 )
-"""What comes in is exactly what is missing: nobody gets anything for others, and nothing twice."""
+"""Algorithms in which each rank receives exactly the data that it lacks: none for others, and none twice."""
 
 
 @settings(max_examples=examples(200))
@@ -355,7 +355,7 @@ def test_every_algorithm_scales_with_the_size_and_sends_only_inside_the_group(na
 
 
 REDUCING = [each for each in ALGORITHMS if each[1] in ("all-reduce", "reduce-scatter") and each[0] != "in-switch"]
-"""By name and kind; a switch that adds costs the devices nothing."""
+"""Algorithms by name and kind whose devices add; a switch that adds costs them nothing."""
 
 
 @pytest.mark.parametrize(("name", "kind"), REDUCING)

@@ -30,7 +30,7 @@ from gssim.simulation import simulate
 DEMO = Path(__file__).resolve().parents[2] / "scenarios" / "demo.toml"
 POINTS = 10_000
 FIRST_PAINT_MS, FILTER_MS = 2000, 200
-"""Of the processor's time of the page's main thread, on a machine that does the fixed work in `FIXED_WORK_MS`: the
+"""CPU time of the page's main thread, on a machine that does the fixed work in `FIXED_WORK_MS`: the
 clock's would be that of what else runs on the machine, and what shares caches and cores doubles the processor's too."""
 FIXED_WORK_MS = 55
 FIXED_WORK = """(() => { let seed = 1;

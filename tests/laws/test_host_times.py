@@ -24,7 +24,7 @@ OPTIMIZER = {
     "host_tensor_s": 0.5,
 }
 UPDATE_S, UPDATE_HOST_S = 0.25, 3.0 + TENSORS * 0.5
-"""Of all 168 elements."""
+"""Times to update all 168 elements."""
 
 
 def curve(seconds: float) -> dict[str, list[float]]:

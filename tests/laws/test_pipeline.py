@@ -27,7 +27,7 @@ MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 GPT, BERT, RESNET = (load_model(MODELS / f"{name}.toml") for name in ("gpt-byte-1m", "bert-byte-1m", "resnet-digits"))
 AUTOCAST = load_model(MODELS.parents[1] / "tests" / "helpers" / "models" / "of_tests" / "divided-autocast-bert.toml")
 FORWARD_S, BACKWARD_S = 0.001, 0.002
-"""Of one layer of the chain, for a micro-batch of one sample of one token, on a device of 1 GFLOP/s."""
+"""Times of one layer of the chain, for a micro-batch of one sample of one token, on a device of 1 GFLOP/s."""
 
 
 def chain(layers: int) -> Model:

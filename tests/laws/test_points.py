@@ -83,9 +83,9 @@ MANY = [
         ADAPTED_PARTS,
     )
 ]
-"""Of the large one: 10,000."""
+"""Seeds of the large test: 10,000 points."""
 USUAL_DEVICES, MOST_DEVICES = 8, 32
-"""Of its points, four in five have at most so many devices, one in five more."""
+"""Largest numbers of devices of four in five points, and of all."""
 LONGEST_REFUSAL = 300
 SLOWER = 1e-9
 NO_PAIR_IN_TURN = mock.patch.object(Network, "latency_s", return_value=math.inf)

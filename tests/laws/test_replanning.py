@@ -16,7 +16,7 @@ from gssim.plan.splitting import balance_batch
 
 DEFAULTS = Replanning()
 ANSWER_STEPS = 4
-"""In which a slow-down to half speed is answered; noise of 10 % may hide it for one step, else it would be 3."""
+"""Steps until the controller reacts to half speed: 3, and one more that noise of 10 % may hide."""
 
 
 def batches(watch, sample_s_by_step, *, noise=0.0, seed=0, fixed_s=0.0, settings=DEFAULTS, **limits):

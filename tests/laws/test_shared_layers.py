@@ -18,7 +18,7 @@ from gssim.workload import Model, unrolled
 
 MODELS = sorted((Path(__file__).resolve().parents[2] / "scenarios" / "models").glob("*.toml"))
 ELEMENTS = 50_000
-"""Of the parameter that the first and the last layer share."""
+"""Elements of the parameter that the first and the last layer share."""
 
 
 def tied_chain(*, tied: bool) -> Model:

@@ -48,7 +48,7 @@ COST = {
     name: {"sizes": [1.0], "values": [value]}
     for name, value in (("forward_pair_s", 1.0), ("backward_pair_s", 2.0), ("sum_s", 10.0))
 }
-"""Of DTensor, in seconds."""
+"""Costs of DTensor, in seconds."""
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 
 

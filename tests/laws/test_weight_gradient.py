@@ -32,7 +32,7 @@ from gssim.workload import Model, unrolled
 from gssim.workload.owned import owned_layers
 
 FLOP = 1000
-"""Of a layer's forward, of the gradient of its input, and of its weight gradient, for each sample and token."""
+"""FLOP of a layer's forward, input gradient and weight gradient, each, for each sample and token."""
 SAMPLES, TOKENS = 8, 4
 ONE_S = FLOP * SAMPLES * TOKENS / 1e9
 """Each of them takes so long on the strategies' device of 1 GFLOP/s."""

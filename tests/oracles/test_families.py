@@ -185,7 +185,7 @@ BEYOND = {
         "depends on the values of its tensors",
     ),
 }
-"""What fake tensors do not tell, and a real run fails for; or what would be traced and is not trained."""
+"""Requests whose error fake tensors do not show, or that would be traced but not trained."""
 
 
 @pytest.mark.parametrize("fault", BEYOND)

@@ -28,7 +28,7 @@ def outcome(changes):
 
 
 ROUNDING = {"rel": 1e-13, "abs": 1e-15}
-"""Of collectives of many unequal messages, times on idle links are simulated for one size and multiplied."""
+"""Tolerance: times of many unequal messages on idle links are simulated for one size, and multiplied."""
 
 
 def leaves(data):

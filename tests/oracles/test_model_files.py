@@ -122,7 +122,7 @@ def traced(family: str) -> Model:
 
 
 SLOW = ("bert", "gpt2", "llama", "short-llama", "resnet")
-"""What they are made of is in the other kinds too."""
+"""Slow cases; the other ones contain the same kinds of layers."""
 
 
 def kinds(*without):

@@ -133,7 +133,7 @@ def test_a_step_of_few_samples_peaks_in_the_optimizer_as_its_implementation_has_
 
 
 ID_BEFORE = "2f137cd56436a15f"
-"""Of the scenario below without its choice of implementations, in version 1 of canonical data."""
+"""Id of the scenario below without its choice of implementations, in version 1 of canonical data."""
 
 
 def test_the_identity_of_a_scenario_tells_implementations_apart_but_keeps_that_of_earlier_results():

@@ -256,7 +256,7 @@ def test_zero3_sends_half_as_much_again_as_zero2_less_the_root(results: dict[str
 # Memory, counted by torch ---------------------------------------------------------------------------------------------
 
 SAMPLES = (1, 2, 8)
-"""Of each rank. Few: the peak is where parameters are gathered; many: where activations are."""
+"""Samples of each rank. Few: the peak is where parameters are gathered; many: where activations are."""
 
 
 def trained_by_sixteen(method: str, samples: int) -> Scenario:

@@ -34,7 +34,7 @@ class Case:
     kind: str
     ranks: int
     part_bytes: float
-    """Of each rank's buffer; of an all-gather, its shard."""
+    """Bytes of each rank's buffer; for an all-gather, of its shard."""
     splits: int
     wired: str
     algorithm: str

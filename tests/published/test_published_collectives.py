@@ -98,7 +98,7 @@ def score(name: str, tuning: NcclTuning, group: Group, test: Table, train: Table
 
 
 HALVES = [0, pytest.param(1, marks=pytest.mark.slow)]
-"""Of a table: the constants are fitted to every other size from the first on, or from the second on."""
+"""Halves of a table: constants are fitted to every other size, from the first or the second on."""
 
 
 def halves(table: Table) -> list[tuple[Table, Table]]:

@@ -176,7 +176,7 @@ def test_experts_beside_tensor_ranks_are_predicted_only(tmp_path):
 
 LATENT = {"swiglu": "True", "untie_embeddings_and_output_weights": "True", "attention_backend": "unfused"}
 NAME = "gpt3_tp2_pp2_ep4_etp1"
-"""Of tests with latent attention, a first block without experts, and a shared expert."""
+"""Name of tests with latent attention, a first block without experts, and a shared expert."""
 
 
 def test_a_block_that_predicts_a_further_token_is_one_more_with_logits_of_its_own(tmp_path):

@@ -16,7 +16,7 @@ ROW = MEGATRON_ROW | fields(
     "attention-backend="
 )
 OVERHEAD_S = 33e-6
-"""Of an operation, on the H100 of the tests."""
+"""Overhead of an operation on the H100 of the tests."""
 
 
 def run_of(folder: Path, change: dict[str, str] | None = None, **named: str) -> Run:

@@ -148,7 +148,7 @@ def test_interleaved_stages_take_any_number_of_micro_batches_that_makes_equal_ro
 
 CUT = replace(RUN, method="tensor", dp=1, tp=2, micro_batches=1)
 OPERATIONS, SUMS = {"forward": 33, "recompute": 33, "backward": 66}, 2
-"""Of a block's phases."""
+"""Numbers of operations and sums in a block's phases."""
 
 
 def issued_in(run: Run, overhead_s: float) -> Scenario:

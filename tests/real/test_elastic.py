@@ -55,7 +55,7 @@ COMMON = [
 BUCKETS = ["plan.bucket_bytes=300000", "plan.first_bucket_bytes=100000"]
 SHARES = {4: "[0.4,0.3,0.2,0.1]", 3: "[0.2,0.5,0.3]", 2: "[0.6,0.4]"}
 EXACT = 1e-9
-"""Of a loss, in fp64."""
+"""Relative tolerance of a loss in fp64."""
 
 
 def overrides(ranks: int, steps: int, *changes: str) -> list[str]:
@@ -112,7 +112,7 @@ def test_what_four_ranks_saved_goes_on_with_fewer(saved_by_four: Path, undisturb
 
 SAMPLES_TWICE = ["plan.dp_replicate=1", "plan.dp_shard=2", "plan.tp=2"]
 UNEVEN = "plan.shares.shards=[0.75,0.25]"
-"""Of heads and columns, for slices of our own."""
+"""Uneven shares of heads and columns, for this project's own slices."""
 EVEN = "plan.shares.shards=even"
 PLANS: dict[str, tuple[int, list[str]]] = {
     "pipeline": (2, ["plan.method=pipeline", "plan.micro_batches=3"]),

@@ -31,7 +31,7 @@ COST = BackendCost(
 )
 RATES = st.floats(1e3, 1e12)
 PUSHED_BYTES = 672
-"""Of the tiny model: half of it from each of two ranks to the other, and as much back."""
+"""Bytes of the tiny model's push: half of it from each of two ranks to the other, and as much back."""
 
 
 def exchange(size: float, back: float | None = None) -> Communication:

@@ -29,7 +29,7 @@ PAGES = ("README.md", "gssim/README.md", "gsreal/README.md", "analysis/README.md
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 TEXT = "\n".join(TEXTS.values())
 README_LINES = 110
-"""Two screens."""
+"""Largest number of lines of README.md: two screens."""
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 PROGRAMS = {"gssim": ["gssim"], "gsreal": ["gsreal"], "analysis": ["python", "-m", "analysis"]}
 NEEDED = {"gssim": (), "gsreal": ("torch", "tomli_w", "sklearn"), "analysis": ("polars", "matplotlib")}
@@ -52,7 +52,7 @@ SMALL: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("analysis", "convergence"): ("--seeds", "2", "--set", "run.steps=3", "--set", "run.warmup_steps=1"),
 }
-"""What makes slow commands short: later options count."""
+"""Options that make slow commands short: of repeated options the last counts."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ MADE_ELSEWHERE = {
     ("gssim", (*("sweep", "scenarios/sweeps/lab-small.toml", "--only", "two-hosts--*"), "--out", "out/small.parquet")),
     ("gssim", ("support", "scenarios/gpt2-unequal-gpus.toml")),
 }
-"""What tests of their own make as well, in seconds: the reference page, the headlines, predictions of the scenarios
+"""Commands with tests of their own, which take seconds: the reference page, the headlines, predictions of the scenarios
 that ship, the lists of models and of what combines, a sweep, a comparison and an imported
 plan's prediction."""
 QUICK = [

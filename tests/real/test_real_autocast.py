@@ -31,7 +31,7 @@ SHARES = {
 PUSHING = ("gs", "gs_z3")
 MICRO = ["plan.micro_batches=2", "plan.gradient_sync=micro-batch", "plan.recompute=full"]
 SENT_RATIO = 0.3
-"""Of what is thresholded."""
+"""Fraction of thresholded gradients that is sent."""
 
 
 def traced(model: str) -> Path:

@@ -45,7 +45,7 @@ CASES = {
     "topk of a residual network": LARGEST,
     "topk of all, two ranks": ["plan.method=topk", "plan.topk.density_ratio=1"],
 }
-"""By what it is: changes to the demo, with SGD."""
+"""Overrides of the demo by case, with SGD."""
 DEMO = ("small-demo.toml", "demo.toml")
 """The second in 16 bits: what oneDNN's kernels take for matrices of other shapes is not profiled."""
 OF_TWO = [name for name in CASES if "unequal" in name or "two ranks" in name]

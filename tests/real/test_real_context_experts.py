@@ -25,7 +25,7 @@ ROUTER, LOAD = ["workload.expert_routing=router"], ["workload.expert_routing=loa
 SKEWED = [*LOAD, "workload.expert_load.skew=0.7"]
 MIXTURE = [f"workload.model={SCENARIOS}/models/mixture-byte-1m.toml"]
 MIXTRAL = [f"workload.model={HELPERS}/models/mixtral.toml"]
-"""Of few heads with keys of their own; one device runs it in fp32 alone."""
+"""A model with few heads of keys and values; one device runs it only in fp32."""
 RING, FULL = ["plan.context_exchange=ring"], ["plan.recompute=full"]
 TWO, FOUR = ["plan.ep=2"], ["plan.ep=4"]
 STAGED = ["plan.pp=2", "plan.micro_batches=2"]

@@ -29,7 +29,7 @@ PUBLISHED = ["plan.publish.threshold=0", "plan.publish.encoding=coo"]
 SOME = ["plan.push.threshold=0.3", "plan.push.kind=target-density", "plan.push.reestimate_steps=1"]
 
 Changes = tuple[list[str], float | None]
-"""What a case changes, and the density that its statistics say; None: nothing depends on the data."""
+"""A case's overrides, and its predicted density; None: nothing depends on the data."""
 ON: dict[int, dict[str, Changes]] = {
     2: {
         "gpt-adamw": ([*ADAMW64, *GS], None),

@@ -53,7 +53,7 @@ CASES = {
     "narrow-contexts-blocking": [MIXTRAL, NARROW, ZERO1, BLOCKING, "plan.cp=2"],
     "wide-contexts-router": [MIXTRAL, WIDE, ZERO1, ROUTER, "plan.cp=2"],
 }
-"""By name: what is changed of four ranks of which two divide experts."""
+"""Overrides by name, on four ranks, two of which divide the experts."""
 FEW = ["wide-blocking", "bf16-sharded-state-blocking", "fp16-sharded-state-reduced-clipped-blocking"]
 ROUNDING = {"wide": (0.0, 1e-5), "narrow": (1e-6, 2**-6), "bf16": (0.0, 2**-6), "fp16": (0.0, 2**-6)}
 """Least and largest difference to one device, of the largest parameter, as in `test_real_reduce_precision`."""

@@ -165,7 +165,7 @@ CASES = {
     ),
     "two-pushed-kept-uneven-sgd": (2, [*SGD, *SKEWED, *SHARDED, UNEVEN, "plan.parameters=gathered"]),
 }
-"""By name: the ranks that divide the experts (0: all), and what is changed."""
+"""By name: the number of ranks that divide the experts (0: all), and overrides."""
 
 
 def tiny() -> Path:

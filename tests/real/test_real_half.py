@@ -36,7 +36,7 @@ CASES = {
     "of bf16 in fp16": [HALF, "workload.precision=bf16", "plan.compress=fp16"],
     "recomputed": [HALF, "plan.recompute=full", "plan.overlap=false"],
 }
-"""By what it is: changes to the demo. How long a compressed copy lives beside the compute depends on the rates of links
+"""Overrides of the demo by case. How long a compressed copy lives beside the compute depends on the rates of links
 and devices, which are not those of this machine: where the peak is in the backward, as under recomputation, there is no
 overlap."""
 BY_KERNELS = ("of bf16", "of bf16 in fp16", "recomputed")
@@ -44,7 +44,7 @@ BY_KERNELS = ("of bf16", "of bf16 in fp16", "recomputed")
 where blocks run again those of the smaller hold less than its update."""
 NAMES = quick(CASES, ["bf16", "unequal batches", "zero1"])
 PEAK = 1e-4
-"""By how much peaks may differ: losses and other scalars."""
+"""Relative tolerance of peaks: losses and other scalars."""
 WRITTEN_OUT = quick(
     ["bf16", "fp16", "blocking", "in small buckets", "unequal batches", "adamw in fp64"], ["fp16", "unequal batches"]
 )

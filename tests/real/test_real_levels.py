@@ -69,9 +69,9 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
 
 
 WORLDS: dict[int, tuple[dict, dict]] = {}
-"""What was run, by number of ranks."""
+"""Results of runs, by number of ranks."""
 BY_HAND: list[dict[str, Any]] = []
-"""What every rank of four saw of models sharded without a scenario."""
+"""Observations of each of four ranks of models that are sharded without a scenario."""
 
 
 def run_four(request: pytest.FixtureRequest, folder: Path) -> None:

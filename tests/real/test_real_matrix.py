@@ -137,7 +137,7 @@ def world(request: pytest.FixtureRequest, files: Path, tmp_path_factory: pytest.
 
 
 errors: dict[str, float] = {}
-"""Of the peaks, by case and rank."""
+"""Errors of peaks, by case and rank."""
 
 
 def test_collectives_are_equal(world: tuple[dict, dict]) -> None:

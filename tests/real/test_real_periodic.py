@@ -27,7 +27,7 @@ LOCAL, DILOCO, SPARSE = (
     [f"plan.method={method}", "plan.sync_every_steps=3"] for method in ("local_sgd", "diloco", "sparse_loco")
 )
 STREAMING = ["plan.method=streaming_diloco", "plan.sync_every_steps=4"]
-"""Two fragments, each under way for a step, and mixed half and half."""
+"""Two fragments, each in flight for one step, and mixed half and half."""
 LATE = ["plan.sync_every_steps=6", "plan.streaming.delay_steps=2"]
 """No exchange may be longer under way: a fragment begins every three steps."""
 CASES = {
@@ -71,7 +71,7 @@ CASES = {
     "residual network": DILOCO,
     "int8, residual network": [*DILOCO, "plan.outer.precision=int8"],
 }
-"""By what it is: changes to the demo, with AdamW."""
+"""Overrides of the demo by case, with AdamW."""
 OF_TWO = ("unequal batches", "streaming, unequal batches")
 RESIDUAL = ("residual network", "int8, residual network", "streaming, residual network")
 OTHER_NUMBERS = ("bf16", "streaming, bf16", *RESIDUAL)

@@ -69,7 +69,7 @@ MANY = [
 EXACT = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 2**-7, "bf16": 2**-7}
 """By how much of the largest one parameters may differ from one device's, by the least exact of the precisions used."""
 PEAK, PEAK_OF_CONVOLUTIONS = 0.02, 0.04
-"""By how much peaks may differ. Kernels of convolutions take scratch by shape and processor: between batches that were
+"""Relative tolerances of peaks. Kernels of convolutions take scratch by shape and processor: between batches that were
 measured it is interpolated.
 """
 LONGEST_REFUSAL = 300

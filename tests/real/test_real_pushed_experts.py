@@ -107,7 +107,7 @@ CASES: dict[str, tuple[int, float, list[str]]] = {
     ),
     "some-alone-sharded": (0, 0.3, [*SGD, "plan.method=gs_z3", *SOME, "plan.push.reestimate_steps=1"]),
 }
-"""By name: the ranks that divide the experts (0: all), what fraction reaches a threshold, and what is changed."""
+"""By name: the number of ranks that divide the experts (0: all), the density, and overrides."""
 
 
 def cases_for(ranks: int, folder: Path) -> Cases:

@@ -66,7 +66,7 @@ CASES = {
     "residual network, streaming, int8": [*STREAMING, "plan.outer.precision=int8"],
     "bert": [*DILOCO, "plan.outer.precision=int8"],
 }
-"""By what it is: changes to the demo, with AdamW, on two replicas of two ranks, or more where they are divided so."""
+"""Overrides of the demo by case, with AdamW, on two replicas of two ranks or more."""
 OF_SIX = ("uneven shards", "uneven shards, int8")
 OF_EIGHT = tuple(name for name in CASES if name.startswith("cut and sharded"))
 RANKS = {name: 6 if name in OF_SIX else 8 if name in OF_EIGHT else 4 for name in CASES}

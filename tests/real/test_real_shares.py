@@ -20,7 +20,7 @@ SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64"]
 FIRST, SLOW_STEPS, STEPS = 6, 9, 24
 ANSWER_STEPS = 8
-"""In which a slow-down is answered: 3 by the drift test, and 5 that must pass after a division that noise caused."""
+"""Steps until the controller reacts: 3 by the drift test, and 5 that must pass after a split that noise caused."""
 TRIES = 3
 """Runs, of which one is seen to answer in time: the machine is shared."""
 SLOW = f"run.slowdowns=[{{rank=1,first_step={FIRST},steps={SLOW_STEPS},compute_ratio=3}}]"

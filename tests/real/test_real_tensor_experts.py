@@ -57,7 +57,7 @@ SMALL = {
         },
     ),
 }
-"""Of four heads with keys of their own; the latter's first block is dense."""
+"""Models with four heads of keys and values; the second one's first block is dense."""
 SIZES = {
     "vocab_size": 256,
     "hidden_size": 48,
