@@ -1,6 +1,7 @@
 """The commands of the simulator: `gssim`, or `python -m gssim`."""
 
 import gc
+import os
 
 
 def main() -> None:
@@ -10,6 +11,7 @@ def main() -> None:
 
         gc.set_threshold(OBJECTS_PER_COLLECTION)
         end_without_collection()
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for some in all packages takes 0.05 s
         from gssim.cli import main as run
     except KeyboardInterrupt:
         raise SystemExit(130) from None  # 128 + SIGINT, as gssim.terminal.INTERRUPTED, which is not there yet

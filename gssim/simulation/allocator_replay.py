@@ -124,10 +124,13 @@ def _in_order(parts: Sequence[Task | Chunk], tensors: Mapping[str, Sequence[floa
             found, phases = made[number]
             if not found.needs:
                 continue
-            if any(begun[phase] + phases[phase] >= count > begun[phase] for phase, (count, _) in waiting.items()):
-                tasks = [part] if isinstance(part, Task) else part.template.tasks
-                found = _Part(-1 - begun.total(), list(_with_kept(tasks, begun, waiting)))
-            begun.update(phases)
+            if waiting:
+                due = [name for name, (count, _) in waiting.items() if begun[name] + phases[name] >= count]
+                if due:
+                    tasks = [part] if isinstance(part, Task) else part.template.tasks
+                    found = _Part(-1 - begun.total(), list(_with_kept(tasks, begun, waiting)))
+                    waiting = {name: kept for name, kept in waiting.items() if name not in due}
+                begun.update(phases)
             yield found
 
 

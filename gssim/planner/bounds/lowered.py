@@ -51,10 +51,11 @@ def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBou
 
 
 def met_step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds, shared: Shared) -> float:
-    """Return the least step time if equal groups share one instance and so their links; see [Note: met]."""
+    """Return the least step time if equal groups share one instance and so their links; see [Note: met].
+
+    It is 0 if no collective takes longer for that: then `step_time_s` is as close.
+    """
     machine = Machine(scenario.cluster, program, conditions=scenario.network, shared=shared)
-    alone: dict[int, dict[int, float]] = {}
-    """By `id` of the collective, and role."""
     known: dict[int, float] = {}
 
     def of_roles(communication: Communication) -> dict[int, float]:
@@ -70,11 +71,20 @@ def met_step_time_s(scenario: Scenario, program: Program, collectives: Collectiv
                 found[role] = min(alone_s, found.get(role, math.inf))
         return found
 
+    alone = {id(each): of_roles(each) for each, _ in program.exchanges}
+    """By `id` of the collective, and role."""
+
     def alone_s(role: int, communication: Communication) -> float:
         if id(communication) not in alone:
             alone[id(communication)] = of_roles(communication)
         return alone[id(communication)][role]
 
+    def is_longer(communication: Communication) -> bool:
+        times_s = alone[id(communication)].items()
+        return any(s > collectives.alone_s(communication, program.role_of.index(role)) for role, s in times_s)
+
+    if not any(is_longer(each) for each, _ in program.exchanges):
+        return 0.0
     return least_chance(_devices(scenario)) * _longest_step_s(scenario, program, alone_s)
 
 
@@ -244,10 +254,11 @@ def _step_of_first_s(ranks: Sequence[Streams]) -> float:
             operations, ends_s, place, now_s = stream.operations, stream.ends_s, stream.place, stream.now_s
             while place < len(operations):
                 number, duration_s, after, message, sends = operations[place]
-                if after:
-                    if any([each not in ends_s for each in after]):
-                        break
-                    now_s = max(now_s, *[ends_s[each] for each in after])
+                try:
+                    for each in after:
+                        now_s = max(now_s, ends_s[each])
+                except KeyError:  # it has not ended yet
+                    break
                 if message is not None:
                     if sends:
                         sent_s[message] = now_s
