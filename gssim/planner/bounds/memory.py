@@ -70,8 +70,16 @@ class MemoryBounds:
 
     def _room(self, plan: Plan, policies: Policies, rank: int, part: Part, owned: float, ratio: float) -> int:
         """Return the most samples that fit a fraction of a rank's memory; `owned`: the elements it updates."""
-        memory = (policies.parameters, policies.gradients, policies.gradient_sync, part, owned, plan.offload)
-        key = ("room", self.parts.names[rank], memory, plan.micro_batches, plan.recompute)
+        key = (
+            "room",
+            self.parts.names[rank],
+            Same(policies),
+            part,
+            owned,
+            plan.offload,
+            plan.micro_batches,
+            plan.recompute,
+        )
         room = ratio * self.parts.types[rank].memory_bytes
         needed = self.parts.once(("needed", *key), dict[int, float])  # by number of samples, whatever the ratio
 
