@@ -224,7 +224,7 @@ def merged_in_float_bytes(
         if phase != "b":
             merged = 2 * wide * out + of_queries if step and block else 0.0
             return sent + merged + cast * out * (step == last)
-        merged = 2 * wide * (out + size) + of_queries + of_keys if step and block else wide * (out + size)
+        merged = (2 if step else 1) * wide * (out + size) + of_queries + of_keys if block else 0.0
         return sent + merged + cast * (out + size) * (step == last)
     if phase != "b":
         merged = 8 * wide * of_queries + 2 * wide * out * halves_queries if step else 0.0
