@@ -3,8 +3,6 @@
 See the module `transformer` for how their memory traffic is counted.
 """
 
-from dataclasses import dataclass
-
 from analysis.literature.kernels import KernelUse, kernels_of
 from analysis.literature.operations import FLOAT, ZERO_BYTES, Operation, TensorSplit, Weight, total
 from analysis.literature.runs import Shape, Software
@@ -14,16 +12,6 @@ from gssim.workload import Polynomial
 FLOAT8_CALLS = 3
 """Operations that cast what a product reads to float8, by the scale of its own largest value: that, the scale and the
 cast (Transformer Engine, pytorch/csrc/quantizer.cpp, Float8CurrentScalingQuantizer); the weight's stays cast."""
-
-
-@dataclass(frozen=True)
-class RingWaits:
-    """Exchanges of ring attention that nothing runs beside, as the bytes for each token that memory moves meanwhile."""
-
-    gather_bytes: float
-    """Meanwhile keys and values of all ranks are gathered."""
-    shift_bytes: float
-    """Meanwhile gradients of keys and values, in float, go to the next rank."""
 
 
 class OperationBuilder:
@@ -37,7 +25,6 @@ class OperationBuilder:
         use: KernelUse | None = None,
         windows: tuple[int, int] | None = None,
         *,
-        waits: RingWaits | None = None,
         alone: bool = False,
         expert_tensor_ranks: int | None = None,
         expert_ranks: int = 1,
@@ -45,7 +32,7 @@ class OperationBuilder:
         self.shape, self.software, self.split = shape, software, TensorSplit(ranks, windows, alone)
         self.expert_tensor_ranks = expert_tensor_ranks or ranks
         self.expert_ranks = expert_ranks
-        self.use, self.waits = use, waits
+        self.use = use
         self.kernels = kernels_of(use.machine) if use is not None else None
         self.value = PRECISION_BYTES[software.precision]
 

@@ -117,6 +117,8 @@ class Operation:
     """Bytes that tensor ranks all-reduce after the forward; None: nothing."""
     backward_reduced: Polynomial | None = None
     """Bytes that tensor ranks all-reduce after the backward; None: nothing."""
+    ring: Polynomial | None = None
+    """Bytes of keys and values that context ranks pass around after each pass; None: nothing."""
 
 
 @dataclass(frozen=True)
@@ -261,9 +263,15 @@ class LayerOperations:
             selective_rerun=self._rerun_alone(),
             buffers=tuple(self.buffers(input_bytes, freed_at)),
             units=self.split.ranks if self.split.ranks > 1 and not self.split.alone else None,
-            reductions=tuple(self._reductions()) if self.split.ranks > 1 else (),
+            reductions=(*(self._reductions() if self.split.ranks > 1 else ()), *self._rings()),
             linear=True if self.split.ranks > 1 and not self.split.alone else None,
         )
+
+    def _rings(self) -> Iterable[Reduction]:
+        for place, operation in enumerate(self.operations):
+            if operation.ring is not None:
+                for moment in (Moment("f", place), Moment("b", self.last - place)):
+                    yield Reduction(moment, operation.ring, "ring")
 
     def _gathers(self) -> Iterable[Reduction]:
         """Yield the gathers of column-parallel layers' inputs, and the reduce-scatters of row-parallel layers' outputs.

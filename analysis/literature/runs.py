@@ -228,8 +228,10 @@ class Software:
     """Stages of a pipeline send and receive one message at a time, as DeepSpeed's PipelineEngine."""
     context_ranks: int = 1
     """Ranks that share each sequence, with ring attention: sizes are those of a rank's part of the sequence."""
-    waits_for_keys: bool = False
-    """Ring attention waits for each exchange as soon as it has begun, see `TransformerBuilder.ring`."""
+    rings: bool = False
+    """Context ranks are those of `plan.cp`, each exchange of whose rings is waited for as soon as it has begun
+    (`plan.context_overlap`): so compiled blocks do, see `TransformerBuilder.ring`. Else they count as data ranks with
+    shorter sequences, whose exchanges take no time."""
     float8_maps: bool = False
     """The blocks' linear layers are in float8 (`workload.map_precision`)."""
     attention_ratio: float = 1.0

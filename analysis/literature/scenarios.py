@@ -21,7 +21,6 @@ import tomli_w
 from pydantic import TypeAdapter
 
 import gssim
-from analysis.literature.builder import RingWaits
 from analysis.literature.kernels import KernelUse
 from analysis.literature.mixture import ExpertRanks, weight_shapes
 from analysis.literature.platforms import (
@@ -35,11 +34,8 @@ from analysis.literature.platforms import (
 from analysis.literature.runs import Measured, Run, SkippedError, UnscoredError
 from analysis.literature.transformer import transformer
 from gssim.cluster import Cluster, Link, presets
-from gssim.collectives.nccl import times
-from gssim.engine import Scheduler
 from gssim.execution.files import check_place, write_text
 from gssim.interop.training import ONE_BUCKET
-from gssim.network import Router
 from gssim.plan import DATA_AXES, METHODS
 from gssim.scenario import achieved_flop_per_s
 from gssim.units import PRECISION_BYTES, validated
@@ -82,13 +78,13 @@ def tables_of(run: Run) -> dict[str, Any]:
     """Return a run's scenario as a file has it, cluster and model as tables; raise SkippedError for an unknown GPU."""
     if run.measured is not None:
         return _measured_tables(run, run.measured)
-    context, software = run.software.context_ranks, run.software
+    software = run.software
+    counted = _counted_context_ranks(run)
     ties = run.shape.ties and (run.pp == 1 or run.sums_tied_gradients)
     use = _kernel_use(run) if software.kernels is not None else None
-    waits = _ring_waits(run) if software.waits_for_keys else None
     divided = ExpertRanks(run.ep, run.etp) if run.shape.experts is not None else None
     across = ties and run.pp > 1
-    model = transformer(run.shape, software, tp=run.tp, tied=ties, across=across, use=use, waits=waits, divided=divided)
+    model = transformer(run.shape, software, tp=run.tp, tied=ties, across=across, use=use, divided=divided)
     figures = [f"{run.step_s:.6g} s a step"] if run.step_s else []
     if run.memory_bytes and run.memory_metric:
         rank = "the last rank" if run.memory_of == "last" else "the rank that needs most"
@@ -101,8 +97,8 @@ def tables_of(run: Run) -> dict[str, Any]:
         "cluster": _cluster_tables_of(run),
         "workload": {
             "model": TypeAdapter(Model).dump_python(model, mode="json", exclude_none=True),
-            "global_batch_size": run.dp * context * run.micro_batch * run.micro_batches,
-            "sequence_length": run.shape.sequence_length // context,
+            "global_batch_size": run.dp * counted * run.micro_batch * run.micro_batches,
+            "sequence_length": run.shape.sequence_length // counted,
             "precision": software.precision,
             "optimizer": run.optimizer,
             "optimizer_implementation": "fused",
@@ -113,7 +109,7 @@ def tables_of(run: Run) -> dict[str, Any]:
         tables["workload"]["map_precision"] = "fp8"
     if software.float_gradients:
         tables["workload"]["gradient_precision"] = "fp32"
-    if run.float_reduction and run.dp * context > 1:
+    if run.float_reduction and run.dp * software.context_ranks > 1:
         tables["workload"]["reduce_precision"] = "fp32"
     if run.clip_norm is not None:
         tables["workload"]["clip_norm"] = run.clip_norm
@@ -201,29 +197,6 @@ def _kernel_use(run: Run) -> KernelUse:
     return KernelUse(run.software.kernels, run.micro_batch, rate, device.memory_bandwidth_bytes_per_s, run.ep)
 
 
-def _ring_waits(run: Run) -> RingWaits:
-    """Return the exchanges of a micro-batch's ring attention on idle links, by NCCL's performance model.
-
-    Keys and values have as many heads as queries (torchtitan, `repeat_kv`). Context ranks are numbered directly outside
-    tensor ranks.
-    """
-    cluster, context = cluster_of_run(run), run.software.context_ranks
-    scheduler = Scheduler(cluster, Router(cluster.wiring), run.ranks)
-    group = scheduler.nccl_group(tuple(range(0, run.tp * context, run.tp)))
-    tokens = run.micro_batch * run.shape.sequence_length // context
-    values = 2 * tokens * run.shape.query_width // run.tp
-    bytes_per_s = cluster.device_types["gpu"].memory_bandwidth_bytes_per_s
-    assert scheduler.tuning is not None  # the clusters of published runs have GPUs alone
-    gathered, shifted = (
-        times(scheduler.tuning, kind, size, group).time_s * bytes_per_s / tokens
-        for kind, size in (
-            ("all-gather", context * values * PRECISION_BYTES[run.software.precision]),
-            ("send", values * PRECISION_BYTES["fp32"]),
-        )
-    )
-    return RingWaits(gathered, shifted)
-
-
 RATE_FLOP_PER_S = 1e12
 """Rate at which measured compute is expressed as FLOP: the time does not depend on it."""
 
@@ -293,7 +266,7 @@ def servers_of_run(run: Run) -> tuple[Server, ...]:
 
 def plan_of(run: Run) -> dict[str, Any]:
     """Return the parallel plan of a run."""
-    axis = METHODS[run.method].axis
+    axis, counted = METHODS[run.method].axis, _counted_context_ranks(run)
     plan: dict[str, Any] = {
         "method": run.method,
         "tp": run.tp,
@@ -302,13 +275,16 @@ def plan_of(run: Run) -> dict[str, Any]:
         "overlap": run.overlap,
     }
     if axis in DATA_AXES and run.method != "single":
-        plan[axis] = run.dp * run.software.context_ranks
+        plan[axis] = run.dp * counted
     if run.shards is not None and axis == "dp_shard":
-        plan |= {"dp_shard": run.shards, "dp_replicate": run.dp * run.software.context_ranks // run.shards}
+        plan |= {"dp_shard": run.shards, "dp_replicate": run.dp * counted // run.shards}
     if run.ep > 1:
         plan["ep"] = run.ep
         if run.etp not in (None, run.tp):
             plan["etp"] = run.etp
+    # torch's default gathers all keys at once
+    rings = {"cp": run.software.context_ranks, "context_exchange": "gather", "context_overlap": False}
+    plan |= rings if run.software.rings else {}
     beside = {"tp_overlap": run.software.pipelined_maps, "async_input_gradients": run.software.sums_beside_products}
     plan |= {key: True for key, is_beside in beside.items() if is_beside}
     if run.flat_optimizer and run.method == "zero1":
@@ -325,6 +301,11 @@ def plan_of(run: Run) -> dict[str, Any]:
     if (run.method == "ddp" or run.flat_optimizer) and not run.overlap:
         plan["bucket_bytes"] = ONE_BUCKET
     return plan
+
+
+def _counted_context_ranks(run: Run) -> int:
+    """Return the number of ranks of a sequence that count as data ranks; see `Software.rings`."""
+    return 1 if run.software.rings else run.software.context_ranks
 
 
 def stages_of(run: Run) -> tuple[int, ...]:

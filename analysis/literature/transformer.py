@@ -5,10 +5,11 @@ way, and in its backward reads two tensors twice and writes one; a dropout reads
 softmax that is fused with scale and mask (Megatron-LM, fused_kernels) reads and writes v a score.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
+from typing import Any
 
-from analysis.literature.builder import OperationBuilder, RingWaits
+from analysis.literature.builder import OperationBuilder
 from analysis.literature.kernels import KernelUse
 from analysis.literature.mixture import ExpertRanks, latent_block, routed_maps, undivided, with_exchanges
 from analysis.literature.operations import (
@@ -60,6 +61,7 @@ class TransformerBuilder(OperationBuilder):
             also_saved=self.token_bytes(shape.heads, value=FLOAT),
             kept=True,
             kernels=self.software.flash_calls,
+            ring=self.token_bytes(2 * shape.query_width) if self.software.rings else None,
         )
 
     def ring(self) -> tuple[Polynomial, Polynomial]:
@@ -71,10 +73,10 @@ class TransformerBuilder(OperationBuilder):
         sent; in the backward, gradients of all three are accumulated in float, and those of keys and values are joined
         and sent on.
 
-        Messages overlap with the attention to another part, unless the block is compiled: where collectives are traced,
-        each is followed by its wait (torch 2.6, distributed/_functional_collectives.py, `_maybe_wrap_tensor`), which
-        the compiler does not move (_inductor/config.py, `reorder_for_compute_comm_overlap` = False). Then each pass
-        waits for the gather of all keys and values, and a backward for every shift of their gradients too.
+        Messages overlap with the attention to another part. Those of compiled blocks do not: where collectives are
+        traced, each is followed by its wait (torch 2.6, distributed/_functional_collectives.py, `_maybe_wrap_tensor`),
+        which the compiler does not move (_inductor/config.py, `reorder_for_compute_comm_overlap` = False). They are
+        predicted by `plan.cp` instead (`Software.rings`).
         """
         v, others = self.value, self.software.context_ranks - 1
         # of the other parts, half are against all own queries, and half against the second half of them: the rest is
@@ -88,12 +90,7 @@ class TransformerBuilder(OperationBuilder):
         handed, layer_input_gradient = 8 * v, 4 * FLOAT  # keys and values: joined, read to be sent, written on arrival
         forward, backward = merged + handed, 3 * added + joined + layer_input_gradient + handed
         width = self.shape.query_width * others
-        passes = self.token_bytes(width, value=forward), self.token_bytes(width, value=backward)
-        if self.waits is None:
-            return passes
-        gather = self.token_bytes(1, shared=False, value=self.waits.gather_bytes)
-        shifts = self.token_bytes(self.software.context_ranks, shared=False, value=self.waits.shift_bytes)
-        return total([passes[0], gather]), total([passes[1], gather, shifts])
+        return self.token_bytes(width, value=forward), self.token_bytes(width, value=backward)
 
     def unfused(self, reads: str) -> list[Operation]:
         """Return attention whose scores are written to memory.
@@ -600,7 +597,6 @@ def layers_of(
     tied: bool,
     across: bool = False,
     use: KernelUse | None = None,
-    waits: RingWaits | None = None,
     divided: ExpertRanks | None = None,
 ) -> tuple[Layer, ...]:
     """Return the layers of a model (embedding, blocks, head with the loss), split over `ranks` tensor ranks.
@@ -613,7 +609,6 @@ def layers_of(
         software,
         ranks,
         use,
-        waits=waits,
         alone=divided is not None,
         expert_tensor_ranks=of.each,
         expert_ranks=of.ranks,
@@ -655,6 +650,26 @@ def _with_tied_gradient(builder: TransformerBuilder, head: Layer) -> Layer:
     return replace(head, buffers=(*head.buffers, gradient))
 
 
+def on_parts(layer: Layer, heads: int) -> Layer:
+    """Return a layer of whole sequences as a function of a rank's positions p of each, whose attention is to all s.
+
+    `heads`: the units of a block, see `gssim.workload.model`.
+    """
+
+    def of_parts(quantity: Polynomial) -> Polynomial:
+        whole = tuple(term for term in quantity.terms if not term[2])
+        return Polynomial(whole, part_terms=tuple((c, i, j - 1) for c, i, j in quantity.terms if j))
+
+    changes: dict[str, Any] = {
+        each.name: of_parts(getattr(layer, each.name))
+        for each in fields(layer)
+        if isinstance(getattr(layer, each.name), Polynomial)
+    }
+    for name in ("buffers", "reductions"):
+        changes[name] = tuple(replace(each, size_bytes=of_parts(each.size_bytes)) for each in getattr(layer, name))
+    return replace(layer, units=heads if layer.block else None, **changes)
+
+
 @lru_cache(maxsize=16)
 def transformer(
     shape: Shape,
@@ -664,24 +679,28 @@ def transformer(
     tied: bool,
     across: bool = False,
     use: KernelUse | None = None,
-    waits: RingWaits | None = None,
     divided: ExpertRanks | None = None,
 ) -> Model:
     """Return the model; `tp`: number of tensor ranks that its layers can be split over; `tied`: see `head`.
 
     `across`: whether embedding and head, if tied, may be on different stages of a pipeline, of which each has a copy.
-    `use`: what measured rates of kernels depend on, where the software names a machine that has them. `waits`: waits of
-    ring attention for its exchanges. `divided`: how ranks divide the experts of a model that has these.
+    `use`: what measured rates of kernels depend on, where the software names a machine that has them. `divided`: how
+    ranks divide the experts of a model that has these.
 
     Equal arguments return the same object, so that results derived from it are cached.
     """
+    in_rings: tuple[Layer, ...] = ()
+    if software.rings:
+        software = replace(software, context_ranks=1)
+        in_rings = layers_of(shape, software, 1, tied=tied, across=across, use=use)
+        software = replace(software, rings=False)
     length = shape.sequence_length // software.context_ranks
-    layers = layers_of(shape, software, 1, tied=tied, across=across, use=use, waits=waits)
+    layers = layers_of(shape, software, 1, tied=tied, across=across, use=use)
     own = layers_of(shape, software, tp, tied=tied, across=across, use=use, divided=divided) if divided else ()
     if divided is not None:
         sliced = tuple(undivided(layer, length) for layer in own) if tp > 1 else ()
     else:
-        sliced = layers_of(shape, software, tp, tied=tied, across=across, use=use, waits=waits) if tp > 1 else ()
+        sliced = layers_of(shape, software, tp, tied=tied, across=across, use=use) if tp > 1 else ()
     return Model(
         name=f"{shape.kind} {shape.layers} x {shape.hidden}",
         source="published hyper-parameters, by analysis/literature/transformer.py",
@@ -695,4 +714,5 @@ def transformer(
         expert_layers=own if divided is not None and divided.ranks > 1 else (),
         expert_tensor_ranks=tp if divided is not None and divided.ranks > 1 else 1,
         sliced_layers=sliced,
+        context_layers=tuple(on_parts(layer, shape.heads) for layer in in_rings),
     )

@@ -34,7 +34,9 @@ bytes read and written of outputs (and queries) and of keys and values; the loga
 out. On CPUs the operations are those of `gsreal.methods.ring_attention`; on GPUs those of torch's context parallelism
 (torch 2.13, torch.distributed.tensor.experimental: _SDPAMerger, _partial_update,
 _templated_ring_attention_backward), which merges in float32, copies a whole tensor where only half of its rows change,
-and concatenates what it sends: gradients of keys and values go around in float32.
+and concatenates what it sends: gradients of keys and values go around in float32. Where exchanges are waited for
+(`plan.context_overlap = false`), the block is compiled: one kernel then reads and writes the sums in float32, reads
+what it adds, and copies nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -100,9 +102,8 @@ def ring_attention(
     gradient_bytes = size * gradient_width(device.kind, attention_value_bytes(low))
     returning = ring_exchange(low, low.batch_sizes[rank], policies.cp * gradient_bytes)
     copies_rows = device.kind == "cpu" and samples > 1
-    moved_bytes = (
-        merged_bytes if device.kind == "cpu" else partial(merged_in_float_bytes, value=attention_value_bytes(low))
-    )
+    value, waits = attention_value_bytes(low), not policies.ring_overlaps
+    moved_bytes = merged_bytes if device.kind == "cpu" else partial(merged_in_float_bytes, value=value, compiled=waits)
     tasks: list[Task] = []
     last = len(blocks) - 1
     own = TaskId("attend", layer=instance.module, during=PASSES[phase])
@@ -111,7 +112,6 @@ def ring_attention(
     if policies.gathers_keys:
         gathering = gathering_exchange(low, low.batch_sizes[rank], policies.cp * size)
         keys_of = partial(_gathered, gathering, turn._replace(op="gather-keys"), last=last, size=size)
-    waits = not policies.ring_overlaps
     for step, block in enumerate(blocks):
         attend, shift = own._replace(part=step or None), turn._replace(part=step or None)
         keys = keys_of(step, before=before)
@@ -193,23 +193,39 @@ def merged_bytes(phase: str, step: int, last: int, block: Block | None, size: fl
 
 
 def merged_in_float_bytes(
-    phase: str, step: int, last: int, block: Block | None, size: float, out: float, *, value: int
+    phase: str,
+    step: int,
+    last: int,
+    block: Block | None,
+    size: float,
+    out: float,
+    *,
+    value: int,
+    compiled: bool = False,
 ) -> float:
     """Return the bytes read and written to merge a block of a ring on GPUs; see [Note: merging].
 
-    `value`: bytes of an element of `size` and `out`.
+    `value`: bytes of an element of `size` and `out`. `compiled`: whether one kernel merges a block.
 
     >>> block = Block(0, 1, causal=False)  # to the first half of the keys
     >>> merged_in_float_bytes("f", 1, 2, block, 10, 100, value=2)
     1900.0
     >>> merged_in_float_bytes("b", 1, 2, block, 10, 100, value=2)
     605.0
+    >>> merged_in_float_bytes("f", 1, 2, block, 10, 100, value=2, compiled=True)
+    500.0
     """
     wide = PRECISION_BYTES["fp32"] / value
     cast = 1 + wide if wide > 1 else 0.0
     sent = 2 * size if step == 0 < last else 0.0
     of_queries, of_keys = ((2 - block.first_half) / 2 * out, block.key_halves / 2 * size) if block else (0.0, 0.0)
     halves_queries, halves_keys = (block.first_half == 1, block.key_halves == 1) if block else (False, False)
+    if compiled:
+        if phase != "b":
+            merged = 2 * wide * out + of_queries if step and block else 0.0
+            return sent + merged + cast * out * (step == last)
+        merged = (2 if step else 1) * wide * (out + size) + of_queries + of_keys if block else 0.0
+        return sent + merged + cast * (out + size) * (step == last)
     if phase != "b":
         merged = 8 * wide * of_queries + 2 * wide * out * halves_queries if step else 0.0
         return sent + cast * of_queries + merged + cast * out * (step == last)

@@ -4,7 +4,8 @@ No such layer is traced: it is combined from three traced layers of the model fi
 
 1. A layer of `sliced_layers`, `sequence_layers` or `expert_layers` gives all but the exchanges around the attention: a
    rank runs it on its own positions, as it would run it on whole sequences of that length.
-2. A layer of `context_layers` has those exchanges: copies and all-to-alls of queries, keys, values and outputs.
+2. A layer of `context_layers` has those exchanges: copies and all-to-alls of queries, keys, values and outputs; or
+   rings of keys and values, without operations of their own.
 3. The same layer of `layers` has none. What 2 has and 3 has not is added to 1.
 
 A tensor-parallel rank exchanges its own heads; a rank with the whole attention and a part of the experts exchanges all.
@@ -122,6 +123,9 @@ def uncombined_reason(model: Model, cut: Sequence[Layer]) -> str | None:
     """Return why layers with cut blocks (`cut`) cannot be combined with parts of sequences; None if they can."""
     if not model.exact_sequence:
         return "is traced at one sequence length alone, and parts of sequences are shorter; trace it without one"
+    if any(map(rings_of, model.context_layers)):
+        whole = all(not layer.block or _ring_places(layer) for layer in cut)
+        return None if whole else "has a block whose attention is not one operation that keeps its sums"
     for layers in (model.layers, model.context_layers, cut):
         if any(layer.block and Attention.of(layer) is None for layer in layers):
             return "has a block without one attention of its own, or is traced without its compute-heavy operations"
@@ -244,8 +248,25 @@ def _offsets(instance: LayerInstance) -> tuple[int, ...]:
     return tuple(sorted({moment.layer_offset for moment in moments} - {0}))
 
 
+def rings_of(layer: Layer) -> list[Reduction]:
+    """Return the rings that a layer's attention states itself, one for each pass, in place of all-to-alls."""
+    return [each for each in layer.reductions if each.kind == "ring"]
+
+
+def _ring_places(layer: Layer) -> dict[str, int] | None:
+    """Return the positions of a block's attention by pass, if it is one compute-heavy operation with two results: the
+    output and the logarithms of its sums, which its backward frees.
+    """
+    born = Counter(each.born.position for each in layer.buffers if each.born.phase == "f")
+    found = [position for position in layer.selective_positions or () if born[position] > 1]
+    if len(found) != 1:
+        return None
+    freed = [each.freed for each in layer.buffers if each.born == Moment("f", found[0])]
+    return {"f": found[0], "b": max(moment.position for moment in freed if moment.phase == "b")}
+
+
 def _shift(own: Layer, alone: Layer, exchanging: Layer) -> Shift:
-    if not exchanging.units:
+    if not exchanging.units or rings_of(exchanging):  # rings add no operation to the layer's own
         return Shift()
     at, before, with_exchange = Attention.of(own), Attention.of(alone), Attention.of(exchanging)
     assert at is not None  # a scenario is checked for it
@@ -282,6 +303,12 @@ def _combined(own: Layer, alone: Layer, exchanging: Layer, part_of: Part, moves:
     buffers = [replace(each, born=moved(each.born), freed=moved(each.freed)) for each in own.buffers]
     reductions = [replace(each, moment=moved(each.moment)) for each in own.reductions]
     releases = own.recompute_releases
+    if rings := rings_of(exchanging):
+        places = _ring_places(own)
+        assert places is not None  # a scenario is checked for it
+        for ring in rings:
+            moment = replace(ring.moment, position=places[ring.moment.phase])
+            reductions.append(replace(ring, moment=moment, size_bytes=of_rank(ring.size_bytes)))
     if shift.at is not None:
         with_releases = _with_exchanges(own, buffers, exchanging, shift, of_rank)
         buffers = [each for each, _ in with_releases]
@@ -524,8 +551,8 @@ def _sum(quantity: Polynomial, other: Polynomial) -> Polynomial:
 
 @lru_cache(maxsize=256)
 def ring_layer(layer: Layer) -> Layer:
-    """Return a layer with ring attention, made from one traced with all-to-alls; layers without attention are
-    unchanged.
+    """Return a layer with ring attention, made from one traced with all-to-alls; layers without attention, or with
+    rings of their own, are unchanged.
 
     The exchange of heads is left out: copies to send, and received tensors. The attention has as many tensors of its
     own: copies of queries, keys and values, the output, its logarithms, and a copy in the form that the linear map
@@ -559,10 +586,12 @@ def ring_layer(layer: Layer) -> Layer:
 
 
 def fused_attention(layer: Layer) -> dict[str, int] | None:
-    """Return the positions, by pass, of a block's attention between its all-to-alls.
+    """Return the positions, by pass, of a block's attention between its all-to-alls, or before its rings.
 
     None if its kernel does not make output and logarithms, and the gradients of queries, keys and values.
     """
+    if rings := rings_of(layer):
+        return {each.moment.phase: each.moment.position for each in rings}
     found: dict[str, int] = {}
     exchanges = [each.moment for each in layer.reductions if each.kind == "all-to-all"]
     for phase, before, tensors in (("f", 3, 2), ("b", 1, 3)):  # of queries, keys and values, or of the output

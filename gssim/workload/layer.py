@@ -403,12 +403,12 @@ class Reduction:
 
     By default an all-reduce. If ranks have parts of the sequence, an all-gather of the parts or a reduce-scatter into
     them. In the attention of context parallelism, an all-to-all that exchanges parts of the sequence for parts of
-    heads.
+    heads, or a ring of keys and values.
     """
 
     moment: Moment
     size_bytes: Polynomial
-    """Bytes of the whole tensor, not of a rank's part; for an all-to-all, of each rank's tensor; for a dispatch or
+    """Bytes of the whole tensor, not of a rank's part; for an all-to-all or ring, of each rank's; for a dispatch or
     combine, of one row."""
     kind: str = "all-reduce"
 

@@ -16,7 +16,9 @@ positions of each sequence. Only attention needs the other positions. By all-to-
 Ulysses, arXiv 2309.14509) each rank gets all positions for its part of the heads, and gives the outputs back. Whole
 sequences times a part of the heads are as much as a part of the sequences times all heads, so quantities depend on p
 and on p*s, whatever the number of ranks. The layers of `Model.context_layers` are traced so; `units` of a block is the
-number of heads with keys and values of their own.
+number of heads with keys and values of their own. Layers that are not traced may state `ring` reductions instead, right
+after the attention of each pass, with the bytes of a rank's keys and values: they then run with rings alone
+(`plan.context_exchange`).
 
 [Note: experts of parts] If tensor-parallel ranks also divide routed experts, each routes the tokens of its own part of
 the sequence. The router is whole on every rank, and its gradient is summed like those of norms. Attention, and experts

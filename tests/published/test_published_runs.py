@@ -15,10 +15,9 @@ from published_rows import fields
 
 import gssim as api
 from analysis.cli import main
-from analysis.literature.builder import RingWaits
 from analysis.literature.platforms import calibration_rows, cluster_of, platforms, servers_of
 from analysis.literature.runs import Latent, Run, Shape, SkippedError, Software
-from analysis.literature.scenarios import plan_of, predict, scenario_of
+from analysis.literature.scenarios import plan_of, predict, scenario_of, tables_of
 from analysis.literature.score import SourceScore, agreement_of, baseline_step_s, score
 from analysis.literature.tables.frameworks import DEEPSEEKS
 from analysis.literature.tables.reading import read_table
@@ -26,9 +25,9 @@ from analysis.literature.transformer import layers_of, transformer
 from gssim.errors import UserError
 from gssim.program import Task, lower
 from gssim.scenario import Loaded, Scenario
-from gssim.scenario.tensor_slices import model_slice
+from gssim.scenario.tensor_slices import held_slice, model_slice
 from gssim.simulation import simulate
-from gssim.workload import Layer
+from gssim.workload import Layer, Moment
 
 GPT = Shape(
     kind="gpt", layers=4, hidden=512, heads=8, kv_heads=8, ffn=2048, vocabulary=1024, sequence_length=256
@@ -237,22 +236,34 @@ def test_attention_in_a_ring_merges_what_it_gets_of_the_others_in_float():
     assert added == pytest.approx(64 * 512 * (2 * 4 + 0.75 * 2 + 4 * 2 * 2))
 
 
-@pytest.mark.parametrize("slices", [1, 2])
-def test_a_compiled_ring_waits_for_its_exchanges(slices):
-    """A forward waits for one gather, a backward for another and for each rank's shift; a slice waits as long.
+@pytest.mark.parametrize("tp", [1, 2])
+def test_keys_of_a_compiled_ring_go_around_behind_the_attention(tp):
+    """A rank's part of a model that states rings: its own positions, whole sequences in the attention, its own heads.
 
     Where collectives are traced, each is followed by its wait: torch 2.6, distributed/_functional_collectives.py.
     """
-    software = Software(flash_attention=True, context_ranks=4, compiled=True)
-    beside, waiting = (
-        model_slice(transformer(GPT, software, tp=2, tied=True, waits=waits), (1.0,) * slices, 0).layers[1]
-        if slices > 1
-        else layers_of(GPT, software, 1, tied=True, waits=waits)[1]
-        for waits in (None, RingWaits(gather_bytes=3000, shift_bytes=500))
-    )
-    for of, wait in (("forward", 3000), ("backward", 3000 + 4 * 500), ("recompute", 3000)):
-        moved = [getattr(each, f"{of}_streamed_bytes").at(b=2, s=64) for each in (beside, waiting)]
-        assert moved[1] - moved[0] == pytest.approx(2 * 64 * wait)
+    software = Software(flash_attention=True, context_ranks=2, rings=True, compiled=True)
+    run = replace(RUN, software=software, dp=1, tp=tp, micro_batches=1)
+    scenario = scenario_of(run)
+    block = held_slice(scenario, 0).layers[1]
+    whole = scenario.workload.model.sliced_layers[1] if tp > 1 else scenario.workload.model.layers[1]
+    length, parts = run.shape.sequence_length, software.context_ranks
+    rings = {str(each.moment): each.size_bytes.at(b=1, s=length) for each in block.reductions if each.kind == "ring"}
+    place = next(i for i in whole.selective_positions if sum(each.born == Moment("f", i) for each in whole.buffers) > 1)
+    back = next(each.freed for each in whole.buffers if each.born == Moment("f", place) and each.freed.phase == "b")
+    keys = 2 * 2 * (length // parts) * run.shape.hidden // tp
+    assert rings == {f"f{place}": keys, str(back): keys}
+    for of in ("forward_flop", "backward_flop", "saved_bytes"):
+        held = [getattr(each, of).held(1) for each in (block, whole)]
+        assert parts * held[0].at(b=3, s=length) == pytest.approx(held[1].at(b=3, s=length))
+
+
+def test_layers_that_state_rings_exchange_no_heads():
+    software = Software(flash_attention=True, context_ranks=2, rings=True, compiled=True)
+    tables = tables_of(replace(RUN, software=software, dp=1, micro_batches=1))
+    tables["plan"] |= {"context_exchange": "all-to-all", "context_overlap": True}
+    with pytest.raises(UserError, match="rings, not exchanges of heads; allowed: 'ring' or 'gather'"):
+        api.load(tables)
 
 
 @pytest.mark.parametrize(("tp", "link_bytes_per_s"), [(1, 450e9), (8, 50e9)])
@@ -263,13 +274,15 @@ def test_waits_of_a_compiled_ring_are_those_of_its_links(tp, link_bytes_per_s):
     run = replace(
         RUN, gpu="H100-SXM-96GB-HBM2e", shape=shape, software=software, method="zero3", dp=1, tp=tp, micro_batches=1
     )
-    beside_s, waiting_s = (
-        predict(replace(run, software=replace(software, waits_for_keys=waits))).step_s for waits in (False, True)
+    # without rings, exchanges of keys take no time
+    beside, waiting = (
+        api.simulate(scenario_of(replace(run, software=replace(software, rings=waits)))) for waits in (False, True)
     )
+    waited_s = waiting.ranks[0].phases_s["exposed_communication"] - beside.ranks[0].phases_s["exposed_communication"]
     keys = 2 * 2 * 4096 * 4096 / tp  # keys and values of a rank's two parts of 4,096 positions, of all heads
     # gathered in three passes; their gradients, in float, go to the other rank and back
     sent_bytes = 3 * keys * 2 + 2 * keys * 4
-    assert 1 < (waiting_s - beside_s) / (sent_bytes / link_bytes_per_s) < 1.5
+    assert 1 < waited_s / (sent_bytes / link_bytes_per_s) < 1.5
 
 
 def test_a_compiler_keeps_no_output_that_no_backward_needs():

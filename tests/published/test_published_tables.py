@@ -172,6 +172,16 @@ def test_a_byte_order_mark_and_spaces_in_the_header_change_nothing(tmp_path):
     assert isinstance(run, Run)
 
 
+@pytest.mark.parametrize(("tp", "vocabulary"), [(1, 50304), (8, 51200)])
+def test_vtrains_vocabulary_is_that_of_its_configurations_as_megatron_pads_it(tmp_path, tp, vocabulary):
+    """50257 (vTrain, src/config.py), padded to a multiple of 128 for each tensor rank."""
+    axes = {"# GPUs": "8", "tensor parallelism": str(tp), "data parallelism": str(8 // tp)}
+    change = axes | {"pipeline parallelism": "1", "global batch": "64", "micro batch": "1"}
+    ((_, _, run),) = read_table(table(tmp_path / "t.csv", ROWS["vtrain"] | change))
+    assert isinstance(run, Run)
+    assert run.shape.vocabulary == vocabulary
+
+
 # Variants ------------------------------------------------------------------------------------------------------------
 
 VARIANTS = [

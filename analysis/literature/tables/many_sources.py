@@ -303,7 +303,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         parallel_loss=_is_torchtitan(record) and tp > 1,
         fused_loss=record["compile"] == "yes" and "_2024" not in record["source"],  # before 2025, it was not compiled
         context_ranks=context,
-        waits_for_keys=context > 1 and record["compile"] == "yes" and _is_torchtitan(record),
+        rings=context > 1 and record["compile"] == "yes" and _is_torchtitan(record),
         float8_maps=float8,
         float_gradients=_is_torchtitan(record) and pp > 1,  # reduced and accumulated in float
     )

@@ -268,8 +268,8 @@ def _blocks_of_layers(text: str, pp: int) -> tuple[int, ...]:
 
 VTRAIN_GPU = "A100-SXM-80GB, 4 cards"
 VTRAIN_NODE = 8
-VTRAIN_VOCABULARY = 51200
-"""Megatron's own vocabulary, padded; the tables do not state it."""
+VTRAIN_VOCABULARY = 50257
+"""That of vTrain's configurations (src/config.py, `vocab_size`), which Megatron pads; the tables do not state it."""
 
 
 def vtrain(record: Mapping[str, str], identity: str) -> Run:
@@ -284,7 +284,7 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
         layers=needed(record, "# layers"),
         hidden=hidden,
         heads=heads,
-        vocabulary=VTRAIN_VOCABULARY,
+        vocabulary=padded(VTRAIN_VOCABULARY, tp),
         sequence_length=needed(record, "sequence length"),
     )
     return Run(

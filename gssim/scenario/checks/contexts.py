@@ -3,7 +3,7 @@
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, default_plan
 from gssim.scenario.checks.experts import variant_in_trace
-from gssim.scenario.context_slices import fused_attention, uncombined_reason
+from gssim.scenario.context_slices import fused_attention, rings_of, uncombined_reason
 from gssim.scenario.scenario import Scenario
 from gssim.workload import Model, TokenInput
 
@@ -48,7 +48,14 @@ def check_context(scenario: Scenario, policies: Policies, file: str) -> None:
 
 
 def _check_exchanged_heads(model: Model, policies: Policies, where: str) -> None:
-    """Refuse to exchange heads that cannot be divided equally; tensor-parallel ranks have divided them before."""
+    """Refuse to exchange heads that cannot be divided equally, or of layers that state rings; tensor-parallel ranks
+    have divided them before.
+    """
+    if any(map(rings_of, model.context_layers)):
+        raise UserError(
+            f"{where}: plan.context_exchange = 'all-to-all': the layers of '{model.name}' on parts of sequences have "
+            "rings, not exchanges of heads; allowed: 'ring' or 'gather'"
+        )
     before = f", and {policies.tp} tensor-parallel ranks before" if policies.tp > 1 else ""
     for layer in (layer for layer in model.context_layers if layer.units):
         heads, rest = divmod(layer.units or 0, policies.tp)
