@@ -564,6 +564,10 @@ def test_megatrons_stages_by_letters(tmp_path, layout, stages):
         ("--num-layers 32", "is given twice"),
         ("--context-parallel-size 3", "context ranks are"),
         ("--num-experts 8", "has no routed experts"),
+        ("--num-moe-experts 8", "has no routed experts"),
+        ("--activations-checkpoint-method block", "only the first layers"),
+        ("--activations-checkpoint-method uniform --activations-checkpoint-num-layers 2", "units of several layers"),
+        ("--activations-checkpoint-granularity full", "recomputation that is not known"),
         ("--moe-expert-capacity-factor 1.5", "a capacity, which drop tokens"),
         ("--moe-expert-rank-capacity-factor 1.5", "a capacity, which drop tokens"),
         ("--moe-dispatch-fwd-dtype fp8", "rows of experts in 8 bits"),
@@ -707,12 +711,44 @@ def test_scripts_that_cannot_be_followed_are_refused_in_a_line(tmp_path, text, s
         ("x.yaml", "trainer: {devices: 8}\nmodel: {micro_batch_size: 4}\n", "NeMo"),
         ("x.yaml", "model_name_or_path: gpt2\nper_device_train_batch_size: 1\nbf16: true\n", "Hugging Face's Trainer"),
         ("x.json", '{"per_device_train_batch_size": 8, "bf16": true}', "Hugging Face's Trainer"),
+        ("x.yaml", "model: Qwen/Qwen3-4B\ntrain_dataset: d.yaml\nmicro_batch_size: 1\nbf16: true\n", "LLaMA-Factory"),
+        ("x.yaml", "checkpointer: {a: 1}\noptimizer: {b: 2}\nbatch_size: 2\ndtype: bf16\n", "torchtune"),
+        ("x.yaml", "actor_rollout_ref: {model: {path: x}}\ntrainer: {nnodes: 1}\n", "verl"),
     ],
 )
 def test_files_of_other_programs_are_refused_by_the_program_s_name(tmp_path, name, text, program):
     """They were taken for torchtitan's or DeepSpeed's, and refused key by key as unknown keys of these."""
     with pytest.raises(UserError, match=f"is a configuration of {program}.*, which is not read; allowed: files of"):
         imported(tmp_path, text, name=name, model="gpt3-1.3b")
+
+
+def test_the_switch_of_recomputation_up_to_megatron_3_0_is_read(tmp_path):
+    """It was taken for a key of checkpoints on disks, and nothing was recomputed."""
+    text = MEGATRON.replace("--recompute-granularity full", "--activations-checkpoint-method uniform")
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["recompute"] == "full"
+
+
+@pytest.mark.parametrize(
+    "folder", ["`pwd`", "$(dirname $0)", '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)', "$HERE", "."]
+)
+def test_a_script_beside_that_is_included_is_read(tmp_path, folder):
+    arguments = "--num-layers 24 --micro-batch-size 2 --tensor-model-parallel-size $TP"
+    (tmp_path / "config.sh").write_text(f'ARGS="{arguments}"\n')
+    text = f'HERE=$(cd "$(dirname "$0")"; pwd)\nTP=4\nEXTRA="--bf16"\n. {folder}/config.sh\n. {folder}/submit.sh\n'
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["tp"] == 4
+    assert tables["workload"]["precision"] == "bf16"
+
+
+@pytest.mark.parametrize("include", ["`pwd`/config.sh", "$ELSEWHERE/config.sh", "config.sh"])
+def test_variables_that_hold_a_part_of_the_arguments_alone_are_no_training(tmp_path, include):
+    """They became replicas of the whole cluster in fp32, although the training was in a file that was not read."""
+    text = f'EXTRA="--bf16 --recompute-granularity full"\nTP=8\n. {include}\n'
+    with pytest.raises(UserError, match=r"no arguments of a training.* includes .*config\.sh, which cannot be read"):
+        imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    with pytest.raises(UserError, match="holds no arguments such as --micro-batch-size 1"):
+        imported(tmp_path, text.partition("\n. ")[0], name="train.sh", model="gpt3-1.3b")
 
 
 def test_a_training_script_in_python_is_refused_with_what_is_read_instead(tmp_path):
@@ -993,6 +1029,18 @@ def test_torchtitan(tmp_path, replicate, shard, reshard, method):
     assert tables["workload"]["optimizer_implementation"] == "fused"
     assert tables["workload"].get("reduce_precision") == (None if method == "ddp" else "fp32")
     assert any("autocast" in line for line in found.listed) == (method == "ddp")
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor"),
+    [("deepseek_v3", "671B"), ("deepseek_v3", "16B"), ("llama4", "17bx16e"), ("llama2", "13B"), ("a_new_one", "70B")],
+)
+def test_torchtitans_flavor_must_be_of_the_models_size(tmp_path, name, flavor):
+    """Sizes of Llama 3 and Qwen 3 were known alone: other files were predicted with the model of the command."""
+    text = TITAN.format(batch=16, replicate=1, shard=-1, reshard="always", mode="full")
+    text = text.replace('"8B"', f'"{flavor}"').replace('"llama3"', f'"{name}"')
+    assert f'"{flavor}"' in text
+    assert "give the right one by --model" in refused(tmp_path, text, name="train.toml")
 
 
 @pytest.mark.parametrize(
