@@ -388,7 +388,7 @@ def test_hosts_under_several_switches_and_cards_that_are_left_out_are_said(tmp_p
 
 
 def test_a_rack_of_gb200_is_one_domain_of_nvlinks(tmp_path):
-    """A block of Slurm's plugin is such a domain too: what is written has its hosts' network cards alone, and says it."""
+    """A block of Slurm's plugin is such a domain too: its file has network cards alone, and says so."""
     cluster, _ = made(tmp_path, {}, gpu="gb200", hosts=2)
     assert [(each.count, each.devices, each.inside) for each in cluster.topology.servers] == [(2, 72, "nvswitch")]
     _, found = made(tmp_path, {"t.conf": "BlockName=b0 Nodes=n[0-1]\nBlockSizes=2\n"}, gpu="b200")
