@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -159,6 +160,7 @@ class GradientSharding(torch.optim.Optimizer):
     # In the backward --------------------------------------------------------------------------------------------------
 
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        @_disable_dynamo
         def collect(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
             if parameter.grad is None:
@@ -214,6 +216,7 @@ class GradientSharding(torch.optim.Optimizer):
             raise RuntimeError("set_loss_scale: the loss is scaled by the GradScaler that shard_gradients was given")
         self.pusher.loss_scale = scale
 
+    @_disable_dynamo
     def received_gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's shards, which `step` will use and which may be changed in place.
 
@@ -284,6 +287,7 @@ class GradientSharding(torch.optim.Optimizer):
         if bucket is not None:
             self.pusher.push(bucket)
 
+    @_disable_dynamo
     def _end_backward(self) -> None:
         """Finish a backward's pushes, without the gradients of parameters that got none."""
         for bucket in self.buckets[self._next :]:
@@ -345,6 +349,7 @@ class GradientSharding(torch.optim.Optimizer):
             for gradient in self._gradients():
                 gradient[:1] = torch.nan
 
+    @_disable_dynamo
     def push(self) -> None:
         """Push what backwards inside `no_sync` have left, if nothing has been pushed since the last step.
 
@@ -391,6 +396,7 @@ class GradientSharding(torch.optim.Optimizer):
 
     # Between backward and step ----------------------------------------------------------------------------------------
 
+    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -460,6 +466,7 @@ class GradientSharding(torch.optim.Optimizer):
 
     # Step -------------------------------------------------------------------------------------------------------------
 
+    @_disable_dynamo  # as torch's optimizers: a function that is compiled as a whole may call what exchanges
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the own shard and publish it.
@@ -506,6 +513,7 @@ class GradientSharding(torch.optim.Optimizer):
         self.publisher.record_versions()
         self.guard.record_versions()
 
+    @_disable_dynamo
     def finish(self) -> None:
         """Wait until this replica has all published parameters, which may still be in flight when `step` returns.
 
@@ -569,6 +577,7 @@ class GradientSharding(torch.optim.Optimizer):
             )
         self.guard.check()
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients since the last step: those of the own shard, and those accumulated in `no_sync`.
 

@@ -627,6 +627,26 @@ def a_forked_process():
     optimizer.step()
 
 
+@case
+def a_step_that_is_compiled_as_a_whole():
+    def loop(model, optimizer, mine):
+        @torch.compile(backend="eager")  # what it traces is what every backend gets
+        def step(inputs, targets):
+            loss(model, inputs, targets).backward()
+            if mine:
+                optimizer.clip_grad_norm_(0.5)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for inputs, targets in batches():
+            step(*(own(inputs, targets) if mine else (inputs, targets)))
+        torch.compiler.reset()
+
+    alike(loop, forms=[*FORMS, {"publish_overlaps": True}])
+
+
 def halve(parameter):
     parameter.grad.mul_(0.5)
 
