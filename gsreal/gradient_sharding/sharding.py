@@ -118,6 +118,7 @@ class GradientSharding(torch.optim.Optimizer):
             self._handles.append(next(iter(names)).register_hook(lambda _gradient: self._discard_if_removed()))
         for parameter in names:
             OPTIMIZERS[parameter] = weakref.ref(self)
+        self._handles.append(model.register_forward_pre_hook(_refuse_wrapped))
         if all(bucket.is_replica for bucket in buckets) and len(hierarchy.ranks) > 1:
             self._handles.append(model.register_load_state_dict_post_hook(_CheckAfterLoad(self)))
 
@@ -638,11 +639,17 @@ class GradientSharding(torch.optim.Optimizer):
                 "shards: take optimizer.state_dict(), which is whole and by parameter name, or save optimizer.sharded()"
             )
         self._check_same_parameters("state_dict")
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         self.finish()
         with collective_call("the optimizer's state_dict"):
             described = describe_optimizer(self.optimizer) | {"weights": repr(self._weights)}
             self.hierarchy.check_equal_on_all_ranks(described, self._device)
-            return state.gather_state(self._parts)
+            gathered = state.gather_state(self._parts)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, gathered)
+            gathered = gathered if changed is None else changed
+        return gathered
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the own part of a `state_dict`, saved by any number of ranks with any shares; no collective.
@@ -650,10 +657,15 @@ class GradientSharding(torch.optim.Optimizer):
         After `model.load_state_dict`: owners without master copies update the model's parameters themselves.
         """
         self._check_same_parameters("load_state_dict")
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         self.finish()
         self.guard.update_masters_from_writes()
         if not state.load_gathered_state(self._parts, state_dict):
             self.take_parameters()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def sharded(self) -> state.Sharded:
         """Return an object to save and load with torch.distributed.checkpoint: every rank its own part.
@@ -712,6 +724,16 @@ class _CheckAfterLoad:
     def __reduce__(self) -> tuple[Any, ...]:
         """Check nothing in a copy of the model, or in what is saved of it: the optimizer has no part in it."""
         return _CheckAfterLoad, (None,)
+
+
+def _refuse_wrapped(model: nn.Module, _inputs: Any) -> None:
+    """Hook of the model's forward: raise RuntimeError where DDP, which reduces gradients too, was wrapped around it."""
+    wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+    if wrapper is not None and find_optimizers(model.parameters()):
+        raise RuntimeError(
+            "the model is wrapped in DistributedDataParallel (as some trainers do), which would reduce the gradients "
+            "once more: shard_gradients replaces it; call the model itself"
+        )
 
 
 def find_optimizers(parameters: Iterable[nn.Parameter]) -> list[GradientSharding]:

@@ -313,6 +313,37 @@ def models_that_are_distributed_already():
 
 
 @case
+def models_that_a_trainer_distributes_afterwards():
+    for form in FORMS[:2]:
+        model = mlp()
+        optimizer = shard_gradients(model, SGD, **form)
+        batch = own(*next(batches()))
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        refused("wrapped in DistributedDataParallel", wrapped, batch[0])
+        loss(model, *batch).backward()
+        optimizer.step()
+        other = nn.parallel.DistributedDataParallel(copy.deepcopy(model))  # a copy is not trained by this optimizer
+        loss(other, *batch).backward()
+        optimizer.release_model()
+        loss(nn.parallel.DistributedDataParallel(model), *batch).backward()
+
+
+@case
+def hooks_of_the_optimizers_state():
+    model, calls = mlp(), []
+    optimizer = shard_gradients(model, ADAM)
+    train(model, optimizer, True, steps=1)
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before"))
+    optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "extra": 3})
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: {k: v for k, v in saved.items() if k != "extra"})
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after"))
+    saved = optimizer.state_dict()
+    assert saved["extra"] == 3
+    optimizer.load_state_dict(saved)
+    assert calls == ["before", "after"]
+
+
+@case
 def wrapping_again():
     model, reference = mlp(), mlp()
     first = shard_gradients(model, SGD)
