@@ -250,6 +250,17 @@ def test_deepspeed_reduces_gradients_of_divided_sequences_in_fp32(tmp_path, stag
     assert tables["workload"].get("reduce_precision") == given
 
 
+@pytest.mark.parametrize("said", ["distributed_type: MULTI_CPU", "distributed_type: MULTI_GPU\nuse_cpu: true"])
+def test_accelerates_training_on_processors_takes_a_cluster_of_them(tmp_path, said):
+    """It was predicted on the cluster's GPUs."""
+    text = f"{said}\nnum_processes: 2\nmixed_precision: 'no'\n"
+    assert "trains on processors, but --cluster has GPUs" in refused(tmp_path, text, name="a.yaml")
+    tables, _ = imported(
+        tmp_path, text, name="a.yaml", cluster="scenarios/clusters/two-cores.toml", model="gpt-byte-1m"
+    )
+    assert tables["plan"]["method"] == "ddp"
+
+
 def test_accelerates_sequence_parallelism_is_ulysses_under_deepspeed(tmp_path):
     sizes = "parallelism_config:\n  parallelism_config_sp_size: 4\n  parallelism_config_dp_shard_size: 2\n"
     sizes += "  parallelism_config_sp_backend: deepspeed\n  parallelism_config_sp_seq_length: 4096\n"
@@ -1370,6 +1381,28 @@ def test_automodel(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("said", "instead", "reason"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-3.3-70B-Instruct", "give the right one by --model"),
+        ("TrainFinetuneRecipeForNextTokenPrediction", "TrainBiEncoderRecipe", "trains otherwise than one model"),
+        ("torch_dtype: bf16", "torch_dtype: bf16\n  backend: {te_fp8: {recipe: mxfp8}}", "maps in 8 bits"),
+        ("torch_dtype: bf16", "torch_dtype: bf16\n  config: {num_hidden_layers: 16}", "give the right one by --model"),
+    ],
+)
+def test_automodels_other_models_recipes_and_maps_are_not_predicted_as_these(tmp_path, said, instead, reason):
+    """A recipe of 70B parameters was read as a training of 8B, and one in 8 bits as one in bf16."""
+    assert reason in refused(tmp_path, AUTOMODEL.replace(said, instead), name="r.yaml")
+
+
+@pytest.mark.parametrize(("loss", "fused"), [("masked_ce.MaskedCrossEntropy", None), ("linear_ce.Fused", True)])
+def test_automodels_loss_that_is_fused_with_the_head_makes_no_logits(tmp_path, loss, fused):
+    """It was taken for a matter of numbers: gigabytes of logits were counted that it saves."""
+    loss = f"nemo_automodel.components.loss.{loss}{'LinearCrossEntropy' if fused else ''}"
+    tables, _ = imported(tmp_path, f"{AUTOMODEL}loss_fn: {{_target_: {loss}}}\n", name="r.yaml")
+    assert tables["workload"].get("fused_loss") is fused
+
+
+@pytest.mark.parametrize(
     ("model", "policy", "workload"),
     [
         ("torch_dtype: bf16", "", {"precision": "bf16", "reduce_precision": "fp32"}),
@@ -1622,7 +1655,9 @@ def test_axolotls_adapters_beside_tensor_parallelism(tmp_path):
 
 
 def test_recipes_of_mixtures_with_adapters_divide_the_experts(tmp_path):
-    recipe = AUTOMODEL.replace("cp_size: 1", "ep_size: 2") + PEFT.format("  target_modules: ['*.q_proj', '*.v_proj']")
+    recipe = AUTOMODEL.replace("cp_size: 1", "ep_size: 2").replace(
+        "meta-llama/Meta-Llama-3-8B", "a/mixture"
+    ) + PEFT.format("  target_modules: ['*.q_proj', '*.v_proj']")
     plugin = "plugins: [axolotl.integrations.expert_parallel.ExpertParallelPlugin]\n"
     lora = "adapter: lora\nlora_r: 16\nlora_alpha: 32\nlora_target_modules: [q_proj, v_proj]\n"
     config = f"{AXOLOTL}{plugin}{lora}experts_implementation: grouped_mm\nexpert_parallel_size: 2\ndp_shard_size: 4\n"
