@@ -1515,6 +1515,19 @@ def test_axolotls_base_model_must_be_of_the_models_size(tmp_path):
     imported(tmp_path, here, name="x.yml")
 
 
+@pytest.mark.parametrize(
+    ("name", "is_mixture"),
+    [("Mixtral-8x22B-v0.1", True), ("Qwen3-8B-A1B", True), ("Llama-4-Scout-17B-16E", True), ("a-8B-a1", False)],
+)
+def test_a_mixture_by_its_name_takes_a_model_with_experts(tmp_path, name, is_mixture):
+    """Names such as 8x22B say no number of all parameters, so that any model was taken for them."""
+    text = AXOLOTL.replace("Meta-Llama-3-8B", name)
+    if is_mixture:
+        assert "the model 'llama3-8b' has no routed experts" in refused(tmp_path, text, name="x.yml")
+    else:
+        imported(tmp_path, text, name="x.yml")
+
+
 def test_axolotl_offloads_what_fsdp_shards(tmp_path):
     tables, _ = imported(tmp_path, AXOLOTL.replace("offload_params: false", "offload_params: true"), name="x.yml")
     assert (tables["plan"]["method"], tables["plan"]["offload"]) == ("zero3", "parameters")
