@@ -118,6 +118,8 @@ def kinds_of_rows(rows: NDArray[Any]) -> tuple[Ints, Ints]:
     return kinds, np.unique(kinds, return_index=True)[1]
 
 
+MICRO = {0xB5: "u", 0x3BC: "u"}
+"""The micro sign and the Greek letter, for which units here have `u`."""
 _QUANTITY = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z/]+)\s*$")
 _MOST = 10**15
 """Largest count: derived numbers still fit into 64 bits."""
@@ -139,7 +141,7 @@ def parse_quantity(value: object, kind: str) -> float:
         raise ValueError(f'must be a quantity in {kind}, such as "{EXAMPLES[kind]}"')
     if not isinstance(value, str):
         return _finite(value)
-    match = _QUANTITY.match(value)
+    match = _QUANTITY.match(value.translate(MICRO))
     if match is None:
         raise ValueError(f'must be a number with a unit of {kind}, such as "{EXAMPLES[kind]}"')
     number, unit = match.groups()

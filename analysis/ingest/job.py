@@ -111,6 +111,11 @@ def _check(traces: Sequence[RankTrace], loaded: Loaded) -> None:
     wanted, first = loaded.scenario.ranks, traces[0]
     by_rank: dict[int, RankTrace] = {}
     for trace in traces:
+        if not trace.tells_rank and wanted > 1:
+            raise UserError(
+                f"{trace.path}: does not tell its rank (no distributedInfo): no process group when "
+                f"it was written, or another program wrote it; {loaded.file} has {wanted} ranks"
+            )
         if trace.rank in by_rank:
             raise UserError(f"{trace.path}: rank {trace.rank} again, as in {by_rank[trace.rank].path}")
         by_rank[trace.rank] = trace

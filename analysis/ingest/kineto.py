@@ -106,6 +106,8 @@ class RankTrace:
     path: Path
     rank: int
     ranks: int
+    tells_rank: bool
+    """Whether the trace says which rank it is of."""
     backend: str
     """`nccl`, `gloo`; empty where it does not communicate."""
     on_gpu: bool
@@ -158,6 +160,7 @@ def read_document(path: Path) -> dict[str, Any]:
 def read_rank(path: Path, data: dict[str, Any]) -> RankTrace:
     """Return the trace of one rank; raise UserError where it has no steps, or events that are not understood."""
     about = data.get("distributedInfo", {})
+    tells_rank = "distributedInfo" in data
     if not isinstance(about, dict):
         raise UserError(f"{path}: distributedInfo: must be an object")
     rank = _integer(about.get("rank", 0), f"{path}: distributedInfo.rank")
@@ -173,6 +176,7 @@ def read_rank(path: Path, data: dict[str, Any]) -> RankTrace:
         path=path,
         rank=rank,
         ranks=ranks,
+        tells_rank=tells_rank,
         backend="",
         on_gpu=any(event.category in DEVICE_CATEGORIES for event in events),
         origin_s=origin_s + zero_us / 1e6 + base_s,
@@ -295,6 +299,10 @@ FEWEST_STEPS = 2
 MOST_DIGITS = 9
 
 
+OF_LIBRARIES = ("nccl", "msccl")
+"""Beginnings of the names of kernels that communicate: NCCL's, also those of AMD's RCCL, and of MSCCL inside of it."""
+
+
 class _Phases:
     """Looks up the phase of work that a host thread did or launched at some time."""
 
@@ -406,7 +414,7 @@ def _read_gpu(trace: RankTrace, events: Sequence[_Event], groups: _Groups, phase
         launched_s.append((launch.start_s if launch else event.start_s, event.end_s))
         if event.category == "gpu_memcpy":
             work.append((event.start_s, event.end_s, COPIES, EXPOSED_COPIES))
-        elif event.name.lower().startswith("nccl") or "Collective name" in event.args:
+        elif event.name.lower().startswith(OF_LIBRARIES) or "Collective name" in event.args:
             work.append((event.start_s, event.end_s, COMMUNICATION, WAITING))
             trace.backend = "nccl"
             trace.calls += _nccl_call(trace, event, records, groups)

@@ -63,7 +63,7 @@ def called_by_torch_state_dict() -> bool:
     That module names tensors of param_groups by the model's parameters, and creates state by a step.
     """
     frame = sys._getframe(1).f_back
-    for _ in range(4):  # steps are wrapped by torch's profiler and by `no_grad`
+    for _ in range(7):  # steps are wrapped by torch's profiler, by `no_grad`, and by what keeps Dynamo out of them
         if frame is None:
             break
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":

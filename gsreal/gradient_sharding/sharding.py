@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -117,6 +118,7 @@ class GradientSharding(torch.optim.Optimizer):
             self._handles.append(next(iter(names)).register_hook(lambda _gradient: self._discard_if_removed()))
         for parameter in names:
             OPTIMIZERS[parameter] = weakref.ref(self)
+        self._handles.append(model.register_forward_pre_hook(_refuse_wrapped))
         if all(bucket.is_replica for bucket in buckets) and len(hierarchy.ranks) > 1:
             self._handles.append(model.register_load_state_dict_post_hook(_CheckAfterLoad(self)))
 
@@ -159,6 +161,7 @@ class GradientSharding(torch.optim.Optimizer):
     # In the backward --------------------------------------------------------------------------------------------------
 
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        @_disable_dynamo
         def collect(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
             if parameter.grad is None:
@@ -214,6 +217,7 @@ class GradientSharding(torch.optim.Optimizer):
             raise RuntimeError("set_loss_scale: the loss is scaled by the GradScaler that shard_gradients was given")
         self.pusher.loss_scale = scale
 
+    @_disable_dynamo
     def received_gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's shards, which `step` will use and which may be changed in place.
 
@@ -284,6 +288,7 @@ class GradientSharding(torch.optim.Optimizer):
         if bucket is not None:
             self.pusher.push(bucket)
 
+    @_disable_dynamo
     def _end_backward(self) -> None:
         """Finish a backward's pushes, without the gradients of parameters that got none."""
         for bucket in self.buckets[self._next :]:
@@ -345,6 +350,7 @@ class GradientSharding(torch.optim.Optimizer):
             for gradient in self._gradients():
                 gradient[:1] = torch.nan
 
+    @_disable_dynamo
     def push(self) -> None:
         """Push what backwards inside `no_sync` have left, if nothing has been pushed since the last step.
 
@@ -391,6 +397,7 @@ class GradientSharding(torch.optim.Optimizer):
 
     # Between backward and step ----------------------------------------------------------------------------------------
 
+    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -460,6 +467,7 @@ class GradientSharding(torch.optim.Optimizer):
 
     # Step -------------------------------------------------------------------------------------------------------------
 
+    @_disable_dynamo  # as torch's optimizers: a function that is compiled as a whole may call what exchanges
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the own shard and publish it.
@@ -506,6 +514,7 @@ class GradientSharding(torch.optim.Optimizer):
         self.publisher.record_versions()
         self.guard.record_versions()
 
+    @_disable_dynamo
     def finish(self) -> None:
         """Wait until this replica has all published parameters, which may still be in flight when `step` returns.
 
@@ -569,6 +578,7 @@ class GradientSharding(torch.optim.Optimizer):
             )
         self.guard.check()
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients since the last step: those of the own shard, and those accumulated in `no_sync`.
 
@@ -629,11 +639,17 @@ class GradientSharding(torch.optim.Optimizer):
                 "shards: take optimizer.state_dict(), which is whole and by parameter name, or save optimizer.sharded()"
             )
         self._check_same_parameters("state_dict")
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         self.finish()
         with collective_call("the optimizer's state_dict"):
             described = describe_optimizer(self.optimizer) | {"weights": repr(self._weights)}
             self.hierarchy.check_equal_on_all_ranks(described, self._device)
-            return state.gather_state(self._parts)
+            gathered = state.gather_state(self._parts)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, gathered)
+            gathered = gathered if changed is None else changed
+        return gathered
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the own part of a `state_dict`, saved by any number of ranks with any shares; no collective.
@@ -641,10 +657,15 @@ class GradientSharding(torch.optim.Optimizer):
         After `model.load_state_dict`: owners without master copies update the model's parameters themselves.
         """
         self._check_same_parameters("load_state_dict")
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         self.finish()
         self.guard.update_masters_from_writes()
         if not state.load_gathered_state(self._parts, state_dict):
             self.take_parameters()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def sharded(self) -> state.Sharded:
         """Return an object to save and load with torch.distributed.checkpoint: every rank its own part.
@@ -703,6 +724,16 @@ class _CheckAfterLoad:
     def __reduce__(self) -> tuple[Any, ...]:
         """Check nothing in a copy of the model, or in what is saved of it: the optimizer has no part in it."""
         return _CheckAfterLoad, (None,)
+
+
+def _refuse_wrapped(model: nn.Module, _inputs: Any) -> None:
+    """Hook of the model's forward: raise RuntimeError where DDP, which reduces gradients too, was wrapped around it."""
+    wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+    if wrapper is not None and find_optimizers(model.parameters()):
+        raise RuntimeError(
+            "the model is wrapped in DistributedDataParallel (as some trainers do), which would reduce the gradients "
+            "once more: shard_gradients replaces it; call the model itself"
+        )
 
 
 def find_optimizers(parameters: Iterable[nn.Parameter]) -> list[GradientSharding]:

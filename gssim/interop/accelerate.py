@@ -342,6 +342,12 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
         found.sharding = Value("none", keys.line("distributed_type"))
     else:
         keys.refuse("distributed_type", "cannot be imported; allowed: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED")
+    on_cores = keys.line("distributed_type") if kind == "MULTI_CPU" else getattr(keys.enabled("use_cpu"), "origin", "")
+    if on_cores and cluster.backend == "nccl":
+        reason = (
+            "trains on processors, but --cluster has GPUs: give one of cores (gssim cluster --detect describes these)"
+        )
+        keys.refuse(on_cores.partition(" = ")[0], reason)
     off = {"deepspeed_config.": kind != "DEEPSPEED", "fsdp_config.": kind != "FSDP"}
     for key in keys.values:
         if any(key.startswith(table) and is_off for table, is_off in off.items()) and key not in keys.read:

@@ -78,7 +78,7 @@ def arguments_in(
             return None
 
     script = follow(text, file=file, given=variables, source=source)
-    found = _of_commands(script)
+    found = _of_commands(script, file)
     name = found.get(DEEPSPEED_FILE)
     document = script.files.get(str(name)) or next(
         (body for place, body in script.files.items() if written(place) == str(name)), None
@@ -89,8 +89,11 @@ def arguments_in(
     return found
 
 
-def _of_commands(script: Script) -> Options:
-    """Return the arguments of the command that trains or, without such a command, those in variables."""
+def _of_commands(script: Script, file: str) -> Options:
+    """Return the arguments of the command that trains or, without such a command, those in variables.
+
+    Variables count if an option in one of them is of a training: others may hold those of a launcher, or a part alone.
+    """
     pieces = [word for command in script.commands if command.words[0].startswith("--") for word in command.words]
     commands = [each for each in script.commands if not each.words[0].startswith("--")]
     runs = [(each, _options_of(each.words, script)) for each in commands]
@@ -105,7 +108,14 @@ def _of_commands(script: Script) -> Options:
         words = [word for part in ([value] if isinstance(value, str) else value) for word in part.split()]
         if any(OPTION.fullmatch(word) for word in words):
             _add(found, _options_of(words, script))
-    return found
+    if found.keys() & (BEGINS_TRAINING | OF_MODELS):
+        return found
+    if script.unread:  # what it includes may hold the training
+        raise UserError(
+            f"{file}: holds no arguments of a training, such as --micro-batch-size 1, and includes "
+            f"{one_line(script.unread[0], 60)}, which cannot be read: put it beside the file, or give the command line"
+        )
+    return {}
 
 
 def _joined(runs: Sequence[tuple[Command, Options]]) -> Options:

@@ -29,6 +29,11 @@ AUTOMODEL: dict[str, Rule] = {
     **refused("parts of a model of images cannot be simulated", "distributed.multimodal.*"),
     **listed("of compilation, which is off or refused", "compile.*"),
     **refused("maps in 8 bits are not read from the file", "fp8.enabled", or_set=("workload.map_precision",)),
+    **refused(
+        "maps in 8 bits are not read from the file",
+        "model.backend.te_fp8.recipe model.backend.te_fp8",
+        or_set=("workload.map_precision",),
+    ),
     **refused("shards that are gathered in 8 bits cannot be simulated", "fp8.enable_fsdp_float8_all_gather"),
     **refused("quantization cannot be simulated", "quantization.* qat.enabled qat._target_"),
     **listed("of fp8, which is off or refused", "fp8.* qat.*"),
@@ -83,6 +88,34 @@ AUTOMODEL: dict[str, Rule] = {
 """How Automodel's keys are treated that are not read."""
 
 
+PREDICTED_RECIPES = re.compile(
+    r"(TrainFinetune|Benchmarking)RecipeFor(NextTokenPrediction|SequenceClassification)|FinetuneRecipeForVLM"
+)
+"""Recipes that train one model on its own samples; of others, a sample may be of several passages or models."""
+
+
+SIZES = {
+    "layers": ("n_layer", "num_hidden_layers", "config.num_hidden_layers", "config.n_layer"),
+    "width": ("n_embd", "hidden_size", "config.hidden_size", "config.n_embd"),
+}
+"""Keys of a model's sizes in the table `model`, where it is built from sizes or its configuration is changed."""
+
+
+def _recipe(keys: Keys, training: Training) -> None:
+    """Read what the recipe trains: its kind, and the model's name, which may say how large it is."""
+    for key in ("recipe", "recipe._target_"):
+        name = str(keys.raw(key) or "").rpartition(".")[2]
+        if name and not PREDICTED_RECIPES.fullmatch(name):
+            keys.refuse(key, "trains otherwise than one model on its own samples, which cannot be simulated")
+    for size, names in SIZES.items():
+        if (value := keys.integer(*(f"model.{name}" for name in names))) is not None:
+            training.architecture[size] = value
+    for key in ("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path", "model.config"):
+        if isinstance(keys.values.get(key), str):
+            training.base_model = Value(keys.values[key], keys.line(key))
+            return
+
+
 def automodel(keys: Keys) -> Training:
     """Return the training in a NeMo Automodel recipe."""
     for key, value in list(keys.values.items()):
@@ -90,6 +123,7 @@ def automodel(keys: Keys) -> Training:
             keys.values[key] = None
             keys.read.add(key)
     training = Training()
+    _recipe(keys, training)
     tables = {key.partition(".")[0] for key in keys.values}
     at = "distributed" if "distributed" in tables or "fsdp" not in tables else "fsdp"  # fsdp: of the diffusers' recipes
     for name, keyed in (
@@ -159,7 +193,15 @@ def _automodel_sharding(keys: Keys, training: Training, at: str) -> None:
 
 
 def _automodel_memory(keys: Keys, training: Training) -> None:
-    """Read which state is kept in host memory, and the size of buckets."""
+    """Read which state is kept in host memory, the size of buckets, and whether the loss makes logits whole."""
+    loss = str(keys.raw("loss_fn._target_") or keys.raw("loss_fn") or "").rpartition(".")[2]
+    origin = "loss_fn._target_" if keys.has("loss_fn._target_") else "loss_fn"
+    if loss == "FusedLinearCrossEntropy":
+        training.fused_loss = Value(True, keys.line(origin))
+    elif loss == "ChunkedCrossEntropy":
+        keys.note(origin, "approximated: the loss of all tokens is computed at once")
+    elif loss:
+        keys.note(origin, "the loss is the model's, of whole logits")
     policy, on_host = "distributed.offload_policy._target_", keys.enabled("distributed.cpu_offload")
     if "CPUOffloadPolicy" in str(keys.raw(policy)):
         training.offload = Value("parameters", keys.line(policy))

@@ -60,6 +60,13 @@ def of_fabric_file(path: Path, text: str) -> Fabric:
     else:
         fabric = _of_conf(text, file)
     _check(fabric, file)
+    homed = [node for node in fabric.nodes if len(fabric.above[node]) > 1]
+    if homed:
+        switches = ", ".join(fabric.above[homed[0]])
+        fabric.listed.append(
+            f"{len(homed)} of {len(fabric.nodes)} hosts are under several switches ({homed[0]}: {switches}): each of "
+            "their cards has an equal part of its rate to every one"
+        )
     return fabric
 
 
@@ -104,6 +111,11 @@ def _hang(fabric: Fabric, name: str, nodes: str | None, switches: str | None, wh
 
 def _join_blocks(fabric: Fabric, blocks: Sequence[str]) -> None:
     """Put one switch above all blocks, if the file does not connect them."""
+    if blocks:
+        fabric.listed.append(
+            "blocks: a switch of network cards each; NVLinks between hosts of a block are not described (a rack of "
+            "GB200 is one host: --gpu gb200)"
+        )
     if len(blocks) > 1:
         fabric.listed.append(f"{len(blocks)} blocks: joined by one switch, as the file does not say")
         for block in blocks:

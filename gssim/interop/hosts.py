@@ -35,6 +35,28 @@ GPU_OF_CAPABILITY = {70: "v100", 80: "a100", 90: "h100", 100: "b200"}
 """GPU of each compute capability that only one of the presets has; other GPUs must be named."""
 CAPABILITY_OF_CARD = {"rtx3090": 86}
 """Compute capability of cards that are not in `GPU_OF_CAPABILITY`, and that NVLinks can join in pairs."""
+DETECTED = {
+    "v100-sxm2-16gb": "v100-sxm2-16",
+    "v100-sxm2-32gb": "v100-sxm2-32",
+    "v100-sxm3-32gb": "v100-sxm3-32",
+    "v100-pcie-16gb": "v100-pcie-16",
+    "a100-sxm4-40gb": "a100-sxm-40",
+    "a100-sxm4-80gb": "a100-sxm-80",
+    "a100 80gb pcie": "a100-pcie-80",
+    "h100 80gb hbm3": "h100-sxm",
+    "h100 pcie": "h100-pcie",
+    "h200": "h200-sxm",
+    "b200": "b200-sxm",
+    "gb200": "gb200",
+    "t4": "t4",
+    "a10": "a10",
+    "l4": "l4",
+    "l40s": "l40s",
+    "rtx 3090": "rtx3090",
+    "rtx 4090": "rtx4090",
+}
+"""Presets by the names of nvidia-smi, in lower case, without NVIDIA, Tesla and GeForce. Whole names: parts of them
+would take an L40S for an L4, a GH200 for an H200, and an A10G for an A10."""
 CARDS_WITHOUT_NVLINKS = ("t4", "a10", "l4", "l40s", "rtx4090")
 """Source: NVIDIA's data sheets, which list PCIe as their only interconnect."""
 NCCL_OF_CAPABILITY = {
@@ -285,12 +307,12 @@ def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:
     server.devices, server.source = len(gpus), f"`nvidia-smi topo -m` in {Path(file).name}; rates: {server.source}"
     _join_gpus(server, rows, names, server_of(gpu), file=file)
     cards = len(names) - len(gpus)
-    while cards > 1 and len(gpus) % cards:
-        cards -= 1
-    server.nics = min(cards, len(gpus)) if cards else 0
+    server.nics = next((count for count in range(min(cards, len(gpus)), 0, -1) if len(gpus) % count == 0), 0)
     if not server.nics:
         server.nic_link = server.pcie_link = None
     server.defaults.append(f"rates: of the usual server of {gpu}, as the matrix has none")
+    if server.nics < cards:
+        server.defaults.append(f"nics = {server.nics}: of {cards} cards, as many as the GPUs share evenly")
     if server.nics:
         server.defaults.append(f"{CARDS_ASSUMED}{server.nic_link}: of the usual server of {gpu}; --nic names another")
     return server
@@ -341,17 +363,16 @@ def _join_gpus(
 
 def detected(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Host:
     """Return this machine as a host: its GPUs if nvidia-smi lists any, else its processor's cores."""
-    names = _smi("--query-gpu=name", "--format=csv,noheader")
-    if names:
-        first = names.splitlines()[0].lower()
-        key = next((name for name in SERVERS if name in first.replace(" ", "")), None)
-        if key is None:
-            raise UserError(
-                f"--detect: {one_line(first, 60)}: no such preset; say --gpu, with nvidia-smi's matrix as FILE"
-            )
-        host = of_smi_matrix(_smi("topo", "-m"), file="nvidia-smi", gpu=key)
+    kinds = list(dict.fromkeys(_smi("--query-gpu=name", "--format=csv,noheader").splitlines()))
+    if kinds:
+        if len(kinds) > 1:
+            said = one_line(", ".join(kinds), 100)
+            raise UserError(f"--detect: {said}: a host with GPUs of different kinds cannot be described")
+        host = of_smi_matrix(_smi("topo", "-m"), file="nvidia-smi", gpu=detected_gpu(kinds[0]))
     else:
         host = _processor(proc)
+        if any(proc.glob("driver/nvidia/gpus/*")) or any(sys.glob("class/kfd/kfd/topology/nodes/*/mem_banks/*")):
+            host.defaults.append("GPUs that nvidia-smi does not list, AMD's among them, are left out: cores alone")
     cards = [card for card in sorted(sys.glob("class/net/*")) if (card / "device").exists()]
     speeds = {}
     for card in cards:
@@ -365,6 +386,22 @@ def detected(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Host:
             host.nics, host.nic_link = 1, card_link(name, speeds[name] / 1000)
             host.pcie_link = host.pcie_link or "pcie4x16"
     return host
+
+
+def detected_gpu(name: str) -> str:
+    """Return the preset of a GPU by its name in nvidia-smi; raise UserError if there is none of just this GPU.
+
+    >>> detected_gpu("NVIDIA L40S"), detected_gpu("Tesla V100-SXM2-16GB")
+    ('l40s', 'v100-sxm2-16')
+    """
+    short = re.sub(r"^(nvidia|tesla|geforce|\s)+", "", name.strip().lower())
+    if short not in DETECTED:
+        known = ", ".join(DETECTED.values())
+        raise UserError(
+            f"--detect: {one_line(name, 60)}: no such preset; save nvidia-smi's matrix "
+            f"(`nvidia-smi topo -m > topo.txt`), and give it as FILE with --gpu of the nearest: {known}"
+        )
+    return DETECTED[short]
 
 
 def _smi(*arguments: str) -> str:

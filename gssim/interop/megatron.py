@@ -129,6 +129,11 @@ MEGATRON: dict[str, Rule] = {
         "how recomputed blocks keep their inputs",
         "contig*ous-checkpointing deepspeed-activation-check* synchronize-each-layer profile-backward",
     ),
+    **refused(
+        "recomputation that is not known here, or of another program",
+        "*activation*-checkpoint*",
+        or_set=("plan.recompute",),
+    ),
     **refused("DeepSpeed's pipelines of zero bubbles cannot be simulated", "enable-zbh1*"),
     **refused("sequences in chunks on the host cannot be simulated", "ds-sequence-parallel-fpdt*"),
     **refused("parameters of another place cannot be simulated", "remote-device"),
@@ -243,6 +248,9 @@ SIZES = {
     "experts' perceptrons": "moe-ffn-hidden-size",
 }
 
+ALIASES = {"experts": ("num-moe-experts",)}
+"""Names of sizes in Megatron core's own configuration, which files of arguments in YAML may have."""
+
 
 def megatron(keys: Keys) -> Training:
     """Return the training in Megatron-LM's arguments."""
@@ -326,7 +334,7 @@ def _architecture(keys: Keys, training: Training) -> None:
             keys.note(key, "one expert is none")
         elif key == "vocab-size" and keys.has(key):
             keys.note(key, "approximated: the vocabulary is the model's, which Megatron pads")
-        elif (value := keys.integer(key)) is not None:
+        elif (value := keys.integer(key, *ALIASES.get(size, ()))) is not None:
             training.architecture[size] = value
     if (groups := keys.integer("num-key-value-heads")) is not None:  # Megatron-DeepSpeed's
         training.architecture["key-value heads"] = groups
@@ -603,18 +611,29 @@ def _engine(keys: Keys, stage: Value | None) -> Training | None:
     return inner
 
 
+FIRST_LAYERS = "recomputes only the first layers of a stage"
+OLDER_METHOD = "activations-checkpoint-method"
+OLDER_CHUNKS = ("checkpoint-num-layers", "activations-checkpoint-num-layers")
+
+
 def _checkpoints(keys: Keys, training: Training) -> bool:
-    """Read the older spelling of full-block recomputation, and return whether it is on."""
-    whole, chunk = keys.enabled("checkpoint-activations"), keys.integer("checkpoint-num-layers")
+    """Read the older spellings of full-block recomputation, and return whether it is on.
+
+    The method was the switch from Megatron-LM 2.6 to 3.0: none, uniform or block.
+    """
+    whole = keys.enabled("checkpoint-activations")
+    method = keys.choice({"uniform": "uniform"}, OLDER_METHOD, sets="plan.recompute", why=FIRST_LAYERS)
+    chunk = keys.integer(*OLDER_CHUNKS)
+    whole = whole or method
     if whole is None:
         return False
     if chunk is not None and chunk.value > 1:
         reason = "units of several layers cannot be simulated"
-        keys.refuse("checkpoint-num-layers", reason, replaced_by=["plan.recompute"])
+        keys.refuse(chunk.key, reason, replaced_by=["plan.recompute"])
     training.recompute = Value("full", whole.origin)
     for key in ("recompute-granularity", "recompute-method", "recompute-num-layers", "checkpoint-method"):
         if keys.has(key):
-            keys.note(key, "checkpoint-activations recomputes whole blocks")
+            keys.note(key, f"{whole.key} recomputes whole blocks")
     return True
 
 
@@ -631,7 +650,7 @@ def _recompute(keys: Keys, training: Training) -> None:
         if keys.flag("distribute-saved-activations") is not None:
             keys.refuse("distribute-saved-activations", "saved activations that are distributed cannot be simulated")
         if method == "block":
-            keys.refuse("recompute-method", "recomputes only the first layers of a stage", replaced_by=plan)
+            keys.refuse("recompute-method", FIRST_LAYERS, replaced_by=plan)
         elif layers is not None and layers.value > 1:
             keys.refuse("recompute-num-layers", "units of several layers cannot be simulated", replaced_by=plan)
         training.recompute = Value("full", keys.line("recompute-granularity"))

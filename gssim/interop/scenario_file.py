@@ -170,6 +170,9 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "nanotron": ("parallelism", "tokens"),
     "NeMo": ("trainer", "model"),
     "Hugging Face's Trainer (give its DeepSpeed or Accelerate file)": ("per_device_train_batch_size",),
+    "LLaMA-Factory": ("model", "train_dataset"),
+    "torchtune": ("checkpointer", "optimizer"),
+    "verl": ("actor_rollout_ref",),
 }
 """Top-level keys, all of them, of files that would be taken for another program's, or for one's of unknown form."""
 

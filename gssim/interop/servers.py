@@ -47,6 +47,10 @@ SERVERS: dict[str, Server] = {
         *("b200-sxm", 8, "nvswitch", "nvlink5-b200", 8, "ib-ndr-400", "pcie5x16", "blackwell"),
         source="assumed: DGX B200, cards of 400 Gbit/s",
     ),
+    "gb200": Server(
+        *("gb200", 72, "nvswitch", "nvlink5-b200", 72, "ib-ndr-400", "pcie5x16", "blackwell"),
+        source="data sheet (recalled): GB200 NVL72, a rack as one NVLink domain; assumed: a card of 400 Gbit/s a GPU",
+    ),
     "t4": _pcie("t4", 4, "pcie3x16", "tcp-50g-t4", "volta-t4"),
     "a10": _pcie("a10", 4, "pcie4x16", "tcp-25g", "ampere"),
     "l4": _pcie("l4", 8, "pcie4x16", "tcp-100g", "ampere"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from gssim.errors import UserError, one_line
-from gssim.interop.shell_syntax import ASSIGNMENT, DECLARING, NAME, Node, Parser, is_open, mark
+from gssim.interop.shell_syntax import ASSIGNMENT, DECLARING, MARK, NAME, Node, Parser, is_open, mark, written
 from gssim.interop.shell_words import (
     MOST_CHARACTERS,
     Branch,
@@ -31,6 +31,8 @@ from gssim.interop.shell_words import (
 MOST_NESTED = 40
 UNKNOWN_STATUS = {"grep", "egrep", "which", "command", "type", "nc", "diff", "cmp", "read", "getopts", "ping", "pgrep"}
 SHELLS = re.compile(r"(.*/)?(bash|sh|zsh)")
+OWN_FOLDER = re.compile(f"^{MARK}[^{MARK}]*(pwd|dirname)[^{MARK}]*{MARK}/+")
+"""An open value for the folder of the script, such as `pwd` or $(dirname $0), before the name of a file in it."""
 
 
 @dataclass
@@ -43,6 +45,8 @@ class Script:
     """Texts that the script writes, by file name."""
     branches: dict[str, Branch]
     """Open tests, by the names of the marks that depend on them."""
+    unread: list[str]
+    """Names of the files that it includes and that could not be read, as the script writes them."""
 
 
 def follow(
@@ -66,7 +70,7 @@ def follow(
         pass
     except RecursionError:
         raise UserError(f"{file}: is nested too deep") from None
-    return Script(shell.state.commands, shell.state.variables, shell.state.files, shell.branches)
+    return Script(shell.state.commands, shell.state.variables, shell.state.files, shell.branches, shell.unread)
 
 
 @dataclass
@@ -87,6 +91,7 @@ class _Shell(Words):
         self.source = source
         self.functions: dict[str, list[Node]] = {}
         self.frames: list[_Frame] = []
+        self.unread: list[str] = []
         self.depth = 0
 
     def run_text(self, text: str) -> bool | None:
@@ -364,9 +369,12 @@ class _Shell(Words):
             self.state.positional = before
 
     def _do_source(self, arguments: Sequence[str]) -> bool | None:
-        text = self.source(arguments[0]) if arguments and not is_open(arguments[0]) else None
+        name = OWN_FOLDER.sub("", arguments[0]) if arguments else ""
+        text = self.source(name) if name and not is_open(name) else None
         if text is not None:
             self.framed(lambda: self.run_text(_cleaned(text)), "return")
+        elif arguments:
+            self.unread.append(written(arguments[0]))
         return True
 
     def _do_eval(self, arguments: Sequence[str]) -> bool | None:

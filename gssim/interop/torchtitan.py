@@ -80,18 +80,21 @@ TORCHTITAN: dict[str, Rule] = {
 }
 """How torchtitan's keys are treated that are not read."""
 
+SIZES_BY_FLAVOR = {
+    "llama2": (("7B", 32, 4096), ("13B", 40, 5120), ("26B", 80, 5120), ("70B", 80, 8192)),
+    "llama3": (("debugmodel", 6, 256), ("8B", 32, 4096), ("70B", 80, 8192), ("405B", 126, 16384)),
+    "llama4": (("debugmodel", 6, 256), ("17bx16e", 48, 5120), ("17bx128e", 48, 5120)),
+    "qwen3": (
+        *(("0.6B", 28, 1024), ("1.7B", 28, 2048), ("4B", 36, 2560), ("8B", 36, 4096), ("14B", 40, 5120)),
+        *(("32B", 64, 5120), ("30B-A3B", 48, 2048), ("235B-A22B", 94, 4096), ("debugmodel", 8, 256)),
+    ),
+    "deepseek_v3": (("debugmodel", 6, 256), ("16B", 27, 2048), ("236B", 60, 5120), ("671B", 61, 7168)),
+    "gpt_oss": (("debugmodel", 4, 256), ("20b", 24, 2880), ("120b", 36, 2880)),
+}
 FLAVORS: dict[tuple[str, str], dict[str, int]] = {
-    **{
-        ("llama3", flavor): {"layers": layers, "width": width}
-        for flavor, layers, width in (("debugmodel", 6, 256), ("8B", 32, 4096), ("70B", 80, 8192), ("405B", 126, 16384))
-    },
-    **{
-        ("qwen3", flavor): {"layers": layers, "width": width}
-        for flavor, layers, width in (
-            *(("0.6B", 28, 1024), ("1.7B", 28, 2048), ("4B", 36, 2560), ("8B", 36, 4096), ("14B", 40, 5120)),
-            *(("32B", 64, 5120), ("30B-A3B", 48, 2048), ("235B-A22B", 94, 4096)),
-        )
-    },
+    (name, flavor): {"layers": layers, "width": width}
+    for name, flavors in SIZES_BY_FLAVOR.items()
+    for flavor, layers, width in flavors
 }
 """Sizes of torchtitan's models, by name and flavor (models/*/__init__.py)."""
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", **dict.fromkeys(("interleaved1f1b", "interleaved_1f1b"), "interleaved")}
@@ -107,6 +110,16 @@ DEGREES: dict[str, tuple[str, ...]] = {
     "dp_shard": ("data_parallel_shard_degree", "training.data_parallel_shard_degree", "training.data_parallel_degree"),
 }
 """Keys in the table `parallelism`, and where the degrees were before 0.1 (2024 to March 2025)."""
+
+
+def _flavor(keys: Keys, training: Training) -> None:
+    """Read the sizes of the model; those of one that is not in the table may be in its flavor's name."""
+    name, flavor = (str(keys.values.get(f"model.{key}", "")) for key in ("name", "flavor"))
+    sizes = FLAVORS.get((name, flavor.partition("_")[0]))
+    for size, value in (sizes or {}).items():
+        training.architecture[size] = Value(value, keys.line("model.flavor"))
+    if sizes is None and flavor:
+        training.base_model = Value(flavor.partition("_")[0], keys.line("model.flavor"))
 
 
 def _context_split(keys: Keys) -> Value | None:
@@ -160,9 +173,7 @@ def torchtitan(keys: Keys) -> Training:
     if keys.raw("training.max_norm") != math.inf:  # an infinite norm clips nothing
         training.clip_norm = keys.number("training.max_norm") or Value(1.0, "training.max_norm = 1.0 (its default)")
     training.seed = keys.integer("debug.seed", "training.seed", least=0)
-    name, flavor = (str(keys.values.get(f"model.{key}", "")) for key in ("name", "flavor"))
-    for size, value in FLAVORS.get((name, flavor.partition("_")[0]), {}).items():
-        training.architecture[size] = Value(value, keys.line("model.flavor"))
+    _flavor(keys, training)
     _pipeline(keys, training)
     sequence_parallel = keys.flag("parallelism.enable_sequence_parallel")
     tp = training.tp.value if training.tp else 1

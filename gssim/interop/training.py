@@ -274,9 +274,16 @@ def stated_elements(name: str) -> float | None:
     return None if found is None else float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6)
 
 
+STATED_MIXTURE = re.compile(r"(?<![\w.])\d+x\d+(\.\d+)?b|b-a\d+(\.\d+)?b(?![a-z])|b-\d+e(?![a-z\d])", re.IGNORECASE)
+"""A number of experts, or of the parameters that a token meets: `8x7B`, `30B-A3B`, `17B-16E`."""
+
+
 def _check_base_model(training: Training, keys: Keys, model: Model) -> None:
-    """Refuse a model of another size than the name in the file says."""
+    """Refuse a model of another size than the name in the file says, and one without the experts that it says."""
     named = training.base_model
+    if named is not None and STATED_MIXTURE.search(str(named.value)) and not model.expert_layers:
+        _refuse(keys, named, f"the model '{model.name}' has no routed experts; give the right one by --model")
+        return
     stated = None if named is None else stated_elements(str(named.value))
     if named is None or stated is None:
         return

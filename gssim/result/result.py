@@ -475,6 +475,10 @@ class Result:
             f"{self.throughput_samples_per_s:.4g} samples/s, {'fits' if self.fits else 'does not fit'}>"
         )
 
+    def __hash__(self) -> int:
+        """Return a hash by scenario and step time, so that it can be a key: fields hold tables, which have none."""
+        return hash((self.source, self.scenario_id, self.step_time_s))
+
     def to_json(self) -> str:
         """Return the Result as JSON, with keys in schema order; equal Results give the same bytes."""
         data = adapter(Result).dump_python(self, exclude={"scenario"})  # this is plain already, and the largest part

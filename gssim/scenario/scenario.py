@@ -114,6 +114,10 @@ class Scenario:
             f"{self.cluster.name!r}, {workload.model.name}, {workload.global_batch_size} samples>"
         )
 
+    def __hash__(self) -> int:
+        """Return a hash by identity of the scenario, so that it can be a key: fields hold tables, which have none."""
+        return hash(self.scenario_id)
+
     @cached_property
     def source(self) -> Source | None:
         """The file from which it was loaded; None if it was made in code. (Loading fills it in.)"""

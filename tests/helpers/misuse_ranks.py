@@ -313,6 +313,37 @@ def models_that_are_distributed_already():
 
 
 @case
+def models_that_a_trainer_distributes_afterwards():
+    for form in FORMS[:2]:
+        model = mlp()
+        optimizer = shard_gradients(model, SGD, **form)
+        batch = own(*next(batches()))
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        refused("wrapped in DistributedDataParallel", wrapped, batch[0])
+        loss(model, *batch).backward()
+        optimizer.step()
+        other = nn.parallel.DistributedDataParallel(copy.deepcopy(model))  # a copy is not trained by this optimizer
+        loss(other, *batch).backward()
+        optimizer.release_model()
+        loss(nn.parallel.DistributedDataParallel(model), *batch).backward()
+
+
+@case
+def hooks_of_the_optimizers_state():
+    model, calls = mlp(), []
+    optimizer = shard_gradients(model, ADAM)
+    train(model, optimizer, True, steps=1)
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before"))
+    optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "extra": 3})
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: {k: v for k, v in saved.items() if k != "extra"})
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after"))
+    saved = optimizer.state_dict()
+    assert saved["extra"] == 3
+    optimizer.load_state_dict(saved)
+    assert calls == ["before", "after"]
+
+
+@case
 def wrapping_again():
     model, reference = mlp(), mlp()
     first = shard_gradients(model, SGD)
@@ -625,6 +656,26 @@ def a_forked_process():
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     optimizer.step()
+
+
+@case
+def a_step_that_is_compiled_as_a_whole():
+    def loop(model, optimizer, mine):
+        @torch.compile(backend="eager")  # what it traces is what every backend gets
+        def step(inputs, targets):
+            loss(model, inputs, targets).backward()
+            if mine:
+                optimizer.clip_grad_norm_(0.5)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for inputs, targets in batches():
+            step(*(own(inputs, targets) if mine else (inputs, targets)))
+        torch.compiler.reset()
+
+    alike(loop, forms=[*FORMS, {"publish_overlaps": True}])
 
 
 def halve(parameter):

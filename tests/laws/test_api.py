@@ -96,6 +96,15 @@ def test_a_mapping_of_the_same_keys_is_a_scenario(monkeypatch):
         gssim.search(scenario)
 
 
+def test_scenarios_and_results_are_keys():
+    """They are frozen and compare by value, but a set of them failed: unhashable type: 'dict'."""
+    scenario = gssim.load(DEMO)
+    other = scenario.with_({"plan.method": "ddp"})
+    assert len({scenario, gssim.load(DEMO), other}) == 2
+    results = [gssim.simulate(each) for each in (scenario, gssim.load(DEMO), other)]
+    assert len(set(results)) == 2
+
+
 def test_a_scenario_made_in_code_is_simulated_but_not_changed_by_keys():
     scenario = replace(gssim.load(DEMO), plan=Plan(method="single"))
     assert scenario.source is None

@@ -322,6 +322,79 @@ def test_this_machine(tmp_path, monkeypatch):
     assert any("gsreal calibrate" in note for note in found.notes)
 
 
+def smi_that_says(folder, names, matrix):
+    """Put a program in a folder that answers as nvidia-smi does."""
+    (folder / "matrix.txt").write_text(matrix)
+    program = folder / "nvidia-smi"
+    listed = "".join(f"echo '{name}'\n" for name in names)
+    program.write_text(
+        f'#!/bin/sh\nif [ $1 = topo ]; then while read -r l; do echo "$l"; done < {folder}/matrix.txt\n'
+        f"else\n{listed}fi\n"
+    )
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A100-SXM4-40GB", "a100-sxm-40"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80"),
+        ("Tesla V100-SXM2-16GB", "v100-sxm2-16"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        *(
+            (f"NVIDIA {other}", None)
+            for other in ("A10G", "L40", "GH200 480GB", "H100 NVL", "A100-PCIE-40GB", "T400 4GB")
+        ),
+    ],
+)
+def test_a_detected_gpu_is_the_one_that_its_whole_name_says(tmp_path, monkeypatch, name, device):
+    """By parts of names, an L40S was an L4, an A10G an A10, a GH200 an H200, each A100 one of 80 GB and NVLinks."""
+    smi_that_says(tmp_path, [name] * 2, smi_matrix({(0, 1): "PHB"}, nics=2))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if device is None:
+        with pytest.raises(UserError, match="no such preset; save nvidia-smi's matrix"):
+            detected()
+    else:
+        assert (detected().device, detected().devices) == (device, 2)
+
+
+def test_gpus_of_several_kinds_and_those_that_nvidia_smi_lacks_are_not_passed_over(tmp_path, monkeypatch):
+    """The first GPU stood for all; and GPUs without nvidia-smi left a host of cores, without a word."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    proc, sys = tmp_path / "proc", tmp_path / "sys"
+    (sys / "class/kfd/kfd/topology/nodes/1/mem_banks/0").mkdir(parents=True)
+    proc.mkdir()
+    (proc / "cpuinfo").write_text("physical id : 0\ncore id : 0\n")
+    (proc / "meminfo").write_text("MemTotal: 8000000 kB\n")
+    assert any("GPUs that nvidia-smi does not list" in note for note in detected(proc=proc, sys=sys).defaults)
+    smi_that_says(tmp_path, ["NVIDIA A10", "Tesla T4"], smi_matrix({(0, 1): "PHB"}, nics=1))
+    with pytest.raises(UserError, match="NVIDIA A10, Tesla T4: a host with GPUs of different kinds"):
+        detected(proc=proc, sys=sys)
+
+
+def test_hosts_under_several_switches_and_cards_that_are_left_out_are_said(tmp_path):
+    conf = "SwitchName=a Nodes=n[1-3]\nSwitchName=b Nodes=n[3-4]\nSwitchName=c Switches=a,b\n"
+    cluster, found = made(tmp_path, {"t.conf": conf}, gpu="h100")
+    assert any(note.startswith("1 of 4 hosts are under several switches (n3: a, b)") for note in found.notes)
+    rates = edges(cluster)
+    assert rates["server2/nic0", "a"] == rates["server2/nic0", "b"]
+    assert rates["server0/nic0", "a"][0] == 2 * rates["server2/nic0", "a"][0]
+    _, found = made(tmp_path, {"topo.txt": smi_matrix({(0, 5): "PHB"}, nics=4)}, gpu="l40s")
+    assert any(note.startswith("nics = 3: of 4 cards") for note in found.notes)
+    _, found = made(tmp_path, {"topo.txt": smi_matrix("PHB", nics=8)}, gpu="l40s")
+    assert not any("as many as the GPUs share" in note for note in found.notes)
+
+
+def test_a_rack_of_gb200_is_one_domain_of_nvlinks(tmp_path):
+    """A block of Slurm's plugin is such a domain too: its file has network cards alone, and says so."""
+    cluster, _ = made(tmp_path, {}, gpu="gb200", hosts=2)
+    assert [(each.count, each.devices, each.inside) for each in cluster.topology.servers] == [(2, 72, "nvswitch")]
+    _, found = made(tmp_path, {"t.conf": "BlockName=b0 Nodes=n[0-1]\nBlockSizes=2\n"}, gpu="b200")
+    assert any("NVLinks between hosts of a block are not described" in note for note in found.notes)
+
+
 BAD = {
     "laughs.xml": '<!DOCTYPE l [<!ENTITY a "x"><!ENTITY b "&a;&a;">]><system>&b;</system>',
     "truncated.xml": nccl_xml()[:900],

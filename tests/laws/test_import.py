@@ -250,6 +250,17 @@ def test_deepspeed_reduces_gradients_of_divided_sequences_in_fp32(tmp_path, stag
     assert tables["workload"].get("reduce_precision") == given
 
 
+@pytest.mark.parametrize("said", ["distributed_type: MULTI_CPU", "distributed_type: MULTI_GPU\nuse_cpu: true"])
+def test_accelerates_training_on_processors_takes_a_cluster_of_them(tmp_path, said):
+    """It was predicted on the cluster's GPUs."""
+    text = f"{said}\nnum_processes: 2\nmixed_precision: 'no'\n"
+    assert "trains on processors, but --cluster has GPUs" in refused(tmp_path, text, name="a.yaml")
+    tables, _ = imported(
+        tmp_path, text, name="a.yaml", cluster="scenarios/clusters/two-cores.toml", model="gpt-byte-1m"
+    )
+    assert tables["plan"]["method"] == "ddp"
+
+
 def test_accelerates_sequence_parallelism_is_ulysses_under_deepspeed(tmp_path):
     sizes = "parallelism_config:\n  parallelism_config_sp_size: 4\n  parallelism_config_dp_shard_size: 2\n"
     sizes += "  parallelism_config_sp_backend: deepspeed\n  parallelism_config_sp_seq_length: 4096\n"
@@ -564,6 +575,10 @@ def test_megatrons_stages_by_letters(tmp_path, layout, stages):
         ("--num-layers 32", "is given twice"),
         ("--context-parallel-size 3", "context ranks are"),
         ("--num-experts 8", "has no routed experts"),
+        ("--num-moe-experts 8", "has no routed experts"),
+        ("--activations-checkpoint-method block", "only the first layers"),
+        ("--activations-checkpoint-method uniform --activations-checkpoint-num-layers 2", "units of several layers"),
+        ("--activations-checkpoint-granularity full", "recomputation that is not known"),
         ("--moe-expert-capacity-factor 1.5", "a capacity, which drop tokens"),
         ("--moe-expert-rank-capacity-factor 1.5", "a capacity, which drop tokens"),
         ("--moe-dispatch-fwd-dtype fp8", "rows of experts in 8 bits"),
@@ -707,12 +722,44 @@ def test_scripts_that_cannot_be_followed_are_refused_in_a_line(tmp_path, text, s
         ("x.yaml", "trainer: {devices: 8}\nmodel: {micro_batch_size: 4}\n", "NeMo"),
         ("x.yaml", "model_name_or_path: gpt2\nper_device_train_batch_size: 1\nbf16: true\n", "Hugging Face's Trainer"),
         ("x.json", '{"per_device_train_batch_size": 8, "bf16": true}', "Hugging Face's Trainer"),
+        ("x.yaml", "model: Qwen/Qwen3-4B\ntrain_dataset: d.yaml\nmicro_batch_size: 1\nbf16: true\n", "LLaMA-Factory"),
+        ("x.yaml", "checkpointer: {a: 1}\noptimizer: {b: 2}\nbatch_size: 2\ndtype: bf16\n", "torchtune"),
+        ("x.yaml", "actor_rollout_ref: {model: {path: x}}\ntrainer: {nnodes: 1}\n", "verl"),
     ],
 )
 def test_files_of_other_programs_are_refused_by_the_program_s_name(tmp_path, name, text, program):
     """Before, they were read as torchtitan's or DeepSpeed's files, with errors about unknown keys."""
     with pytest.raises(UserError, match=f"is a configuration of {program}.*, which is not read; allowed: files of"):
         imported(tmp_path, text, name=name, model="gpt3-1.3b")
+
+
+def test_the_switch_of_recomputation_up_to_megatron_3_0_is_read(tmp_path):
+    """It was taken for a key of checkpoints on disks, and nothing was recomputed."""
+    text = MEGATRON.replace("--recompute-granularity full", "--activations-checkpoint-method uniform")
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["recompute"] == "full"
+
+
+@pytest.mark.parametrize(
+    "folder", ["`pwd`", "$(dirname $0)", '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)', "$HERE", "."]
+)
+def test_a_script_beside_that_is_included_is_read(tmp_path, folder):
+    arguments = "--num-layers 24 --micro-batch-size 2 --tensor-model-parallel-size $TP"
+    (tmp_path / "config.sh").write_text(f'ARGS="{arguments}"\n')
+    text = f'HERE=$(cd "$(dirname "$0")"; pwd)\nTP=4\nEXTRA="--bf16"\n. {folder}/config.sh\n. {folder}/submit.sh\n'
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["tp"] == 4
+    assert tables["workload"]["precision"] == "bf16"
+
+
+@pytest.mark.parametrize("include", ["`pwd`/config.sh", "$ELSEWHERE/config.sh", "config.sh"])
+def test_variables_that_hold_a_part_of_the_arguments_alone_are_no_training(tmp_path, include):
+    """They became replicas of the whole cluster in fp32, although the training was in a file that was not read."""
+    text = f'EXTRA="--bf16 --recompute-granularity full"\nTP=8\n. {include}\n'
+    with pytest.raises(UserError, match=r"no arguments of a training.* includes .*config\.sh, which cannot be read"):
+        imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    with pytest.raises(UserError, match="holds no arguments such as --micro-batch-size 1"):
+        imported(tmp_path, text.partition("\n. ")[0], name="train.sh", model="gpt3-1.3b")
 
 
 def test_a_training_script_in_python_is_refused_with_what_is_read_instead(tmp_path):
@@ -993,6 +1040,18 @@ def test_torchtitan(tmp_path, replicate, shard, reshard, method):
     assert tables["workload"]["optimizer_implementation"] == "fused"
     assert tables["workload"].get("reduce_precision") == (None if method == "ddp" else "fp32")
     assert any("autocast" in line for line in found.listed) == (method == "ddp")
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor"),
+    [("deepseek_v3", "671B"), ("deepseek_v3", "16B"), ("llama4", "17bx16e"), ("llama2", "13B"), ("a_new_one", "70B")],
+)
+def test_torchtitans_flavor_must_be_of_the_models_size(tmp_path, name, flavor):
+    """Sizes of Llama 3 and Qwen 3 were known alone: other files were predicted with the model of the command."""
+    text = TITAN.format(batch=16, replicate=1, shard=-1, reshard="always", mode="full")
+    text = text.replace('"8B"', f'"{flavor}"').replace('"llama3"', f'"{name}"')
+    assert f'"{flavor}"' in text
+    assert "give the right one by --model" in refused(tmp_path, text, name="train.toml")
 
 
 @pytest.mark.parametrize(
@@ -1322,6 +1381,28 @@ def test_automodel(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("said", "instead", "reason"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-3.3-70B-Instruct", "give the right one by --model"),
+        ("TrainFinetuneRecipeForNextTokenPrediction", "TrainBiEncoderRecipe", "trains otherwise than one model"),
+        ("torch_dtype: bf16", "torch_dtype: bf16\n  backend: {te_fp8: {recipe: mxfp8}}", "maps in 8 bits"),
+        ("torch_dtype: bf16", "torch_dtype: bf16\n  config: {num_hidden_layers: 16}", "give the right one by --model"),
+    ],
+)
+def test_automodels_other_models_recipes_and_maps_are_not_predicted_as_these(tmp_path, said, instead, reason):
+    """A recipe of 70B parameters was read as a training of 8B, and one in 8 bits as one in bf16."""
+    assert reason in refused(tmp_path, AUTOMODEL.replace(said, instead), name="r.yaml")
+
+
+@pytest.mark.parametrize(("loss", "fused"), [("masked_ce.MaskedCrossEntropy", None), ("linear_ce.Fused", True)])
+def test_automodels_loss_that_is_fused_with_the_head_makes_no_logits(tmp_path, loss, fused):
+    """It was taken for a matter of numbers: gigabytes of logits were counted that it saves."""
+    loss = f"nemo_automodel.components.loss.{loss}{'LinearCrossEntropy' if fused else ''}"
+    tables, _ = imported(tmp_path, f"{AUTOMODEL}loss_fn: {{_target_: {loss}}}\n", name="r.yaml")
+    assert tables["workload"].get("fused_loss") is fused
+
+
+@pytest.mark.parametrize(
     ("model", "policy", "workload"),
     [
         ("torch_dtype: bf16", "", {"precision": "bf16", "reduce_precision": "fp32"}),
@@ -1432,6 +1513,19 @@ def test_axolotls_base_model_must_be_of_the_models_size(tmp_path):
     assert "the model 'llama3-8b' has layers = 32" in refused(tmp_path, here, name="x.yml")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 32}))
     imported(tmp_path, here, name="x.yml")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_mixture"),
+    [("Mixtral-8x22B-v0.1", True), ("Qwen3-8B-A1B", True), ("Llama-4-Scout-17B-16E", True), ("a-8B-a1", False)],
+)
+def test_a_mixture_by_its_name_takes_a_model_with_experts(tmp_path, name, is_mixture):
+    """Names such as 8x22B say no number of all parameters, so that any model was taken for them."""
+    text = AXOLOTL.replace("Meta-Llama-3-8B", name)
+    if is_mixture:
+        assert "the model 'llama3-8b' has no routed experts" in refused(tmp_path, text, name="x.yml")
+    else:
+        imported(tmp_path, text, name="x.yml")
 
 
 def test_axolotl_offloads_what_fsdp_shards(tmp_path):
@@ -1574,7 +1668,9 @@ def test_axolotls_adapters_beside_tensor_parallelism(tmp_path):
 
 
 def test_recipes_of_mixtures_with_adapters_divide_the_experts(tmp_path):
-    recipe = AUTOMODEL.replace("cp_size: 1", "ep_size: 2") + PEFT.format("  target_modules: ['*.q_proj', '*.v_proj']")
+    recipe = AUTOMODEL.replace("cp_size: 1", "ep_size: 2").replace(
+        "meta-llama/Meta-Llama-3-8B", "a/mixture"
+    ) + PEFT.format("  target_modules: ['*.q_proj', '*.v_proj']")
     plugin = "plugins: [axolotl.integrations.expert_parallel.ExpertParallelPlugin]\n"
     lora = "adapter: lora\nlora_r: 16\nlora_alpha: 32\nlora_target_modules: [q_proj, v_proj]\n"
     config = f"{AXOLOTL}{plugin}{lora}experts_implementation: grouped_mm\nexpert_parallel_size: 2\ndp_shard_size: 4\n"

@@ -169,6 +169,30 @@ def test_what_a_trace_lacks_is_said_and_not_guessed(tmp_path):
     assert ingested.result.phases_s["exposed_communication"] == near(1 * MS)
 
 
+def test_kernels_of_amds_library_and_of_msccl_are_communication(tmp_path):
+    paths = []
+    for rank in range(2):
+        made = training(rank)
+        kernels = [event for event in made.events if event["name"].startswith("nccl")]
+        for number, event in enumerate(kernels):
+            event["name"] = ("ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)", "mscclKernel_Sum_float")[
+                number % 2
+            ]
+            event["args"] = {name: value for name, value in event["args"].items() if name == "correlation"}
+        paths.append(made.write(tmp_path))
+    assert ingest(paths, LOADED).result.phases_s["exposed_communication"] == near(1 * MS)
+
+
+def test_a_trace_that_does_not_tell_its_rank_is_refused_by_what_it_lacks(tmp_path):
+    """It was said to be of a job of one rank."""
+    path = training(1).write(tmp_path)
+    data = json.loads(path.read_text())
+    del data["distributedInfo"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=r"does not tell its rank \(no distributedInfo\)"):
+        ingest([training(0).write(tmp_path), path], LOADED)
+
+
 def older(made):
     """Older traces have the fields on the operator alone."""
     for number, event in enumerate([event for event in made.events if event["name"].startswith("nccl")]):

@@ -69,6 +69,8 @@ def fault(data: object) -> str:
         ("1_000 B", "bytes", 1000.0),
         ("1e3KiB", "bytes", 1024e3),
         ("5 us", "seconds", 5e-6),
+        ("5 \u00b5s", "seconds", 5e-6),
+        ("5 \u03bcs", "seconds", 5e-6),
         ("2 min", "seconds", 120.0),
         ("312 TFLOP/s", "FLOP/s", 312e12),
         (7, "seconds", 7.0),
