@@ -313,18 +313,28 @@ def links_used_in_turn(machine: MachineState) -> frozenset[int]:
     for link, crossed_by in crossing.items():
         by_users[tuple(crossed_by)].append(link)
     several = list(users.values())
+    in_all = [frozenset.intersection(*{instance.class_numbers for _, instance in alike}) for alike in several]
+    """For each set of users, the classes that take part in all of its collectives."""
     groups = machine.program.once(task_groups_of)
     first_alike = {role: group.roles[0] for group in groups for role in group.roles}  # they join alike
     in_turn: set[int] = set()
     for numbers, equal in by_users.items():
-        of_these = [user for number in numbers for user in several[number]]
-        common = frozenset.intersection(*{instance.class_numbers for _, instance in of_these})
+        common = frozenset.intersection(*{in_all[number] for number in numbers})
         if not common:
             continue
-        joined = frozenset(chain.from_iterable(alike for alike, _ in of_these))
-        if machine.program.once(joins_in_turn, first_alike[machine.roles[min(common)]], joined):
+        role = first_alike[machine.roles[min(common)]]
+        joined = (alike for number in numbers for alike, _ in several[number])
+        if machine.program.once(joins_all_in_turn, role) or machine.program.once(
+            joins_in_turn, role, frozenset(chain.from_iterable(joined))
+        ):
             in_turn.update(equal)
     return frozenset(in_turn - machine.network.busy_links)
+
+
+def joins_all_in_turn(program: Program, role: int) -> bool:
+    """Return whether a rank always joins all of its collectives, and so any of them, one after another."""
+    every = (task.communication for task in program.tasks[role])
+    return joins_in_turn(program, role, frozenset(name for name in every if name is not None))
 
 
 def joins_in_turn(program: Program, role: int, names: Set[TaskId]) -> bool:

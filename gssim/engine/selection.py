@@ -189,7 +189,7 @@ class Scheduler:
             if stage.coupled:
                 total_s += stage.steps * self.router.latency_beyond_s(stage.hops, DATA_CENTRE_LATENCY_S)
             else:
-                beyond_s = self.router.of(stage.hops).latency_s - DATA_CENTRE_LATENCY_S
+                beyond_s = self.router.latencies_s(stage.hops) - DATA_CENTRE_LATENCY_S
                 total_s += float(beyond_s.max(initial=0.0))
         return total_s
 

@@ -72,8 +72,34 @@ class _Level:
     link: Ints
 
 
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """Pairs whose paths have been searched, as source * nodes + target, sorted; and their paths."""
+
+    pairs: Ints
+    paths: Incidence
+
+    def of(self, pairs: Ints) -> Incidence | None:
+        """Return the paths of some pairs; None if one of them is not known."""
+        places = np.searchsorted(self.pairs, pairs)
+        is_known = (places < len(self.pairs)).all() and (self.pairs[places] == pairs).all()
+        return self.paths.of_flows(places) if is_known else None
+
+    def without(self, pairs: Ints) -> Ints:
+        """Return the pairs that are not known."""
+        return pairs[~np.isin(pairs, self.pairs, assume_unique=True)]
+
+    def joined(self, other: "_Known") -> "_Known":
+        """Return these pairs and others, which differ from them."""
+        pairs = np.concatenate([self.pairs, other.pairs])
+        order = np.argsort(pairs)
+        return _Known(pairs[order], _joined([self.paths, other.paths]).of_flows(order))
+
+
 PAIRS_AT_ONCE = 2**16
 """Number of pairs whose paths are searched together; the search's memory is proportional to it."""
+MOST_RECENT_PAIRS = 2**15
+"""Largest number of pairs whose paths a router remembers beside those that were searched ahead."""
 
 
 class Router:
@@ -87,8 +113,8 @@ class Router:
         links = (wiring.source, wiring.target, wiring.latency_s)
         self.ways = (self.nodes, hashlib.sha256(b"".join(column.tobytes() for column in links)).digest())
         """Cache key of the routes, equal for wirings that differ only in bandwidths."""
-        self._ahead: tuple[Ints, Incidence] | None = None
-        """Pairs that were searched ahead, sorted, and their paths."""
+        self._ahead = self._recent = _Known(np.zeros(0, np.int64), _collected([], np.zeros(0)))
+        """Pairs that were searched ahead, and those of recent searches."""
 
     @cached_property
     def equal_rates(self) -> bytes:
@@ -126,12 +152,16 @@ class Router:
             weight=lambda found: found.elements,
         )
 
+    def latencies_s(self, hops: Hops) -> Floats:
+        """Return the latency of each hop's path, computed by the cheaper of two methods."""
+        return self._paths(hops).latency_s if is_worthwhile(self.wiring, hops) else self.of(hops).latency_s
+
     def latency_beyond_s(self, hops: Hops, floor_s: float) -> float:
         """Return by how much the latencies of the hops' paths exceed a floor, as a weighted mean; for an exchange in
         several groups, only over the first group.
         """
         if not isinstance(hops, Exchange):
-            beyond_s = np.maximum(0.0, self.bundle(hops).latency_s - floor_s)
+            beyond_s = np.maximum(0.0, self.latencies_s(hops) - floor_s)
             return float(np.average(beyond_s, weights=hops.weight)) if beyond_s.any() else 0.0
         if self._columns(hops, hops.members).most_latency_s <= floor_s:
             return 0.0
@@ -194,20 +224,25 @@ class Router:
         return rates
 
     def incidence(self, source: Ints, target: Ints) -> Incidence:
-        """Return the links on every pair's paths; pairs that are listed twice are searched only once.
+        """Return the links on every pair's paths. Pairs are searched only once: collectives from different roots, say,
+        have most of them in common.
 
         Raises UserError if no path leads from one end to the other.
         """
-        if self._ahead is not None:
-            known, pairs = self._ahead[0], source * self.nodes + target
-            places = np.searchsorted(known, pairs)
-            if (places < len(known)).all() and (known[places] == pairs).all():
-                return self._ahead[1].of_flows(places)
-        keys, inverse = distinct_with_places(source * self.nodes + target)
-        unique = self._searched(keys)
-        if len(keys) == len(source) and np.array_equal(inverse, np.arange(len(keys))):
-            return unique
-        return unique.of_flows(inverse)
+        pairs = source * self.nodes + target
+        for known in (self._ahead, self._recent):
+            found = known.of(pairs)
+            if found is not None:
+                return found
+        keys, inverse = distinct_with_places(pairs)
+        if len(keys) > MOST_RECENT_PAIRS:
+            return self._searched(keys).paths.of_flows(inverse)
+        new = self._recent.without(keys)
+        if len(self._recent.pairs) + len(new) > MOST_RECENT_PAIRS:
+            self._recent = self._searched(keys)
+        else:
+            self._recent = self._recent.joined(self._searched(new))
+        return self._recent.paths.of_flows(np.searchsorted(self._recent.pairs, pairs))
 
     def search_ahead(self, source: Ints, target: Ints) -> None:
         """Search the paths of many pairs at once, which takes much less time than a search for each of many small sets
@@ -215,13 +250,12 @@ class Router:
 
         Raises UserError where no path leads from one end to the other.
         """
-        keys = distinct(source * self.nodes + target)
-        self._ahead = keys, self._searched(keys)
+        self._ahead = self._searched(distinct(source * self.nodes + target))
 
-    def _searched(self, keys: Ints) -> Incidence:
-        """Return the incidence of distinct pairs, as source * nodes + target."""
-        parts = [keys[start : start + PAIRS_AT_ONCE] for start in range(0, max(1, len(keys)), PAIRS_AT_ONCE)]
-        return _joined([self._search(part // self.nodes, part % self.nodes) for part in parts])
+    def _searched(self, pairs: Ints) -> _Known:
+        """Return the paths of distinct pairs, given as source * nodes + target and sorted."""
+        parts = [pairs[start : start + PAIRS_AT_ONCE] for start in range(0, max(1, len(pairs)), PAIRS_AT_ONCE)]
+        return _Known(pairs, _joined([self._search(part // self.nodes, part % self.nodes) for part in parts]))
 
     def _search(self, source: Ints, target: Ints) -> Incidence:
         """Return the incidence of distinct pairs."""

@@ -60,6 +60,12 @@ def test_gradient_sharding_on_1024_unequal_devices(benchmark, method):
     benchmark.pedantic(lambda: simulate(loaded), rounds=3)
 
 
+def test_an_optimizer_sharded_over_1024_unequal_devices(benchmark):
+    """Each of 1,024 owners broadcasts its tensors: as many rings, which differ in their roots only."""
+    loaded = scenario("gpt3-1024-unequal", "plan.method=zero1")
+    benchmark.pedantic(lambda: simulate(loaded), rounds=3)
+
+
 @pytest.mark.parametrize(
     "changes",
     [("gs",), ("gs", "publish.threshold=1e-4"), ("gs_z3",), ("gs_hier",)],

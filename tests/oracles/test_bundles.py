@@ -86,6 +86,14 @@ def test_the_router_bundles_where_each_target_gets_many_messages_and_else_follow
     assert Router(star(600)).bundle(ring).load.tolist() == [1.0] * 1200
 
 
+def test_latencies_of_many_messages_to_each_target_need_no_search_of_each_ones_path(monkeypatch):
+    exchange = Hops.of([(i, j, 1.0) for i in range(64) for j in range(64) if i != j])
+    ring = Hops.of([(i, (i + 1) % 600, 1.0) for i in range(600)])
+    assert Router(star(600)).latencies_s(ring).tolist() == [2.0] * 600
+    monkeypatch.setattr(Router, "_search", None)
+    assert Router(star(64)).latencies_s(exchange).tolist() == [2.0] * 64 * 63
+
+
 def assert_exchanged(wiring, ranks: list[int], kinds: int, spread: float = 0.5) -> None:
     """Check an exchange told by kinds of senders against every pair's own path."""
     count, router = len(ranks), Router(wiring)

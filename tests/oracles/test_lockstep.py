@@ -1,16 +1,19 @@
 """Ranks carried out together, as vectors of times, come to what each comes to alone."""
 
 import json
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from strategies import machine_for, star
 from tasks import program_with, task_of
 
 from gssim.collectives import Communication
 from gssim.engine import DeadlockError, machine, vectorised_walk
-from gssim.engine.rendezvous import joins_in_turn
-from gssim.program import Issue, Program
+from gssim.engine.rendezvous import joins_all_in_turn, joins_in_turn
+from gssim.program import Issue, Program, Task
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 
@@ -223,6 +226,22 @@ def test_collectives_of_two_streams_are_in_turn_where_each_waits_for_the_one_bef
     names = frozenset(task.communication for task in tasks if task.communication is not None)
     assert joins_in_turn(program, 0, names) is in_turn
     assert joins_in_turn(program, 0, names - {tasks[2].communication})
+    assert joins_all_in_turn(program, 0) is in_turn
+
+
+@given(st.data())
+def test_where_all_collectives_are_in_turn_so_are_any_two(data):
+    streams = data.draw(st.lists(st.sampled_from(("compute", "communication", "replication")), max_size=7))
+    tasks: list[Task] = []
+    for place, stream in enumerate(streams):
+        labels = data.draw(st.sets(st.sampled_from([f"task {i}" for i in range(len(streams))]), max_size=2))
+        joins = data.draw(st.booleans())
+        name = f"task {place}"
+        tasks.append(task_of(name, "idle", stream, communication=name if joins else None, after=tuple(sorted(labels))))
+    program = Program((tuple(tasks),), {}, ({},))
+    names = [task.communication for task in tasks if task.communication is not None]
+    if joins_all_in_turn(program, 0):
+        assert all(joins_in_turn(program, 0, frozenset(pair)) for pair in combinations(names, 2))
 
 
 def test_hosts_issue_for_unequal_ranks_as_for_each_alone(monkeypatch):

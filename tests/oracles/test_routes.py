@@ -8,7 +8,7 @@ from strategies import built, cluster_of, fabrics, graph_of, link_type, routed
 
 from gssim.cluster.topology import Wiring
 from gssim.errors import UserError
-from gssim.network import Router
+from gssim.network import Router, routes
 
 
 def wiring_of(nodes: int, edges: list[tuple[int, int]], latencies_s: list[float]) -> Wiring:
@@ -66,12 +66,42 @@ def test_pairs_may_come_in_any_order_and_more_than_once(wiring, data):
 def test_pairs_that_were_searched_ahead_have_the_same_paths_entry_by_entry(wiring, data):
     node = st.integers(0, wiring.nodes - 1)
     ahead, asked = (np.array(data.draw(st.lists(st.tuples(node, node), min_size=1, max_size=8))).T for _ in range(2))
-    router, alone = Router(wiring), Router(wiring)
+    router = Router(wiring)
     router.search_ahead(*ahead)
-    for source, target in (ahead, asked, asked[:, :0]):
-        found, expected = router.incidence(source, target), alone.incidence(source, target)
+    assert_as_alone(router, [ahead, asked, asked[:, :0]])
+
+
+def assert_as_alone(router: Router, asked: list[np.ndarray]) -> None:
+    """Check that a router finds, for one set of pairs after another, what a new one finds for each, entry by entry."""
+    for source, target in asked:
+        found, expected = router.incidence(source, target), Router(router.wiring).incidence(source, target)
         for name in ("flow", "link", "share", "latency_s"):
             assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("most", [0, 6, 100])
+@given(wirings(), st.data())
+def test_paths_that_a_router_remembers_are_those_of_a_new_one(most, wiring, data):
+    node = st.integers(0, wiring.nodes - 1)
+    pairs = st.lists(st.tuples(node, node), max_size=8).map(lambda some: np.array(some, np.int64).reshape(-1, 2).T)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes, "MOST_RECENT_PAIRS", most)
+        assert_as_alone(Router(wiring), data.draw(st.lists(pairs, max_size=4)))
+
+
+def test_broadcasts_from_several_roots_search_the_paths_that_they_share_only_once(monkeypatch):
+    nodes, searched, search = 8, [], Router._search
+
+    def counted(router, source, target):
+        searched.extend(zip(source.tolist(), target.tolist(), strict=True))
+        return search(router, source, target)
+
+    monkeypatch.setattr(Router, "_search", counted)
+    ring = [(i, (i + 1) % nodes) for i in range(nodes)]
+    router = Router(wiring_of(nodes, ring, [1.0] * nodes))
+    for root in range(nodes):
+        router.incidence(*np.array([pair for pair in ring if pair[1] != root]).T)
+    assert sorted(searched) == sorted(ring)
 
 
 @given(fabrics())
