@@ -614,6 +614,9 @@ def trace_command(
         list[str] | None,
         typer.Option("--adapters", help="Also with adapters at query-value, all-linear, or q_proj,...; repeatable."),
     ] = None,
+    frozen: Annotated[
+        bool, typer.Option("--frozen", help="Also with some layers frozen (workload.frozen), divided among ranks too.")
+    ] = False,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Each block as torch.compile (inductor) runs it, without a compiler.")
     ] = False,
@@ -650,6 +653,7 @@ def trace_command(
         source=source,
         autocast=tuple(autocast or ()),
         adapters=tuple(adapters or ()),
+        frozen=frozen,
         compiled=compiled,
         recompute=recompute,
     )

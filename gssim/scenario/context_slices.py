@@ -19,7 +19,18 @@ from functools import lru_cache, partial
 from typing import Any
 
 from gssim.execution.cache import Same
-from gssim.workload import Buffer, Layer, LayerInstance, Model, Moment, Polynomial, Reduction, sliced_layer, unrolled
+from gssim.workload import (
+    NO_ROLES,
+    Buffer,
+    Layer,
+    LayerInstance,
+    Model,
+    Moment,
+    Polynomial,
+    Reduction,
+    sliced_layer,
+    unrolled,
+)
 
 
 @dataclass(frozen=True)
@@ -295,9 +306,7 @@ def _combined(own: Layer, alone: Layer, exchanging: Layer, part_of: Part, moves:
         buffers=tuple(buffers),
         reductions=tuple(sorted(reductions, key=lambda each: (each.moment.phase != "f", each.moment.position))),
         recompute_releases=releases,
-        untrained_buffers=None,
-        frozen=None,
-        deepest=None,
+        **NO_ROLES,
     )
 
 

@@ -196,7 +196,7 @@ def resolved(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
 def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
     """Return the tables of a scenario besides the cluster as plain data."""
     model, plan, run, policies = scenario.workload.model, scenario.plan, scenario.run, scenario.policies
-    unused = {"uncut_reason", "adapted", "autocast"}
+    unused = {"uncut_reason", "adapted", "autocast", "partly_trained"}
     unused |= set() if model.traced_autocast else {"traced_autocast"}
     unused |= set() if model.whole_layers else {"whole_layers"}
     unused |= set() if policies.sequence_parallel else {"sequence_layers"}

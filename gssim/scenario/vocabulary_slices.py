@@ -15,6 +15,7 @@ from typing import Any
 from gssim.plan import Plan, splitting
 from gssim.units import PRECISION_BYTES
 from gssim.workload import (
+    NO_ROLES,
     Buffer,
     Layer,
     Model,
@@ -215,7 +216,7 @@ def _divided_embedding(model: Model, layers: Sequence[Layer], rows: int, value_b
         if number in (0, weight.born.layer_offset):  # of a frozen weight, which has no gradient, 0
             names = [f"{phase}_{what}" for phase in ("forward", "backward") for what in ("bytes", "streamed_bytes")]
             moved: dict[str, Any] = {name: without_others(getattr(layer, name)) for name in names}
-            layer = replace(layer, frozen=None, deepest=None, untrained_buffers=None, **moved)
+            layer = replace(layer, **NO_ROLES, **moved)
         changed.append(replace(layer, buffers=tuple(buffers)))
     first, found = changed[0], _lookup(layers[0], model)
     assert found is not None  # a scenario is checked for it
@@ -313,7 +314,7 @@ def divided_loss(
 def _scaled(layer: Layer, share: float) -> Layer:
     """Return a layer with a share of its work, since nearly all of it is proportional to the vocabulary."""
     names = [f"{phase}_{what}" for phase in ("forward", "backward") for what in ("flop", "bytes", "streamed_bytes")]
-    changes: dict[str, Any] = {"frozen": None, "deepest": None, "untrained_buffers": None}
+    changes: dict[str, Any] = dict(NO_ROLES)
     for name in names:
         size = getattr(layer, name)
         if size is not None:

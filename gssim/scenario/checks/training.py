@@ -86,12 +86,6 @@ def check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> 
 def _check_frozen(scenario: Scenario, policies: Policies, where: str, *, runs: bool) -> None:
     """Refuse frozen layers where plans divide the model's layers, or methods do not run with them (`runs`)."""
     plan = scenario.plan
-    for key, value in (("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
-        if value > 1:
-            raise UserError(
-                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without frozen "
-                "layers; leave one of them out"
-            )
     if not runs:
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside "
