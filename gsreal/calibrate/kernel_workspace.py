@@ -23,7 +23,6 @@ from gsreal.measure import MemoryCounter
 from gsreal.methods.tensor_slices import cut_of, slice_block
 from gsreal.model_files.build import build_module, logits_of, loss_of
 from gsreal.model_files.divided_steps import TRACED_BATCH_SIZES, TRACED_UNITS, Step
-from gsreal.model_files.fit import Shape
 from gsreal.model_files.partial_backward import FIRST, NOTHING, recorded
 from gsreal.model_files.recorder import Record
 from gsreal.model_files.step import layer_boundaries, record_step

@@ -12,7 +12,13 @@ from typing import Any
 
 from gsreal.model_files.fit import Shape
 from gsreal.model_files.recorder import Record
-from gsreal.model_files.step import can_divide_sequences, experts_to_divide, fewest_units, record_partial_steps, record_step
+from gsreal.model_files.step import (
+    can_divide_sequences,
+    experts_to_divide,
+    fewest_units,
+    record_partial_steps,
+    record_step,
+)
 from gssim.workload import Model, TokenInput
 
 TRACED_BATCH_SIZES = (2, 3)
@@ -63,7 +69,6 @@ class Step:
         experts = self.experts if self.units else 0
         rank = self.rank if others else 0
         return Shape(self.batch_size, self.sequence_length, u, positions, self.rows, experts, rank)
-
 
     @property
     def arguments(self) -> dict[str, Any]:

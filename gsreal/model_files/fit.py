@@ -221,7 +221,7 @@ def _short(name: str, module: str) -> str:
 def fit_reductions(
     everything: Mapping[Shape, Record], checked: Shape, index: int, terms: Terms
 ) -> tuple[Reduction, ...]:
-    """Return the collectives of a layer among the ranks that divide it, with their bytes as polynomials of the shape."""
+    """Return a layer's collectives among the ranks that divide it, with their bytes as polynomials of the shape."""
     moments = {tuple((at, kind) for at, _, kind in record.reductions.get(index, ())) for record in everything.values()}
     if len(moments) > 1:
         raise NoPolynomialError("the sums over ranks depend on batch size, sequence length or units")

@@ -5,17 +5,13 @@ first layer is trained, and all others pass gradients on. In the third, one laye
 gradients, its input gets none. `gssim.workload.owned` combines them for any range of layers that a rank owns.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from torch import Tensor, nn
-
-from gsreal.model_files.build import example_batch
 from gsreal.model_files.divided_steps import Step, Steps, record_partly
 from gsreal.model_files.fit import TERMS, Shape, Terms, fit_buffers, fit_polynomial, fit_reductions, parameters_of
-from gsreal.model_files.recorder import NoPolynomialError, Record, Recorder
-from gsreal.model_files.step import known_storages, record_backward
+from gsreal.model_files.recorder import NoPolynomialError, Record
 from gssim.workload import Layer, Model, Moment, PartialBackward, layer_input_gradient, layer_output, passed_bytes
 from gssim.workload.owned import source_of_input
 

@@ -336,7 +336,7 @@ def _prepared(
         divide_context(module, [module.get_submodule(name) for name in blocks], exchanged)
     if routed is not None:
         _divide_experts(record, module, stand_in, *routed)
-    return _Step(record, module, inputs, targets, stand_in, exchanged.heads if exchanged is not None else ())
+    return _Step(record, module, inputs, targets, stand_in, exchanged.heads if exchanged is not None else frozenset())
 
 
 @contextmanager
@@ -631,7 +631,7 @@ class _Step:
     inputs: Tensor
     targets: Tensor
     stand_in: _ReductionRecorder
-    heads: Sequence[int]
+    heads: AbstractSet[int]
     """Numbers of heads that the forwards of attentions exchange among ranks; empty where they do not."""
 
     def recorder(self, record: Record) -> Recorder:

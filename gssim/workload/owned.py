@@ -69,6 +69,8 @@ def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> Ow
         if key not in once:  # repetitions stay one layer
             once[key] = _adapted_to_neighbours(layer_and_neighbours, roles_around, passed_to - index)
         layer, above = once[key], index - deepest
+        if above < 0 and not instance.layer.parameters:
+            layer = _held_for_backward(instance.layer, layer, _first_use(layers, roles, index))
         buffers = tuple(  # what an untrained layer's backward would free is freed at the end
             replace(each, freed=Moment("end"))
             if each.freed.phase == "b" and each.freed.layer_offset + above < 0
@@ -123,7 +125,7 @@ def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
     frozen = _frozen_layers(layers, patterns)
     if len(frozen) == len(with_parameters):
         raise ValueError("frozen: all layers are; at least one must be trained")
-    divided = {name: _in_roles(model, name, frozen) for name in DIVIDED_FIELDS}
+    divided: dict[str, Any] = {name: _in_roles(model, name, frozen) for name in DIVIDED_FIELDS}
     undivided = _in_roles(model, "layers", frozen)
     if not undivided:
         raise ValueError(
@@ -183,6 +185,33 @@ def _roles(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> list[str
     if deepest > 0:
         roles[deepest] = "deepest"
     return roles
+
+
+def _first_use(layers: Sequence[LayerInstance], roles: Sequence[str], index: int) -> int:
+    """Return how many layers after the one at `index` the first block with a backward is; 0 if none has one."""
+    blocks = (each.index for each in layers[index:] if each.layer.block and roles[each.index] != "untrained")
+    return next(blocks, index) - index
+
+
+def _held_for_backward(whole: Layer, untrained: Layer, offset: int) -> Layer:
+    """Return a module without parameters or a backward, whose results all blocks save for theirs (angles of rotary
+    embeddings): they are freed in the backward of the first block that has one, `offset` layers after it.
+
+    `whole`: the module as traced where all layers are trained; it tells which results are saved.
+    """
+    passed, saved = (
+        [n for n, each in enumerate(layer.buffers) if each.born.phase == "f" and each.freed.layer_offset > 0]
+        for layer in (untrained, whole)
+    )
+    same = [untrained.buffers[n].size_bytes for n in passed] == [whole.buffers[n].size_bytes for n in saved]
+    if not (offset and same):
+        return untrained
+    buffers = list(untrained.buffers)
+    for number, other in zip(passed, saved, strict=True):
+        freed = buffers[number].freed
+        if whole.buffers[other].freed.phase == "b" and freed.phase == "f" and freed.layer_offset >= offset:
+            buffers[number] = replace(buffers[number], freed=Moment("b", LAST, offset), category="activations")
+    return replace(untrained, buffers=tuple(buffers))
 
 
 def _user_offset(layer_and_next: Sequence[Layer]) -> int:

@@ -80,6 +80,10 @@ ON: dict[int, dict[str, list[str]]] = {
         "gpt2-all-vocabulary-full-sgd": [*SGD, *TENSOR, *VOCABULARY, FULL, TWICE],
         "llama-all-embedding-uneven-sgd": [*SGD, *UNEVEN, VOCABULARY[0]],
         "llama-query-value-loss-sgd": [*SGD, *TENSOR, VOCABULARY[1]],
+        "llama-query-value-vocabulary-sequence-sgd": [*SGD, *TENSOR, SEQUENCE, *VOCABULARY],
+        "llama-all-loss-sequence-full-sgd": [*SGD, *TENSOR, SEQUENCE, VOCABULARY[1], FULL],
+        "gpt-all-vocabulary-sequence-adamw": [*ADAMW64, *TENSOR, SEQUENCE, *VOCABULARY],
+        "gpt2-all-vocabulary-sequence-sgd": [*SGD, *TENSOR, SEQUENCE, *VOCABULARY, TWICE],
     },
     4: {
         "gpt-all-four-sgd": [*SGD, *TENSOR],
@@ -109,6 +113,7 @@ FEW = {
         "gpt2-all-sgd",
         "llama-query-value-embedding-sequence-sgd",
         "gpt2-all-vocabulary-full-sgd",
+        "llama-query-value-vocabulary-sequence-sgd",
     )
 }
 """Cases that are not slow: both ways to store a map, divided sequences and whole ones, and divided frozen vocabularies,

@@ -98,6 +98,20 @@ def _check_frozen(scenario: Scenario, policies: Policies, where: str, *, runs: b
                 f"{where}: plan.{key}.threshold = {threshold:g}: gradient statistics are of a training of all "
                 "layers; leave it out"
             )
+    if policies.tp > 1:
+        _refuse_beside_slices(
+            where,
+            policies,
+            (
+                (
+                    "plan.tp_overlap",
+                    plan.tp_overlap,
+                    False,
+                    "frozen weights have fewer products than it counts on",
+                ),
+                ("plan.async_input_gradients", plan.async_input_gradients, False, "frozen weights have no gradients"),
+            ),
+        )
 
 
 def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
@@ -111,9 +125,7 @@ def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
             "leave it out"
         )
     unknown = f"peaks of the first of plan.pp = {policies.pp} stages are not predicted well enough"
-    loss_of_parts = plan.loss_parallel and policies.sequence_parallel
     refused: tuple[tuple[str, object, object, str], ...] = (
-        ("plan.loss_parallel", loss_of_parts, False, "peaks beside parts of sequences are not predicted well enough"),
         ("plan.gathered_inputs", plan.gathered_inputs, "kept", "frozen weights need no input for their gradients"),
         ("plan.tp_overlap", plan.tp_overlap, False, "products of frozen weights are fewer than it counts on"),
         ("plan.async_input_gradients", plan.async_input_gradients, False, "frozen weights have no gradients beside it"),
