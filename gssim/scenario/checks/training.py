@@ -124,12 +124,10 @@ def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
             f"{where}: plan.push.threshold = {scenario.push.threshold:g}: adapters have no gradient statistics; "
             "leave it out"
         )
-    unknown = f"peaks of the first of plan.pp = {policies.pp} stages are not predicted well enough"
     refused: tuple[tuple[str, object, object, str], ...] = (
         ("plan.gathered_inputs", plan.gathered_inputs, "kept", "frozen weights need no input for their gradients"),
         ("plan.tp_overlap", plan.tp_overlap, False, "products of frozen weights are fewer than it counts on"),
         ("plan.async_input_gradients", plan.async_input_gradients, False, "frozen weights have no gradients beside it"),
-        ("plan.sequence_parallel", policies.pp > 1 and policies.sequence_parallel, False, unknown),
     )
     if policies.tp > 1:
         _refuse_beside_slices(where, policies, refused)
