@@ -35,6 +35,7 @@ AS_RESOLVED = {*POLICIES, "cp", "compress", "sync_every_steps", "ranks", "push",
 UNASKED_OF_MODEL = {
     *("source", "name", "layers", "whole_layers", "sliced_layers", "sequence_layers", "context_layers"),
     *("expert_layers", "expert_sequence_layers", "expert_tensor_ranks", "adapted", "autocast", "uncut_reason"),
+    "partly_trained",
 }
 """Fields of a model that follow from its module, or only name it. Some fields of its layers count: `LAYER_FIELDS`."""
 LAYER_FIELDS = {

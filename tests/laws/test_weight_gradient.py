@@ -414,15 +414,15 @@ TRACED = load_model(Path(__file__).resolve().parents[2] / "scenarios" / "models"
     [
         (None, 8),  # two of each block's results in the forward, and two of its inputs' gradients in the backward
         (("blocks.*",), 8),  # gradients pass through all of them
-        (("tokens",), 7),  # the input of the first block has no gradient
-        (("tokens", "blocks.0"), 5),
+        (("tokens",), 8),  # so has the input of the deepest block's first map, for the weights of the norm before it
+        (("tokens", "blocks.0"), 6),
         (("tokens", "blocks.*"), 4),  # the forward's alone
     ],
 )
 def test_ranks_with_slices_sum_the_gradients_of_inputs_that_have_one(frozen, sums):
     scenario = of_parts(TRACED, frozen, tp=2)
-    found = {each.kind: each.count for each in simulate(loaded_of(scenario)).result.collectives}
-    assert found == {"all-reduce": sums}
+    found = simulate(loaded_of(scenario)).result.collectives
+    assert [(each.kind, each.count) for each in found if len(each.key[1]) > 1] == [("all-reduce", sums)]
 
 
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}])
