@@ -48,8 +48,8 @@ def traced(kind: str) -> Path:
     """Return the file of a small model of that type, traced at one sequence length."""
     from small_models import Request, kept
 
-    settings = CONFIGS.get(kind, PLAIN) | {"vocab_size": 256, "max_position_embeddings": 64}
-    settings |= {"vocab_size": 257} if kind in ENCODERS else {"use_cache": "false"}
+    of_kind = {"vocab_size": 257} if kind in ENCODERS else {"vocab_size": 256, "use_cache": "false"}
+    settings = CONFIGS.get(kind, PLAIN) | of_kind | {"max_position_embeddings": 64}
     request = Request(
         model=f"hf:{kind}",
         arguments=tuple(f"{key}={value}" for key, value in settings.items()),
