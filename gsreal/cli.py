@@ -624,6 +624,9 @@ def trace_command(
             "--adapters", help="Also trace with adapters at query-value, all-linear, or q_proj,...; repeatable."
         ),
     ] = None,
+    frozen: Annotated[
+        bool, typer.Option("--frozen", help="Also with some layers frozen (workload.frozen), divided among ranks too.")
+    ] = False,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Trace blocks as torch.compile (inductor) runs them.")
     ] = False,
@@ -660,6 +663,7 @@ def trace_command(
         source=source,
         autocast=tuple(autocast or ()),
         adapters=tuple(adapters or ()),
+        frozen=frozen,
         compiled=compiled,
         recompute=recompute,
     )

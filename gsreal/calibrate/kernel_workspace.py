@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 from gsreal.measure import MemoryCounter
 from gsreal.methods.tensor_slices import cut_of, slice_block
 from gsreal.model_files.build import build_module, logits_of, loss_of
-from gsreal.model_files.divided_steps import TRACED_BATCH_SIZES, TRACED_UNITS
-from gsreal.model_files.fit import Shape
+from gsreal.model_files.divided_steps import TRACED_BATCH_SIZES, TRACED_UNITS, Step
 from gsreal.model_files.partial_backward import FIRST, NOTHING, recorded
 from gsreal.model_files.recorder import Record
 from gsreal.model_files.step import layer_boundaries, record_step
@@ -100,7 +99,8 @@ def _traced(model: Model, ways: Sequence[_Variant], batches: Batches) -> list[Re
     cut = record_step(model, b, s, TRACED_UNITS[0], where=model.name) if any(way.units for way in ways) else whole
     layers = [replace(i.layer, name=i.module, modules=(i.module,) if i.layer.modules else ()) for i in unrolled(model)]
     steps = [way.step for way in ways if way.step is not None]
-    parts = recorded(model, layers, steps, Shape(b, s), model.name) if steps else {}
+    step = Step(batch_size=b, sequence_length=s)
+    parts = recorded(model, layers, steps, step, model.name) if steps else {}
     return [cut if way.units else whole if way.step is None else parts[way.step] for way in ways]
 
 

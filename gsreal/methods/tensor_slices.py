@@ -17,7 +17,7 @@ is divided, and the output of the last block, or of the norm after it, is gather
 after, are whole and equal on every rank, so that the gradient of this gather is a rank's own part. Gradients of whole
 parameters in between must be summed over the ranks, see `PartialGradients`.
 
-[Note: roles] Blocks of unknown classes (of Hugging Face's decoders) are cut where the names of their linear maps tell
+[Note: roles] Blocks of unknown classes (of Hugging Face's models) are cut where the names of their linear maps tell
 their roles: queries, keys and values (or one map with the rows of each head together), the attention's output, the
 perceptron's first maps and its last. Norms inside the attention over the width of a head stay whole: a rank's gradient
 is that of its own heads. Anything else is refused, by an error that names the module.
@@ -150,27 +150,30 @@ CUTS: dict[str, Cut] = {
         resize=_resize_nothing,
         gathered=("self_attn", "mlp"),
     ),
-    "transformers.models.bert.modeling_bert.BertLayer": Cut(
-        units=lambda block: gcd(
-            block.attention.self.query.out_features // block.attention.self.attention_head_size,
-            block.intermediate.dense.out_features,
-        ),
-        columns=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
-        rows=("attention.output.dense", "output.dense"),
-        resize=_resize_nothing,
-        gathered=("attention.self", "intermediate"),
-    ),
 }
 """Slicing rules by the full name of the block's class."""
 
+ENCODER = Cut(
+    units=lambda block: gcd(
+        block.attention.self.query.out_features // block.attention.self.attention_head_size,
+        block.intermediate.dense.out_features,
+    ),
+    columns=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
+    rows=("attention.output.dense", "output.dense"),
+    resize=_resize_nothing,
+    gathered=("attention.self", "intermediate"),
+)
+"""Slicing rules of blocks whose linear maps have these paths, as BERT's, RoBERTa's and Electra's. Their attentions
+derive the number of heads from the outputs of the maps."""
 
-QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
+
+QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin")
 FUSED_BY_HEADS = {"GPTNeoXLayer": "query_key_value", "FalconDecoderLayer": "query_key_value"}
 """The map, by class of the block, whose output has query, key and value of one head together, head after head."""
-ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense")
-FIRST_MAPS = ("gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h")
-LAST_MAPS = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h")
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
+ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense", "out_lin")
+FIRST_MAPS = ("gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "lin1")
+LAST_MAPS = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "lin2")
+HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 """Attributes of an attention module that count heads."""
 HEADS_WIDTHS = ("embed_dim", "hidden_size", "split_size")
 """Attributes of an attention module that may be the width of all heads together."""
@@ -188,12 +191,28 @@ def cut_or_reason(block: nn.Module) -> Cut | str:
     known = CUTS.get(f"{kind.__module__}.{kind.__qualname__}") or block.__dict__.get("_gsreal_cut")
     if known is not None:
         return known
+    if _is_encoder(block):
+        return ENCODER
     try:
         found = _cut_by_roles(block)
     except _UnknownRoleError as error:
         return f"{kind.__name__}{error}"
     block.__dict__["_gsreal_cut"] = found  # a sliced block would look different
     return found
+
+
+def _is_encoder(block: nn.Module) -> bool:
+    """Return whether a block has the linear maps of `ENCODER` and no others, and besides them only norms."""
+    maps = {path for path, module in block.named_modules() if isinstance(module, nn.Linear)}
+    if maps != {*ENCODER.columns, *ENCODER.rows}:
+        return False
+    others = [
+        module
+        for path, module in block.named_modules()
+        if path not in maps and not isinstance(module, LowRankAdapter) and any(True for _ in module.parameters(False))
+    ]
+    inner = block.get_submodule("attention.self")
+    return isinstance(getattr(inner, "attention_head_size", None), int) and all(map(is_norm, others))
 
 
 def cut_beside_experts(block: nn.Module) -> str | None:
@@ -246,7 +265,8 @@ def _cut_by_roles(block: Any, experts: Sequence[str] = ()) -> Cut:
     inputs, (output,), first, last = _maps_by_role(maps, fused, routed=bool(experts))
     path = inputs[0].rpartition(".")[0]
     attention = block.get_submodule(path)
-    head_width = getattr(attention, "head_dim", getattr(attention, "head_size", None))
+    widths = (getattr(attention, name, None) for name in ("head_dim", "head_size", "attention_head_size"))
+    head_width = next((each for each in widths if each is not None), None)
     if not isinstance(head_width, int):
         raise _UnknownRoleError(f".{path}: does not tell the width of a head")
     if "alibi" in signature(type(block).forward).parameters and getattr(attention.config, "alibi", True):

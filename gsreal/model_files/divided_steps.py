@@ -5,12 +5,20 @@ they depend on the adapters' rank too, so some steps are traced again at a secon
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 from gsreal.model_files.fit import Shape
 from gsreal.model_files.recorder import Record
-from gsreal.model_files.step import can_divide_sequences, experts_to_divide, fewest_units, record_step
+from gsreal.model_files.step import (
+    can_divide_sequences,
+    experts_to_divide,
+    fewest_units,
+    record_partial_steps,
+    record_step,
+)
 from gssim.workload import Model, TokenInput
 
 TRACED_BATCH_SIZES = (2, 3)
@@ -62,6 +70,13 @@ class Step:
         rank = self.rank if others else 0
         return Shape(self.batch_size, self.sequence_length, u, positions, self.rows, experts, rank)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The step as arguments of `record_step`."""
+        names = ("batch_size", "sequence_length", "units", "parts", "context")
+        routed = (self.experts, self.rows) if self.experts else None
+        return {"routed": routed} | {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -107,12 +122,7 @@ def record_steps(model: Model, steps: Steps, *, where: str) -> tuple[dict[Shape,
             adapters = adapters and replace(adapters, rank=step.rank)
         made = record_step(
             replace(model, module=replace(model.module, adapters=adapters)),
-            step.batch_size,
-            step.sequence_length,
-            step.units,
-            step.parts,
-            (step.experts, step.rows) if step.experts else None,
-            context=step.context,
+            **step.arguments,
             where=where,
             like=likes.get(step.context),
             apart=apart,
@@ -127,6 +137,13 @@ def record_steps(model: Model, steps: Steps, *, where: str) -> tuple[dict[Shape,
         largest = record(steps.checked, apart=first)
     records = {step.shape: record(step) for step in steps.traced}
     return records, largest or record(steps.checked)
+
+
+def record_partly(
+    model: Model, step: Step, trained: Sequence[AbstractSet[str]], *, where: str, like: Record | None = None
+) -> list[Record]:
+    """Return the records of one step in which only the named parameters are trained, for each set of names."""
+    return record_partial_steps(model, **step.arguments, where=where, like=like, trained=trained)
 
 
 @dataclass(frozen=True)

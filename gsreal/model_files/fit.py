@@ -14,6 +14,7 @@ from gsreal.model_files.step import LOSS
 from gssim.units import Recompute
 from gssim.workload import (
     FIELDS_OF_TERMS,
+    NO_ROLES,
     Buffer,
     Layer,
     Moment,
@@ -123,7 +124,7 @@ def fit_layers(records: Mapping[Shape, Record], check: Record, checked: Shape, t
                 units=first.units.get(index),
                 experts_per_token=first.experts_per_token.get(index),
                 experts=first.experts.get(index),
-                reductions=_reductions(everything, index, fit),
+                reductions=fit_reductions(everything, checked, index, terms),
                 linear=first.linear.get(index),
                 **costs,
             )
@@ -217,19 +218,18 @@ def _short(name: str, module: str) -> str:
     return "{}" + name[len(module) :] if name.startswith(module + ".") else name
 
 
-def _reductions(
-    everything: Mapping[Shape, Record], index: int, fit: Callable[[Callable[[Record], int], str], Polynomial]
+def fit_reductions(
+    everything: Mapping[Shape, Record], checked: Shape, index: int, terms: Terms
 ) -> tuple[Reduction, ...]:
+    """Return a layer's collectives among the ranks that divide it, with their bytes as polynomials of the shape."""
     moments = {tuple((at, kind) for at, _, kind in record.reductions.get(index, ())) for record in everything.values()}
     if len(moments) > 1:
         raise NoPolynomialError("the sums over ranks depend on batch size, sequence length or units")
     reductions = []
     for number, (at, kind) in enumerate(moments.pop()):
-
-        def size(record: Record, number: int = number) -> int:
-            return record.reductions[index][number][1]
-
-        reductions.append(Reduction(_moment(at, index), fit(size, "bytes of a sum over ranks"), kind))
+        sizes = {shape: record.reductions[index][number][1] for shape, record in everything.items()}
+        size = fit_polynomial(sizes, checked, "bytes of a sum over ranks", terms)
+        reductions.append(Reduction(_moment(at, index), size, kind))
     return tuple(reductions)
 
 
@@ -338,5 +338,4 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
 
 def merge_key(layer: Layer) -> str:
     """Return a text that is equal for layers that one entry of a model file may represent."""
-    nothing: dict[str, Any] = {"name": "", "modules": (), "untrained_buffers": None, "frozen": None, "deepest": None}
-    return repr(replace(layer, **nothing))
+    return repr(replace(layer, name="", modules=(), **NO_ROLES))

@@ -9,50 +9,69 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from torch import Tensor, nn
-
-from gsreal.model_files.build import example_batch
-from gsreal.model_files.fit import TERMS, Shape, fit_buffers, fit_polynomial, parameters_of
-from gsreal.model_files.recorder import NoPolynomialError, Record, Recorder
-from gsreal.model_files.step import fake_module, known_storages, record_backward, without_values
+from gsreal.model_files.divided_steps import Step, Steps, record_partly
+from gsreal.model_files.fit import TERMS, Shape, Terms, fit_buffers, fit_polynomial, fit_reductions, parameters_of
+from gsreal.model_files.recorder import NoPolynomialError, Record
 from gssim.workload import Layer, Model, Moment, PartialBackward, layer_input_gradient, layer_output, passed_bytes
+from gssim.workload.owned import source_of_input
 
 Records = dict[Shape, Record]
-WHOLE = TERMS["layers"]
 NOTHING, FIRST = -1, 0
 """Steps in which no layer, and only the first layer, is trained; any other number stands for that layer alone."""
 
 
 def with_partial_costs(
-    model: Model, layers: Sequence[Layer], shapes: Sequence[Shape], checked: Shape, *, where: str
+    model: Model,
+    layers: Sequence[Layer],
+    steps: Steps,
+    *,
+    where: str,
+    terms: Terms = TERMS["layers"],
+    side_modules: bool = False,
 ) -> list[Layer]:
     """Return `layers` (one for each module) with the partial costs of ranks that train only some.
 
-    The layers are unchanged if one of them uses more than the output of the one before it, or if its operations depend
-    on the shape: the file then has no partial costs, and a plan that needs them is refused.
+    `steps`, `terms`: the steps to which the layers were fitted, whole or as one rank has a part of them, and the terms
+    of their quantities. `side_modules`: whether modules without parameters may lie between a layer and the one before,
+    as those of rotary embeddings do. The layers are unchanged if one of them uses more than the output of the one
+    before it, or if its operations depend on the shape: the file then has no partial costs, and a plan that needs them
+    is refused.
     """
-    if not _is_chain(layers):
+    if not _is_chain(layers, side_modules=side_modules):
         return list(layers)
-    steps: dict[int, Records] = {step: {} for step in (NOTHING, FIRST, *_representatives(layers).values())}
-    for shape in (*shapes, checked):
-        for step, record in recorded(model, layers, list(steps), shape, where).items():
-            steps[step][shape] = record
+    kinds: dict[int, Records] = {kind: {} for kind in (NOTHING, FIRST, *_representatives(layers).values())}
+    likes: dict[int | None, Record] = {}
+    for step in (*steps.traced, steps.checked):
+        for kind, record in recorded(model, layers, list(kinds), step, where, like=likes.get(step.context)).items():
+            likes.setdefault(step.context, record)
+            kinds[kind][step.shape] = record
     try:
-        return _fitted(layers, steps, checked)
+        return _fitted(layers, kinds, steps.checked.shape, terms)
     except NoPolynomialError:
         return list(layers)
 
 
-def _is_chain(layers: Sequence[Layer]) -> bool:
+def _is_chain(layers: Sequence[Layer], *, side_modules: bool) -> bool:
     """Return whether each layer uses only the output of the one before it, and parameters of its own.
 
     The gradient of a parameter that two layers use (tied embeddings) would be a buffer between distant layers.
+    `side_modules`: whether layers without parameters may lie between the two, and whether what ends in the forward may
+    be held longer, as a mask is.
     """
-    buffers = [buffer for layer in layers if layer.modules for buffer in layer.buffers]
-    parameters = [parameter for layer in layers for parameter in layer.parameters]
-    moments = [moment for buffer in buffers for moment in (buffer.born, buffer.freed)]
-    near = all(abs(moment.layer_offset) <= 1 for moment in moments)
-    return near and bool(layers[0].parameters) and not any(p.born.layer_offset for p in parameters)
+    if not layers[0].parameters:
+        return False
+    for index, layer in enumerate(layers):
+        lives = [moment for each in layer.buffers if layer.modules for moment in (each.born, each.freed)]
+        if side_modules:
+            lives = [each.freed for each in layer.buffers if layer.modules and each.freed.phase == "b"]
+        born = [each.born for each in layer.parameters]
+        for moment in (*lives, *born):
+            reach = range(min(index, index + moment.layer_offset) + 1, max(index, index + moment.layer_offset))
+            if any(layers[each].parameters or not side_modules for each in reach):
+                return False
+        if any(moment.layer_offset > side_modules for moment in born):
+            return False
+    return True
 
 
 def _representatives(layers: Sequence[Layer]) -> dict[int, int]:
@@ -77,54 +96,40 @@ def _representatives(layers: Sequence[Layer]) -> dict[int, int]:
 
 
 def recorded(
-    model: Model, layers: Sequence[Layer], steps: Sequence[int], shape: Shape, where: str
+    model: Model, layers: Sequence[Layer], kinds: Sequence[int], step: Step, where: str, like: Record | None = None
 ) -> dict[int, Record]:
-    """Return the record of each of the steps at one shape; `layers`: one for each module."""
-    records = {}
-    names = [layer.name for layer in layers if layer.modules]
-    with without_values(model):
-        module = fake_module(model, where)
-        module.train()
-        inputs, targets = example_batch(model, batch_size=shape.b, sequence_length=shape.s)
-        for step in steps:
-            layer = layers[step]
-            place = layer.modules[0] if layer.modules else layer.name
-            trained = {p.name.replace("{}", place) for p in layer.parameters} if step != NOTHING else set()
-            records[step] = record_trained(module, names, trained, inputs, targets)
-    return records
+    """Return the record of `step` in each of the `kinds` of which layers are trained; `layers`: one for each module."""
+
+    def trained(kind: int) -> AbstractSet[str]:
+        layer = layers[kind]
+        place = layer.modules[0] if layer.modules else layer.name
+        return {p.name.replace("{}", place) for p in layer.parameters} if kind != NOTHING else set()
+
+    records = record_partly(model, step, [trained(kind) for kind in kinds], where=where, like=like)
+    return dict(zip(kinds, records, strict=True))
 
 
-def record_trained(
-    module: nn.Module, names: list[str], trained: AbstractSet[str], inputs: Tensor, targets: Tensor
-) -> Record:
-    """Return the record of a step that trains only the `trained` parameters.
-
-    `names`: the modules at which layers begin.
-
-    To be called under fake tensors; it freezes the module's other parameters.
-    """
-    record = Record(names, blocks=set())
-    for name, parameter in module.named_parameters():
-        parameter.grad = None
-        parameter.requires_grad_(name in trained)
-    record_backward(Recorder(record, known_storages(module, inputs, targets)), module, inputs, targets)
-    return record
-
-
-def _fitted(layers: Sequence[Layer], steps: Mapping[int, Records], checked: Shape) -> list[Layer]:
+def _fitted(layers: Sequence[Layer], kinds: Mapping[int, Records], checked: Shape, terms: Terms) -> list[Layer]:
     """Return the layers with their partial costs, as functions of the shape."""
     likes = _representatives(layers)
-    frozen = [None, *(_part(steps[FIRST], checked, layers, k) for k in range(1, len(layers)))]
-    alone = {k: _part(steps[k], checked, layers, k) for k in set(likes.values())}
+    frozen = [None, *(_part(kinds[FIRST], checked, layers, k, terms) for k in range(1, len(layers)))]
+    alone = {k: _part(kinds[k], checked, layers, k, terms) for k in set(likes.values())}
     fitted = []
     for index, layer in enumerate(layers):
-        part = alone.get(likes.get(index, -1))
-        untrained = fit_buffers(steps[NOTHING], checked, index, layer.name, WHOLE)
-        fitted.append(replace(layer, untrained_buffers=untrained, frozen=frozen[index], deepest=part))
+        untrained = fit_buffers(kinds[NOTHING], checked, index, layer.name, terms)
+        fitted.append(
+            replace(
+                layer,
+                untrained_buffers=untrained,
+                untrained_reductions=fit_reductions(kinds[NOTHING], checked, index, terms),
+                frozen=frozen[index],
+                deepest=alone.get(likes.get(index, -1)),
+            )
+        )
     return fitted
 
 
-def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int) -> PartialBackward:
+def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int, terms: Terms) -> PartialBackward:
     """Return one layer's partial backward from the steps' records."""
     first = next(iter(records.values()))
     if any(len(record.alive) != len(first.alive) for record in records.values()):
@@ -133,17 +138,20 @@ def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int)
     flop = {shape: record.flop[place] for shape, record in records.items()}
     moved = {shape: record.bytes_moved[place] for shape, record in records.items()}
     streamed = {shape: record.streamed[place] for shape, record in records.items()}
+    source = source_of_input(layers, index)
     handed = layer_output(
-        fit_buffers(records, checked, index - 1, name, WHOLE), passed_bytes(layers[index - 1], layers[index])
+        fit_buffers(records, checked, source, name, terms), passed_bytes(layers[source], layers[index])
     )
-    back = layer_input_gradient(fit_buffers(records, checked, index + 1, name, WHOLE))
+    back = layer_input_gradient(fit_buffers(records, checked, index + 1, name, terms))
+    freed_here = handed and handed.freed.layer_offset == index - source
     return PartialBackward(
-        backward_flop=fit_polynomial(flop, checked, f"{name}: FLOP", WHOLE),
-        backward_bytes=fit_polynomial(moved, checked, f"{name}: bytes", WHOLE),
-        backward_streamed_bytes=fit_polynomial(streamed, checked, f"{name}: streamed bytes", WHOLE),
+        backward_flop=fit_polynomial(flop, checked, f"{name}: FLOP", terms),
+        backward_bytes=fit_polynomial(moved, checked, f"{name}: bytes", terms),
+        backward_streamed_bytes=fit_polynomial(streamed, checked, f"{name}: streamed bytes", terms),
         backward_operations=first.operations[place],
         parameters=parameters_of(records, index, name),
-        buffers=fit_buffers(records, checked, index, name, WHOLE),
-        input_freed=replace(handed.freed, layer_offset=0) if handed and handed.freed.layer_offset == 1 else None,
+        buffers=fit_buffers(records, checked, index, name, terms),
+        reductions=fit_reductions(records, checked, index, terms),
+        input_freed=replace(handed.freed, layer_offset=0) if handed and freed_here else None,
         gradient_freed=replace(back.freed, layer_offset=0) if back else None,
     )

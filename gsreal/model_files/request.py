@@ -16,6 +16,7 @@ from gsreal.model_files.trace import (
     trace_at_length,
     with_traced_adapters,
     with_traced_autocast,
+    with_traced_frozen,
 )
 from gssim.errors import UserError
 from gssim.scenario import load_model
@@ -63,6 +64,8 @@ class Request:
     """What compiled blocks recompute inside of their graphs."""
     adapters: tuple[str, ...] = field(default=(), repr=False)
     """Linear maps that get adapters. The model is traced once for each entry: a role, or names joined by commas."""
+    frozen: bool = field(default=False, repr=False)
+    """Whether the layers are traced with some of them frozen too, in each way in which ranks divide the model."""
 
 
 def completed(request: Request) -> Request:
@@ -114,6 +117,8 @@ def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], No
     if set(request.autocast) - {"bf16", "fp16"}:
         raise UserError(f"{where}: --autocast {' '.join(request.autocast)}: allowed: bf16, fp16")
     traced = with_traced_autocast(traced, request.autocast, where=where)
+    if request.frozen:
+        traced = with_traced_frozen(traced, where=where)
     return with_traced_adapters(traced, request.adapters, where=where)
 
 
@@ -128,8 +133,8 @@ def _compiled(model: Model, request: Request, where: str) -> Model:
         if request.model.endswith(".toml") and not model.compiled:
             name = f"{name}-compiled" + (f"-{kind}" if kind != "none" else "")
         model = replace(model, name=name, compiled=True, compiled_recompute=kind, autocast=(), adapted=())
-    if model.compiled and (request.autocast or request.adapters):
-        option = "--autocast" if request.autocast else "--adapters"
+    if model.compiled and (request.autocast or request.adapters or request.frozen):
+        option = "--autocast" if request.autocast else "--adapters" if request.adapters else "--frozen"
         raise UserError(f"{where}: {option}: compiled blocks are traced without it; leave out one of the two")
     return model
 

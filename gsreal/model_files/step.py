@@ -6,7 +6,8 @@ when the gradient of its output, which is the next layer's input, is complete.
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -219,27 +220,10 @@ def record_step(
     first record of compiled blocks.
     """
     with without_values(model):
-        module = fake_module(model, where)
-        module.train()
-        chosen = layer_modules(module)
-        length = (sequence_length or 0) // context if context else sequence_length
-        inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=length)
-        _check_positions(module, sequence_length, where)
-        modules = like.modules if like else _execution_order(module, list(chosen), inputs, targets, model, where)
-        blocks = [name for name in modules if chosen[name]]
-        record = Record(modules, blocks=set(blocks), autocast=model.traced_autocast)
-        record.kernel_plans = like.kernel_plans if like else {}
-        stand_in = _ReductionRecorder()
-        if units:
-            _slice_blocks(record, module, chosen, stand_in, units, parts, beside_experts=routed is not None)
-        exchanged = stand_in.context(context) if context else None
-        if exchanged is not None:
-            divide_context(module, [module.get_submodule(name) for name in blocks], exchanged)
-        if routed is not None:
-            _divide_experts(record, module, stand_in, *routed)
-        step = _Step(record, module, inputs, targets, stand_in)
+        step = _prepared(model, batch_size, sequence_length, units, parts, routed, context, where, like)
+        record, module = step.record, step.module
         try:
-            with _compiled(model, module, record, inputs, apart, where) if model.compiled else nullcontext():
+            with _compiled(model, module, record, step.inputs, apart, where) if model.compiled else nullcontext():
                 with _explained(where):
                     step.record_saved()
                 module.zero_grad(set_to_none=True)
@@ -248,12 +232,111 @@ def record_step(
                 step.record_needed(like)
         except UnknownOperationError as error:
             raise UserError(f"{where}: {error}") from None
-    if exchanged is not None:
-        layers = [layer for layer, name in enumerate(modules) if chosen[name]]
+    if context:
+        layers = [layer for layer, name in enumerate(record.modules) if name in record.blocks]
         if not layers or any(not record.reductions.get(layer) for layer in layers):
             raise UserError(f"{where}: a block does not attend by torch's scaled_dot_product_attention")
-        record.units = dict.fromkeys(layers, gcd(*exchanged.heads))
+        record.units = dict.fromkeys(layers, gcd(*step.heads))
     return record
+
+
+def record_partial_steps(
+    model: Model,
+    batch_size: int,
+    sequence_length: int | None,
+    units: int | None = None,
+    parts: int | None = None,
+    routed: tuple[int, int] | None = None,
+    *,
+    context: int | None = None,
+    where: str,
+    like: Record | None,
+    trained: Sequence[AbstractSet[str]],
+) -> list[Record]:
+    """Return the records of training steps at one shape, each of which trains only the parameters named in `trained`.
+
+    Other arguments as of `record_step`. Only what a backward changes is recorded: work, storages and collectives.
+    """
+    with without_values(model):
+        step = _prepared(model, batch_size, sequence_length, units, parts, routed, context, where, like)
+        return [
+            record_trained(
+                step.module,
+                step.record.modules,
+                names,
+                step.inputs,
+                step.targets,
+                on_recorder=step.stand_in.record_with,
+                summed=step.record.summed,
+            )
+            for names in trained
+        ]
+
+
+def record_trained(
+    module: nn.Module,
+    names: list[str],
+    trained: AbstractSet[str],
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    on_recorder: Callable[[Recorder], None] = lambda _recorder: None,
+    summed: AbstractSet[str] = frozenset(),
+) -> Record:
+    """Return the record of a step that trains only the `trained` parameters.
+
+    To be called under fake tensors; it freezes the module's other parameters.
+
+    Args:
+        module: the module.
+        names: the modules at which layers begin.
+        trained: names of the trained parameters.
+        inputs: of the step.
+        targets: of the step.
+        on_recorder: called with the recorder before the step.
+        summed: names of the parameters whose gradients are partial sums.
+    """
+    record = Record(names, blocks=set(), summed=set(summed))
+    for name, parameter in module.named_parameters():
+        parameter.grad = None
+        parameter.requires_grad_(name in trained)
+    recorder = Recorder(record, known_storages(module, inputs, targets))
+    on_recorder(recorder)
+    record_backward(recorder, module, inputs, targets)
+    return record
+
+
+def _prepared(
+    model: Model,
+    batch_size: int,
+    sequence_length: int | None,
+    units: int | None,
+    parts: int | None,
+    routed: tuple[int, int] | None,
+    context: int | None,
+    where: str,
+    like: Record | None,
+) -> "_Step":
+    """Return a step of the module, divided as one rank has it; arguments as of `record_step`. Needs fake tensors."""
+    module = fake_module(model, where)
+    module.train()
+    chosen = layer_modules(module)
+    length = (sequence_length or 0) // context if context else sequence_length
+    inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=length)
+    _check_positions(module, sequence_length, where)
+    modules = like.modules if like else _execution_order(module, list(chosen), inputs, targets, model, where)
+    blocks = [name for name in modules if chosen[name]]
+    record = Record(modules, blocks=set(blocks), autocast=model.traced_autocast)
+    record.kernel_plans = like.kernel_plans if like else {}
+    stand_in = _ReductionRecorder()
+    if units:
+        _slice_blocks(record, module, chosen, stand_in, units, parts, beside_experts=routed is not None)
+    exchanged = stand_in.context(context) if context else None
+    if exchanged is not None:
+        divide_context(module, [module.get_submodule(name) for name in blocks], exchanged)
+    if routed is not None:
+        _divide_experts(record, module, stand_in, *routed)
+    return _Step(record, module, inputs, targets, stand_in, exchanged.heads if exchanged is not None else frozenset())
 
 
 @contextmanager
@@ -316,6 +399,10 @@ class _ReductionRecorder:
     """Stands in for the sums over ranks, and passes them to the active recorder."""
 
     recorder: Recorder | None = None
+
+    def record_with(self, recorder: Recorder) -> None:
+        """Pass all later sums to `recorder`."""
+        self.recorder = recorder
 
     def __call__(self, tensor: Tensor) -> Tensor:
         assert self.recorder is not None  # blocks are sliced for a record
@@ -544,6 +631,8 @@ class _Step:
     inputs: Tensor
     targets: Tensor
     stand_in: _ReductionRecorder
+    heads: AbstractSet[int]
+    """Numbers of heads that the forwards of attentions exchange among ranks; empty where they do not."""
 
     def recorder(self, record: Record) -> Recorder:
         """Return a recorder into `record`, to which sums over ranks are passed from now on."""

@@ -35,7 +35,8 @@ from gsreal.model_files.step import fake_module, uncut_reason, without_values
 from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.workload import Adapters, Layer, Model, TokenInput
-from gssim.workload.model import AdaptedLayers, AutocastLayers
+from gssim.workload.layer import LayerRoles
+from gssim.workload.model import AdaptedLayers, AutocastLayers, PartlyTrained
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,7 @@ def _layers(model: Model, lengths: Lengths, where: str) -> tuple[dict[str, list[
     whole = fit_layers(records, largest, steps.checked.shape, TERMS["layers"])
     if model.compiled:  # only whole blocks, all of them trained: parts of blocks would be other graphs
         return {"layers": whole, **{name: [] for name in DIVIDED_STEPS}}, largest
-    shapes = [step.shape for step in steps.traced]
-    layers = {"layers": with_partial_costs(model, whole, shapes, steps.checked.shape, where=where)}
+    layers = {"layers": with_partial_costs(model, whole, steps, where=where)}
     for name in DIVIDED_STEPS:
         needed = "sliced_layers" if name == "sequence_layers" else "layers"
         layers[name] = _divided(name, model, lengths, where) if layers[needed] else []
@@ -155,15 +155,20 @@ def _divided(name: str, model: Model, lengths: Lengths, where: str) -> list[Laye
 
 def _fitted(model: Model, steps: Steps, terms: Terms, where: str) -> list[Layer]:
     """Return the layers that are fitted to steps; raise NoPolynomialError where no polynomials are."""
+    return _fitted_to(model, steps, terms, where)[0]
+
+
+def _fitted_to(model: Model, steps: Steps, terms: Terms, where: str) -> tuple[list[Layer], Steps]:
+    """Return `_fitted`, and the steps to which the layers are: these, or larger ones where they cannot be."""
     try:
         records, largest = record_steps(model, steps, where=where)
-        return fit_layers(records, largest, steps.checked.shape, terms)
+        return fit_layers(records, largest, steps.checked.shape, terms), steps
     except NoPolynomialError:
         larger = steps.without_single_units()
         if larger is None:
             raise
         records, largest = record_steps(model, larger, where=where)
-        return fit_layers(records, largest, larger.checked.shape, terms)
+        return fit_layers(records, largest, larger.checked.shape, terms), larger
 
 
 def traced_adapters(model: Model, targets: str | tuple[str, ...], lengths: Lengths, *, where: str) -> AdaptedLayers:
@@ -250,6 +255,46 @@ def with_traced_autocast(model: Model, precisions: Sequence[str], *, where: str)
         grouped_fields = {name: grouped(_with_module_buffers(each, model, where)) for name, each in fields.items()}
         found.append(AutocastLayers(precision=kind, **grouped_fields))
     return replace(model, autocast=tuple(found))
+
+
+def with_traced_frozen(model: Model, *, where: str) -> Model:
+    """Return a traced model with the costs of its layers where only some are trained, in each way in which ranks divide
+    them; see `gsreal.model_files.partial_backward`.
+
+    Raises UserError if its layers depend on one another otherwise than one after another.
+    """
+    lengths = _lengths_of(model)
+    short, stack = with_fewer_blocks(model, where) or (model, None)
+    fields: dict[str, tuple[LayerRoles, ...]] = {}
+    for name in ("layers", *DIVIDED_STEPS):
+        steps = whole_steps(lengths) if name == "layers" else DIVIDED_STEPS[name](short, lengths, where)
+        listed: tuple[Layer, ...] = getattr(model, name)
+        if not listed or steps is None or any(layer.untrained_buffers is not None for layer in listed):
+            continue
+        layers, steps = _fitted_to(short, steps, TERMS[name], where)
+        layers = with_partial_costs(short, layers, steps, where=where, terms=TERMS[name], side_modules=True)
+        if layers[0].untrained_buffers is None:
+            continue
+        differ = name not in ("layers", "sliced_layers")
+        whole = layers if stack is None else repeat_blocks(layers, stack, neighbours_differ=differ) or []
+        if [layer.modules for layer in grouped(whole)] == [layer.modules for layer in listed]:
+            fields[name] = tuple(_roles_of(layer) for layer in grouped(whole))
+    if "layers" not in fields and any(layer.untrained_buffers is None for layer in model.layers):
+        raise UserError(
+            f"{where}: --frozen: a layer uses more than the output of the one before it, or a parameter of another's "
+            "(tied embeddings): what it costs beside frozen layers is not traced"
+        )
+    return replace(model, partly_trained=PartlyTrained(**fields))
+
+
+def _roles_of(layer: Layer) -> LayerRoles:
+    assert layer.untrained_buffers is not None
+    return LayerRoles(
+        untrained_buffers=layer.untrained_buffers,
+        untrained_reductions=layer.untrained_reductions,
+        frozen=layer.frozen,
+        deepest=layer.deepest,
+    )
 
 
 def _buffers(model: Model, where: str) -> dict[str, Any]:

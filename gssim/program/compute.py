@@ -1,7 +1,7 @@
 """Lowers each layer's forward and backward to tasks with their memory. This pass comes first; all others extend it."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from gssim.program.stage_boundary import stage_timeline
 from gssim.program.task import BACKWARD, PASSES, Issue, MicroBatch, Task, TaskId
 from gssim.program.tensor_slices import (
     SLICE_COLLECTIVES,
+    copied_positions,
     slicing_host_s,
     sum_positions,
     with_all_reduces,
@@ -219,6 +220,7 @@ class _PhaseTasks:
         """Return the parts of a phase that is split at the positions `cut`, and the last position of each."""
         low, rank, layer = self.low, self.rank, instance.layer
         taken, scratch = scratch_events(low, rank, instance, phase, self.samples, kept)
+        events = _held_while_sent(events, copied_positions(layer, phase, low.scenario.plan.recompute))
         last = max((event.position for event in events), default=0)
         ends = sorted({min(position, last) for position in cut} | {last})
         timing = _timing(low, rank, instance, phase, self.samples, hook_s=self.hook_s)
@@ -380,6 +382,21 @@ def _operation_shares(events: Sequence[Event], ends: Sequence[int]) -> list[floa
     last = max([before + 1, *(event.position for event in events if event.position < LAST)])
     bounds = (-1, *ends[:-1], last)
     return [(end - before) / (bounds[-1] + 1) for before, end in pairwise(bounds)]
+
+
+def _held_while_sent(events: Sequence[Event], positions: Collection[int]) -> Sequence[Event]:
+    """Return a phase's events, with what is released at collectives at these positions released after them.
+
+    The backend may copy what a collective sends, and its caller holds that until the collective returns.
+    """
+    last = max((event.position for event in events), default=0)
+    after = {position for position in positions if position < last}
+    held = [event for event in events if event.size_bytes < 0 and event.position in after]
+    if not held:
+        return events
+    released = [event._replace(position=event.position + 1, early=True) for event in held]
+    others = [event for event in events if not (event.size_bytes < 0 and event.position in after)]
+    return [*released, *others]
 
 
 def _split(phase: str, events: Sequence[Event], scratch: float, duration_s: float, ends: Sequence[int]) -> list[Task]:

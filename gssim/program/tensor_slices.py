@@ -57,6 +57,12 @@ def sum_positions(layer: Layer, phase: str, recompute: Recompute) -> tuple[int, 
     return tuple(reduction.moment.position for reduction in reductions_in(layer, phase, recompute))
 
 
+def copied_positions(layer: Layer, phase: str, recompute: Recompute) -> tuple[int, ...]:
+    """Return the positions of the collectives whose tensors a backend may copy: those of parts of sequences."""
+    parts = (each for each in reductions_in(layer, phase, recompute) if each.kind in ("all-gather", "reduce-scatter"))
+    return tuple(each.moment.position for each in parts)
+
+
 def with_all_reduces(
     low: Lowering,
     rank: int,

@@ -20,12 +20,26 @@ from functools import lru_cache, partial
 from typing import Any
 
 from gssim.execution.cache import Same
-from gssim.workload import Buffer, Layer, LayerInstance, Model, Moment, Polynomial, Reduction, sliced_layer, unrolled
+from gssim.workload import (
+    NO_ROLES,
+    Buffer,
+    Layer,
+    LayerInstance,
+    Model,
+    Moment,
+    Polynomial,
+    Reduction,
+    sliced_layer,
+    unrolled,
+)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Positions of a block's attention in its forward and backward, and where the backward frees what it needed."""
+    """Positions of a block's attention in its forward and backward, and where the backward frees what it needed.
+
+    Of a block without a backward, the latter two are 0.
+    """
 
     forward: int
     backward: int
@@ -52,6 +66,8 @@ def _attention(held: Same) -> Attention | None:
     if len(found) != 1:
         return None
     (forward,) = found
+    if not layer.backward_operations:  # neither it nor a layer before it is trained
+        return Attention(forward, 0, 0)
     released = max(each.freed.position for each in layer.buffers if each.born == Moment("f", forward))
     backwards = [at for (phase, at), count in born.items() if phase == "b" and count == 3 and at < released]
     return Attention(forward, max(backwards), released) if backwards else None
@@ -115,8 +131,7 @@ def _exchanges(layer: Layer, phase: str) -> list[_Exchange]:
 
 def _last(layer: Layer, phase: str) -> int:
     """Return the last position of a pass at which a layer allocates."""
-    positions: list[int] = [each.born.position for each in layer.buffers if each.born.phase == phase]
-    return max(positions)
+    return max((each.born.position for each in layer.buffers if each.born.phase == phase), default=0)
 
 
 def uncombined_reason(model: Model, cut: Sequence[Layer]) -> str | None:
@@ -322,9 +337,7 @@ def _combined(own: Layer, alone: Layer, exchanging: Layer, part_of: Part, moves:
         buffers=tuple(buffers),
         reductions=tuple(sorted(reductions, key=lambda each: (each.moment.phase != "f", each.moment.position))),
         recompute_releases=releases,
-        untrained_buffers=None,
-        frozen=None,
-        deepest=None,
+        **NO_ROLES,
     )
 
 
@@ -427,7 +440,7 @@ def _own_buffers(
     """
     at = shift.at
     assert at is not None
-    (*_, to_parts), (of_output, *_) = _exchanges(exchanging, "f"), _exchanges(exchanging, "b")
+    to_parts, of_output = _exchanges(exchanging, "f")[-1], next(iter(_exchanges(exchanging, "b")), None)
     copied = shift.near(to_parts.copy.born, exchanging).position
     sent_in_order = iter(sent)
     found: list[tuple[Buffer, int]] = []
@@ -436,7 +449,9 @@ def _own_buffers(
         born, until_released = each.born, each.freed == Moment("b", at.released)
         if _is_input_gradient(each, at):
             new = replace(new, freed=shift.near(next(sent_in_order), exchanging))
-        elif until_released and born.phase == "b" and born.position < at.backward:  # gradients of outputs of attention
+        elif (
+            of_output and until_released and born.phase == "b" and born.position < at.backward
+        ):  # gradients of outputs of attention
             new = replace(new, freed=shift.near(of_output.received.freed, exchanging))
         elif until_released and born.phase == "f" and born.position < at.forward:  # queries, keys and values
             end = Moment("f", _end_of_module(own, exchanging, shift, each, release))
@@ -471,7 +486,7 @@ def _exchanged_buffers(
     """
     at = shift.at
     assert at is not None
-    (*to_heads, to_parts), (of_output, *of_inputs) = _exchanges(exchanging, "f"), _exchanges(exchanging, "b")
+    (*to_heads, to_parts), of_gradients = _exchanges(exchanging, "f"), _exchanges(exchanging, "b")
     if to_parts.copy.freed.phase == "f":  # the map is frozen: autograd keeps nothing for the gradient of its weight
         until = Moment("f", max(output_release, shift("f", _end_of_product(own, at))))
     else:  # it is freed as long after the gradient of the map's weight as in `exchanging`
@@ -484,11 +499,15 @@ def _exchanged_buffers(
         until = Moment("b", shift("b", own_product.born.position + after))
 
     copied = shift.near(to_parts.copy.born, exchanging).position
-    tensors = [(each.copy, Moment("b", shift("b", at.released)), copied) for each in to_heads]
-    tensors.append((to_parts.copy, until, output_release))
-    tensors.append((of_output.copy, shift.near(of_output.copy.freed, exchanging), 0))
-    tensors += [(each.copy, gradient_ends[each.received.freed], 0) for each in of_inputs]
-    for exchange in (*to_heads, to_parts, of_output, *of_inputs):
+    tensors = [(to_parts.copy, until, output_release)]
+    if of_gradients:
+        of_output, *of_inputs = of_gradients
+        tensors += [(each.copy, Moment("b", shift("b", at.released)), copied) for each in to_heads]
+        tensors.append((of_output.copy, shift.near(of_output.copy.freed, exchanging), 0))
+        tensors += [(each.copy, gradient_ends[each.received.freed], 0) for each in of_inputs]
+    else:
+        tensors += [(each.copy, shift.near(each.copy.freed, exchanging), 0) for each in to_heads]
+    for exchange in (*to_heads, to_parts, *of_gradients):
         tensors += [(each, shift.near(each.freed, exchanging), 0) for each in (exchange.sent, exchange.received)]
     return [
         (replace(each, born=shift.near(each.born, exchanging), freed=freed), release)

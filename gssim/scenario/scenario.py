@@ -295,8 +295,8 @@ class Scenario:
 
     @property
     def cuts_natively(self) -> bool:
-        """Whether DTensor cuts the blocks' linear maps; it does not cut maps with adapters."""
-        return self.policies.cuts_natively and self.workload.adapters is None
+        """Whether DTensor cuts the blocks' linear maps; not where some have adapters or are frozen."""
+        return self.policies.cuts_natively and self.workload.adapters is None and self.workload.frozen is None
 
     @cached_property
     def stage_ranges(self) -> tuple[range, ...]:

@@ -68,6 +68,14 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "cp 2, autocast in bf16": {"plan.cp": 2, "workload.autocast": "bf16"},
     "ep 2, autocast in bf16": {"plan.ep": 2, "workload.autocast": "bf16"},
     "frozen layers": {"workload.frozen": ("*.0",)},
+    "tp 2, frozen layers": {"plan.tp": 2, "workload.frozen": ("*.0",)},
+    "sequence parallelism, frozen layers": {
+        "plan.tp": 2,
+        "plan.sequence_parallel": True,
+        "workload.frozen": ("*.0",),
+    },
+    "cp 2, frozen layers": {"plan.cp": 2, "workload.frozen": ("*.0",)},
+    "ep 2, frozen layers": {"plan.ep": 2, "workload.frozen": ("*.0",)},
     "low-rank adapters": {"workload.adapters.rank": 8},
     "adapters, weights in 4 bits": {"workload.adapters.rank": 8, "workload.frozen_precision": "nf4"},
     "moments in 8 bits": {

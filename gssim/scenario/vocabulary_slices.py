@@ -15,6 +15,7 @@ from typing import Any
 from gssim.plan import Plan, splitting
 from gssim.units import PRECISION_BYTES
 from gssim.workload import (
+    NO_ROLES,
     Buffer,
     Layer,
     Model,
@@ -88,15 +89,24 @@ def undivided_loss_reason(model: Model) -> str | None:
     tied = shares_embedding(model) and not shapes
     if loss.modules or head.block or not (tied or (len(shapes) == 1 and len(shapes[0]) == 2)):
         return "its last layer is no linear map without bias, whose weight is its own or the token embedding's"
-    output = layer_output(head.buffers, head.output_bytes)
+    output, made = layer_output(head.buffers, head.output_bytes), 2
+    if tied and model.module.adapters is None:
+        made = 3
+    elif model.module.frozen is not None and not passes_gradient(model.layers[-3]):
+        made = 1  # the gradient of its weight alone
     if (
         output is None
         or len(output.size_bytes.terms) != 1
-        or layer_input_gradient(head.buffers) is None
-        or len(head.buffers) != (3 if tied and model.module.adapters is None else 2)
+        or (layer_input_gradient(head.buffers) is None) != (made == 1)
+        or len(head.buffers) != made
     ):
         return "its head is not traced as one matrix product"
     return None
+
+
+def passes_gradient(layer: Layer) -> bool:
+    """Return whether a layer has a backward: it or one before it is trained."""
+    return bool(layer.parameters) or layer.backward_operations > 0
 
 
 def undivided_embedding_reason(model: Model) -> str | None:
@@ -215,7 +225,7 @@ def _divided_embedding(model: Model, layers: Sequence[Layer], rows: int, value_b
         if number in (0, weight.born.layer_offset):  # of a frozen weight, which has no gradient, 0
             names = [f"{phase}_{what}" for phase in ("forward", "backward") for what in ("bytes", "streamed_bytes")]
             moved: dict[str, Any] = {name: without_others(getattr(layer, name)) for name in names}
-            layer = replace(layer, frozen=None, deepest=None, untrained_buffers=None, **moved)
+            layer = replace(layer, **NO_ROLES, **moved)
         changed.append(replace(layer, buffers=tuple(buffers)))
     first, found = changed[0], _lookup(layers[0], model)
     assert found is not None  # a scenario is checked for it
@@ -263,11 +273,9 @@ def divided_loss(
     share = rows / entries
     output, gradient = layer_output(head.buffers, head.output_bytes), layer_input_gradient(head.buffers)
     assert output is not None  # a scenario is checked for it
-    assert gradient is not None
     used = max((each.freed for each in loss.buffers if each.freed.layer_offset == -1), key=lambda each: each.position)
     shared = tuple(each for each in head.buffers if each is not output and each is not gradient)  # of a tied weight
     made = max((each.ready.position for each in head.parameters), default=used.position)
-    summed = Moment("b", max(made, gradient.born.position) + 1)
     wide = max(WIDE_BYTES, value_bytes)
     ((logits_bytes, *powers),) = output.size_bytes.terms  # of a model traced at one length, of whole sequences
     tokens = logits_bytes // (entries * traced_bytes)
@@ -295,14 +303,18 @@ def divided_loss(
         small += [Buffer(Moment.parse(end), used, "temporaries", own_logits)]
     else:
         logits = replace(output, category="activations", freed=replace(used, layer_offset=0), size_bytes=own_logits)
-    partial, whole = replace(gradient, freed=summed), replace(gradient, born=summed)
+    exchanged: dict[str, Any] = {"buffers": (logits, *shared)}
+    if gradient is not None:  # of its input, which has none where no layer before it is trained
+        summed = Moment("b", max(made, gradient.born.position) + 1)
+        partial, whole = replace(gradient, freed=summed), replace(gradient, born=summed)
+        exchanged["buffers"] = (logits, *shared, partial, whole)
+        exchanged["reductions"] = (Reduction(summed, gradient.size_bytes),)
     reductions = [Reduction(Moment("f", place), per_token(size)) for place, size in ((1, wide), (4, 2 * wide))]
     own_weights = [replace(each, shape=(rows, each.shape[1]), sliced_dimension=0) for each in _weights(head)]
     own_head = replace(
         _with_weights(_scaled(head, share), own_weights),
-        buffers=(logits, *shared, partial, whole),
-        reductions=(Reduction(summed, gradient.size_bytes),),
         output_bytes=own_logits,
+        **exchanged,
     )
     own_loss = replace(
         _scaled(loss, share), buffers=(*scalars, *small), reductions=tuple(reductions), output_bytes=loss.output_bytes
@@ -313,7 +325,7 @@ def divided_loss(
 def _scaled(layer: Layer, share: float) -> Layer:
     """Return a layer with a share of its work, since nearly all of it is proportional to the vocabulary."""
     names = [f"{phase}_{what}" for phase in ("forward", "backward") for what in ("flop", "bytes", "streamed_bytes")]
-    changes: dict[str, Any] = {"frozen": None, "deepest": None, "untrained_buffers": None}
+    changes: dict[str, Any] = dict(NO_ROLES)
     for name in names:
         size = getattr(layer, name)
         if size is not None:

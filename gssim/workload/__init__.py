@@ -2,8 +2,10 @@
 
 from gssim.workload.layer import (
     FIELDS_OF_TERMS,
+    NO_ROLES,
     Buffer,
     Layer,
+    LayerRoles,
     Moment,
     Parameter,
     PartialBackward,

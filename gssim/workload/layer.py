@@ -478,6 +478,8 @@ class PartialBackward:
     """The trained parameters, with their moments in this backward."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
     """Tensors of the layer, with their lifetimes in this backward."""
+    reductions: tuple[text_of(Reduction), ...] = ()  # type: ignore[valid-type]
+    """Collectives of the layer among the ranks that divide it, with their moments in such a step."""
     input_freed: text_of(Moment) | None = None  # type: ignore[valid-type]
     """Moment at which it releases the previous layer's output; absent: the previous layer itself keeps it longer."""
     gradient_freed: text_of(Moment) | None = None  # type: ignore[valid-type]
@@ -489,7 +491,23 @@ class PartialBackward:
         data: dict[str, Any] = inner(self)
         if data.get("backward_streamed_bytes") is None:
             data.pop("backward_streamed_bytes", None)
+        if not data.get("reductions"):
+            data.pop("reductions", None)
         return data
+
+
+@spec
+class LayerRoles:
+    """Costs of a layer where only some layers are trained: what of a `Layer` is `None` without them."""
+
+    untrained_buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
+    """See `Layer.untrained_buffers`."""
+    untrained_reductions: tuple[text_of(Reduction), ...] = ()  # type: ignore[valid-type]
+    """See `Layer.untrained_reductions`."""
+    frozen: PartialBackward | None = None
+    """See `Layer.frozen`."""
+    deepest: PartialBackward | None = None
+    """See `Layer.deepest`."""
 
 
 @spec
@@ -584,6 +602,8 @@ class Layer:
     """Whether only the linear maps of a sliced block are cut, as DTensor can cut them; absent: not traced."""
     untrained_buffers: tuple[text_of(Buffer), ...] | None = None  # type: ignore[valid-type]
     """The layer's buffers if neither it nor a layer before it is trained: autograd saves none; absent: not traced."""
+    untrained_reductions: tuple[text_of(Reduction), ...] = ()  # type: ignore[valid-type]
+    """The layer's collectives in that case, among the ranks that divide it."""
     frozen: PartialBackward | None = None
     """Costs if a layer before it is trained, but not this layer; absent in the first layer, and if not traced."""
     deepest: PartialBackward | None = None
@@ -612,8 +632,9 @@ class Layer:
         for key in (*rarely, "every_second_product"):
             if data.get(key) is None:
                 data.pop(key, None)
-        if not data.get("frozen_parameters"):
-            data.pop("frozen_parameters", None)
+        for key in ("frozen_parameters", "untrained_reductions"):
+            if not data.get(key):
+                data.pop(key, None)
         return data
 
     @property
@@ -653,6 +674,10 @@ class Layer:
     def frozen_elements(self) -> int:
         """Parameters of one repetition that are not trained."""
         return sum(parameter.elements for parameter in self.frozen_parameters)
+
+
+NO_ROLES: dict[str, Any] = {"untrained_buffers": None, "untrained_reductions": (), "frozen": None, "deepest": None}
+"""Fields of a layer of which no costs are known but those of training all layers."""
 
 
 @lru_cache(maxsize=256)

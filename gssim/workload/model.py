@@ -58,7 +58,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from gssim.execution.cache import Same
 from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Precision, Recompute, excess, spec
-from gssim.workload.layer import Layer, layer_of_rank, sliced_layer
+from gssim.workload.layer import Layer, LayerRoles, layer_of_rank, sliced_layer
 
 
 @spec
@@ -224,6 +224,33 @@ class AutocastLayers:
 
 
 @spec
+class PartlyTrained:
+    """Costs of a model's layers where only some of them are trained, for each way in which ranks divide the model.
+
+    Entries are those of the model's field of the same name, in order; see [Note: roles] in `gssim.workload.owned`.
+    """
+
+    layers: tuple[LayerRoles, ...] = ()
+    """Of undivided layers; empty: not traced, or `Model.layers` have these costs themselves."""
+    context_layers: tuple[LayerRoles, ...] = ()
+    """Of layers on parts of the sequences, see [Note: context]; empty: not traced so."""
+    sliced_layers: tuple[LayerRoles, ...] = ()
+    """Of layers with their blocks cut among ranks, see [Note: units]; empty: not traced so."""
+    sequence_layers: tuple[LayerRoles, ...] = ()
+    """Of these with sequences divided too, see [Note: sequence parts]; empty: not traced so."""
+    expert_layers: tuple[LayerRoles, ...] = ()
+    """Of layers with their routed experts divided, see [Note: routed rows]; empty: not traced so."""
+    expert_sequence_layers: tuple[LayerRoles, ...] = ()
+    """Of layers with sequences and routed experts divided, see [Note: experts of parts]; empty: not traced so."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data without ways that are not traced."""
+        data: dict[str, Any] = inner(self)
+        return {key: value for key, value in data.items() if value}
+
+
+@spec
 class Model:
     """A model as traced from its real module; see `gsreal trace`."""
 
@@ -281,6 +308,9 @@ class Model:
     """The layers under torch.autocast, for each traced precision."""
     traced_autocast: Literal["bf16", "fp16"] | None = None
     """Precision of torch.autocast under which `layers` were traced; absent: traced without autocast."""
+    partly_trained: PartlyTrained | None = None
+    """Costs of the layers where only some of them are trained (`workload.frozen`) and ranks divide them; absent: not
+    traced."""
     whole_layers: tuple[Layer, ...] = ()
     """For a model with adapters or frozen layers: its layers without them, as profiles have them; else empty."""
 
@@ -310,7 +340,7 @@ class Model:
     def _without_absent(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data without values of buffers that are all floating-point, and without what is as usual."""
         data: dict[str, Any] = inner(self)
-        for key in ("buffer_values", "expert_sequence_layers"):
+        for key in ("buffer_values", "expert_sequence_layers", "partly_trained"):
             if not data.get(key):
                 data.pop(key, None)
         usual_values = {

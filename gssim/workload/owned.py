@@ -26,10 +26,10 @@ from typing import Any
 from gssim.execution.cache import Same
 from gssim.workload.layer import (
     NO_COST,
+    NO_ROLES,
     Buffer,
     Layer,
     Moment,
-    Parameter,
     PartialBackward,
     layer_input_gradient,
     layer_output,
@@ -59,14 +59,18 @@ def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> Ow
     deepest = sum(1 for role in roles if role == "untrained")
     once: dict[tuple[object, ...], Layer] = {}
     adapted = []
-    for instance, before, after in zip(layers, [None, *layers], [*layers[1:], None], strict=False):
-        layer_and_neighbours = [each.layer if each else None for each in (before, instance, after)]
+    for instance, before in zip(layers, [None, *layers], strict=False):
         index = instance.index
-        roles_around = (roles[index - 1] if index else "", roles[index], roles[index + 1] if after else "")
+        passed_to = index + _user_offset([each.layer for each in layers[index : index + 2]])
+        after = layers[passed_to] if passed_to < len(layers) else None
+        layer_and_neighbours = [each.layer if each else None for each in (before, instance, after)]
+        roles_around = (roles[index - 1] if index else "", roles[index], roles[passed_to] if after else "")
         key = (*map(id, layer_and_neighbours), roles_around)
         if key not in once:  # repetitions stay one layer
-            once[key] = _adapted_to_neighbours(layer_and_neighbours, roles_around)
+            once[key] = _adapted_to_neighbours(layer_and_neighbours, roles_around, passed_to - index)
         layer, above = once[key], index - deepest
+        if above < 0 and not instance.layer.parameters:
+            layer = _held_for_backward(instance.layer, layer, _first_use(layers, roles, index))
         buffers = tuple(  # what an untrained layer's backward would free is freed at the end
             replace(each, freed=Moment("end"))
             if each.freed.phase == "b" and each.freed.layer_offset + above < 0
@@ -121,11 +125,42 @@ def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
     frozen = _frozen_layers(layers, patterns)
     if len(frozen) == len(with_parameters):
         raise ValueError("frozen: all layers are; at least one must be trained")
-    if any(layer.untrained_buffers is None for layer in model.layers):
+    divided: dict[str, Any] = {name: _in_roles(model, name, frozen) for name in DIVIDED_FIELDS}
+    undivided = _in_roles(model, "layers", frozen)
+    if not undivided:
         raise ValueError(
             f"frozen: '{model.name}' lacks the costs of its layers with frozen parameters; trace it again with "
-            "`gsreal trace` (a layer may use only the output of the one before it, and no parameter of another's)"
+            "`gsreal trace --frozen` (a layer may use only the output of the one before it, and no parameter of "
+            "another's)"
         )
+    return replace(
+        model,
+        module=replace(model.module, frozen=_frozen_names(layers, frozen)),
+        layers=undivided,
+        whole_layers=model.layers,
+        adapted=(),
+        autocast=(),
+        partly_trained=None,
+        **divided,
+    )
+
+
+DIVIDED_FIELDS = ("sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers", "context_layers")
+"""Fields of a model with layers of which ranks have a part."""
+
+
+def _in_roles(model: Model, field: str, frozen: AbstractSet[int]) -> tuple[Layer, ...]:
+    """Return the layers in a field of the model with those at the indices `frozen` frozen; empty if not traced so."""
+    listed: tuple[Layer, ...] = getattr(model, field)
+    roles = getattr(model.partly_trained, field) if model.partly_trained is not None else ()
+    if roles:
+        listed = tuple(
+            replace(layer, **{name: getattr(role, name) for name in NO_ROLES})
+            for layer, role in zip(listed, roles, strict=True)
+        )
+    if not listed or any(layer.untrained_buffers is None for layer in listed):
+        return ()
+    layers = unrolled(replace(model, layers=listed))
     trained = owned_layers(layers, {instance.index for instance in layers} - frozen).layers
     entries: list[Layer] = []
     for before, (whole, instance) in zip([None, *trained], zip(layers, trained, strict=True), strict=False):
@@ -134,24 +169,13 @@ def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
             continue
         layer = instance.layer
         if instance.index in frozen:
-            at_rest = tuple(Parameter(p.name, p.shape, Moment("end"), Moment("end")) for p in whole.layer.parameters)
+            end = Moment("end")
+            at_rest = tuple(replace(each, born=end, ready=end, summed=False) for each in whole.layer.parameters)
             layer = replace(layer, frozen_parameters=at_rest)
         again = any(entry.name == layer.name for entry in entries)
         name = f"{layer.name} of {instance.module}" if again else layer.name
         entries.append(replace(layer, name=name, modules=(instance.module,) if layer.modules else ()))
-    return replace(
-        model,
-        module=replace(model.module, frozen=_frozen_names(layers, frozen)),
-        layers=tuple(entries),
-        whole_layers=model.layers,
-        adapted=(),
-        autocast=(),
-        sliced_layers=(),
-        sequence_layers=(),
-        expert_layers=(),
-        expert_sequence_layers=(),
-        context_layers=(),
-    )
+    return tuple(entries) if field == "layers" else tuple(replace(entry, **NO_ROLES) for entry in entries)
 
 
 def _roles(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> list[str]:
@@ -163,8 +187,63 @@ def _roles(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> list[str
     return roles
 
 
-def _adapted_to_neighbours(beside: Sequence[Layer | None], around: tuple[str, str, str]) -> Layer:
-    """Return a layer in its role (`around[1]`), given the layers before and after it and their roles."""
+def _first_use(layers: Sequence[LayerInstance], roles: Sequence[str], index: int) -> int:
+    """Return how many layers after the one at `index` the first block with a backward is; 0 if none has one."""
+    blocks = (each.index for each in layers[index:] if each.layer.block and roles[each.index] != "untrained")
+    return next(blocks, index) - index
+
+
+def _held_for_backward(whole: Layer, untrained: Layer, offset: int) -> Layer:
+    """Return a module without parameters or a backward, whose results all blocks save for theirs (angles of rotary
+    embeddings): they are freed in the backward of the first block that has one, `offset` layers after it.
+
+    `whole`: the module as traced where all layers are trained; it tells which results are saved.
+    """
+    passed, saved = (
+        [n for n, each in enumerate(layer.buffers) if each.born.phase == "f" and each.freed.layer_offset > 0]
+        for layer in (untrained, whole)
+    )
+    same = [untrained.buffers[n].size_bytes for n in passed] == [whole.buffers[n].size_bytes for n in saved]
+    if not (offset and same):
+        return untrained
+    buffers = list(untrained.buffers)
+    for number, other in zip(passed, saved, strict=True):
+        freed = buffers[number].freed
+        if whole.buffers[other].freed.phase == "b" and freed.phase == "f" and freed.layer_offset >= offset:
+            buffers[number] = replace(buffers[number], freed=Moment("b", LAST, offset), category="activations")
+    return replace(untrained, buffers=tuple(buffers))
+
+
+def _user_offset(layer_and_next: Sequence[Layer]) -> int:
+    """Return how many layers after a layer that one is whose backward needs its output: 1, if none does.
+
+    Between the two may lie modules that return no part of it, such as those of rotary embeddings.
+    """
+    layer, *after = layer_and_next
+    handed = layer_output(layer.buffers, passed_bytes(layer, after[0] if after else None))
+    return max(1, handed.freed.layer_offset) if handed is not None and handed.freed.phase == "b" else 1
+
+
+def source_of_input(layers: Sequence[Layer], index: int) -> int:
+    """Return the index of the layer whose output the layer at `index` uses.
+
+    That is the one before, except where modules without parameters lie between that return nothing of its size.
+    """
+    for source in range(index - 1, -1, -1):
+        layer = layers[source]
+        size = passed_bytes(layer, layers[index])
+        crossing = (each for each in layer.buffers if each.born.phase == "f" and each.freed.layer_offset > 0)
+        if any(each.size_bytes == size for each in crossing):
+            return source
+        if layer.parameters:
+            break
+    return index - 1
+
+
+def _adapted_to_neighbours(beside: Sequence[Layer | None], around: tuple[str, str, str], offset: int) -> Layer:
+    """Return a layer in its role (`around[1]`), given the layer before and the one that uses its output, their roles,
+    and how many layers after it the latter is.
+    """
     before, layer, after = beside
     assert layer is not None
     if set(around) <= {"whole", ""}:
@@ -173,10 +252,10 @@ def _adapted_to_neighbours(beside: Sequence[Layer | None], around: tuple[str, st
     buffers = list(run.buffers)
     handed, back = layer_output(buffers, passed_bytes(layer, after)), layer_input_gradient(buffers)
     if handed and after:
-        freed = _input_freed(layer, after, around[2])  # None: not sooner than its own life
+        freed = _input_freed(layer, after, around[2], offset)  # None: not sooner than its own life
         if freed is not None:
             category = "activations" if freed.phase == "b" else "temporaries"
-            passed = replace(handed, freed=replace(freed, layer_offset=1), category=category)
+            passed = replace(handed, freed=replace(freed, layer_offset=offset), category=category)
             buffers[buffers.index(handed)] = passed
     if back and before:
         freed = _gradient_freed(layer, before, around[0])
@@ -199,6 +278,7 @@ def _in_role(layer: Layer, role: str) -> Layer:
             backward_streamed_bytes=NO_COST,
             backward_operations=0,
             buffers=layer.untrained_buffers or (),
+            reductions=layer.untrained_reductions,
         )
     else:
         part = _partial_backward(layer, role)
@@ -210,6 +290,7 @@ def _in_role(layer: Layer, role: str) -> Layer:
         backward_streamed_bytes=part.backward_streamed_bytes,
         backward_operations=part.backward_operations,
         buffers=part.buffers,
+        reductions=part.reductions,
     )
 
 
@@ -257,7 +338,7 @@ def _partial_backward(layer: Layer, role: str) -> PartialBackward:
     return part
 
 
-def _input_freed(layer: Layer, after: Layer, role: str) -> Moment | None:
+def _input_freed(layer: Layer, after: Layer, role: str, offset: int) -> Moment | None:
     """Return the moment at which the layer `after`, in its role, frees the output of `layer`; None: not before the
     traced moment.
     """
@@ -266,7 +347,7 @@ def _input_freed(layer: Layer, after: Layer, role: str) -> Moment | None:
     if role != "whole":
         return _partial_backward(after, role).input_freed
     handed = layer_output(layer.buffers, passed_bytes(layer, after))
-    return handed.freed if handed and handed.freed.layer_offset == 1 else None
+    return handed.freed if handed and handed.freed.layer_offset == offset else None
 
 
 def _gradient_freed(layer: Layer, before: Layer, role: str) -> Moment | None:

@@ -189,7 +189,8 @@ class Workload:
     frozen: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Layers of the model file that are not trained, as patterns of their modules' paths, such as `["transformer.wte",
     "transformer.h.[0-5]"]`. No parameter of such a layer gets a gradient or optimizer state (position embeddings belong
-    to the embedding layer), and there is no backward below the first trained layer. Absent: all are trained."""
+    to the embedding layer), and there is no backward below the first trained layer. Beside `plan.tp`, `plan.cp` or
+    `plan.ep` the model file must be traced with `gsreal trace --frozen`. Absent: all are trained."""
     fused_loss: bool = False
     """Compute the loss together with the head, tile by tile (cut cross-entropy). The logits of a batch are then never
     in memory; the backward computes them once more (predicted only)."""

@@ -392,12 +392,50 @@ def test_frozen_layers_are_part_of_the_question():
         (["h.0"], {"method": "gs_wgrad"}, "cannot run yet with method 'gs_wgrad'"),
         (["h.0", "h.1"], {"method": "pipeline", "micro_batches": 2, "stages": [2, 2]}, "stage 0 would train nothing"),
         (["h.2", "h.3"], {"method": "pipeline", "micro_batches": 2, "stages": [2, 2]}, "stage 1 would train nothing"),
-        (["h.0"], {"tp": 2}, "cannot run yet beside plan.tp = 2: parts of the model are traced without frozen layers"),
     ],
 )
 def test_frozen_layers_are_refused_where_they_are_not_modelled(frozen, plan, said):
     with pytest.raises((UserError, ValueError), match=said):
         with_frozen(frozen, ranks=2, plan=plan)
+
+
+def of_parts(model: Model, frozen: tuple[str, ...] | None, **plan: Any) -> Scenario:
+    """Return a training of a model whose blocks or sequences two ranks divide."""
+    sizes = {"global_batch_size": SAMPLES, "sequence_length": 16, "precision": "fp32"}
+    return scenario_of(star(2), {"method": "ddp"} | plan, model=model, frozen=frozen, **sizes)
+
+
+TRACED = load_model(Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt-byte-150k.toml")
+"""Two blocks between an embedding and a norm, with a head of its own."""
+
+
+@pytest.mark.parametrize(
+    ("frozen", "sums"),
+    [
+        (None, 8),  # two of each block's results in the forward, and two of its inputs' gradients in the backward
+        (("blocks.*",), 8),  # gradients pass through all of them
+        (("tokens",), 8),  # so has the input of the deepest block's first map, for the weights of the norm before it
+        (("tokens", "blocks.0"), 6),
+        (("tokens", "blocks.*"), 4),  # the forward's alone
+    ],
+)
+def test_ranks_with_slices_sum_the_gradients_of_inputs_that_have_one(frozen, sums):
+    scenario = of_parts(TRACED, frozen, tp=2)
+    found = simulate(loaded_of(scenario)).result.collectives
+    assert [(each.kind, each.count) for each in found if len(each.key[1]) > 1] == [("all-reduce", sums)]
+
+
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}])
+def test_a_model_file_without_frozen_parts_is_refused_where_ranks_divide_it(plan):
+    with pytest.raises(UserError, match=r"with frozen layers.*gsreal trace --frozen"):
+        of_parts(replace(TRACED, partly_trained=None), ("blocks.0",), **plan)
+
+
+def test_what_frozen_parts_cost_is_no_part_of_a_scenario_that_freezes_nothing():
+    plans: list[dict[str, Any]] = [{"tp": 2}, {"cp": 2}]
+    for plan in plans:
+        ids = {of_parts(model, None, **plan).scenario_id for model in (TRACED, replace(TRACED, partly_trained=None))}
+        assert len(ids) == 1
 
 
 def test_owners_of_flat_units_hold_what_is_frozen_whole():

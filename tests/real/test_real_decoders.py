@@ -16,6 +16,7 @@ pytestmark = pytest.mark.real
 GROUPED = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
 HEADS = GROUPED | {"head_dim": 4}
 PLAIN = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+UNDROPPED = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 CONFIGS: dict[str, dict[str, object]] = {
     "qwen3": HEADS | {"intermediate_size": 48},
     "falcon": PLAIN | {"new_decoder_architecture": "true", "num_attention_heads": 8, "num_kv_heads": 4},
@@ -29,11 +30,17 @@ CONFIGS: dict[str, dict[str, object]] = {
     | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     "starcoder2": GROUPED | {"intermediate_size": 48} | dict.fromkeys(("residual_dropout", "embedding_dropout"), 0.0),
     "stablelm": GROUPED | {"intermediate_size": 48},
+    "roberta": PLAIN | {"intermediate_size": 48} | UNDROPPED,
+    "electra": PLAIN | {"intermediate_size": 48, "embedding_size": 32} | UNDROPPED,
+    "distilbert": {"n_layers": 2, "dim": 32, "n_heads": 4, "hidden_dim": 48}
+    | dict.fromkeys(("dropout", "attention_dropout"), 0.0),
 }
 """By type of the model; queries share keys and values where they can."""
-FEW = ("qwen3", "falcon", "gptj")
-DIVIDED = ("qwen3", "gpt_neox", "mistral", "phi")
+ENCODERS = ("roberta", "electra", "distilbert")
+FEW = ("qwen3", "falcon", "gptj", "roberta", "distilbert")
+DIVIDED = ("qwen3", "gpt_neox", "mistral", "phi", *ENCODERS)
 """Their sequences are divided too."""
+OTHERS = tuple(kind for kind in CONFIGS if kind not in FEW)
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "plan.method=tensor"]
 
 
@@ -41,19 +48,21 @@ def traced(kind: str) -> Path:
     """Return the file of a small model of that type, traced at one sequence length."""
     from small_models import Request, kept
 
-    settings = CONFIGS.get(kind, PLAIN) | {"vocab_size": 256, "use_cache": "false", "max_position_embeddings": 64}
+    of_kind = {"vocab_size": 257} if kind in ENCODERS else {"vocab_size": 256, "use_cache": "false"}
+    settings = CONFIGS.get(kind, PLAIN) | of_kind | {"max_position_embeddings": 64}
     request = Request(
         model=f"hf:{kind}",
         arguments=tuple(f"{key}={value}" for key, value in settings.items()),
-        name=f"decoder-{kind}",
-        vocabulary=256,
-        maximum_sequence_length=64,
+        name=f"{'encoder' if kind in ENCODERS else 'decoder'}-{kind}",
+        vocabulary=257 if kind in ENCODERS else 256,
+        task="masked-token" if kind in ENCODERS else None,
+        maximum_sequence_length=60 if kind in ENCODERS else 64,
         sequence_length=24,
     )
     return kept(request)
 
 
-@pytest.fixture(scope="module", params=[FEW, pytest.param(tuple(CONFIGS)[len(FEW) :], marks=[pytest.mark.slow])])
+@pytest.fixture(scope="module", params=[FEW, pytest.param(OTHERS, marks=[pytest.mark.slow])])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
     """Run all cases of some types in one launch of two ranks; return (cases, what they showed)."""
     folder, cases = tmp_path_factory.mktemp("decoders"), {}

@@ -80,6 +80,10 @@ ON: dict[int, dict[str, list[str]]] = {
         "gpt2-all-vocabulary-full-sgd": [*SGD, *TENSOR, *VOCABULARY, FULL, TWICE],
         "llama-all-embedding-uneven-sgd": [*SGD, *UNEVEN, VOCABULARY[0]],
         "llama-query-value-loss-sgd": [*SGD, *TENSOR, VOCABULARY[1]],
+        "llama-query-value-vocabulary-sequence-sgd": [*SGD, *TENSOR, SEQUENCE, *VOCABULARY],
+        "llama-all-loss-sequence-full-sgd": [*SGD, *TENSOR, SEQUENCE, VOCABULARY[1], FULL],
+        "gpt-all-vocabulary-sequence-adamw": [*ADAMW64, *TENSOR, SEQUENCE, *VOCABULARY],
+        "gpt2-all-vocabulary-sequence-sgd": [*SGD, *TENSOR, SEQUENCE, *VOCABULARY, TWICE],
     },
     4: {
         "gpt-all-four-sgd": [*SGD, *TENSOR],
@@ -98,6 +102,8 @@ ON: dict[int, dict[str, list[str]]] = {
         "gpt-all-vocabulary-staged-sgd": [*SGD, *STAGES, *VOCABULARY],
         "gpt-all-staged-sgd": [*SGD, *STAGES],
         "gpt-all-staged-full-sgd": [*SGD, *STAGES, FULL],
+        "gpt-all-staged-sequence-sgd": [*SGD, *STAGES, SEQUENCE],
+        "llama-query-value-staged-sequence-sgd": [*SGD, *STAGES, SEQUENCE],
         "llama-all-staged-full-clipped-sgd": [*SGD, *STAGES, FULL, "workload.clip_norm=0.05"],
         "llama-query-value-staged-selective-sgd": [*SGD, *STAGES, SELECTIVE, "plan.schedule=gpipe"],
         "llama-query-value-staged-clipped-sgd": [*SGD, *STAGES, "workload.clip_norm=0.05"],
@@ -109,6 +115,7 @@ FEW = {
         "gpt2-all-sgd",
         "llama-query-value-embedding-sequence-sgd",
         "gpt2-all-vocabulary-full-sgd",
+        "llama-query-value-vocabulary-sequence-sgd",
     )
 }
 """Cases that are not slow: both ways to store a map, divided sequences and whole ones, and divided frozen vocabularies,
@@ -125,6 +132,10 @@ world = in_groups(ON, FEW, case_of)
 
 
 class TestAdapters(TrainsAdapters):
+    def peak_error(self, name, case):
+        # the angles of a stage's rotary embeddings, less than 1 kB, count where stages hold little else
+        return 0.002 if "llama" in name and "-staged-sequence-" in name else super().peak_error(name, case)
+
     def test_slices_are_of_our_own(self, world):
         for name, seen in world[1].items():
             assert seen["dtensors"] == 0 or "zero" in name or "hsdp" in name, name

@@ -133,9 +133,11 @@ def _check_rows(workload: Workload, file: str, *, parts: int) -> None:
 
 
 def variant_in_trace(workload: Workload) -> tuple[str, str]:
-    """Return what a model file that lacks layers lacks beside adapters or under autocast, and the option that traces
-    it; else nothing.
+    """Return what a model file that lacks layers lacks beside adapters, frozen layers or under autocast, and the option
+    that traces it; else nothing.
     """
     if workload.adapters is not None:
         return " with these adapters", " --adapters"
+    if workload.frozen is not None:
+        return " with frozen layers", " --frozen"
     return ("", "") if workload.autocast is None else (" under autocast", f" --autocast {workload.autocast}")

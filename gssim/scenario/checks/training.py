@@ -86,12 +86,6 @@ def check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> 
 def _check_frozen(scenario: Scenario, policies: Policies, where: str, *, runs: bool) -> None:
     """Refuse frozen layers where plans divide the model's layers, or methods do not run with them (`runs`)."""
     plan = scenario.plan
-    for key, value in (("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
-        if value > 1:
-            raise UserError(
-                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without frozen "
-                "layers; leave one of them out"
-            )
     if not runs:
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside "
@@ -104,6 +98,20 @@ def _check_frozen(scenario: Scenario, policies: Policies, where: str, *, runs: b
                 f"{where}: plan.{key}.threshold = {threshold:g}: gradient statistics are of a training of all "
                 "layers; leave it out"
             )
+    if policies.tp > 1:
+        _refuse_beside_slices(
+            where,
+            policies,
+            (
+                (
+                    "plan.tp_overlap",
+                    plan.tp_overlap,
+                    False,
+                    "frozen weights have fewer products than it counts on",
+                ),
+                ("plan.async_input_gradients", plan.async_input_gradients, False, "frozen weights have no gradients"),
+            ),
+        )
 
 
 def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
@@ -116,14 +124,10 @@ def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
             f"{where}: plan.push.threshold = {scenario.push.threshold:g}: adapters have no gradient statistics; "
             "leave it out"
         )
-    unknown = f"peaks of the first of plan.pp = {policies.pp} stages are not predicted well enough"
-    loss_of_parts = plan.loss_parallel and policies.sequence_parallel
     refused: tuple[tuple[str, object, object, str], ...] = (
-        ("plan.loss_parallel", loss_of_parts, False, "peaks beside parts of sequences are not predicted well enough"),
         ("plan.gathered_inputs", plan.gathered_inputs, "kept", "frozen weights need no input for their gradients"),
         ("plan.tp_overlap", plan.tp_overlap, False, "products of frozen weights are fewer than it counts on"),
         ("plan.async_input_gradients", plan.async_input_gradients, False, "frozen weights have no gradients beside it"),
-        ("plan.sequence_parallel", policies.pp > 1 and policies.sequence_parallel, False, unknown),
     )
     if policies.tp > 1:
         _refuse_beside_slices(where, policies, refused)
