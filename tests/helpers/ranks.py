@@ -36,6 +36,9 @@ counted until each rank has seen its least peak this often. Where a router choos
 from step to step: no peak comes twice, none is predicted, and the fewest steps are counted."""
 SAME_PEAK = 1e-5
 """Relative difference up to which peaks count as equal: one batch in ten does without a few bytes."""
+CLEAN_STEPS, MOST_SKIPPED = 2, 24
+"""Steps in a row that a dynamic factor of the loss skips none of, before peaks count, and most steps until then: the
+first one makes what later ones find."""
 SETTLED_READINGS, MOST_READINGS, READING_S = 10, 200, 0.003
 """Equal readings in a row that show that nothing is under way any more, most readings, and seconds between them."""
 
@@ -107,6 +110,12 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     held = sum(p.numel() * p.element_size() for p in parameters.values())  # these copies are not the step's
     if scenario.policies.publish_overlaps:
         peak_of(STEPS)  # no step but this one begins with nothing under way
+    if training.scaler is not None and training.scaler.dynamic:
+        peaks = []  # of steps that were skipped while the factor fell: they make no optimizer state
+        for step in range(STEPS, STEPS + MOST_SKIPPED):
+            if training.scaler.clean_steps >= CLEAN_STEPS:
+                break
+            peak_of(step)
     by_router = scenario.policies.ep > 1 and scenario.workload.expert_routing == "router"
     most = FEWEST_PEAKS if by_router else MOST_PEAKS
     while len(peaks) < FEWEST_PEAKS or (len(peaks) < most and not all_agree(least_was_seen(peaks, same))):
