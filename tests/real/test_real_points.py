@@ -69,9 +69,10 @@ MANY = [
 """The same in the slow tests: 255 points, 1020 where tests are to be thorough."""
 EXACT = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 2**-7, "bf16": 2**-7}
 """By how much of the largest one parameters may differ from one device's, by the least exact of the precisions used."""
-PEAK, PEAK_OF_CONVOLUTIONS = 0.02, 0.04
+PEAK, PEAK_IN_DOUBT = 0.02, 0.04
 """By how much peaks may differ. Kernels of convolutions take scratch by shape and processor: between batches that were
-measured it is interpolated.
+measured it is interpolated. Where bytes that are traced in fp32 are scaled to 16 bits, those of experts' indices are
+scaled too: of models as narrow as these 1 to 2.5 %, and 0.0 % in fp32.
 """
 LONGEST_REFUSAL = 300
 
@@ -185,7 +186,8 @@ def differences_of_memory(case: Case, seen: dict[str, Any]) -> Iterator[str]:
     scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
     if has_norms_in_fp32(scenario) and scenario.workload.precision != "fp32":
         return  # bytes that are traced in fp32 are scaled, those of norms too
-    allowed = PEAK_OF_CONVOLUTIONS if scenario.workload.model.input.kind == "image" else PEAK
+    scales_indices = "mixture" in scenario.workload.model.name and scenario.workload.precision in ("bf16", "fp16")
+    allowed = PEAK_IN_DOUBT if scenario.workload.model.input.kind == "image" or scales_indices else PEAK
     peaks, freed_bytes = seen["peaks"], freed_early_bytes(case)
     if scenario.policies.compressor == "topk":
         peaks = seen["usual_peaks"]
