@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from examples import examples
 
 
 def fuzz(folder, *, first, cases, programs):
@@ -33,8 +34,8 @@ def test_damaged_inputs_of_the_simulator_are_answered_or_refused_in_a_line(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("programs", "first", "cases"),
-    [("gssim", 100_000, 3000), ("analysis", 200_000, 1400), ("gsreal", 300_000, 600)],
+    [("gssim", 100_000, examples(3000)), ("analysis", 200_000, examples(1400)), ("gsreal", 300_000, examples(600))],
 )
-def test_thousands_of_damaged_inputs_and_command_lines_are_answered_or_refused(tmp_path, programs, first, cases):
+def test_many_damaged_inputs_and_command_lines_are_answered_or_refused(tmp_path, programs, first, cases):
     answered, refused = fuzz(tmp_path / "fuzz", first=first, cases=cases, programs=programs)
     assert min(answered, refused) >= cases / 10
