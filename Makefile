@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SWEEP ?= scenarios/sweeps/lab.toml
+THOROUGH ?= 1
 LAB := out/$(basename $(notdir $(SWEEP)))
 # On all cores, which pip does not, and only what runs. Some packages ship files that this Python cannot compile
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/$(1)' $(VENV)/lib || true
@@ -44,8 +45,9 @@ lab: $(VENV)/.demo ## predict and measure the lab's matrix, or SWEEP=FILE; as ro
 test: $(VENV)/.test ## all tests but the slow ones, two files at a time
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
-test-slow: $(VENV)/.test ## the slow tests, and properties on more examples
-	GSSIM_THOROUGH=1 $(BIN)/python -m pytest -m "slow or hypothesis"
+test-slow: $(VENV)/.test ## the slow tests, and properties on more examples: a night; THOROUGH= for fewer of these
+	PYTHONDONTWRITEBYTECODE= GSSIM_THOROUGH=$(THOROUGH) $(BIN)/python -m pytest -n 2 --dist loadfile \
+	  --no-loadscope-reorder -m "slow or hypothesis"
 
 benchmark: $(VENV)/.test ## how fast the simulator is on this machine
 	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' --benchmark-columns=median,min,max,rounds

@@ -11,6 +11,7 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rank_training import cases_in, from_all_ranks, full_parameters, largest_dif
 from torch.distributed.tensor import DTensor
 
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, collectives_of
+from gsreal.methods.training import LossScaler
 from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build, synchronized_step
@@ -36,6 +38,9 @@ counted until each rank has seen its least peak this often. Where a router choos
 from step to step: no peak comes twice, none is predicted, and the fewest steps are counted."""
 SAME_PEAK = 1e-5
 """Relative difference up to which peaks count as equal: one batch in ten does without a few bytes."""
+CLEAN_STEPS, MOST_SKIPPED = 2, 24
+"""Steps in a row that a dynamic factor of the loss skips none of, before peaks count, and most steps until then: the
+first one makes what later ones find."""
 SETTLED_READINGS, MOST_READINGS, READING_S = 10, 200, 0.003
 """Equal readings in a row that show that nothing is under way any more, most readings, and seconds between them."""
 
@@ -107,6 +112,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     held = sum(p.numel() * p.element_size() for p in parameters.values())  # these copies are not the step's
     if scenario.policies.publish_overlaps:
         peak_of(STEPS)  # no step but this one begins with nothing under way
+    peaks = without_skipped_steps(peaks, training.scaler, peak_of)
     by_router = scenario.policies.ep > 1 and scenario.workload.expert_routing == "router"
     most = FEWEST_PEAKS if by_router else MOST_PEAKS
     while len(peaks) < FEWEST_PEAKS or (len(peaks) < most and not all_agree(least_was_seen(peaks, same))):
@@ -179,6 +185,20 @@ def trained_alone(single: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch
     batches = (feed.at(step) for step in range(STEPS))
     losses = [float(training.step(inputs, targets, weights, 0)) for inputs, targets, weights in batches]
     return before, full_parameters(training.module), losses
+
+
+def without_skipped_steps(peaks: list[int], scaler: LossScaler | None, train: Callable[[int], object]) -> list[int]:
+    """Return the peaks, none where a dynamic factor of the loss was still falling: then train until it has settled.
+
+    A step that is skipped because gradients are infinite makes no optimizer state.
+    """
+    if scaler is None or not scaler.dynamic:
+        return peaks
+    for step in range(STEPS, STEPS + MOST_SKIPPED):
+        if scaler.clean_steps >= CLEAN_STEPS:
+            break
+        train(step)
+    return []
 
 
 def least_was_seen(peaks: list[int], same_ratio: float) -> bool:

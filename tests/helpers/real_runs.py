@@ -86,11 +86,12 @@ def selected(request: pytest.FixtureRequest, cases: Cases, *, by: str = "name", 
     return {name: case for name, case in cases.items() if name in wanted}
 
 
-def star(ranks: int) -> str:
+def star(ranks: int, *, bandwidth_bytes_per_s: float = 1e9) -> str:
     """Return a cluster of `ranks` CPU devices behind a switch, as inline TOML."""
     devices = ", ".join(f'{{name="d{i}", type="cpu", host="h"}}' for i in range(ranks))
     links = ", ".join(
-        f'{{between=["d{i}", "s"], bandwidth_bytes_per_s=1e9, latency_s=1e-5, source="test"}}' for i in range(ranks)
+        f'{{between=["d{i}", "s"], bandwidth_bytes_per_s={bandwidth_bytes_per_s}, latency_s=1e-5, source="test"}}'
+        for i in range(ranks)
     )
     kind = (
         '{cpu={kind="cpu", memory_bytes=1e10, peak_flop_per_s={fp32=1e11, fp64=5e10, bf16=1e11, fp16=1e11}, '

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import tomli_w
+from examples import examples
 from point_checks import assert_same_as_unfolded, faster_devices, faster_links, faults_of, slower_by
 from points import (
     ADAPTED_PARTS,
@@ -66,7 +67,7 @@ FURTHER = (
 )
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
-    range(first, first + 500)
+    range(first, first + max(150, examples(500)))
     for first in (
         *range(1000, 8000, 1000),
         *range(LATER, LATER + 4000, 1000),
@@ -83,7 +84,7 @@ MANY = [
         ADAPTED_PARTS,
     )
 ]
-"""Seeds of the large test: 10,000 points."""
+"""Seeds of the large test: 3,000 points, 10,000 where tests are to be thorough."""
 USUAL_DEVICES, MOST_DEVICES = 8, 32
 """Largest numbers of devices of four in five points, and of all."""
 LONGEST_REFUSAL = 300

@@ -141,5 +141,21 @@ def test_an_outer_steps_collectives_and_peaks_are_the_predicted_ones(world, name
     assert seen["replicas_equal"]
     behind = "streaming" in name and name != "streaming, waited for"
     assert ("wait for outer step bucket 0" if behind else "outer step bucket 0") in seen["labels"]
-    errors = [abs(p / m - 1) for p, m in zip(predicted_peaks(cases[name]), seen["peaks"], strict=True)]
-    assert max(errors) < (LARGEST_PEAK if name in RESIDUAL else MEDIAN_PEAK)
+    allowed = LARGEST_PEAK if name in RESIDUAL else MEDIAN_PEAK
+    for counted, least, most in zip(seen["peaks"], *bounds_of_peaks(name, cases[name]), strict=True):
+        assert least / counted - 1 < allowed
+        assert 1 - most / counted < allowed
+
+
+def bounds_of_peaks(name, case):
+    """Return the least and the highest peak that is predicted for every rank; two lists.
+
+    They are the same but where gloo's gather holds copies beside compute for as long as it takes: over a link that is
+    fast beside the computation these are gone at the peak, over a slow one they are not. This machine is in between.
+    """
+    if name != "streaming, int8":
+        peaks = predicted_peaks(case)
+        return peaks, peaks
+    ranks = len(predicted_peaks(case))
+    links = [star(ranks, bandwidth_bytes_per_s=rate) for rate in (1e12, 1e6)]
+    return [predicted_peaks(case | {"overrides": [*case["overrides"], link]}) for link in links]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from examples import examples
 from point_checks import modules_of_stages
 from points import (
     ADAPTED_PARTS,
@@ -43,7 +44,7 @@ FEW = (2, (1, LATER + 76), 2)
 models, the second with shards of slices (gs_tp) in fp64, whose parameters are compared to rounding. Others take up to
 ten times as long."""
 MANY = [
-    pytest.param(ranks, range(first, first + 400), 20, id=f"{ranks}-ranks-from-{first}")
+    pytest.param(ranks, range(first, first + 400), examples(20), id=f"{ranks}-ranks-from-{first}")
     for ranks in (2, 3, 4)
     for first in (
         1000,
@@ -65,12 +66,13 @@ MANY = [
         ADAPTED_PARTS,
     )
 ]
-"""The same in the slow test: 1020 points."""
+"""Seeds of the slow tests: 255 points, 1020 where tests are to be thorough."""
 EXACT = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 2**-7, "bf16": 2**-7}
 """By how much of the largest one parameters may differ from one device's, by the least exact of the precisions used."""
-PEAK, PEAK_OF_CONVOLUTIONS = 0.02, 0.04
+PEAK, PEAK_IN_DOUBT = 0.02, 0.04
 """Relative tolerances of peaks. Kernels of convolutions take scratch by shape and processor: between batches that were
-measured it is interpolated.
+measured it is interpolated. Where bytes that are traced in fp32 are scaled to 16 bits, those of experts' indices are
+scaled too: in models as narrow as these that is 1 to 2.5 %, and 0.0 % in fp32.
 """
 LONGEST_REFUSAL = 300
 
@@ -184,7 +186,8 @@ def differences_of_memory(case: Case, seen: dict[str, Any]) -> Iterator[str]:
     scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
     if has_norms_in_fp32(scenario) and scenario.workload.precision != "fp32":
         return  # bytes that are traced in fp32 are scaled, those of norms too
-    allowed = PEAK_OF_CONVOLUTIONS if scenario.workload.model.input.kind == "image" else PEAK
+    scales_indices = "mixture" in scenario.workload.model.name and scenario.workload.precision in ("bf16", "fp16")
+    allowed = PEAK_IN_DOUBT if scenario.workload.model.input.kind == "image" or scales_indices else PEAK
     peaks, freed_bytes = seen["peaks"], freed_early_bytes(case)
     if scenario.policies.compressor == "topk":
         peaks = seen["usual_peaks"]
@@ -193,14 +196,7 @@ def differences_of_memory(case: Case, seen: dict[str, Any]) -> Iterator[str]:
             yield f"rank {rank} holds {counted} bytes at most, predicted {peak} ({peak / counted - 1:+.1%})"
 
 
-def differences_of_numbers(case: Case, seen: dict[str, Any] | str) -> list[str]:
-    """Return where peaks are not those predicted, and the training is not that of one device."""
-    if isinstance(seen, str):
-        return [seen]
-    return [*differences_of_memory(case, seen), *differences_of_training(case, seen)]
-
-
-def differences_of_training(case: Case, seen: dict[str, Any]) -> Iterator[str]:
+def differences_of_training(case: Case, seen: dict[str, Any] | str) -> Iterator[str]:
     """Compare with one device where equality can hold: ranks do not train apart, send all of their gradients, and
     Adam's steps of gradients that are all rounding have digits enough.
 
@@ -208,6 +204,9 @@ def differences_of_training(case: Case, seen: dict[str, Any]) -> Iterator[str]:
     a value p to about -lr decay / eps p, a thousand times as much; sgd, AdamW and Adam without decay of the same
     training differ by 1e-14.
     """
+    if isinstance(seen, str):
+        yield seen
+        return
     scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
     workload = scenario.workload
     whole = scenario.policies.compressor == "topk" and scenario.plan.topk.density_ratio == 1
@@ -256,17 +255,17 @@ def assert_runs_are_as_predicted(folder: Path, ranks: int, seeds: Sequence[int],
     assert len(cases) == wanted
     assert len(cases) >= sum(refused.values())  # of so few the share varies; of all, see the last test
     found = run_all(folder / "runs", cases, ranks=ranks)
-    numbers = {name: differences_of_numbers(case, found[name]) for name, case in cases.items()}
-    # a sum that is rounded another way may turn a ReLU, and in bf16 kernels copy matrices to layouts of their own: the
-    # same plan in fp64 tells whether that is all
+    numbers = {name: list(differences_of_training(case, found[name])) for name, case in cases.items()}
+    # a sum that is rounded another way may turn a ReLU: the same plan in fp64 tells whether that is all
     doubted = [name for name, wrong in numbers.items() if wrong and precision_of(cases[name]) != "fp64"]
     exact = {name: in_fp64(cases[name]) for name in doubted}
     repeated = run_all(folder / "exact", exact, ranks=ranks) if exact else {}
-    numbers |= {name: differences_of_numbers(exact[name], seen) for name, seen in repeated.items()}
+    numbers |= {name: list(differences_of_training(exact[name], seen)) for name, seen in repeated.items()}
     failures = []
     for name, case in cases.items():
         seen = found[name]
-        wrong = [*([] if isinstance(seen, str) else differences(case, seen)), *numbers[name]]
+        wrong = list(numbers[name])
+        wrong += [seen] if isinstance(seen, str) else [*differences(case, seen), *differences_of_memory(case, seen)]
         if wrong:
             listed = "\n".join(f"    {line}" for line in wrong)
             failures.append(f"seed {name}:\n{listed}\n{Path(case['scenario']).read_text()}")
