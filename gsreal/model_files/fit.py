@@ -339,4 +339,5 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
 def merge_key(layer: Layer) -> str:
     """Return a text that is equal for layers that one entry of a model file may represent."""
     nothing: dict[str, Any] = {"name": "", "modules": (), "untrained_buffers": None, "frozen": None, "deepest": None}
+    nothing["split"] = None
     return repr(replace(layer, **nothing))
