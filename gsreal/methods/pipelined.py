@@ -125,7 +125,6 @@ class ObservedStage(PipelineStage):
                 "wait for all-reduce", "exposed_communication", self.last_gradient[0], group=self.replicas
             )
 
-
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the second part of a micro-batch's split backward; gradients leave after the schedule."""
         label = f"backward weights stage {self.stage_index} micro-batch {bwd_chunk_id}"

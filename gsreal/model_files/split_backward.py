@@ -11,6 +11,7 @@ The first stage of a pipeline sends no gradient: its whole backward is the secon
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,11 +54,12 @@ def with_split_costs(
 def recorded(model: Model, layers: Sequence[Layer], first: int, shape: Shape, where: str) -> Record:
     """Return the record of a step at one shape whose stage begins with layer number `first`."""
     names = [layer.name for layer in layers if layer.modules]
+    before = {each.name.replace("{}", layer.name) for layer in layers[:first] for each in layer.parameters}
     with without_values(model):
         module = fake_module(model, where)
         module.train()
         inputs, targets = example_batch(model, batch_size=shape.b, sequence_length=shape.s)
-        return record_split(module, names, first, inputs, targets)
+        return record_split(module, names, first, before, inputs, targets)
 
 
 @dataclass
@@ -101,15 +103,19 @@ class _Groups:
 _GROUPS_OF = _backward.get_param_groups
 
 
-def record_split(module: nn.Module, names: list[str], first: int, inputs: Tensor, targets: Tensor) -> Record:
+def record_split(
+    module: nn.Module, names: list[str], first: int, before: AbstractSet[str], inputs: Tensor, targets: Tensor
+) -> Record:
     """Return the record of a step with a split backward, in phases `f`, `i` and `w`.
 
     To be called under fake tensors. `names`: the modules at which layers begin. `first`: the layer whose input the
-    stage receives.
+    stage receives. `before`: the parameters of the layers before it. A head that shares one of them has a copy in its
+    stage, which lists it with the head.
     """
     record = Record(names, blocks=set())
     recorder = Recorder(record, known_storages(module, inputs, targets))
-    groups, parameters = _Groups(recorder), [p for p in module.parameters() if p.requires_grad]
+    groups, trained = _Groups(recorder), [each for each in module.named_parameters() if each[1].requires_grad]
+    parameters = [parameter for _, parameter in sorted(trained, key=lambda each: each[0] in before)]
     in_second = False
 
     def enter(layer: int, phase: str) -> None:

@@ -8,7 +8,7 @@ ReduceConfig.global_memory_size), for sums of contiguous rows. The peaks of nine
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -174,8 +174,13 @@ def as_traced(layer: Layer, before: Layer | None, following: Sequence[Layer]) ->
 
 
 def with_split_backward(layer: Layer, before: Layer | None, following: Sequence[Layer]) -> Sequence[Buffer]:
-    """Return the buffers of a layer whose backward is split; those of a layer without such a backward as traced."""
-    return layer.buffers if layer.split is None else layer.split.buffers
+    """Return the buffers of a layer whose backward is split.
+
+    What a layer without a backward keeps for another's (rotary angles) is freed at the end of the second part.
+    """
+    if layer.split is not None:
+        return layer.split.buffers
+    return [replace(each, freed=Moment("end")) if each.freed.phase == "b" else each for each in layer.buffers]
 
 
 def following(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
@@ -225,7 +230,12 @@ def activation_timeline(
 
 
 def gradient_events(
-    layers: Sequence[LayerInstance], *, value_bytes: int, given_back: int, given_back_of_experts: int | None = None, split: bool = False
+    layers: Sequence[LayerInstance],
+    *,
+    value_bytes: int,
+    given_back: int,
+    given_back_of_experts: int | None = None,
+    split: bool = False,
 ) -> dict[tuple[int, str], list[Event]]:
     """Return the allocations of parameter gradients, and their releases when they are ready.
 

@@ -44,8 +44,9 @@ class Action(NamedTuple):
     `forward`, `backward`: compute; in schedules that split it, `backward` is the first part of one, and `weight` the
     second. `send`, `receive`: post messages to the backend, those of one action in one batch, without waiting. `wait`:
     block until the messages are complete. `release`: the last reference of the schedule to a tensor is dropped, and its
-    memory freed; `release-after-step`: the same, once the step's update is done. Where parameters are sharded (FSDP2), `unshard` starts to gather all of a
-    stage, `reshard` frees what is gathered, and `reduce` reduces the stage's gradients.
+    memory freed; `release-after-step`: the same, once the step's update is done. Where parameters are sharded (FSDP2),
+    `unshard` starts to gather all of a stage, `reshard` frees what is gathered, and `reduce` reduces the stage's
+    gradients.
     """
 
     kind: str

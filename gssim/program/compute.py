@@ -39,7 +39,7 @@ from gssim.scenario.device_rates import has_host_times, layer_profile, pause_exc
 from gssim.workload import LayerInstance
 
 PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward", "i": "backward", "w": "backward"}
-"""Phase of a step in which forward (f), recomputation (r) and backward (b; its parts i and w) of a layer are counted."""
+"""Phase of a step in which forward (f), recomputation (r) and backward (b; its parts: i, w) of a layer are counted."""
 
 
 def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:

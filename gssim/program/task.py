@@ -48,8 +48,9 @@ Operation = Literal[
 ]
 """Operation that a task carries out, or that it serves (see `Action`).
 
-`backward-weights`: the second part of a split backward. `activation`, `gradient`: the pipeline message that carries one. `...-begin`, `...-end` and `backward-callback`: markers
-in a step. `gather-sequence`, `scatter-sequence`: all-gather and reduce-scatter under sequence parallelism.
+`backward-weights`: the second part of a split backward. `activation`, `gradient`: the pipeline message that carries
+one. `...-begin`, `...-end` and `backward-callback`: markers in a step. `gather-sequence`, `scatter-sequence`:
+all-gather and reduce-scatter under sequence parallelism.
 `exchange-heads`: the all-to-all between parts of the sequence and parts of the heads. `rotate`: the exchange of keys
 and values in an attention ring; `gather-keys`: the all-gather that takes its place; `attend`: the attention to the keys
 and values that have arrived. `sum-gradients`: the all-reduce of gradients of layers that run on such parts.

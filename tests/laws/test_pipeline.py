@@ -21,7 +21,7 @@ from gssim.scenario import Scenario, load_model
 from gssim.scenario.ownership import activation_bytes, owners_of_stages
 from gssim.simulation import simulate
 from gssim.units import validated
-from gssim.workload import Model, unrolled
+from gssim.workload import Model, Polynomial, SplitBackward, unrolled
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 GPT, BERT, RESNET = (load_model(MODELS / f"{name}.toml") for name in ("gpt-byte-1m", "bert-byte-1m", "resnet-digits"))
@@ -53,6 +53,20 @@ def chain(layers: int) -> Model:
         "layers": [layer | nothing, loss | nothing],
     }
     return validated(Model, data, file="chain")
+
+
+def split_chain(layers: int, input_s: float, weight_s: float) -> Model:
+    """Return a model of equal layers whose backward can be split in parts that take so long."""
+    model = chain(layers)
+    flop = {"input": round(input_s * 1e9), "weight": round(weight_s * 1e9)}
+    nothing = {f"{part}_{what}": 0 for part in flop for what in ("bytes", "streamed_bytes", "operations")}
+    split = {f"{part}_flop": f"{each}*b*s" for part, each in flop.items()} | nothing
+    made = validated(SplitBackward, split, file="split")
+    block, loss = model.layers
+    whole = Polynomial.parse(f"{sum(flop.values())}*b*s")
+    of_loss = validated(SplitBackward, dict.fromkeys(split, 0), file="split")
+    layers_of = (replace(block, backward_flop=whole, split=made), replace(loss, split=of_loss))
+    return replace(model, layers=layers_of)
 
 
 def pipelined(ranks: int, micro_batches: int, *, model: Model, samples: int = 1, **plan: Any) -> Scenario:
@@ -97,6 +111,24 @@ def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(ranks, local, m
     busy_s = result.phases_s["forward"] + result.phases_s["backward"]
     bubble_ratio = (ranks - 1) / (local * micro_batches + ranks - 1)
     assert 1 - busy_s / result.step_time_s == pytest.approx(bubble_ratio, rel=1e-9)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 6), (4, 8), (4, 16), (8, 16)])
+@pytest.mark.parametrize(("input_s", "weight_s"), [(0.001, 0.001), (0.002, 0.001), (0.002, 0.0005)])
+def test_a_split_backward_shortens_the_bubble_by_two_weight_parts_for_each_other_rank(
+    ranks, micro_batches, input_s, weight_s
+):
+    """Qi et al. 2023, "Zero Bubble Pipeline Parallelism", table 2: ZB-H1 waits (p - 1)(tf + tb - tw), 1F1B
+    (p - 1)(tf + tb + tw), where tb is the input's part alone, and tw is at most tf. It computes for m (tf + tb + tw).
+    """
+    split, whole = (
+        predicted(pipelined(ranks, micro_batches, model=split_chain(ranks, input_s, weight_s), **plan))
+        for plan in ({"schedule": "interleaved_zero_bubble", "stages": [1] * ranks}, {"schedule": "1f1b"})
+    )
+    turn_s = FORWARD_S + input_s + weight_s
+    bubble_s = (ranks - 1) * (FORWARD_S + input_s - weight_s)
+    assert whole.step_time_s == pytest.approx((micro_batches + ranks - 1) * turn_s, rel=1e-9)
+    assert split.step_time_s == pytest.approx(micro_batches * turn_s + bubble_s, rel=1e-9)
 
 
 def test_what_is_no_compute_is_waiting():
