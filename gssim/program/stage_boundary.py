@@ -138,9 +138,11 @@ def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale
             if key not in cached:  # repetitions share their events
                 size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
                 born = buffer.born.position
-                # a trace may show the output as freed by the next layer's forward, a temporary: the schedule keeps it
-                is_output = freed is RELEASED and buffer.born.phase == "f"
-                category = "activations" if is_output else buffer.category
+                category = buffer.category
+                if freed is RELEASED:
+                    # a trace may show the output as freed by the next layer's forward, a temporary, and the gradient of
+                    # the input as kept for the weights of the layer before: the schedule keeps the one, and sends both
+                    category = "activations" if buffer.born.phase == "f" else "temporaries"
                 cached[key] = Event(born, size, category), Event(freed.position, -size, category)
             events[number, buffer.born.phase].append(cached[key][0])
             if freed.phase == "end":

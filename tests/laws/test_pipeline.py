@@ -175,12 +175,12 @@ def test_messages_of_deepspeeds_schedule_go_one_at_a_time_and_are_unpacked(micro
 @settings(deadline=None, max_examples=examples(40))
 @given(st.data())
 def test_every_pipeline_ends_and_computes_everything_once(data):
-    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "deepspeed", "interleaved"]))
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "deepspeed", "interleaved", "interleaved_zero_bubble"]))
     ranks = data.draw(st.integers(2, 4))
-    local = data.draw(st.integers(1, 3)) if schedule == "interleaved" else 1
+    local = data.draw(st.integers(1, 3)) if schedule.startswith("interleaved") else 1
     micro_batches = ranks * data.draw(st.integers(1, 3))
     counts = data.draw(st.lists(st.integers(1, 3), min_size=ranks * local, max_size=ranks * local))
-    model = chain(sum(counts))
+    model = split_chain(sum(counts), BACKWARD_S / 2, BACKWARD_S / 2)
     made = pipelined(ranks, micro_batches, model=model, schedule=schedule, stages=counts)
     result = predicted(made)
     busy_s = result.phases_s["forward"] + result.phases_s["backward"]
@@ -227,6 +227,38 @@ def test_all_that_a_step_takes_it_gives_back(model, schedule, recompute):
         assert set(memory.peak) <= set(CATEGORIES)
         left = {category: size for category, size in memory.current.items() if size}
         assert left == {category: size for category, size in held.items() if size}
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("model", [GPT, BERT, RESNET], ids=lambda model: model.name)
+def test_split_backwards_give_back_all_that_they_take(model, samples):
+    scenario = pipelined(2, 4, model=model, schedule="interleaved_zero_bubble", samples=samples)
+    machine, program = machine_of(scenario, steps=2)
+    for memory, held in zip(machine.memory, program.persistent, strict=True):
+        left = {category: size for category, size in memory.current.items() if size}
+        assert left == {category: size for category, size in held.items() if size}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"method": "ddp", "dp_replicate": 2}, "all-reduces in autograd's hooks"),
+        ({"method": "zero2", "dp_shard": 2}, "sharded stages cannot run yet with split backwards"),
+        ({"recompute": "full"}, "cannot be split yet with plan.recompute"),
+        ({"receive_buffers": "in-flight"}, "cannot be split yet with plan.receive_buffers"),
+        ({"tp": 2}, "cannot be split yet with plan.tp"),
+    ],
+)
+def test_what_cannot_run_beside_split_backwards_is_refused(plan, message):
+    ranks = 4 if "recompute" not in plan and "receive_buffers" not in plan else 2
+    asked = {"method": "pipeline", "pp": 2, "micro_batches": 4, "schedule": "interleaved_zero_bubble"} | plan
+    with pytest.raises(UserError, match=re.escape(message)):
+        scenario_of(star(ranks), asked, model=GPT, global_batch_size=8, sequence_length=32, optimizer="sgd")
+
+
+def test_a_model_whose_backward_was_not_traced_in_parts_is_refused():
+    with pytest.raises(UserError, match=re.escape("lacks the costs of a split backward of 'h.1': trace it again")):
+        pipelined(2, 4, model=chain(4), schedule="interleaved_zero_bubble", stages=[1] * 4)
 
 
 def most_activations(scenario: Scenario) -> list[float]:
