@@ -295,7 +295,8 @@ class _ScheduleWriter:
         number = self.low.micro_batches[use.micro_batch].number
         now = self.gathered.get(use.stage, Gathered())
         at = partial(TaskId.at, micro_batch=number, stage=self.stage_in_ids(use.stage))
-        gathers, copies = unshard_stage(self.stages[use.stage], self.rank, use.kind, now)
+        phase = "forward" if use.kind == "forward" else "backward"
+        gathers, copies = unshard_stage(self.stages[use.stage], self.rank, phase, now)
         self.add(*with_ids(gathers, at))
         self.copies[use.stage] = with_ids([*gathers, *copies], at)[len(gathers) :]
         self.gathered[use.stage] = Gathered(root=True, before_forward=True, before_backward=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from gssim.errors import UserError
 from gssim.plan import DATA_AXES, METHODS, Plan, Policies, default_plan
 from gssim.plan.pipeline_schedule import SPLITTING, refuse
+from gssim.scenario.device_rates import reduce_precision
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
 from gssim.workload import unrolled
@@ -94,12 +95,17 @@ def _check_split_backwards(scenario: Scenario, policies: Policies, file: str) ->
     if policies.gradients == "all-reduce":
         raise UserError(
             f"{where}: method '{plan.method}' all-reduces in autograd's hooks, and torch computes gradients of split "
-            "backwards without these; allowed: pipeline, gs"
+            "backwards without these; allowed: pipeline, zero2, gs"
         )
-    if policies.gradients == "reduce-scatter":
+    if policies.parameters == "sharded":
         raise UserError(
-            f"{where}: method '{plan.method}': sharded stages cannot run yet with split backwards; "
-            "allowed: pipeline, gs"
+            f"{where}: method '{plan.method}' frees parameters after a forward, and torch's split backwards look for "
+            "those that the forward used; allowed: pipeline, zero2, gs"
+        )
+    if policies.gradients == "reduce-scatter" and reduce_precision(workload) != workload.precision:
+        raise UserError(
+            f"{where}: workload.reduce_precision = '{workload.reduce_precision}': when FSDP2 casts gradients of split "
+            f"backwards is not modelled yet; allowed: '{workload.precision}', that of workload.precision"
         )
     beside: dict[str, object] = {
         "plan.recompute": plan.recompute != "none" and plan.recompute,
