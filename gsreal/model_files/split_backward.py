@@ -46,7 +46,7 @@ def with_split_costs(
     try:
         records = {shape: recorded(model, layers, first, shape, where) for shape in (*shapes, checked)}
         parts = [_part(records, checked, layers, index) for index in range(first, len(layers))]
-    except NoPolynomialError:
+    except (NoPolynomialError, RuntimeError):  # the latter from torch, of a module that it cannot split so
         return list(layers)
     return [*layers[:first], *(replace(each, split=part) for each, part in zip(layers[first:], parts, strict=True))]
 
@@ -129,9 +129,10 @@ def record_split(
             _, param_groups = _backward.stage_backward_input([loss], None, received, iter(parameters))
         for handle in groups.removable:
             handle.remove()
-        if len(groups.layers) != len(param_groups) or len(received) != 1 or received[0].grad is None:
+        gradients = [each.grad for each in received if each.grad is not None]
+        if len(groups.layers) != len(param_groups) or not param_groups or len(gradients) != 1:
             raise NoPolynomialError("a stage would need more than the output of the layer before it")
-        of_input = recorder.live[received[0].grad.untyped_storage()._cdata]
+        of_input = recorder.live[gradients.pop().untyped_storage()._cdata]
         in_second = True
         lives = _parameter_lives(module, record, recorder, groups.one_by_one(param_groups, parameters), parameters)
     _tidy(recorder, groups.order, of_input, lives)
@@ -223,6 +224,8 @@ def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int)
             costs[f"{part}_{what}"] = fit_polynomial(values, checked, f"{name}: {what}", WHOLE)
         costs[f"{part}_operations"] = first.operations[place]
     parameters: tuple[Parameter, ...] = parameters_of(records, index, name)
+    if not {each.name for each in layers[index].parameters} <= {each.name for each in parameters}:
+        raise NoPolynomialError("a parameter gets no gradient")
     buffers = tuple(
         replace(buffer, category="activations") if _is_kept(buffer.born, buffer.freed) else buffer
         for buffer in _with_forward_of(layers[index], fit_buffers(records, checked, index, name, WHOLE))
