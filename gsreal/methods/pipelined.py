@@ -43,6 +43,7 @@ from gsreal.methods.tensor_slices import (
 from gsreal.methods.training import Training, Weights, own_part, weighted
 from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import autocast, loss_of
+from gssim.errors import UserError
 from gssim.plan import DDP_BUCKET_BYTES, MIB, REPLICA_AXES
 from gssim.plan.pipeline_schedule import SPLITTING, schedule
 from gssim.scenario import Scenario, held_experts, held_layers, held_slice, of_no_sample, schedule_of, tied_parameters
@@ -108,6 +109,8 @@ class ObservedStage(PipelineStage):
         """Run the backward of a micro-batch, or its first part; in that of the last, DDP all-reduces, or Gradient
         Sharding pushes.
         """
+        if not (settings.get("full_backward", True) or self.is_first or self.is_last):
+            self._check_output(bwd_chunk_id)
         self.last_gradient.clear()
         keeps = self.pushes_last or not settings.get("last_backward", False)
         if self.experts is not None:
@@ -123,6 +126,15 @@ class ObservedStage(PipelineStage):
         if self.last_gradient:
             self.timeline.between(
                 "wait for all-reduce", "exposed_communication", self.last_gradient[0], group=self.replicas
+            )
+
+    def _check_output(self, number: int) -> None:
+        """Raise UserError if torch cannot drop the graph behind the output in the first part of a split backward."""
+        outputs, _ = self.fwd_cache[number]
+        if any(tensor._is_view() for tensor in outputs):
+            raise UserError(
+                f"plan.stages: stage {self.stage_index} passes on a view of a tensor, which torch cannot detach when "
+                "it splits the stage's backward; end the stage at another layer"
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

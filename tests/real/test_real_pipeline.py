@@ -107,7 +107,8 @@ CASES: dict[int, dict[str, list[str]]] = {
         "zero-bubble-one-stage-adamw": [*GPT, *ADAMW64, *ZERO_BUBBLE, *SIX, "plan.stages=[2,3]"],
         "zero-bubble-llama-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *FOUR, small("llama")],
         "zero-bubble-bert-adamw": [*GPT, *ADAMW64, *ZERO_BUBBLE, *FOUR],
-        "zero-bubble-gpt2-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *FOUR, small("gpt2")],
+        # torch refuses a stage that ends with the last norm: its output is a view
+        "zero-bubble-gpt2-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *FOUR, small("gpt2"), "plan.stages=[2,2,1,2]"],
         "zero-bubble-tied-clipped-sgd": [
             *GPT,
             *SGD,
