@@ -54,8 +54,9 @@ def layer_time_s(
 
     Assumes that nothing else runs on the device; the engine adds the slowdown by communication.
 
-    `phase`: `f` (forward), `b` (backward) or `r` (recomputation of as much of the forward as `recompute` says). A
-    profile does not have the recomputed part: its forward is scaled in proportion to the roofline. `whole`: the whole
+    `phase`: `f` (forward), `b` (backward), `i` or `w` (the parts of a split backward), or `r` (recomputation of as much
+    of the forward as `recompute` says). A profile does not have parts of a backward, nor the recomputed one of a
+    forward: its backward or forward is scaled in proportion to the roofline. `whole`: the whole
     layer, if `layer` is a slice of it or has only a part of the backward. Profiles are of whole layers. So the profile
     is read at that number of samples (it may be a fraction) n at which the whole layer has the FLOP of `layer`, which
     leaves times that do not depend on size undivided, and the result is scaled like the roofline:
@@ -120,8 +121,13 @@ def _products_s(
     work = work_on(device, workload, layer, phase, recompute=recompute, positions=positions)
     if profile is None:
         return layer_roofline_s(device, workload, layer, work, phase, batch_size, positions=positions)
-    if phase == "b":
-        return profile.backward_s.at(batch_size)
+    if phase in ("b", "i", "w"):
+        backward_s, whole_work = profile.backward_s.at(batch_size), work_on(device, workload, layer, "b")
+        if work == whole_work:
+            return backward_s
+        part_s = layer_roofline_s(device, workload, layer, work, phase, batch_size)
+        of_whole_s = layer_roofline_s(device, workload, layer, whole_work, "b", batch_size)
+        return backward_s * part_s / of_whole_s if of_whole_s else 0.0
     forward_s = profile.forward_s.at(batch_size)
     forward = work_on(device, workload, layer, "f")
     if work == forward:
@@ -155,19 +161,21 @@ def measured_issue_s(
 ) -> float | None:
     """Return a GPU's host time to issue a layer's phase, if measured apart from the device's; else None.
 
-    A profile has it by layer; for recomputation, the forward's time is scaled by its share of the operations. Without a
+    A profile has it by layer; for recomputation, the forward's time is scaled by its share of the operations, and for
+    the parts of a split backward, the backward's. Without a
     profile it is the number of operations, including the phase's `sums` over ranks, times `layer_operation_s`.
     """
     profile = layer_profile(device, workload, layer)
     work = work_of(layer, phase, recompute=recompute).operations
     if profile is None:
         return None if device.layer_operation_s is None else (work + sums) * device.layer_operation_s
-    curve = profile.backward_host_s if phase == "b" else profile.forward_host_s
+    whole = "b" if phase in ("b", "i", "w") else "f"
+    curve = profile.backward_host_s if whole == "b" else profile.forward_host_s
     if curve is None:
         return None
-    forward = work_of(layer, "f", recompute=recompute).operations
+    operations = work_of(layer, whole, recompute=recompute).operations
     within = min(max(batch_size, curve.sizes[0]), curve.sizes[-1])  # host time hardly depends on the batch size
-    return curve.at(within) * (work / forward if phase == "r" and forward else 1.0)
+    return curve.at(within) * (work / operations if phase in ("r", "i", "w") and operations else 1.0)
 
 
 def maps_time_s(

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _batch_p2p, _wait_batch_p2p
 from torch.distributed.tensor import DTensor
 
@@ -37,8 +43,9 @@ from gsreal.methods.tensor_slices import (
 from gsreal.methods.training import Training, Weights, own_part, weighted
 from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import autocast, loss_of
+from gssim.errors import UserError
 from gssim.plan import DDP_BUCKET_BYTES, MIB, REPLICA_AXES
-from gssim.plan.pipeline_schedule import schedule
+from gssim.plan.pipeline_schedule import SPLITTING, schedule
 from gssim.scenario import Scenario, held_experts, held_layers, held_slice, of_no_sample, schedule_of, tied_parameters
 from gssim.workload import LayerInstance, unrolled
 
@@ -99,7 +106,11 @@ class ObservedStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **settings)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **settings: Any) -> None:
-        """Run the backward of a micro-batch; in that of the last, DDP all-reduces, or Gradient Sharding pushes."""
+        """Run the backward of a micro-batch, or its first part; in that of the last, DDP all-reduces, or Gradient
+        Sharding pushes.
+        """
+        if not (settings.get("full_backward", True) or self.is_first or self.is_last):
+            self._check_output(bwd_chunk_id)
         self.last_gradient.clear()
         keeps = self.pushes_last or not settings.get("last_backward", False)
         if self.experts is not None:
@@ -116,6 +127,24 @@ class ObservedStage(PipelineStage):
             self.timeline.between(
                 "wait for all-reduce", "exposed_communication", self.last_gradient[0], group=self.replicas
             )
+
+    def _check_output(self, number: int) -> None:
+        """Raise UserError if torch cannot drop the graph behind the output in the first part of a split backward."""
+        outputs, _ = self.fwd_cache[number]
+        if any(tensor._is_view() for tensor in outputs):
+            raise UserError(
+                f"plan.stages: stage {self.stage_index} passes on a view of a tensor, which torch cannot detach when "
+                "it splits the stage's backward; end the stage at another layer"
+            )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the second part of a micro-batch's split backward; gradients leave after the schedule."""
+        label = f"backward weights stage {self.stage_index} micro-batch {bwd_chunk_id}"
+        with (
+            self.timeline.span(label, "backward", self.peers),
+            self.sharding.no_sync() if self.sharding is not None else nullcontext(),
+        ):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
 
 
 class ScheduleOfActions(PipelineScheduleSingle):
@@ -331,7 +360,8 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     optimizer = _optimizer(scenario, own_stages, layers, aliases, timeline, device, replicas)
     sharding = optimizer if isinstance(optimizer, GradientSharding) else None
     copies = tied_copies(scenario, modules, aliases)
-    pushes_last = bool(copies) or len(modules) > 1
+    splits = schedule_of(scenario.plan, mesh.pp) in SPLITTING
+    pushes_last = bool(copies) or len(modules) > 1 or splits
     for stage, of_stage in zip(observed, experts, strict=True):
         precision = scenario.workload.autocast
         stage.observe(timeline, last_gradient, replicas, sharding, of_stage, precision, pushes_last=pushes_last)
@@ -464,6 +494,8 @@ def _schedule(scenario: Scenario, stages: list[ObservedStage], losses: Losses) -
     count, name = scenario.plan.micro_batches, schedule_of(scenario.plan, scenario.policies.pp)
     if name == "interleaved":
         return ScheduleInterleaved1F1B(list(stages), count, **settings)
+    if name == "interleaved_zero_bubble":
+        return ScheduleInterleavedZeroBubble(list(stages), count, **settings)
     if name == "deepspeed":
         return ScheduleOfActions(stages[0], count, name, **settings)
     return {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name](stages[0], count, **settings)

@@ -338,4 +338,4 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
 
 def merge_key(layer: Layer) -> str:
     """Return a text that is equal for layers that one entry of a model file may represent."""
-    return repr(replace(layer, name="", modules=(), **NO_ROLES))
+    return repr(replace(layer, name="", modules=(), split=None, **NO_ROLES))

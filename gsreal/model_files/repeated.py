@@ -16,7 +16,7 @@ from gsreal.model_files.fit import merge_key
 from gsreal.model_files.layers import layer_modules
 from gsreal.model_files.step import fake_module, without_values
 from gssim.errors import UserError
-from gssim.workload import Buffer, Layer, Model, Module, Moment, Parameter, PartialBackward, Reduction
+from gssim.workload import Buffer, Layer, Model, Module, Moment, Parameter, PartialBackward, Reduction, SplitBackward
 
 KEPT = 5
 """Blocks of the sibling: the first, the last, and three between them, of which one has equal ones on both sides."""
@@ -180,12 +180,12 @@ def _moved(value: T, layer: int | None, gap: _Gap) -> T:
         return replace(value, layer_offset=gap.offset(layer, value.layer_offset))
     if isinstance(value, tuple):
         return tuple(_moved(each, layer, gap) for each in value)  # type: ignore[return-value]
-    if isinstance(value, (Layer, PartialBackward, Parameter, Buffer, Reduction)):
+    if isinstance(value, (Layer, PartialBackward, SplitBackward, Parameter, Buffer, Reduction)):
         return replace(value, **{key: _moved(each, layer, gap) for key, each in _fields(value).items()})
     return value
 
 
 def _fields(value: Any) -> dict[str, Any]:
     """Return the fields that may contain moments."""
-    kinds = (Moment, tuple, PartialBackward)
+    kinds = (Moment, tuple, PartialBackward, SplitBackward)
     return {key: each for key in value.__dataclass_fields__ if isinstance(each := getattr(value, key), kinds)}

@@ -31,6 +31,7 @@ from gsreal.model_files.fit import TERMS, TERMS_WITH_ADAPTERS, Terms, fit_layers
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
+from gsreal.model_files.split_backward import with_split_costs
 from gsreal.model_files.step import fake_module, uncut_reason, without_values
 from gssim.errors import UserError
 from gssim.execution.files import write_text
@@ -134,7 +135,9 @@ def _layers(model: Model, lengths: Lengths, where: str) -> tuple[dict[str, list[
     whole = fit_layers(records, largest, steps.checked.shape, TERMS["layers"])
     if model.compiled:  # only whole blocks, all of them trained: parts of blocks would be other graphs
         return {"layers": whole, **{name: [] for name in DIVIDED_STEPS}}, largest
-    layers = {"layers": with_partial_costs(model, whole, steps, where=where)}
+    partial = with_partial_costs(model, whole, steps, where=where)
+    shapes = [step.shape for step in steps.traced]
+    layers = {"layers": with_split_costs(model, partial, shapes, steps.checked.shape, where=where)}
     for name in DIVIDED_STEPS:
         needed = "sliced_layers" if name == "sequence_layers" else "layers"
         layers[name] = _divided(name, model, lengths, where) if layers[needed] else []

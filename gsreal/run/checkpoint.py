@@ -56,6 +56,7 @@ from gsreal.run.progress import note_progress
 from gsreal.run.rank import gather_json
 from gssim.errors import RunFailedError, UserError
 from gssim.execution.files import sync_folder, write_text
+from gssim.plan.pipeline_schedule import INTERLEAVED
 from gssim.scenario import Scenario, has_master_copy, tied_parameters
 from gssim.units import validated
 from gssim.workload import unrolled
@@ -489,7 +490,7 @@ def _unsupported_reason(scenario: Scenario) -> str | None:
         return "parameters of ranks that synchronize periodically differ in between, and only one rank's are saved"
     if scenario.policies.ep > 1:
         return "experts that ranks divide (plan.ep) are not saved yet"
-    if scenario.policies.gradients == "push" and scenario.plan.schedule == "interleaved":
+    if scenario.policies.gradients == "push" and scenario.plan.schedule in INTERLEAVED:
         return "shards of several stages of a rank that pushes are not saved yet"
     if scenario.policies.gradients == "push" and scenario.policies.tp > 1:
         return "shards of blocks that are cut too (plan.tp beside pushes) are not saved yet"

@@ -466,7 +466,12 @@ def _torchtitan_parallelism(scenario: Scenario, micro: int, notes: list[str]) ->
         if not plan.loss_parallel:
             table["disable_loss_parallel"] = True
     if policies.pp > 1:
-        schedules = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+        schedules = {
+            "gpipe": "GPipe",
+            "1f1b": "1F1B",
+            "interleaved": "Interleaved1F1B",
+            "interleaved_zero_bubble": "InterleavedZeroBubble",
+        }
         schedule = schedule_of(plan, policies.pp)
         if plan.schedule is None:
             notes.append(note_of("plan.schedule", schedule, "is the default, and in the file"))

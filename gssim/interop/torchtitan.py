@@ -4,6 +4,7 @@ import math
 
 from gssim.interop.reading import LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
 from gssim.interop.training import PRECISIONS, Training, optimizer_in, torchs_context_exchange
+from gssim.plan.pipeline_schedule import INTERLEAVED
 
 RECOMPUTE = ("plan.recompute",)
 PURE_16_BIT = (
@@ -97,7 +98,13 @@ FLAVORS: dict[tuple[str, str], dict[str, int]] = {
     for flavor, layers, width in flavors
 }
 """Sizes of torchtitan's models, by name and flavor (models/*/__init__.py)."""
-SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", **dict.fromkeys(("interleaved1f1b", "interleaved_1f1b"), "interleaved")}
+SCHEDULES = {
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    **dict.fromkeys(("interleaved1f1b", "interleaved_1f1b"), "interleaved"),
+    "interleavedzerobubble": "interleaved_zero_bubble",
+}
+"""Schedules of torch.distributed.pipelining by lower-case name, as `plan.schedule` has them."""
 RESHARD = {"default": "default", "always": "zero3", "never": "zero2"}
 
 
@@ -211,7 +218,7 @@ def _pipeline(keys: Keys, training: Training) -> None:
     piece = keys.integer(*names[1::2], sets="plan.micro_batches")
     if piece is None and (any(map(keys.has, numbers)) or not training.pp.origin.startswith("parallelism.")):
         parts = keys.integer(*numbers, sets="plan.micro_batches")
-        virtual = 2 if training.schedule.value == "interleaved" else 1
+        virtual = 2 if training.schedule.value in INTERLEAVED else 1
         parts = parts or Value(training.pp.value * virtual, f"{training.pp.origin}: as many micro-batches as stages")
         micro = training.micro_batch
         if micro is not None and micro.value % parts.value:

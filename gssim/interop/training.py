@@ -16,6 +16,7 @@ from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.interop.reading import Keys, Value
 from gssim.plan import METHODS
+from gssim.plan.pipeline_schedule import INTERLEAVED
 from gssim.scenario.vocabulary_slices import (
     shares_embedding,
     token_embedding,
@@ -839,7 +840,7 @@ def _weighted_stages(training: Training, keys: Keys, model: Model, ranks: int) -
     first, last = training.ends_in_blocks
     most, schedule = training.most_blocks_per_stage, training.schedule
     weighted = sum(instance.layer.block for instance in unrolled(model)) + first.value + last.value
-    count = ranks * (2 if schedule is not None and schedule.value == "interleaved" else 1)
+    count = ranks * (2 if schedule is not None and schedule.value in INTERLEAVED else 1)
     origin = training.pp.origin
     if most is not None:
         count, origin = math.ceil(weighted / most.value), most.origin
@@ -847,7 +848,7 @@ def _weighted_stages(training: Training, keys: Keys, model: Model, ranks: int) -
     stages = [each + (number < more) for number in range(count)]
     stages[0] -= first.value
     stages[-1] -= last.value
-    interleaves = schedule is not None and schedule.value == "interleaved"
+    interleaves = schedule is not None and schedule.value in INTERLEAVED
     if min(stages) < 1 or count % ranks or (count > ranks) != interleaves:
         what = f"{count} stages of the blocks of '{model.name}' on {ranks} ranks cannot be made"
         _refuse(keys, most or training.pp, what, "plan.stages")

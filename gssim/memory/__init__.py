@@ -20,6 +20,7 @@ from gssim.memory.lifetimes import (
     release_of,
     scratch_bytes,
     with_scratch,
+    with_split_backward,
 )
 from gssim.memory.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers, rerun_positions
 
@@ -51,4 +52,5 @@ __all__ = [
     "scratch_bytes",
     "segment_bytes",
     "with_scratch",
+    "with_split_backward",
 ]

@@ -8,7 +8,7 @@ ReduceConfig.global_memory_size), for sums of contiguous rows. The peaks of nine
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -159,7 +159,7 @@ class Timeline:
     end: Sequence[Event]
 
     def at(self, layer: int, phase: str) -> Sequence[Event]:
-        """Return the events of one layer's phase `f`, `b` or `r` (its forward recomputed)."""
+        """Return the events of one layer's phase `f`, `b`, `i` or `w`, or `r` (its forward recomputed)."""
         return self.events.get((layer, phase), ())
 
 
@@ -171,6 +171,16 @@ block."""
 def as_traced(layer: Layer, before: Layer | None, following: Sequence[Layer]) -> Sequence[Buffer]:
     """Return the buffers of a layer as traced, without recomputation."""
     return layer.buffers
+
+
+def with_split_backward(layer: Layer, before: Layer | None, following: Sequence[Layer]) -> Sequence[Buffer]:
+    """Return the buffers of a layer whose backward is split.
+
+    What a layer without a backward keeps for another's (rotary angles) is freed at the end of the second part.
+    """
+    if layer.split is not None:
+        return layer.split.buffers
+    return [replace(each, freed=Moment("end")) if each.freed.phase == "b" else each for each in layer.buffers]
 
 
 def following(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
@@ -220,18 +230,25 @@ def activation_timeline(
 
 
 def gradient_events(
-    layers: Sequence[LayerInstance], *, value_bytes: int, given_back: int, given_back_of_experts: int | None = None
+    layers: Sequence[LayerInstance],
+    *,
+    value_bytes: int,
+    given_back: int,
+    given_back_of_experts: int | None = None,
+    split: bool = False,
 ) -> dict[tuple[int, str], list[Event]]:
     """Return the allocations of parameter gradients, and their releases when they are ready.
 
     `given_back`: how many gradients are released when one is ready: 0: none; 1: the new one, which is copied elsewhere
     or added to an earlier one; 2: the sum, too. `given_back_of_experts`: the same for divided experts; None: as for
-    all.
+    all. `split`: whether the backward is; what its last layer would free in a later one is freed at that layer's end.
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     by_parameter: dict[int, tuple[Event, list[Event]]] = {}
+    last = layers[-1].index if layers else 0
     for instance in layers:
-        for parameter in instance.layer.parameters:
+        of_split = instance.layer.split if split else None
+        for parameter in of_split.parameters if of_split else instance.layer.parameters:
             born, ready = parameter.born, parameter.ready
             if id(parameter) not in by_parameter:  # repetitions share their events
                 size = float(parameter.elements * value_bytes)
@@ -245,8 +262,10 @@ def gradient_events(
                 ]
                 by_parameter[id(parameter)] = Event(born.position, size, "gradients"), freed
             taken, freed = by_parameter[id(parameter)]
-            events[instance.index + born.layer_offset, "b"].append(taken)
-            events[instance.index + ready.layer_offset, "b"] += freed
+            events[instance.index + born.layer_offset, born.phase].append(taken)
+            if split and instance.index + ready.layer_offset > last:
+                freed = [each._replace(position=LAST) for each in freed]
+            events[min(instance.index + ready.layer_offset, last), ready.phase] += freed
     return events
 
 

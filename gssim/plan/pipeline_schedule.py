@@ -1,8 +1,14 @@
-"""Pipeline schedules (GPipe, 1F1B, interleaved 1F1B): each rank's order of forwards, backwards, sends, receives, waits.
+"""Pipeline schedules: each rank's order of forwards, backwards, sends, receives and waits.
 
-They reproduce torch.distributed.pipelining (torch 2.13, schedules.py: ScheduleGPipe, Schedule1F1B and
-ScheduleInterleaved1F1B) statement by statement; tests compare them to torch's own loops. DeepSpeed's 1F1B is a fourth.
-Stage i is on rank i modulo the ranks. The first stage receives no activations; the last sends none.
+They reproduce torch.distributed.pipelining (torch 2.13, schedules.py: ScheduleGPipe, Schedule1F1B,
+ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble) statement by statement; tests compare them to torch's own
+loops. DeepSpeed's 1F1B is a fifth. Stage i is on rank i modulo the ranks. The first stage receives no activations; the
+last sends none.
+
+[Note: zero bubble] Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (ZB-H1): a backward is split. Its first part, the
+gradient of the stage's input, is what the stage before waits for; the second, the gradients of the weights, fills the
+time in which a rank would wait. Rank r is r second parts behind its first parts, and does the rest at the end. In the
+first stage, whose input has no gradient, the first part does nothing.
 """
 
 from collections import Counter, defaultdict
@@ -10,7 +16,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-ScheduleName = Literal["gpipe", "1f1b", "deepspeed", "interleaved"]
+ScheduleName = Literal["gpipe", "1f1b", "deepspeed", "interleaved", "interleaved_zero_bubble"]
+INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
+"""Schedules in which a rank may have several stages."""
+SPLITTING = ("interleaved_zero_bubble",)
+"""Schedules that split backwards; see [Note: zero bubble]."""
 
 
 class Message(NamedTuple):
@@ -31,10 +41,12 @@ class Message(NamedTuple):
 class Action(NamedTuple):
     """One action of a rank.
 
-    `forward`, `backward`: compute. `send`, `receive`: post messages to the backend, those of one action in one batch,
-    without waiting. `wait`: block until the messages are complete. `release`: the last reference of the schedule to a
-    tensor is dropped, and its memory freed. Where parameters are sharded (FSDP2), `unshard` starts to gather all of a
-    stage, `reshard` frees what is gathered, and `reduce` reduces the stage's gradients.
+    `forward`, `backward`: compute; in schedules that split it, `backward` is the first part of one, and `weight` the
+    second. `send`, `receive`: post messages to the backend, those of one action in one batch, without waiting. `wait`:
+    block until the messages are complete. `release`: the last reference of the schedule to a tensor is dropped, and its
+    memory freed; `release-after-step`: the same, once the step's update is done. Where parameters are sharded (FSDP2),
+    `unshard` starts to gather all of a stage, `reshard` frees what is gathered, and `reduce` reduces the stage's
+    gradients.
     """
 
     kind: str
@@ -65,10 +77,10 @@ def schedule(
     ['receive', 'wait', 'forward', 'backward']
     """
     refuse(name, ranks=ranks, stages=stages, micro_batches=micro_batches)
-    if name == "interleaved":
-        return _interleaved(
-            ranks, stages // ranks, micro_batches, sharded=sharded, frees_sent=frees_sent, messages=messages
-        )
+    if name in INTERLEAVED:
+        compute_order = _split_order if name in SPLITTING else _compute_order
+        orders = [compute_order(rank, ranks, stages // ranks, micro_batches) for rank in range(ranks)]
+        return _interleaved(orders, stages, sharded=sharded, frees_sent=frees_sent, messages=messages)
     single = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "deepspeed": _deepspeed}[name]
     reduced = [(Action("reduce", stage),) if sharded else () for stage in range(stages)]
     recorders = [_Recorder(stage, stages, messages=messages) for stage in range(stages)]
@@ -77,15 +89,15 @@ def schedule(
 
 def refuse(name: str, *, ranks: int, stages: int, micro_batches: int) -> None:
     """Raise ValueError, with the reason, where a schedule does not exist for these numbers."""
-    if name != "interleaved" and stages != ranks:
+    if name not in INTERLEAVED and stages != ranks:
         raise ValueError(f"'{name}' takes one stage on each of {ranks} ranks, not {stages} stages")
     if stages % ranks:
         raise ValueError(f"{stages} stages cannot be divided evenly among {ranks} ranks")
     if name == "1f1b" and micro_batches < stages:
         raise ValueError(f"'1f1b' needs at least as many micro-batches as stages: {stages}, not {micro_batches}")
     rounds = max(1, micro_batches // ranks)
-    if name == "interleaved" and micro_batches % rounds:
-        raise ValueError(f"'interleaved' takes {micro_batches} micro-batches in {rounds} rounds, of unequal length")
+    if name in INTERLEAVED and micro_batches % rounds:
+        raise ValueError(f"'{name}' takes {micro_batches} micro-batches in {rounds} rounds, of unequal length")
 
 
 class _Recorder:
@@ -248,15 +260,14 @@ def _exchange(do: _Recorder, sends: tuple[Message, ...], receives: tuple[Message
 
 
 def _interleaved(
-    ranks: int, local: int, micro_batches: int, *, sharded: bool, frees_sent: bool, messages: bool
+    orders: list[list[Action]], stages: int, *, sharded: bool, frees_sent: bool, messages: bool
 ) -> tuple[tuple[Action, ...], ...]:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): a rank has `local` stages, and runs the earliest first.
+    """Return the ranks' actions from what each computes, in order: those of torch's runtime of several stages.
 
     Messages are in flight while the rank computes, and are waited for at the end; all sent tensors stay referenced
     until then, unless `frees_sent`.
     """
-    stages = ranks * local
-    orders = [_compute_order(rank, ranks, local, micro_batches) for rank in range(ranks)]
+    ranks = len(orders)
     if sharded or messages:
         orders = [_with_shard_actions(order) for order in orders]
     if messages:
@@ -267,7 +278,10 @@ def _interleaved(
 
 
 def _compute_order(rank: int, ranks: int, local: int, micro_batches: int) -> list[Action]:
-    """Return a rank's forwards and backwards (torch: _get_1f1b_rank_ops)."""
+    """Return a rank's forwards and backwards (torch: _get_1f1b_rank_ops).
+
+    Interleaved 1F1B (Narayanan et al. 2021, section 2.2): a rank has `local` stages, and runs the earliest first.
+    """
     in_round = micro_batches // max(1, micro_batches // ranks)
     total = local * micro_batches
     warmup = min((local - 1) * in_round + 2 * (ranks - 1 - rank), total)
@@ -287,6 +301,32 @@ def _compute_order(rank: int, ranks: int, local: int, micro_batches: int) -> lis
     return order
 
 
+def _split_order(rank: int, ranks: int, local: int, micro_batches: int) -> list[Action]:
+    """Return a rank's forwards and both parts of its backwards (torch: _get_1f1b_rank_ops, enable_zero_bubble).
+
+    See [Note: zero bubble]. The warm-up is shorter by `ranks - 1 - rank` forwards than that of interleaved 1F1B.
+    """
+    in_round = micro_batches // max(1, micro_batches // ranks)
+    total = local * micro_batches
+    warmup = min((local - 1) * in_round + ranks - 1 - rank, total)
+    done: dict[tuple[str, int], int] = defaultdict(int)
+    order: list[Action] = []
+
+    def add(kind: str, local_stage: int) -> None:
+        stage = local_stage * ranks + rank
+        order.append(Action(kind, stage, done[kind, stage]))
+        done[kind, stage] += 1
+
+    for step in range(total + warmup + rank):
+        if step < total:
+            add("forward", step // in_round % local)
+        if warmup <= step < warmup + total:
+            add("backward", local - 1 - (step - warmup) // in_round % local)
+        if warmup + rank <= step:
+            add("weight", local - 1 - (step - warmup - rank) // in_round % local)
+    return order
+
+
 ACTIVE_STAGES = 3
 """Stages whose parameters torch gathers ahead, where they are sharded (_add_unshard_reshard)."""
 SHARD_ACTIONS = ("unshard", "reshard", "reduce")
@@ -297,9 +337,10 @@ posted."""
 def _with_shard_actions(order: list[Action]) -> list[Action]:
     """Return the order with the actions that torch schedules for sharded stages and their gradients."""
     active: set[int] = set()
+    last = "weight" if any(action.kind == "weight" for action in order) else "backward"
     backwards_left: dict[int, int] = defaultdict(int)
     for action in order:
-        backwards_left[action.stage] += action.kind == "backward"
+        backwards_left[action.stage] += action.kind == last
     following: list[list[int]] = [[]]
     """From each action on, the stages in the order in which they come next; the last action first."""
     for action in reversed(order):
@@ -311,8 +352,8 @@ def _with_shard_actions(order: list[Action]) -> list[Action]:
         slots += [Action("unshard", stage) for stage in upcoming if stage not in active]
         active = set(upcoming)
         slots.append(action)
-        backwards_left[action.stage] -= action.kind == "backward"
-        if action.kind == "backward" and not backwards_left[action.stage]:
+        backwards_left[action.stage] -= action.kind == last
+        if action.kind == last and not backwards_left[action.stage]:
             slots.append(Action("reduce", action.stage))
     return [*slots, *(Action("reshard", stage) for stage in sorted(active))]
 
@@ -362,7 +403,12 @@ def _outputs(action: Action, stages: int) -> tuple[Message, ...]:
 
 
 def _with_waits(order: list[Action], stages: int, ranks: int, *, frees_sent: bool) -> Iterator[Action]:
-    """Yield the order with waits and releases inserted where torch's runtime has them."""
+    """Yield the order with waits and releases inserted where torch's runtime has them.
+
+    After a split backward the input's gradient is also the `grad` of the buffer in which the input was received, which
+    the next step's begin clears (torch: stage_backward_input, clear_runtime_states).
+    """
+    splits = any(action.kind == "weight" for action in order)
     sent: list[Message] = []
     freed: set[Message] = set()
     gradient: Message | None = None
@@ -388,4 +434,5 @@ def _with_waits(order: list[Action], stages: int, ranks: int, *, frees_sent: boo
     for message in reversed(sent):
         yield Action("wait", messages=(message,))
         if message not in freed:
-            yield Action("release", messages=(message,))
+            stays = splits and message.kind == "gradient"
+            yield Action("release-after-step" if stays else "release", messages=(message,))

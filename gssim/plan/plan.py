@@ -439,11 +439,13 @@ class Plan:
     """Parts in which each rank processes its samples, one after another, before an update (gradient accumulation)."""
     schedule: ScheduleName | None = None
     """Schedule of a pipeline. `deepspeed`: the 1F1B of DeepSpeed's PipelineEngine, in which a stage sends or receives
-    one message at a time; there may be fewer micro-batches than stages. Absent: 1f1b, or gpipe where there are fewer
-    micro-batches than stages."""
+    one message at a time; there may be fewer micro-batches than stages. `interleaved_zero_bubble`: torch's
+    ScheduleInterleavedZeroBubble (ZB-H1 of Qi et al. 2023), which sends a stage's input gradient first, and computes
+    the gradients of its weights where the rank would else wait; with methods `pipeline`, `zero2` and `gs`. Absent:
+    1f1b, or gpipe where there are fewer micro-batches than stages."""
     stages: tuple[PositiveInt, ...] | None = None
     """Layers of each pipeline stage; the loss is part of the last and is not counted. Absent: balanced, one stage a
-    rank, two where interleaved. Interleaved plans may give each rank more."""
+    rank, two where interleaved (also without bubbles). Interleaved plans may give each rank more."""
     bucket_bytes: PositiveBytes = DDP_BUCKET_BYTES
     """Size of gradient buckets (DDP, Gradient Sharding)."""
     first_bucket_bytes: PositiveBytes = DDP_FIRST_BUCKET_BYTES

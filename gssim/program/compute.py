@@ -22,6 +22,7 @@ from gssim.memory import (
     gradient_events,
     recomputed_buffers,
     with_scratch,
+    with_split_backward,
 )
 from gssim.program.kernel_workspace import scratch_events
 from gssim.program.lowering import Lowering, once_a_run
@@ -38,8 +39,8 @@ from gssim.program.tensor_slices import (
 from gssim.scenario.device_rates import has_host_times, layer_profile, pause_excess
 from gssim.workload import LayerInstance
 
-PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward"}
-"""Phase of a step in which forward (f), recomputation (r) and backward (b) of a layer are counted."""
+PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward", "i": "backward", "w": "backward"}
+"""Phase of a step in which forward (f), recomputation (r) and backward (b; its parts: i, w) of a layer are counted."""
 
 
 def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
@@ -124,13 +125,18 @@ def backward_begin(low: Lowering, layer: LayerInstance) -> TaskId:
 def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     """Return forward of every layer and backward in reverse order, with their memory, for one micro-batch.
 
+    A split backward comes in its two parts, the second in the order of the layers; see [Note: zero bubble] in
+    `gssim.plan.pipeline_schedule`.
+
     [Note: accumulation] Where an earlier micro-batch left whole gradients, autograd adds each new gradient to the
     existing one and frees the new one at once. Where gradients are then copied into buckets, the sum is freed as well.
     """
     samples, own = low.samples(rank, micro_batch), low.layers_of(rank)
     shared_layers = own.layers if low.policies.ep > 1 else low.layers
     traced = timeline = _timeline(low, samples, shared_layers, as_traced)
-    if low.recomputes or own.layers is not shared_layers:
+    if low.splits_backward:  # without recomputation, or layers of the rank's own
+        timeline = _timeline(low, samples, own.layers, with_split_backward)
+    elif low.recomputes or own.layers is not shared_layers:
         timeline = _timeline(low, samples, own.layers, _checkpointed(low, rank) if low.recomputes else as_traced)
 
     in_buckets = _sends_in_buckets(low, micro_batch)
@@ -154,7 +160,13 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     tasks = []
     for instance in own.layers:
         tasks += of_phase(instance, "f", timeline.at(instance.index, "f"), traced.at(instance.index, "f"))
-    for instance in reversed(own.layers[own.deepest :]):
+    for instance in reversed(own.layers) if low.splits_backward else ():
+        events = timeline.at(instance.index, "i")
+        tasks += of_phase(instance, "i", events, events)
+    for instance in own.layers if low.splits_backward else ():
+        events = [*timeline.at(instance.index, "w"), *gradients.get((instance.index, "w"), ())]
+        tasks += of_phase(instance, "w", events, events)
+    for instance in () if low.splits_backward else reversed(own.layers[own.deepest :]):
         if low.recomputes and instance.layer.is_recomputed:
             tasks += of_phase(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
         place = (instance.index, "b")
@@ -224,7 +236,7 @@ class _PhaseTasks:
         last = max((event.position for event in events), default=0)
         ends = sorted({min(position, last) for position in cut} | {last})
         timing = _timing(low, rank, instance, phase, self.samples, hook_s=self.hook_s)
-        if phase == "b" and self.autograd_adds:
+        if phase in ("b", "w") and self.autograd_adds:
             size, tensors = layer.elements * low.value_bytes, len(layer.parameters)
             added_s = cost.accumulation_time_s(low.device(rank), size, tensors=tensors)
             timing = timing._replace(device_s=timing.device_s + added_s)
@@ -242,7 +254,11 @@ class _PhaseTasks:
 def _gradient_events(low: Lowering, given_back: int, of_experts: int) -> Mapping[tuple[int, str], Sequence[Event]]:
     """Return the allocations and releases of the gradients of all layers; see `gradient_events`."""
     return gradient_events(
-        low.layers, value_bytes=low.value_bytes, given_back=given_back, given_back_of_experts=of_experts
+        low.layers,
+        value_bytes=low.value_bytes,
+        given_back=given_back,
+        given_back_of_experts=of_experts,
+        split=low.splits_backward,
     )
 
 
@@ -271,6 +287,8 @@ def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], live
 
 def _settings(lives: Lives) -> tuple[tuple[str, object], ...]:
     """Return the settings of a function of lifetimes, as a part of a key; () of `as_traced`."""
+    if lives is with_split_backward:
+        return (("backward", "split"),)
     return tuple(sorted(lives.keywords.items())) if isinstance(lives, partial) else ()
 
 

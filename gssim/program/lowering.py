@@ -16,7 +16,7 @@ from gssim.collectives import Communication
 from gssim.execution.cache import Shared
 from gssim.memory import Event
 from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_limits, divide, splitting
-from gssim.plan.pipeline_schedule import schedule
+from gssim.plan.pipeline_schedule import SPLITTING, schedule
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import Bucket, MicroBatch, Task
 from gssim.scenario import (
@@ -544,6 +544,19 @@ class Lowering:
             MicroBatch(i, count, sends_gradients=sends_every or i == last, sent_before=sends_every)
             for i in range(count)
         )
+
+    @property
+    def splits_schedule(self) -> bool:
+        """Whether the pipeline's schedule splits backwards; see [Note: zero bubble] in `gssim.plan.pipeline_schedule`.
+
+        The first stage's are not: it has no gradient to send.
+        """
+        return bool(self.stages) and self.scenario.plan.schedule in SPLITTING
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the backward of the stage that is held, if it is one, has two parts."""
+        return self.splits_schedule and len(self.stages) == 1 and self.stages[0].number > 0
 
     @property
     def reduces_after_schedule(self) -> bool:

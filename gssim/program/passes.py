@@ -488,10 +488,9 @@ def _tasks(low: Lowering, rank: int, alike: "_Alike", named: Named, *, chunked: 
     """
     if low.stages:
         stage_tasks = partial(_unnumbered, rank=rank, alike=alike)
-        parts = pipeline(low, rank, stage_tasks, named, chunked=chunked)
         replicas = replicas_of(low, low.batch_sizes[rank])
         update = map(named.task, optimize(low, rank, [], replicas=replicas))
-        return [*_load_batch(low, rank), *parts, *update]
+        return [*_load_batch(low, rank), *pipeline(low, rank, stage_tasks, named, update, chunked=chunked)]
     tasks: list[Task] = []
     if low.policies.in_fragments:
         for step in range(low.policies.sync_every_steps or 1):

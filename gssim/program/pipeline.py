@@ -1,7 +1,7 @@
 """Pipeline parallelism: forwards and backwards of a rank's stages in schedule order, and messages between stages."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -39,16 +39,18 @@ from gssim.program.task import (
 from gssim.scenario import tied_parameters
 from gssim.units import PRECISION_BYTES
 
-COMPUTES = ("forward", "backward")
+COMPUTES = ("forward", "backward", "weight")
 StageTasks = Callable[[Lowering, MicroBatch, Gathered | None], Sequence[Task]]
 """Function that returns a stage's forward and backward for one micro-batch, with the policies' collectives but without
 the micro-batch's number. The last argument says which sharded parameters are already gathered."""
 
 
-def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, named: Named, *, chunked: bool) -> list[Part]:
-    """Return the tasks of a pipeline rank up to its reduced gradients; `chunked`: as parts of an outline.
+def pipeline(
+    low: Lowering, rank: int, stage_tasks: StageTasks, named: Named, update: Iterable[Task], *, chunked: bool
+) -> list[Part]:
+    """Return the tasks of a pipeline rank; `chunked`: as parts of an outline.
 
-    `named`: gives collectives their identities.
+    `named`: gives collectives their identities. `update`: the tasks that follow the reduced gradients.
 
     Messages run in the background; those to (or from) one peer run in the order in which they are posted. The rank
     waits for them where torch's schedule does. The backend starts a message when both ends have posted it (gloo's
@@ -56,7 +58,8 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, named: Named, *,
     in DDP; without overlap, after the schedule (Megatron-LM, finalize_model_grads), so that a stage's last message does
     not wait for the reduction. Sharded gradients are always reduced after the schedule; see [Note: stages] in
     `sharded`. A rank that pushes, and has a copy of a tied parameter or several stages, pushes all gradients after the
-    schedule: thresholds apply to the sum over the copies, and a bucket may have parameters of several stages.
+    schedule: thresholds apply to the sum over the copies, and a bucket may have parameters of several stages. So does
+    one whose backwards are split: torch computes gradients of weights without autograd's hooks then.
     """
     mesh = low.scenario.policies.mesh
     if len(low.stages) == 1:
@@ -66,7 +69,8 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, named: Named, *,
     sizes = _output_bytes(low, low.samples(rank, low.micro_batches[0]))
     replicas = replicas_of(low, low.batch_sizes[rank])
     sums = _sum_tied_gradients(low, rank, replicas)
-    pushes_last = low.policies.gradients == "push" and (bool(sums) or len(low.stages) > 1)
+    after_schedule = bool(sums) or len(low.stages) > 1 or low.splits_schedule
+    pushes_last = low.policies.gradients == "push" and after_schedule
     writer = _ScheduleWriter(low, rank, named, replicas, stages, sizes, low.device(rank), pushes_last)
     writer.add(Task(TaskId("step-begin"), "idle"))
     actions = low.schedule[mesh.place(rank).pp]
@@ -80,7 +84,7 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, named: Named, *,
     if pushes_last:
         last = low.micro_batches[-1]
         writer.add(*with_ids(push_accumulated(low, rank, last), partial(TaskId.at, micro_batch=last.number)))
-    return writer.parts
+    return [*writer.parts, *update, *writer.after_step]
 
 
 def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> list[Task]:
@@ -156,6 +160,8 @@ class _ScheduleWriter:
     """Units of each stage that are gathered at this point of the schedule, by stage number."""
     copies: dict[int, list[Task]] = field(default_factory=dict)
     """Copies out of the buffers into which stages' units were gathered ahead of use, by stage number."""
+    after_step: list[Chunk] = field(default_factory=list)
+    """What follows the update."""
     resharded: int = 0
     """How many times a stage's parameters were freed between two uses."""
     latest: TaskId | Chunk | Awaited = TaskId("step-begin")  # noqa: RUF009 -- immutable
@@ -183,6 +189,9 @@ class _ScheduleWriter:
         elif action.kind == "release":
             for message in action.messages:
                 self.add_part(Chunk(self.release(message), self.number(message), message.source))
+        elif action.kind == "release-after-step":
+            for message in action.messages:
+                self.after_step.append(Chunk(self.release(message), self.number(message), message.source))
         elif action.kind == "reshard":
             stage = self.stages[action.stage]
             freed = reshard_stage(stage, self.gathered.pop(action.stage, Gathered()), self.resharded)
@@ -197,7 +206,7 @@ class _ScheduleWriter:
                 self.post(message, sends=action.kind == "send")
 
     def add_compute(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
-        """Append the forward or the backward of a stage."""
+        """Append the forward or the backward of a stage, or a part of the backward."""
         low, micro_batch = self.stages[action.stage], self.low.micro_batches[action.micro_batch]
         if self.pushes_last:
             micro_batch = replace(micro_batch, sends_gradients=False)
@@ -220,6 +229,8 @@ class _ScheduleWriter:
             else:
                 self.computed[key] = made()
         own, reductions = self.computed[key]
+        if not own:  # the first part of the first stage's split backward
+            return
         stage = None if low is self.low else action.stage
         if reductions:
             self.deferred += self.numbered(reductions, micro_batch, stage)
@@ -234,11 +245,19 @@ class _ScheduleWriter:
         return with_ids(tasks, partial(TaskId.at, micro_batch=micro_batch.number, stage=stage))
 
     def computed_of(self, both: Sequence[Task], kind: str, *, as_chunk: bool) -> _Computed:
-        """Return the forward or the backward (`kind`) of a stage's tasks; `as_chunk`: as a template, if possible."""
+        """Return the forward or the backward (`kind`) of a stage's tasks; `as_chunk`: as a template, if possible.
+
+        Of a split backward, `kind` `weight` is the second part, and all of it if the stage's is whole.
+        """
         forward_count = next(
             place for place, task in enumerate(both) if task.id.op in BACKWARD or task.id.during == "backward"
         )
         own, reductions = both[:forward_count] if kind == "forward" else both[forward_count:], list[Task]()
+        if self.low.splits_schedule and kind != "forward":
+            second = next((place for place, task in enumerate(own) if task.id.op == "backward-weights"), 0)
+            own = own[:second] if kind == "backward" else own[second:]
+            if not own:
+                return _Computed((), ())
         if not self.low.scenario.plan.overlap:
             reductions = [task for task in own if is_reduction(task)]
             own = [task for task in own if not is_reduction(task)]
@@ -254,6 +273,8 @@ class _ScheduleWriter:
     def unpack(self, action: Action) -> None:
         """Append the host's unpacking of the message that a forward or backward needs, if it was received."""
         cost, source = self.low.scenario.cluster.backend_cost, action.stage - 1
+        if action.kind == "weight":
+            return
         if action.kind == "backward":
             source = action.stage + 1
         if cost is None or source in self.stages or not 0 <= source < len(self.low.all_stages):
@@ -274,7 +295,8 @@ class _ScheduleWriter:
         number = self.low.micro_batches[use.micro_batch].number
         now = self.gathered.get(use.stage, Gathered())
         at = partial(TaskId.at, micro_batch=number, stage=self.stage_in_ids(use.stage))
-        gathers, copies = unshard_stage(self.stages[use.stage], self.rank, use.kind, now)
+        phase = "forward" if use.kind == "forward" else "backward"
+        gathers, copies = unshard_stage(self.stages[use.stage], self.rank, phase, now)
         self.add(*with_ids(gathers, at))
         self.copies[use.stage] = with_ids([*gathers, *copies], at)[len(gathers) :]
         self.gathered[use.stage] = Gathered(root=True, before_forward=True, before_backward=True)

@@ -5,7 +5,8 @@ the boundary of two stages the neighbour is on another device, and torch.distrib
 stage's input, received into a buffer that is allocated once for each micro-batch and kept; the stage's output; and the
 gradient of its input. The latter two live until the schedule drops the last reference (`gssim.plan.pipeline_schedule`,
 "release"). The last stage's logits are such an output as well. Every other buffer that would be freed in a layer beyond
-the boundary is freed when the stage's forward or backward returns.
+the boundary is freed when the stage's forward or backward returns. The parts of a split backward are no exception: what
+outlives the second part is freed when that returns.
 """
 
 from collections import defaultdict
@@ -137,9 +138,11 @@ def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale
             if key not in cached:  # repetitions share their events
                 size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
                 born = buffer.born.position
-                # a trace may show the output as freed by the next layer's forward, a temporary: the schedule keeps it
-                is_output = freed is RELEASED and buffer.born.phase == "f"
-                category = "activations" if is_output else buffer.category
+                category = buffer.category
+                if freed is RELEASED:
+                    # a trace may show the output as freed by the next layer's forward, a temporary, and the gradient of
+                    # the input as kept for the weights of the layer before: the schedule keeps the one, and sends both
+                    category = "activations" if buffer.born.phase == "f" else "temporaries"
                 cached[key] = Event(born, size, category), Event(freed.position, -size, category)
             events[number, buffer.born.phase].append(cached[key][0])
             if freed.phase == "end":
@@ -157,11 +160,14 @@ def _freed(stage: Stage, number: int, buffer: Buffer, output: Buffer | None) -> 
     freed, target = buffer.freed, number + buffer.freed.layer_offset
     if output is not None and (buffer.born, buffer.size_bytes) == (output.born, output.size_bytes):  # also recomputed
         return RELEASED if stage.passed_part is None else Moment("f", LAST, len(stage.layers) - 1 - number)
-    to_stage_before = buffer.born.phase == freed.phase == "b" and number >= stage.shared > target
+    backward = ("b", "i", "w")
+    to_stage_before = buffer.born.phase in backward and freed.phase in backward and number >= stage.shared > target
     if to_stage_before:
         return RELEASED if buffer.size_bytes == stage.received else Moment("end")
     if freed == FORWARD_END:  # the torch.autocast context covers the stage's forward, without the loss
         return Moment("f", LAST, max(i for i, each in enumerate(stage.layers) if each.layer.modules) - number)
+    if freed.phase == "input-end":
+        return Moment("i", LAST, -number)
     if freed.phase == "end" or 0 <= target < len(stage.layers):
         return freed
     if target >= len(stage.layers) and freed.phase == "f":

@@ -17,7 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-PassOperation = Literal["forward", "recompute", "backward"]
+PassOperation = Literal["forward", "recompute", "backward", "backward-weights"]
 UpdateOperation = Literal["gradient-norm", "clip", "unscale", "optimizer"]
 ReplicaOperation = Literal["all-gather", "reduce-scatter", "all-reduce", "copy-to-host", "copy-to-device"]
 CompressorOperation = Literal["compress", "factor", "decompress"]
@@ -48,8 +48,9 @@ Operation = Literal[
 ]
 """Operation that a task carries out, or that it serves (see `Action`).
 
-`activation`, `gradient`: the pipeline message that carries one. `...-begin`, `...-end` and `backward-callback`: markers
-in a step. `gather-sequence`, `scatter-sequence`: all-gather and reduce-scatter under sequence parallelism.
+`backward-weights`: the second part of a split backward. `activation`, `gradient`: the pipeline message that carries
+one. `...-begin`, `...-end` and `backward-callback`: markers in a step. `gather-sequence`, `scatter-sequence`:
+all-gather and reduce-scatter under sequence parallelism.
 `exchange-heads`: the all-to-all between parts of the sequence and parts of the heads. `rotate`: the exchange of keys
 and values in an attention ring; `gather-keys`: the all-gather that takes its place; `attend`: the attention to the keys
 and values that have arrived. `sum-gradients`: the all-reduce of gradients of layers that run on such parts.
@@ -63,11 +64,20 @@ PushAction = Literal["begin", "post", "threshold", "counts", "put", "wait", "han
 MessageAction = Literal["send", "receive", "unpack", "release", "return", "overlap"]
 Action = Literal["", BufferAction, PushAction, MessageAction]
 """What a task does for the operation that it serves; empty if the task is the operation itself."""
-Pass = Literal["", "forward", "recompute", "backward"]
+Pass = Literal["", PassOperation]
 
-PASSES: Mapping[str, Literal["forward", "recompute", "backward"]] = {"f": "forward", "r": "recompute", "b": "backward"}
-"""Names of the passes through a layer, by their letters in traces."""
-BACKWARD: frozenset[Operation] = frozenset({"recompute", "backward", "backward-end", "backward-callback"})
+PASSES: Mapping[str, PassOperation] = {
+    "f": "forward",
+    "r": "recompute",
+    "b": "backward",
+    "i": "backward",
+    "w": "backward-weights",
+}
+"""Names of the passes through a layer, by their letters in traces. A split backward's first part is the one that other
+ranks wait for, and has the name of a whole one."""
+BACKWARD: frozenset[Operation] = frozenset(
+    {"recompute", "backward", "backward-weights", "backward-end", "backward-callback"}
+)
 """Operations that belong to the backward itself."""
 
 _OPERATION_TEXTS: Mapping[Operation, str] = {
@@ -77,6 +87,7 @@ _OPERATION_TEXTS: Mapping[Operation, str] = {
     "publish-in-node": "publish",
     "outer": "outer step",
     "inner-steps": "inner steps",
+    "backward-weights": "backward weights",
     "gradient-norm": "gradient norm",
     "clip": "clip gradients",
     "unscale": "unscale gradients",

@@ -96,7 +96,12 @@ class Work(NamedTuple):
 
 
 def work_of(layer: Layer, phase: str, *, recompute: Recompute = "full") -> Work:
-    """Return the work of a phase; if the recomputed part was not traced, the whole forward's."""
+    """Return the work of a phase; if the recomputed part was not traced, the whole forward's.
+
+    Phases `i` and `w` are the parts of a split backward; a layer whose parts were not traced does nothing in them.
+    """
+    if phase in ("i", "w"):
+        return _split_work(layer, phase)
     if phase == "b":
         return Work(layer.backward_flop, layer.backward_bytes, layer.backward_operations, layer.backward_streamed_bytes)
     forward = Work(layer.forward_flop, layer.forward_bytes, layer.forward_operations, layer.forward_streamed_bytes)
@@ -116,6 +121,15 @@ def work_of(layer: Layer, phase: str, *, recompute: Recompute = "full") -> Work:
         forward.operations if operations is None else operations,
         forward.streamed_bytes if moved_bytes is None else streamed,
     )
+
+
+def _split_work(layer: Layer, phase: str) -> Work:
+    split = layer.split
+    if split is None:
+        return Work(NO_COST, NO_COST, 0, NO_COST)
+    if phase == "i":
+        return Work(split.input_flop, split.input_bytes, split.input_operations, split.input_streamed_bytes)
+    return Work(split.weight_flop, split.weight_bytes, split.weight_operations, split.weight_streamed_bytes)
 
 
 CAST_PASSES = {"f": 1.5, "r": 1.5, "b": 3.0}
@@ -194,7 +208,7 @@ def layer_roofline_s(
     rates = next((each for each in device.kernels if each.precision == precision), None)
     if rates is not None:
         own = achieved_flop_per_s(device, precision)
-        settings: dict[str, Any] = {"backward": phase == "b", "positions": positions} | shape
+        settings: dict[str, Any] = {"phase": phase, "positions": positions} | shape
         flop += own * _kernels_excess_s(rates, own, workload.model, layer, work.flop, **settings)
     if uncast_flop:  # as many FLOP at the rate of the others as take equally long
         slower_ratio = achieved_flop_per_s(device, precision)
@@ -221,6 +235,14 @@ def _uncast_flop(layer: Layer, phase: str, flop: float, *, b: float, s: int) -> 
     return uncast.at(b=b, s=s) * flop / whole if whole else 0.0
 
 
+PRODUCTS_OF_PHASE: dict[str, tuple[ProductKind, ...]] = {
+    "b": ("input_gradient", "weight_gradient"),
+    "i": ("input_gradient",),
+    "w": ("weight_gradient",),
+}
+"""Products of a linear map in the phases of a backward; other phases have the forward's."""
+
+
 def _kernels_excess_s(
     rates: KernelRates,
     own_flop_per_s: float,
@@ -228,7 +250,7 @@ def _kernels_excess_s(
     layer: Layer,
     flop: Polynomial,
     *,
-    backward: bool,
+    phase: str,
     positions: int | None,
     b: float,
     s: int,
@@ -256,7 +278,7 @@ def _kernels_excess_s(
         outputs = model.input.vocabulary
         inputs = _linear_flop(layer.forward_flop, positions) // (2 * outputs * (positions or 1))
         trained = [(outputs, inputs)] if inputs else []
-    of_trained: tuple[ProductKind, ...] = ("input_gradient", "weight_gradient") if backward else ("forward",)
+    of_trained = PRODUCTS_OF_PHASE.get(phase, ("forward",))
     products = [
         (2.0 * tokens * n * k, rates.products[kind].at(tokens, k, n))
         for shapes, kinds in ((trained, of_trained), (frozen, of_trained[:1]))
@@ -278,7 +300,7 @@ def _kernels_excess_s(
             if parameter.cut is not None and len(parameter.shape) == 2
         ]  # matrices are cut by heads; the smallest part is one head wide
         head_width = min(head_widths, default=None)
-        rate = rates.attention_flop_per_s(head_width, s, backward=backward, causal=causal)
+        rate = rates.attention_flop_per_s(head_width, s, backward=phase in PRODUCTS_OF_PHASE, causal=causal)
         excess_s += attention * (1 / rate - 1 / own_flop_per_s)
     return excess_s
 

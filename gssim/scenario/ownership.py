@@ -82,7 +82,8 @@ def owners_of_stages(
             for each in stages[stage]
             for name in (f"{stage}.{each.module}",)  # several stages may run the same layer
         )
-        under_way = accumulate({"forward": 1, "backward": -1}.get(action.kind, 0) for action in own)
+        ends = "weight" if any(action.kind == "weight" for action in own) else "backward"
+        under_way = accumulate({"forward": 1, ends: -1}.get(action.kind, 0) for action in own)
         found.append(
             Owners(
                 tuple(rank for rank in range(policies.ranks) if policies.mesh.place(rank).pp == place),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from gssim.cluster import DeviceType
 from gssim.errors import UserError
 from gssim.plan import Plan, splitting
+from gssim.plan.pipeline_schedule import INTERLEAVED
 from gssim.scenario.layer_costs import layer_costs_s
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial, Workload, unrolled
@@ -28,7 +29,7 @@ def stages_per_rank(plan: Plan, ranks: int) -> int:
     """Return the number of stages on each of a pipeline's ranks."""
     if plan.stages is not None:
         return max(1, len(plan.stages) // ranks)
-    return INTERLEAVED_STAGES_PER_RANK if plan.schedule == "interleaved" else 1
+    return INTERLEAVED_STAGES_PER_RANK if plan.schedule in INTERLEAVED else 1
 
 
 def cut_layers(
@@ -176,6 +177,7 @@ def held_layers(layers: Sequence[LayerInstance], stages: Sequence[range]) -> tup
             backward_streamed_bytes=layer.backward_streamed_bytes and NO_COST,
             backward_operations=0,
             buffers=tuple(buffer for buffer in layer.buffers if buffer.born.phase == "f"),
+            split=None,
         )
         shared.append(replace(layers[number], layer=forward_only))
     held = []

@@ -43,6 +43,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "ep 2, low-rank adapters": {"plan.ep": 2, "workload.adapters.rank": 8},
     "pp 2": {"plan.pp": 2, "plan.micro_batches": 2},
     "pp 2, interleaved": {"plan.pp": 2, "plan.schedule": "interleaved", "plan.micro_batches": 2},
+    "pp 2, zero bubble": {"plan.pp": 2, "plan.schedule": "interleaved_zero_bubble", "plan.micro_batches": 2},
     "pp 2, tp 2": {"plan.pp": 2, "plan.tp": 2, "plan.micro_batches": 2},
     "2 micro-batches": {"plan.micro_batches": 2},
     "full recomputation": {"plan.recompute": "full"},

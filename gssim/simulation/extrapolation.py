@@ -25,6 +25,7 @@ from itertools import pairwise
 
 from gssim.engine import MEMORY_STEPS, memory_after
 from gssim.execution.cache import Shared
+from gssim.plan.pipeline_schedule import INTERLEAVED
 from gssim.program import Program
 from gssim.result import WAITING_PHASES, Collective, LinkUse, RankClass, Result
 from gssim.scenario import Scenario
@@ -43,7 +44,7 @@ def simulated_counts(scenario: Scenario, *, longer: int = 1) -> tuple[int, int, 
     shorter ones has not settled.
     """
     plan, ranks = scenario.plan, scenario.policies.pp
-    interleaved = ranks > 1 and len(scenario.stages) > ranks
+    interleaved = ranks > 1 and (len(scenario.stages) > ranks or plan.schedule in INTERLEAVED)
     period, few = (ranks, 2 * ranks) if interleaved else (1, max(2, ranks))
     count = plan.micro_batches
     uneven = plan.shares.batch != "even" or any(samples % count for samples in scenario.data_batch_sizes)

@@ -12,6 +12,7 @@ from gssim.workload.layer import (
     PartialRecomputation,
     Polynomial,
     Reduction,
+    SplitBackward,
     layer_input_gradient,
     layer_output,
     passed_bytes,

@@ -3,8 +3,10 @@
 All quantities are functions of the batch size and the sequence length.
 
 [Note: moments] A moment is a place in one training step: `f3` is the 4th operation of the layer's own forward, `b7`
-the 8th of its backward, `b7@+1` that of the backward of the next layer, `end` the end of the backward pass. Buffers
-are allocated (born) and freed at moments, so memory can be replayed for any plan without the module.
+the 8th of its backward, `b7@+1` that of the backward of the next layer, `end` the end of the backward pass. If the
+backward is split, `i` stands for its first part, the gradient of the input, `w` for its second, the gradients of the
+weights, and `input-end` is the end of the first. Buffers are allocated (born) and freed at moments, so memory can be
+replayed for any plan without the module.
 
 [Note: routed rows] If ranks divide the routed experts of a layer, each rank holds u of them and processes r rows: one
 row for every pair of a token of its group and an expert of that token that the rank holds. Quantities are polynomials
@@ -180,7 +182,7 @@ def text_of(cls: Any) -> Any:
     return Annotated[cls, BeforeValidator(cls.parse), PlainSerializer(str), WithJsonSchema(schema)]
 
 
-_MOMENT = re.compile(r"^(?:end|([fb])(\d+)(?:@([+-]\d+))?)$")
+_MOMENT = re.compile(r"^(?:(end|input-end)|([fbiw])(\d+)(?:@([+-]\d+))?)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class Moment:
     """A place in a step relative to a layer; see [Note: moments]."""
 
     phase: str
-    """`f`, `b` or `end`."""
+    """`f`, `b` or `end`; of a split backward also `i`, `w` or `input-end`."""
     position: int = 0
     layer_offset: int = 0
 
@@ -208,8 +210,8 @@ class Moment:
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
-        if self.phase == "end":
-            return "end"
+        if self.phase in ("end", "input-end"):
+            return self.phase
         return f"{self.phase}{self.position}" + (f"@{self.layer_offset:+d}" if self.layer_offset else "")
 
 
@@ -219,8 +221,8 @@ def _moment(text: str) -> Moment | None:
     match = _MOMENT.match(text)
     if match is None:
         return None
-    phase, position, offset = match.groups()
-    return Moment(phase or "end", int(position or 0), int(offset or 0))
+    end, phase, position, offset = match.groups()
+    return Moment(phase or end, int(position or 0), int(offset or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,6 +513,37 @@ class LayerRoles:
 
 
 @spec
+class SplitBackward:
+    """Costs of a backward in two parts: first the gradient of the layer's input, later those of its weights.
+
+    Pipelines run it so under zero-bubble schedules. The forward costs the same as otherwise; most of the tensors that
+    it saves are kept until the second part ends.
+    """
+
+    input_flop: Quantity
+    """FLOP of the first part."""
+    input_bytes: Quantity
+    """Bytes that the first part reads and writes."""
+    input_streamed_bytes: Quantity
+    """The part of these bytes that belongs to operations with next to no arithmetic."""
+    input_operations: Count
+    """Number of operations that the host launches for the first part."""
+    weight_flop: Quantity
+    """FLOP of the second part."""
+    weight_bytes: Quantity
+    """Bytes that the second part reads and writes."""
+    weight_streamed_bytes: Quantity
+    """The part of these bytes that belongs to operations with next to no arithmetic."""
+    weight_operations: Count
+    """Number of operations that the host launches for the second part."""
+    parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
+    """The trained parameters, with the moments at which their gradients are allocated, and, if added to others,
+    freed."""
+    buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
+    """Tensors of the layer, with their lifetimes in a step with this backward."""
+
+
+@spec
 class Layer:
     """One layer, or `repeats` identical layers in a row; FLOP, bytes and buffers are of one, for a whole batch."""
 
@@ -609,6 +642,9 @@ class Layer:
     deepest: PartialBackward | None = None
     """Costs if this layer is trained, but no layer before it. Absent if not traced, and in the first layer, of which
     these are the usual costs."""
+    split: SplitBackward | None = None
+    """Costs of its backward in two parts, in a pipeline's stages after the first; absent if not traced, and in the
+    first layer, which is never in such a stage."""
 
     @model_serializer(mode="wrap")
     def _as_traced(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -629,7 +665,7 @@ class Layer:
             "experts",
             "expert_capacity_ratio",
         )
-        for key in (*rarely, "every_second_product"):
+        for key in (*rarely, "every_second_product", "split"):
             if data.get(key) is None:
                 data.pop(key, None)
         for key in ("frozen_parameters", "untrained_reductions"):

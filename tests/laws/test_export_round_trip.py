@@ -59,7 +59,7 @@ CHOICES = {
     "plan.embedding_parallel": [True],
     "plan.loss_parallel": [True],
     "plan.receive_buffers": ["in-flight"],
-    "plan.schedule": ["gpipe", "interleaved"],
+    "plan.schedule": ["gpipe", "interleaved", "interleaved_zero_bubble"],
     "plan.stages": [[17, 17]],
     "plan.compress": ["bf16"],
     "plan.exchange": ["point-to-point"],

@@ -1080,6 +1080,21 @@ def test_torchtitans_stages_count_embedding_and_head_as_blocks(tmp_path, pp, mor
     assert "the model 'llama3-8b' has width" in refused(tmp_path, text.replace('"8B"', '"70B"'), name="t.toml")
 
 
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "interleavedzerobubble"])
+def test_torchtitans_zero_bubble_schedule_has_two_stages_a_rank(tmp_path, name):
+    text = TITAN.format(batch=64, replicate=1, shard=-1, reshard="default", mode="none")
+    text = text.replace("local_batch_size = 1", "local_batch_size = 8").replace("batch_size = 64", "batch_size = -1")
+    schedule = f'pipeline_parallel_degree = 4\npipeline_parallel_schedule = "{name}"\n'
+    titan = text.replace("fsdp_reshard", f"{schedule}fsdp_reshard")
+    same = ["workload.reduce_precision=bf16"]  # torchtitan's is fp32: when FSDP2 casts its gradients is not modelled
+    tables, _ = imported(tmp_path, titan, name="t.toml", overrides=same)
+    plan = tables["plan"]
+    assert (plan["method"], plan["pp"], plan["schedule"]) == ("zero2", 4, "interleaved_zero_bubble")
+    assert plan["stages"] == [6, 5, 4, 4, 4, 4, 4, 5]
+    other = text.replace("fsdp_reshard", schedule.replace(name, "ZBVZeroBubble") + "fsdp_reshard")
+    assert "allowed: 1f1b, gpipe, interleaved1f1b" in refused(tmp_path, other, name="t.toml")
+
+
 @pytest.mark.parametrize(
     ("replicate", "context", "plan"),
     [

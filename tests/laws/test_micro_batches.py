@@ -141,6 +141,7 @@ def whole_and_extrapolated(scenario: Scenario) -> tuple[Result, Result]:
         ("pipeline", {"pp": 2, "schedule": "1f1b"}),
         ("pipeline", {"pp": 2, "schedule": "gpipe"}),
         ("pipeline", {"pp": 2, "schedule": "interleaved", "stages": (2, 1, 2, 2)}),
+        ("pipeline", {"pp": 2, "schedule": "interleaved_zero_bubble", "stages": (2, 1, 2, 2)}),
         ("pipeline", {"pp": 2, "schedule": "1f1b", "receive_buffers": "in-flight", "recompute": "full"}),
         ("pipeline", {"pp": 2, "schedule": "interleaved", "stages": (2, 1, 2, 2), "receive_buffers": "in-flight"}),
         ("zero2", {"pp": 2, "schedule": "1f1b", "ranks": 4}),

@@ -21,7 +21,7 @@ from gssim.scenario import Scenario, load_model
 from gssim.scenario.ownership import activation_bytes, owners_of_stages
 from gssim.simulation import simulate
 from gssim.units import validated
-from gssim.workload import Model, unrolled
+from gssim.workload import Model, Polynomial, SplitBackward, unrolled
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 GPT, BERT, RESNET = (load_model(MODELS / f"{name}.toml") for name in ("gpt-byte-1m", "bert-byte-1m", "resnet-digits"))
@@ -53,6 +53,20 @@ def chain(layers: int) -> Model:
         "layers": [layer | nothing, loss | nothing],
     }
     return validated(Model, data, file="chain")
+
+
+def split_chain(layers: int, input_s: float, weight_s: float) -> Model:
+    """Return a model of equal layers whose backward can be split in parts that take so long."""
+    model = chain(layers)
+    flop = {"input": round(input_s * 1e9), "weight": round(weight_s * 1e9)}
+    nothing = {f"{part}_{what}": 0 for part in flop for what in ("bytes", "streamed_bytes", "operations")}
+    split = {f"{part}_flop": f"{each}*b*s" for part, each in flop.items()} | nothing
+    made = validated(SplitBackward, split, file="split")
+    block, loss = model.layers
+    whole = Polynomial.parse(f"{sum(flop.values())}*b*s")
+    of_loss = validated(SplitBackward, dict.fromkeys(split, 0), file="split")
+    layers_of = (replace(block, backward_flop=whole, split=made), replace(loss, split=of_loss))
+    return replace(model, layers=layers_of)
 
 
 def pipelined(ranks: int, micro_batches: int, *, model: Model, samples: int = 1, **plan: Any) -> Scenario:
@@ -99,6 +113,24 @@ def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(ranks, local, m
     assert 1 - busy_s / result.step_time_s == pytest.approx(bubble_ratio, rel=1e-9)
 
 
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 6), (4, 8), (4, 16), (8, 16)])
+@pytest.mark.parametrize(("input_s", "weight_s"), [(0.001, 0.001), (0.002, 0.001), (0.002, 0.0005)])
+def test_a_split_backward_shortens_the_bubble_by_two_weight_parts_for_each_other_rank(
+    ranks, micro_batches, input_s, weight_s
+):
+    """Qi et al. 2023, "Zero Bubble Pipeline Parallelism", table 2: ZB-H1 waits (p - 1)(tf + tb - tw), 1F1B
+    (p - 1)(tf + tb + tw), where tb is the input's part alone, and tw is at most tf. It computes for m (tf + tb + tw).
+    """
+    split, whole = (
+        predicted(pipelined(ranks, micro_batches, model=split_chain(ranks, input_s, weight_s), **plan))
+        for plan in ({"schedule": "interleaved_zero_bubble", "stages": [1] * ranks}, {"schedule": "1f1b"})
+    )
+    turn_s = FORWARD_S + input_s + weight_s
+    bubble_s = (ranks - 1) * (FORWARD_S + input_s - weight_s)
+    assert whole.step_time_s == pytest.approx((micro_batches + ranks - 1) * turn_s, rel=1e-9)
+    assert split.step_time_s == pytest.approx(micro_batches * turn_s + bubble_s, rel=1e-9)
+
+
 def test_what_is_no_compute_is_waiting():
     result = predicted(pipelined(4, 8, model=chain(4)))
     assert result.phases_s["exposed_communication"] == pytest.approx(3 * (FORWARD_S + BACKWARD_S), rel=1e-9)
@@ -143,12 +175,12 @@ def test_messages_of_deepspeeds_schedule_go_one_at_a_time_and_are_unpacked(micro
 @settings(deadline=None, max_examples=examples(40))
 @given(st.data())
 def test_every_pipeline_ends_and_computes_everything_once(data):
-    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "deepspeed", "interleaved"]))
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "deepspeed", "interleaved", "interleaved_zero_bubble"]))
     ranks = data.draw(st.integers(2, 4))
-    local = data.draw(st.integers(1, 3)) if schedule == "interleaved" else 1
+    local = data.draw(st.integers(1, 3)) if schedule.startswith("interleaved") else 1
     micro_batches = ranks * data.draw(st.integers(1, 3))
     counts = data.draw(st.lists(st.integers(1, 3), min_size=ranks * local, max_size=ranks * local))
-    model = chain(sum(counts))
+    model = split_chain(sum(counts), BACKWARD_S / 2, BACKWARD_S / 2)
     made = pipelined(ranks, micro_batches, model=model, schedule=schedule, stages=counts)
     result = predicted(made)
     busy_s = result.phases_s["forward"] + result.phases_s["backward"]
@@ -195,6 +227,39 @@ def test_all_that_a_step_takes_it_gives_back(model, schedule, recompute):
         assert set(memory.peak) <= set(CATEGORIES)
         left = {category: size for category, size in memory.current.items() if size}
         assert left == {category: size for category, size in held.items() if size}
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("model", [GPT, BERT, RESNET], ids=lambda model: model.name)
+def test_split_backwards_give_back_all_that_they_take(model, samples):
+    scenario = pipelined(2, 4, model=model, schedule="interleaved_zero_bubble", samples=samples)
+    machine, program = machine_of(scenario, steps=2)
+    for memory, held in zip(machine.memory, program.persistent, strict=True):
+        left = {category: size for category, size in memory.current.items() if size}
+        assert left == {category: size for category, size in held.items() if size}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"method": "ddp", "dp_replicate": 2}, "all-reduces in autograd's hooks"),
+        ({"method": "zero3", "dp_shard": 2}, "frees parameters after a forward"),
+        ({"method": "hsdp", "dp_replicate": 2, "dp_shard": 1}, "frees parameters after a forward"),
+        ({"recompute": "full"}, "cannot be split yet with plan.recompute"),
+        ({"receive_buffers": "in-flight"}, "cannot be split yet with plan.receive_buffers"),
+        ({"tp": 2}, "cannot be split yet with plan.tp"),
+    ],
+)
+def test_what_cannot_run_beside_split_backwards_is_refused(plan, message):
+    ranks = 4 if "recompute" not in plan and "receive_buffers" not in plan else 2
+    asked = {"method": "pipeline", "pp": 2, "micro_batches": 4, "schedule": "interleaved_zero_bubble"} | plan
+    with pytest.raises(UserError, match=re.escape(message)):
+        scenario_of(star(ranks), asked, model=GPT, global_batch_size=8, sequence_length=32, optimizer="sgd")
+
+
+def test_a_model_whose_backward_was_not_traced_in_parts_is_refused():
+    with pytest.raises(UserError, match=re.escape("lacks the costs of a split backward of 'h.1': trace it again")):
+        pipelined(2, 4, model=chain(4), schedule="interleaved_zero_bubble", stages=[1] * 4)
 
 
 def most_activations(scenario: Scenario) -> list[float]:

@@ -109,6 +109,15 @@ def combined(*changes):
         (PAIRS, "plan.pp=2", "plan.micro_batches=2", "plan.ranks=2", "workload.global_batch_size=8"),
         (
             PAIRS,
+            "plan.method=pipeline",
+            "plan.pp=2",
+            "plan.ranks=2",
+            "plan.schedule=interleaved_zero_bubble",
+            "plan.micro_batches=6",
+            "workload.global_batch_size=12",
+        ),
+        (
+            PAIRS,
             "plan.method=ddp",
             "plan.pp=4",
             "plan.dp_replicate=2",

@@ -27,7 +27,11 @@ BF16_TOLERANCE = 2e-2
 """Relative to the largest parameter: AdamW takes steps of equal length whichever way a rounded gradient points, five of
 1e-3 to either side."""
 PIPELINE = ["plan.method=pipeline"]
-SCHEDULES = {name: [*PIPELINE, f'plan.schedule="{name}"'] for name in ("gpipe", "1f1b", "deepspeed", "interleaved")}
+SCHEDULES = {
+    name: [*PIPELINE, f'plan.schedule="{name}"']
+    for name in ("gpipe", "1f1b", "deepspeed", "interleaved", "interleaved_zero_bubble")
+}
+ZERO_BUBBLE = SCHEDULES["interleaved_zero_bubble"]
 FOUR, SIX = ["plan.micro_batches=4"], ["plan.micro_batches=6"]
 BASE = {"resnet": "resnet-digits.toml", "vit": "resnet-digits.toml", "bert": "small-bert.toml", "large": "demo.toml"}
 
@@ -99,6 +103,20 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.stages=[2,5]",
             small("resnet"),
         ],
+        "zero-bubble-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *FOUR],
+        "zero-bubble-one-stage-adamw": [*GPT, *ADAMW64, *ZERO_BUBBLE, *SIX, "plan.stages=[2,3]"],
+        "zero-bubble-llama-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *FOUR, small("llama")],
+        "zero-bubble-bert-adamw": [*GPT, *ADAMW64, *ZERO_BUBBLE, *FOUR],
+        # torch refuses a stage that ends with the last norm: its output is a view
+        "zero-bubble-gpt2-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *FOUR, small("gpt2"), "plan.stages=[2,2,1,2]"],
+        "zero-bubble-tied-clipped-sgd": [
+            *GPT,
+            *SGD,
+            *ZERO_BUBBLE,
+            *SIX,
+            small("gpt-tied"),
+            "workload.clip_norm=0.05",
+        ],
         "1f1b-vit-adamw": [*DIGITS, *ADAMW64, *SCHEDULES["1f1b"], *FOUR, small("vit")],
         "1f1b-vit-token-sgd": [  # the first stage passes on one token of its last layer's output
             *DIGITS,
@@ -112,10 +130,50 @@ CASES: dict[int, dict[str, list[str]]] = {
     3: {
         "1f1b-bert-adamw": [*GPT, *ADAMW64, *SCHEDULES["1f1b"], *FOUR],
         "interleaved-sgd": [*GPT, *SGD, *SCHEDULES["interleaved"], *SIX],
+        "zero-bubble-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *SIX],
+        "zero-bubble-bert-sgd": [*GPT, *SGD, *ZERO_BUBBLE, "plan.micro_batches=3"],
+        "zero-bubble-llama-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *SIX, small("llama"), "plan.stages=[3,2,2]"],
         "deepspeed-adamw": [*GPT, *ADAMW64, *SCHEDULES["deepspeed"], *SIX],
         "deepspeed-short-sgd": [*GPT, *SGD, *SCHEDULES["deepspeed"], "plan.micro_batches=2"],
     },
     4: {
+        "zero-bubble-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *SIX, "plan.stages=[1,1,1,2]"],
+        "zero-bubble-bert-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *FOUR, "plan.stages=[2,1,1,2]"],
+        "zero-bubble-llama-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *FOUR, small("llama"), "plan.stages=[3,1,1,2]"],
+        "zero-bubble-zero2-adamw": [
+            *GPT,
+            *ADAMW64,
+            *SHARDED["zero2"],
+            "plan.schedule=interleaved_zero_bubble",
+            "plan.micro_batches=3",
+        ],
+        "zero-bubble-zero2-bert-sgd": [
+            *GPT,
+            *SGD,
+            *SHARDED["zero2"],
+            "plan.schedule=interleaved_zero_bubble",
+            "plan.micro_batches=2",
+        ],
+        "zero-bubble-zero2-llama-sgd": [
+            *GPT,
+            *SGD,
+            *SHARDED["zero2"],
+            "plan.schedule=interleaved_zero_bubble",
+            "plan.micro_batches=3",
+            "plan.stages=[4,3]",
+            small("llama"),
+        ],
+        "zero-bubble-gs-adamw": [*GPT, *ADAMW64, *GS, "plan.schedule=interleaved_zero_bubble", "plan.micro_batches=3"],
+        "zero-bubble-gs-tied-clipped-sgd": [
+            *GPT,
+            *SGD,
+            *GS,
+            "plan.schedule=interleaved_zero_bubble",
+            "plan.micro_batches=3",
+            "plan.stages=[2,4]",
+            "workload.clip_norm=0.05",
+            small("gpt-tied"),
+        ],
         "1f1b-ddp-tied-sgd": [*GPT, *SGD, *REPLICATED, "plan.micro_batches=3", small("gpt-tied")],
         "interleaved-zero1-gpt2-adamw": [
             *GPT,
@@ -315,6 +373,9 @@ FEW = [
     "1f1b-ddp-tied-sgd",
     "deepspeed-ddp-tied-sgd",
     "1f1b-gs-adamw",
+    "zero-bubble-tied-clipped-sgd",
+    "zero-bubble-gs-adamw",
+    "zero-bubble-zero2-bert-sgd",
     "1f1b-gs-tied-clipped-adamw",
     "interleaved-gs-uneven-clipped-large-adamw",
     "interleaved-zero3-large-recompute-adamw",

@@ -9,6 +9,7 @@ from gssim.cluster import DeviceType
 from gssim.cost import layer_time_s
 from gssim.engine import SMALLEST_JITTER, is_jittery
 from gssim.plan import Plan, Policies, splitting
+from gssim.plan.pipeline_schedule import INTERLEAVED
 from gssim.planner.bounds.parts import ModelParts, Part
 from gssim.scenario import layer_profile
 from gssim.units import Recompute
@@ -128,7 +129,7 @@ class ComputeBounds:
         stages before it.
         """
         mesh = policies.mesh
-        if mesh.pp == 1 or len(self.parts.stages(plan, policies)) > mesh.pp:
+        if mesh.pp == 1 or len(self.parts.stages(plan, policies)) > mesh.pp or plan.schedule in INTERLEAVED:
             return 0.0
         found = 0.0
         stride = mesh.ranks // mesh.pp

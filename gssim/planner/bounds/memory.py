@@ -11,7 +11,7 @@ from gssim.collectives import Communication
 from gssim.execution.cache import Same
 from gssim.memory import Lives, Timeline, activation_timeline, as_traced, input_bytes, recomputed_buffers
 from gssim.plan import Plan, Policies, splitting
-from gssim.plan.pipeline_schedule import schedule
+from gssim.plan.pipeline_schedule import INTERLEAVED, schedule
 from gssim.planner.bounds.parts import ModelParts, Part
 from gssim.program.experts import OPERATIONS, count_exchange, row_exchange
 from gssim.program.stage_boundary import Stage, stage_timeline, stages_of
@@ -128,7 +128,7 @@ class MemoryBounds:
             return 0.0
         if policies.gradients == "push" and policies.parameters != "replicated":
             return 0.0
-        if len(self.parts.stages(plan, policies)) > policies.pp:
+        if len(self.parts.stages(plan, policies)) > policies.pp or plan.schedule in INTERLEAVED:
             return 0.0
         try:
             in_flight = self._in_flight(plan, policies)

@@ -11,7 +11,7 @@ from functools import partial
 
 from gssim.collectives import Communication
 from gssim.plan import Plan, Policies
-from gssim.plan.pipeline_schedule import schedule
+from gssim.plan.pipeline_schedule import INTERLEAVED, schedule
 from gssim.planner.bounds.compute import ComputeBounds, least_chance
 from gssim.planner.bounds.memory import MemoryBounds, has_equal_slices
 from gssim.planner.bounds.parts import ModelParts
@@ -40,9 +40,9 @@ class PipelineBounds:
             return 0.0
         if policies.gradients == "push" and mesh.tp > 1:  # the plan is refused when it is loaded
             return 0.0
-        if len(self.parts.stages(plan, policies)) > mesh.pp:
-            return 0.0
         name = schedule_of(plan, mesh.pp)
+        if len(self.parts.stages(plan, policies)) > mesh.pp or name in INTERLEAVED:
+            return 0.0
         try:  # forwards and backwards of each stage, in order
             orders: tuple[Computes, ...] = self.parts.once(
                 ("computes", name, mesh.pp, plan.micro_batches),

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from gssim.errors import UserError
 from gssim.plan import DATA_AXES, METHODS, Plan, Policies, default_plan
-from gssim.plan.pipeline_schedule import refuse
+from gssim.plan.pipeline_schedule import SPLITTING, refuse
+from gssim.scenario.device_rates import reduce_precision
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
 from gssim.workload import unrolled
@@ -27,6 +28,8 @@ def check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
     _check_pipeline_policies(plan, policies, file)
     _check_stages(scenario, policies.pp, file)
     _check_trained_stages(scenario, policies, file)
+    if plan.schedule in SPLITTING:
+        _check_split_backwards(scenario, policies, file)
     if policies.gradients == "push" and policies.publish_overlaps:
         raise UserError(
             f"{file}: plan.pp = {plan.pp}: method '{plan.method}' cannot run yet with plan.publish.overlap: stages "
@@ -85,6 +88,50 @@ def _check_trained_stages(scenario: Scenario, policies: Policies, file: str) -> 
         if not any(layers[index].layer.parameters for index in held):
             raise UserError(
                 f"{where}: stage {number} would train nothing; allowed: other plan.stages, or fewer frozen layers"
+            )
+
+
+def _check_split_backwards(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse what cannot run beside split backwards, and models whose parts were not traced."""
+    plan, workload = scenario.plan, scenario.workload
+    where = f"{file}: plan.schedule = '{plan.schedule}'"
+    if policies.gradients == "all-reduce":
+        raise UserError(
+            f"{where}: method '{plan.method}' all-reduces in autograd's hooks, and torch computes gradients of split "
+            "backwards without these; allowed: pipeline, zero2, gs"
+        )
+    if policies.parameters == "sharded":
+        raise UserError(
+            f"{where}: method '{plan.method}' frees parameters after a forward, and torch's split backwards look for "
+            "those that the forward used; allowed: pipeline, zero2, gs"
+        )
+    if policies.gradients == "reduce-scatter" and reduce_precision(workload) != workload.precision:
+        raise UserError(
+            f"{where}: workload.reduce_precision = '{workload.reduce_precision}': when FSDP2 casts gradients of split "
+            f"backwards is not modelled yet; allowed: '{workload.precision}', that of workload.precision"
+        )
+    beside: dict[str, object] = {
+        "plan.recompute": plan.recompute != "none" and plan.recompute,
+        "plan.receive_buffers": plan.receive_buffers != "micro-batch" and plan.receive_buffers,
+        "plan.offload": plan.offload,
+        "plan.tp": policies.tp > 1 and policies.tp,
+        "plan.cp": policies.cp > 1 and policies.cp,
+        "plan.ep": policies.ep > 1 and policies.ep,
+        "workload.autocast": workload.autocast,
+        "workload.frozen": workload.frozen,
+        "workload.adapters": workload.adapters is not None,
+        "workload.fused_loss": workload.fused_loss,
+        "workload.map_precision": workload.map_precision,
+    }
+    for key, value in beside.items():
+        if value:
+            raise UserError(f"{where}: backwards cannot be split yet with {key}; leave out one of the two")
+    layers = unrolled(workload.model)
+    for index in (index for held in scenario.stage_ranges[1:] for index in held):
+        if layers[index].layer.split is None:
+            raise UserError(
+                f"{where}: '{workload.model.name}' lacks the costs of a split backward of '{layers[index].module}': "
+                "trace it again with `gsreal trace` (each layer may use only the output of the one before it)"
             )
 
 

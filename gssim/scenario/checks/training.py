@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from gssim.errors import UserError
 from gssim.plan import METHODS, Policies
+from gssim.plan.pipeline_schedule import INTERLEAVED
 from gssim.scenario.device_rates import has_master_copy, layer_profile
 from gssim.scenario.expert_load import routes_parts
 from gssim.scenario.scenario import Scenario
@@ -200,7 +201,7 @@ def check_compiled(scenario: Scenario, policies: Policies, file: str) -> None:
         (
             "plan.schedule",
             plan.schedule,
-            plan.schedule == "interleaved",
+            plan.schedule in INTERLEAVED,
             "what several stages of a rank keep of theirs is not modelled; allowed: 1f1b, gpipe",
         ),
         ("plan.shares.replan", True, plan.shares.replan, "every new batch is compiled again; allowed: false"),
