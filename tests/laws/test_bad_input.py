@@ -536,3 +536,10 @@ def test_closed_output_is_written_nowhere(tmp_path, closed):
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert len(list((tmp_path / "out").iterdir())) == 1
+
+
+@pytest.mark.parametrize("key", ["seeds", "dense", "silent"])
+def test_a_study_that_lacks_a_key_is_not_taken_for_a_sweep(key):
+    data = tomllib.loads((SCENARIOS / "studies/gpt-byte.toml").read_text(encoding="utf-8"))
+    del data[key]
+    check_kind(data, "study", "study.toml")
