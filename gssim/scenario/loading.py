@@ -91,7 +91,7 @@ def check_kind(data: Mapping[str, Any], wanted: str, file: str) -> None:
     if data.keys() & (KINDS[wanted][0] - others):
         return
     kinds = [kind for kind, (keys, _) in KINDS.items() if keys <= data.keys()]
-    if kinds and wanted not in kinds:
+    if kinds and kinds[0] != wanted:
         command = KINDS[kinds[0]][1].format(file=file)
         raise UserError(f"{file}: is a {kinds[0]}, not a {wanted}; use it with `{command}`")
 

@@ -339,7 +339,7 @@ def test_files_that_ship_are_of_one_kind_each(file, kind):
     path = str(SCENARIOS / file)
     data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     check_kind(data, kind, path)
-    for other in {"scenario", "cluster", "model"} - {kind}:
+    for other in {"scenario", "sweep", "cluster", "model"} - {kind}:
         with pytest.raises(UserError, match=rf"{path}: is a {kind}, not a {other}; use it with `[^`]*{path}`"):
             check_kind(data, other, path)
 
