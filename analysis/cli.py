@@ -215,7 +215,9 @@ def convergence_command(
     study: Annotated[Path, typer.Argument(help="A study's file, such as scenarios/studies/gpt-byte.toml.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for results (reused by later runs), table and charts.")],
     overrides: Overrides = None,
-    seeds: Annotated[int | None, typer.Option("--seeds", help="Use only the first so many seeds of the study.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", help="Number of the study's seeds to use, the first ones.")
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Train again even if --out has a result.")] = False,
 ) -> None:
     """Run the trainings of a study: quality against threshold, bytes and time, over several seeds."""

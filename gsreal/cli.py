@@ -586,7 +586,7 @@ def trace_command(
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the model; default: the file's.")] = None,
     vocabulary: Annotated[
-        int | None, typer.Option("--vocabulary", help="The input is token ids; number of tokens.")
+        int | None, typer.Option("--vocabulary", help="The input is token ids; size of the vocabulary.")
     ] = None,
     maximum_sequence_length: Annotated[
         int | None, typer.Option("--maximum-sequence-length", help="Default: the config.json's, or 256.")

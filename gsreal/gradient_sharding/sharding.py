@@ -1,6 +1,7 @@
 """The optimizer that `shard_gradients` returns, and the autograd hooks by which it collects and pushes gradients."""
 
 import atexit
+import copy
 import gc
 import math
 import sys
@@ -657,6 +658,7 @@ class GradientSharding(torch.optim.Optimizer):
         After `model.load_state_dict`: owners without master copies update the model's parameters themselves.
         """
         self._check_same_parameters("load_state_dict")
+        state_dict = copy.copy(state_dict)  # hooks may change it, but not the caller's, as in torch
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -727,9 +729,12 @@ class _CheckAfterLoad:
 
 
 def _refuse_wrapped(model: nn.Module, _inputs: Any) -> None:
-    """Hook of the model's forward: raise RuntimeError where DDP, which reduces gradients too, was wrapped around it."""
+    """Hook of the model's forward: raise RuntimeError where DDP, which reduces gradients too, was wrapped around it.
+
+    DDP of other parameters may call the model in its own forward.
+    """
     wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
-    if wrapper is not None and find_optimizers(model.parameters()):
+    if wrapper is not None and find_optimizers(set(model.parameters()).intersection(wrapper._module_parameters)):
         raise RuntimeError(
             "the model is wrapped in DistributedDataParallel (as some trainers do), which would reduce the gradients "
             "once more: shard_gradients replaces it; call the model itself"

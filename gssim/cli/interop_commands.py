@@ -125,7 +125,8 @@ def cluster_command(
     ] = None,
     hosts: Annotated[int | None, typer.Option("--hosts", help="Number of equal hosts, without a switch file.")] = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", help="Use only the first so many devices of each host; default: all.")
+        int | None,
+        typer.Option("--devices", help="Number of each host's devices to use, the first ones; default: all."),
     ] = None,
     detect: Annotated[bool, typer.Option("--detect", help="Describe this machine.")] = False,
     oversubscription: Annotated[

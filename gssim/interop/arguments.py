@@ -69,8 +69,9 @@ def arguments_in(
     {'micro-batch-size': '2', 'seq-length': '8', 'bf16': True}
     """
 
-    def source(name: str) -> str | None:
-        places = [Path(name), *([folder / name] if folder is not None else [])]
+    def source(name: str, is_beside: bool) -> str | None:
+        beside = [folder / name] if folder is not None else []
+        places = beside if is_beside else [Path(name), *beside]
         path = next((place for place in places if place.is_file()), None)
         try:
             return read_bounded(path) if path is not None else None

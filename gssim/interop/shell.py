@@ -11,12 +11,24 @@ assigns.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from gssim.errors import UserError, one_line
-from gssim.interop.shell_syntax import ASSIGNMENT, DECLARING, MARK, NAME, Node, Parser, is_open, mark, written
+from gssim.interop.shell_syntax import (
+    ASSIGNMENT,
+    DECLARING,
+    MARK,
+    NAME,
+    Node,
+    Parser,
+    expression,
+    is_open,
+    mark,
+    written,
+)
 from gssim.interop.shell_words import (
     MOST_CHARACTERS,
     Branch,
@@ -31,8 +43,15 @@ from gssim.interop.shell_words import (
 MOST_NESTED = 40
 UNKNOWN_STATUS = {"grep", "egrep", "which", "command", "type", "nc", "diff", "cmp", "read", "getopts", "ping", "pgrep"}
 SHELLS = re.compile(r"(.*/)?(bash|sh|zsh)")
-OWN_FOLDER = re.compile(f"^{MARK}[^{MARK}]*(pwd|dirname)[^{MARK}]*{MARK}/+")
-"""An open value for the folder of the script, such as `pwd` or $(dirname $0), before the name of a file in it."""
+Source = Callable[[str, bool], str | None]
+"""Returns the text of a file by its path, None if it cannot be read; the second argument: whether the path is relative
+to the folder of the script, not to the working directory."""
+IN_OPEN_FOLDER = re.compile(f"{MARK}([^{MARK}]*){MARK}/+(.*)")
+"""The path of a file in a folder that is an open value."""
+WORDS = re.compile(r"[^\s\"'`(){}\[\];&|<>$]+")
+SCRIPT_WORDS = {"0", "BASH_SOURCE"}
+FOLDER_WORDS = {"dirname", "realpath", "readlink", "-f", "cd", "pwd", "-P", "--", "/dev/null", "1", "2"} | SCRIPT_WORDS
+"""Words of expressions for the folder of a script, such as $(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)."""
 
 
 @dataclass
@@ -49,10 +68,8 @@ class Script:
     """Names of the files that it includes and that could not be read, as the script writes them."""
 
 
-def follow(
-    text: str, *, file: str, given: Mapping[str, str] | None = None, source: Callable[[str], str | None] | None = None
-) -> Script:
-    r"""Return what a script would start; `source` returns the text of a file that it includes, None for none.
+def follow(text: str, *, file: str, given: Mapping[str, str] | None = None, source: Source | None = None) -> Script:
+    r"""Return what a script would start; `source` returns the texts of the files that it includes.
 
     Raises UserError where the text is no shell script.
 
@@ -63,7 +80,7 @@ def follow(
     >>> branch.alternatives, branch.where
     (('32', '40'), 'if [ $SIZE = 7B ] in line 2')
     """
-    shell = _Shell(file, dict(given or {}), source or (lambda name: None))
+    shell = _Shell(file, dict(given or {}), source or (lambda name, is_beside: None))
     try:
         shell.framed(lambda: shell.run_text(_cleaned(text)), "return")
     except ExitError:
@@ -86,7 +103,7 @@ class _Frame:
 class _Shell(Words):
     """Follows commands; see [Note: following a script]."""
 
-    def __init__(self, file: str, given: dict[str, str], source: Callable[[str], str | None]) -> None:
+    def __init__(self, file: str, given: dict[str, str], source: Source) -> None:
         super().__init__(file, given)
         self.source = source
         self.functions: dict[str, list[Node]] = {}
@@ -369,8 +386,8 @@ class _Shell(Words):
             self.state.positional = before
 
     def _do_source(self, arguments: Sequence[str]) -> bool | None:
-        name = OWN_FOLDER.sub("", arguments[0]) if arguments else ""
-        text = self.source(name) if name and not is_open(name) else None
+        name, is_beside = _place_of(arguments[0]) if arguments else ("", False)
+        text = self.source(name, is_beside) if name and not is_open(name) else None
         if text is not None:
             self.framed(lambda: self.run_text(_cleaned(text)), "return")
         elif arguments:
@@ -450,6 +467,20 @@ def _assigned(nodes: Sequence[Node]) -> set[str]:
                 from_outside.add(name)  # such as PATH=$PATH:...
         waiting += [each for part in node.inside for each in part]
     return found - from_outside - {""}
+
+
+def _place_of(path: str) -> tuple[str, bool]:
+    """Return the path of a file that a script includes, and whether it is relative to the script's own folder.
+
+    Otherwise it is relative to the working directory, as `pwd` is, or in a folder that is not known (an open path).
+    """
+    found = IN_OPEN_FOLDER.fullmatch(path)
+    words = Counter(WORDS.findall(expression(found[1])) if found else ())
+    if found and words and words.keys() <= {"pwd", "-P"}:
+        return found[2], False
+    if found and words.keys() <= FOLDER_WORDS and words["dirname"] == 1 and words.keys() & SCRIPT_WORDS:
+        return found[2], True
+    return path, False
 
 
 def _cleaned(text: str) -> str:

@@ -271,8 +271,13 @@ def stated_elements(name: str) -> float | None:
     >>> stated_elements("mistralai/Mixtral-8x7B-v0.1"), stated_elements("meta-llama/Llama-4-Scout-17B-16E")
     (None, None)
     """
-    found = STATED_SIZE.search(name.rstrip("/").rpartition("/")[2])
+    found = STATED_SIZE.search(_last_part(name))
     return None if found is None else float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6)
+
+
+def _last_part(name: str) -> str:
+    """Return a model's name without the organization or folders before it."""
+    return name.rstrip("/").rpartition("/")[2]
 
 
 STATED_MIXTURE = re.compile(r"(?<![\w.])\d+x\d+(\.\d+)?b|b-a\d+(\.\d+)?b(?![a-z])|b-\d+e(?![a-z\d])", re.IGNORECASE)
@@ -282,7 +287,7 @@ STATED_MIXTURE = re.compile(r"(?<![\w.])\d+x\d+(\.\d+)?b|b-a\d+(\.\d+)?b(?![a-z]
 def _check_base_model(training: Training, keys: Keys, model: Model) -> None:
     """Refuse a model of another size than the name in the file says, and one without the experts that it says."""
     named = training.base_model
-    if named is not None and STATED_MIXTURE.search(str(named.value)) and not model.expert_layers:
+    if named is not None and STATED_MIXTURE.search(_last_part(str(named.value))) and not model.expert_layers:
         _refuse(keys, named, f"the model '{model.name}' has no routed experts; give the right one by --model")
         return
     stated = None if named is None else stated_elements(str(named.value))

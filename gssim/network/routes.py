@@ -89,6 +89,11 @@ class _Known:
         """Return the pairs that are not known."""
         return pairs[~np.isin(pairs, self.pairs, assume_unique=True)]
 
+    def among(self, pairs: Ints) -> "_Known":
+        """Return those of some distinct pairs that are known."""
+        known = np.intersect1d(pairs, self.pairs, assume_unique=True)
+        return _Known(known, self.paths.of_flows(np.searchsorted(self.pairs, known)))
+
     def joined(self, other: "_Known") -> "_Known":
         """Return these pairs and others, which differ from them."""
         pairs = np.concatenate([self.pairs, other.pairs])
@@ -100,6 +105,10 @@ PAIRS_AT_ONCE = 2**16
 """Number of pairs whose paths are searched together; the search's memory is proportional to it."""
 MOST_RECENT_PAIRS = 2**15
 """Largest number of pairs whose paths a router remembers beside those that were searched ahead."""
+MOST_LATEST_PAIRS = 2**8
+"""Largest number of pairs that are kept apart from the others that a router remembers, so that few new ones do not copy
+them all: about the square root of their largest number."""
+NONE = np.zeros(0, np.int64)
 
 
 class Router:
@@ -113,8 +122,8 @@ class Router:
         links = (wiring.source, wiring.target, wiring.latency_s)
         self.ways = (self.nodes, hashlib.sha256(b"".join(column.tobytes() for column in links)).digest())
         """Cache key of the routes, equal for wirings that differ only in bandwidths."""
-        self._ahead = self._recent = _Known(np.zeros(0, np.int64), _collected([], np.zeros(0)))
-        """Pairs that were searched ahead, and those of recent searches."""
+        self._ahead = self._recent = self._latest = _Known(NONE, _collected([], np.zeros(0)))
+        """Pairs that were searched ahead, those of recent searches, and the last of these."""
 
     @cached_property
     def equal_rates(self) -> bytes:
@@ -237,12 +246,21 @@ class Router:
         keys, inverse = distinct_with_places(pairs)
         if len(keys) > MOST_RECENT_PAIRS:
             return self._searched(keys).paths.of_flows(inverse)
-        new = self._recent.without(keys)
-        if len(self._recent.pairs) + len(new) > MOST_RECENT_PAIRS:
-            self._recent = self._searched(keys)
-        else:
-            self._recent = self._recent.joined(self._searched(new))
-        return self._recent.paths.of_flows(np.searchsorted(self._recent.pairs, pairs))
+        return self._remembered(keys).paths.of_flows(inverse)
+
+    def _remembered(self, pairs: Ints) -> _Known:
+        """Return the paths of distinct pairs, sorted, and remember them; if these are too many, instead of others."""
+        new = self._latest.without(self._recent.without(pairs))
+        if len(self._recent.pairs) + len(self._latest.pairs) + len(new) > MOST_RECENT_PAIRS:
+            self._recent, self._latest = self._searched(pairs), self._latest.among(NONE)
+            return self._recent
+        found = self._searched(new)
+        self._latest = self._latest.joined(found)
+        if len(self._latest.pairs) > MOST_LATEST_PAIRS:
+            self._recent, self._latest = self._recent.joined(self._latest), self._latest.among(NONE)
+        if len(new) == len(pairs):
+            return found
+        return self._recent.among(pairs).joined(self._latest.among(pairs))
 
     def search_ahead(self, source: Ints, target: Ints) -> None:
         """Search the paths of many pairs at once, which takes much less time than a search for each of many small sets

@@ -277,7 +277,8 @@ def _ring_places(layer: Layer) -> dict[str, int] | None:
     if len(found) != 1:
         return None
     freed = [each.freed for each in layer.buffers if each.born == Moment("f", found[0])]
-    return {"f": found[0], "b": max(moment.position for moment in freed if moment.phase == "b")}
+    backward = [moment.position for moment in freed if moment.phase == "b"]
+    return {"f": found[0], "b": max(backward)} if backward else None
 
 
 def _shift(own: Layer, alone: Layer, exchanging: Layer) -> Shift:

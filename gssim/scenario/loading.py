@@ -73,7 +73,7 @@ def load_scenario(
 
 
 KINDS: dict[str, tuple[frozenset[str], str]] = {
-    "study": (frozenset({"scenario", "seeds", "variants"}), "python -m analysis convergence {file}"),
+    "study": (frozenset({"scenario", "seeds", "dense", "silent"}), "python -m analysis convergence {file}"),
     "sweep": (frozenset({"scenario"}), "gssim sweep {file}"),
     "scenario": (frozenset({"cluster", "workload"}), "gssim run {file}"),
     "cluster": (frozenset({"device_types"}), "gssim run SCENARIO --set cluster={file}"),
@@ -83,9 +83,15 @@ KINDS: dict[str, tuple[frozenset[str], str]] = {
 
 
 def check_kind(data: Mapping[str, Any], wanted: str, file: str) -> None:
-    """Raise UserError if a file is of another kind than the one that is `wanted` (a key of `KINDS`)."""
+    """Raise UserError if a file is of another kind than the one that is `wanted` (a key of `KINDS`).
+
+    A file that has a key of the wanted kind alone is of this kind, even if it lacks others.
+    """
+    others = frozenset[str]().union(*(keys for kind, (keys, _) in KINDS.items() if kind != wanted))
+    if data.keys() & (KINDS[wanted][0] - others):
+        return
     kinds = [kind for kind, (keys, _) in KINDS.items() if keys <= data.keys()]
-    if kinds and wanted not in kinds:
+    if kinds and kinds[0] != wanted:
         command = KINDS[kinds[0]][1].format(file=file)
         raise UserError(f"{file}: is a {kinds[0]}, not a {wanted}; use it with `{command}`")
 

@@ -312,6 +312,17 @@ def models_that_are_distributed_already():
     refused("is a DTensor", shard_gradients, fully_shard(mlp()), SGD)
 
 
+class HeadOf(nn.Linear):
+    """A linear map of the outputs of a model that is no part of it."""
+
+    def __init__(self, model):
+        super().__init__(5, 5, dtype=torch.float64)
+        self.models = [model]
+
+    def forward(self, inputs):
+        return super().forward(self.models[0](inputs))
+
+
 @case
 def models_that_a_trainer_distributes_afterwards():
     for form in FORMS[:2]:
@@ -324,6 +335,9 @@ def models_that_a_trainer_distributes_afterwards():
         optimizer.step()
         other = nn.parallel.DistributedDataParallel(copy.deepcopy(model))  # a copy is not trained by this optimizer
         loss(other, *batch).backward()
+        head = nn.parallel.DistributedDataParallel(HeadOf(model))  # trains only itself
+        loss(head, *batch).backward()
+        optimizer.step()
         optimizer.release_model()
         loss(nn.parallel.DistributedDataParallel(model), *batch).backward()
 
@@ -341,6 +355,9 @@ def hooks_of_the_optimizers_state():
     assert saved["extra"] == 3
     optimizer.load_state_dict(saved)
     assert calls == ["before", "after"]
+    optimizer.register_load_state_dict_pre_hook(lambda _, given: given.update(extra=4))
+    optimizer.load_state_dict(saved)
+    assert saved["extra"] == 3
 
 
 @case

@@ -339,7 +339,7 @@ def test_files_that_ship_are_of_one_kind_each(file, kind):
     path = str(SCENARIOS / file)
     data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     check_kind(data, kind, path)
-    for other in {"scenario", "cluster", "model"} - {kind}:
+    for other in {"scenario", "sweep", "cluster", "model"} - {kind}:
         with pytest.raises(UserError, match=rf"{path}: is a {kind}, not a {other}; use it with `[^`]*{path}`"):
             check_kind(data, other, path)
 
@@ -536,3 +536,10 @@ def test_closed_output_is_written_nowhere(tmp_path, closed):
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert len(list((tmp_path / "out").iterdir())) == 1
+
+
+@pytest.mark.parametrize("key", ["seeds", "dense", "silent"])
+def test_a_study_that_lacks_a_key_is_not_taken_for_a_sweep(key):
+    data = tomllib.loads((SCENARIOS / "studies/gpt-byte.toml").read_text(encoding="utf-8"))
+    del data[key]
+    check_kind(data, "study", "study.toml")

@@ -752,6 +752,34 @@ def test_a_script_beside_that_is_included_is_read(tmp_path, folder):
     assert tables["workload"]["precision"] == "bf16"
 
 
+@pytest.mark.parametrize(
+    ("folder", "samples"),
+    [
+        ("$(dirname $0)", 1),
+        ('$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &> /dev/null && pwd -P)', 1),
+        ("$(dirname `readlink -f $0`)", 1),
+        ("$(dirname $0)/..", 2),
+        (".", 4),
+        ('$(dirname "$(dirname $0)")', None),
+        ("$(cd $(dirname $0)/.. && pwd)", None),
+        ("$(dirname $(pwd))", None),
+        ("$(dirname $(which trainer))", None),
+    ],
+)
+def test_only_the_file_that_a_script_names_is_included(tmp_path, monkeypatch, folder, samples):
+    places = [tmp_path / "scripts", tmp_path, tmp_path / "elsewhere"]
+    for number, place in enumerate(places):
+        place.mkdir(exist_ok=True)
+        (place / "config.sh").write_text(f'ARGS="--num-layers 24 --micro-batch-size {2**number}"\n')
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    text = f". {folder}/config.sh\n"
+    if samples is None:
+        with pytest.raises(UserError, match="config\\.sh, which cannot be read"):
+            arguments_in(text, file="train.sh", folder=places[0])
+    else:
+        assert arguments_in(text, file="train.sh", folder=places[0])["micro-batch-size"] == str(samples)
+
+
 @pytest.mark.parametrize("include", ["`pwd`/config.sh", "$ELSEWHERE/config.sh", "config.sh"])
 def test_variables_that_hold_a_part_of_the_arguments_alone_are_no_training(tmp_path, include):
     """They became replicas of the whole cluster in fp32, although the training was in a file that was not read."""
@@ -1532,7 +1560,13 @@ def test_axolotls_base_model_must_be_of_the_models_size(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "is_mixture"),
-    [("Mixtral-8x22B-v0.1", True), ("Qwen3-8B-A1B", True), ("Llama-4-Scout-17B-16E", True), ("a-8B-a1", False)],
+    [
+        ("Mixtral-8x22B-v0.1", True),
+        ("Qwen3-8B-A1B", True),
+        ("Llama-4-Scout-17B-16E", True),
+        ("a-8B-a1", False),
+        ("on-8x8b/Llama-3-8B", False),
+    ],
 )
 def test_a_mixture_by_its_name_takes_a_model_with_experts(tmp_path, name, is_mixture):
     """Names such as 8x22B say no number of all parameters, so that any model was taken for them."""

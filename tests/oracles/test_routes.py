@@ -86,7 +86,8 @@ def test_paths_that_a_router_remembers_are_those_of_a_new_one(most, wiring, data
     pairs = st.lists(st.tuples(node, node), max_size=8).map(lambda some: np.array(some, np.int64).reshape(-1, 2).T)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routes, "MOST_RECENT_PAIRS", most)
-        assert_as_alone(Router(wiring), data.draw(st.lists(pairs, max_size=4)))
+        patch.setattr(routes, "MOST_LATEST_PAIRS", 4)
+        assert_as_alone(Router(wiring), data.draw(st.lists(pairs, max_size=6)))
 
 
 def test_broadcasts_from_several_roots_search_the_paths_that_they_share_only_once(monkeypatch):
@@ -174,3 +175,20 @@ def test_servers_under_different_leafs_use_all_spines_alike(spines):
     )
     assert across[1][touches_spine] == pytest.approx([1 / spines] * 2 * spines)
     assert across[1][~touches_spine].tolist() == [1.0] * 4
+
+
+def test_few_new_pairs_do_not_copy_all_that_a_router_remembers(monkeypatch):
+    nodes, copied, joined = 40, [], routes._Known.joined
+
+    def counted(known, other):
+        copied.append(len(known.pairs) + len(other.pairs))
+        return joined(known, other)
+
+    monkeypatch.setattr(routes._Known, "joined", counted)
+    monkeypatch.setattr(routes, "MOST_LATEST_PAIRS", 16)
+    ring = [(i, (i + 1) % nodes) for i in range(nodes)]
+    router = Router(wiring_of(nodes, ring, [1.0] * nodes))
+    pairs = np.array([(a, b) for a in range(nodes) for b in range(nodes) if a != b][:640])
+    for source, target in pairs:
+        router.incidence(np.array([source]), np.array([target]))
+    assert sum(copied) < len(pairs) ** 2 / 8

@@ -25,6 +25,7 @@ from analysis.literature.transformer import layers_of, transformer
 from gssim.errors import UserError
 from gssim.program import Task, lower
 from gssim.scenario import Loaded, Scenario
+from gssim.scenario.context_slices import uncombined_reason
 from gssim.scenario.tensor_slices import held_slice, model_slice
 from gssim.simulation import simulate
 from gssim.workload import Layer, Moment
@@ -256,6 +257,17 @@ def test_keys_of_a_compiled_ring_go_around_behind_the_attention(tp):
     for of in ("forward_flop", "backward_flop", "saved_bytes"):
         held = [getattr(each, of).held(1) for each in (block, whole)]
         assert parts * held[0].at(b=3, s=length) == pytest.approx(held[1].at(b=3, s=length))
+
+
+def test_an_attention_that_keeps_nothing_for_its_backward_cannot_be_cut_and_have_rings():
+    software = Software(flash_attention=True, context_ranks=2, rings=True, compiled=True)
+    model = scenario_of(replace(RUN, software=software, dp=1, tp=2, micro_batches=1)).workload.model
+    assert uncombined_reason(model, model.sliced_layers) is None
+    freed = [
+        replace(each, buffers=tuple(replace(b, freed=replace(b.born)) for b in each.buffers if b.born.phase == "f"))
+        for each in model.sliced_layers
+    ]
+    assert "keeps its sums" in (uncombined_reason(model, freed) or "")
 
 
 def test_layers_that_state_rings_exchange_no_heads():
