@@ -320,7 +320,7 @@ def test_gpus_that_cannot_be_described_communicate_by_gloo(tmp_path, capsys, eig
     plain = nodes_data(measured, {(0, 1): Line(3e-3, 1e-8)}, SETTINGS)
     write_calibrated(tmp_path / "here.toml", measured, plain, SETTINGS)
     assert load_cluster(tmp_path / "here.toml").backend == "gloo"
-    assert {"an unknown GPU": "xt9000: no such preset", "nodes that differ": "nodes differ: 4 x"}[why] in (
+    assert {"an unknown GPU": "XT9000: no such preset", "nodes that differ": "nodes differ: 4 x"}[why] in (
         capsys.readouterr().err
     )
 
