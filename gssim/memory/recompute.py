@@ -100,13 +100,17 @@ def _before_recomputation(buffer: Buffer, layer: Layer, before: Layer | None) ->
     """
     at_layer = {0: layer, -1: before}
 
-    def of(moment: Moment) -> Moment:
+    def of(moment: Moment, *, is_release: bool = False) -> Moment:
         block = at_layer.get(moment.layer_offset) if moment.phase == "b" else None
-        if block is None or not block.is_recomputed or moment.position >= (block.recompute_after or 0):
+        if block is None or not block.is_recomputed:
             return moment
-        return Moment("r", 0, moment.layer_offset)
+        begin = block.recompute_after or 0
+        precedes = moment.position < begin or (is_release and moment.position == begin > 0)
+        return Moment("r", 0, moment.layer_offset) if precedes else moment
 
-    born, freed = of(buffer.born), of(buffer.freed)
+    # a gradient that only the last operation before the second forward needs is freed as that operation ends
+    is_own = buffer.born.phase == "b" and not buffer.freed.layer_offset
+    born, freed = of(buffer.born), of(buffer.freed, is_release=is_own)
     kept = buffer.category == "temporaries" and born.phase == "f" and freed.phase in ("b", "r")
     if born is buffer.born and freed is buffer.freed and not kept:
         return buffer

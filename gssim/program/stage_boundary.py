@@ -40,8 +40,13 @@ class Stage:
 
     @cached_property
     def shared(self) -> int:
-        """Number of layers at the stage's start that other stages run too, because they do not read a sample's data."""
-        return sum(self.before is not None and each.index <= self.before.index for each in self.layers)
+        """Number of layers at the stage's start that other stages run too, because they do not read a sample's data.
+
+        The division of the first block's input, which has the number of the layer before it, is none of them.
+        """
+        if self.before is None:
+            return 0
+        return sum(e.index <= self.before.index and not e.layer.backward_operations for e in self.layers)
 
     @cached_property
     def output_place(self) -> tuple[int, Buffer | None]:
@@ -170,6 +175,6 @@ def _freed(stage: Stage, number: int, buffer: Buffer, output: Buffer | None) -> 
         return Moment("i", LAST, -number)
     if freed.phase == "end" or 0 <= target < len(stage.layers):
         return freed
-    if target >= len(stage.layers) and freed.phase == "f":
+    if target >= len(stage.layers) and buffer.born.phase == "f":  # no layer of this stage saves it for its backward
         return Moment("f", LAST, len(stage.layers) - 1 - number)
     return Moment("end")

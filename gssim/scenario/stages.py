@@ -6,6 +6,7 @@ Also what stages have in common: copies of tied parameters, and layers that ever
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gssim.cluster import DeviceType
 from gssim.errors import UserError
@@ -161,15 +162,20 @@ def held_layers(layers: Sequence[LayerInstance], stages: Sequence[range]) -> tup
 
     Layers that use a tied parameter list a copy of it, see [Note: tied]. Some layers before the blocks have no
     parameters, and no output that depends on the batch size (rotary angles). They hold nothing of a sample, so every
-    stage with blocks runs them itself, without a backward.
+    stage with blocks runs them itself, without a backward. Where tensor ranks divide sequences, the stage of the first
+    block divides its input, see [Note: divided input].
     """
     changed = {instance.index: instance for instance in layers}
     for tied in tied_parameters(layers, stages):
         for number, untied in _untied(changed, tied).items():
             changed[number] = replace(changed[number], layer=untied)
+    source, divided, undivided = _divided_input(list(changed.values())), None, list(layers)
+    if source is not None:
+        divided = changed[source]
+        undivided[source] = replace(divided, layer=_without_division(divided.layer, changed[source + 1].layer))
     shared = []
-    for number in _shared(layers):
-        layer = layers[number].layer
+    for number in _shared(undivided):
+        layer = undivided[number].layer
         forward_only = replace(
             layer,
             backward_flop=NO_COST,
@@ -182,10 +188,118 @@ def held_layers(layers: Sequence[LayerInstance], stages: Sequence[range]) -> tup
         shared.append(replace(layers[number], layer=forward_only))
     held = []
     for numbers in stages:
-        own = tuple(changed[number] for number in numbers)
+        own = [changed[number] for number in numbers]
         before = [each for each in shared if each.index < numbers.start] if any(e.layer.block for e in own) else []
+        if divided is not None and numbers.stop == divided.index + 1:
+            own[-1] = undivided[divided.index]
+        elif divided is not None and numbers.start == divided.index + 1:
+            if before and before[-1].index == divided.index:  # what it runs besides
+                before[-1] = divided
+            else:
+                before.append(replace(divided, layer=_division(divided.layer, own[0].layer)))
         held.append((*before, *own))
     return tuple(held)
+
+
+def _divided_input(layers: Sequence[LayerInstance]) -> int | None:
+    """Return the number of the layer after which tensor ranks divide sequences; None if they do not.
+
+    [Note: divided input] The first block's input is divided: each tensor rank copies its part, and gathers the gradient
+    of the whole in the backward. The trace ascribes both, which run between two modules, to the layer before the block.
+    A stage that begins with that block is given whole sequences, divides them, and sends back the gradient of whole
+    ones (gsreal.methods.tensor_slices.divide_sequences, a hook of the block).
+    """
+    first = next((place for place, each in enumerate(layers) if each.layer.block), 0)
+    if not first or not any(each.kind == "all-gather" for each in layers[first].layer.reductions):
+        return None
+    return first - 1 if _part_of_input(layers[first - 1].layer, layers[first].layer) is not None else None
+
+
+def _part_of_input(layer: Layer, block: Layer) -> Buffer | None:
+    """Return the rank's part of a block's input, which is as large as the block's output; None if it is not divided.
+
+    `layer`: the layer before the block.
+    """
+    crossing = [each for each in layer.buffers if each.born.phase == "f" and each.freed.layer_offset > 0]
+    parts = [each for each in crossing if each.size_bytes == block.output_bytes != layer.output_bytes]
+    return max(parts, key=lambda each: each.born.position, default=None)
+
+
+def _gathered_gradient(layer: Layer) -> tuple[Buffer, ...]:
+    """Return the buffers of the gradient of a block's whole input: as gathered from the ranks, and then in order.
+
+    `layer`: the layer before the block. Empty where the input has no gradient.
+    """
+    begin = next((e.moment for e in layer.reductions if (e.kind, e.moment.phase) == ("all-gather", "b")), None)
+    gathered = next((each for each in layer.buffers if each.born == begin), None)
+    if gathered is None:
+        return ()
+    ordered = [
+        each
+        for each in layer.buffers
+        if each.born.phase == "b" and gathered.born.position < each.born.position <= gathered.freed.position
+        if each.size_bytes == gathered.size_bytes
+    ]
+    return (gathered, *ordered[:1])
+
+
+def _without_division(layer: Layer, block: Layer) -> Layer:
+    """Return the layer before a block, in a stage that ends there and passes on whole sequences."""
+    part, gradient = _part_of_input(layer, block), _gathered_gradient(layer)
+    cost = _division(layer, block)
+    moved: dict[str, Any] = {}
+    for name in ("forward_bytes", "backward_bytes", "forward_streamed_bytes", "backward_streamed_bytes"):
+        quantity, less = getattr(layer, name), getattr(cost, name)
+        if quantity is not None:
+            moved[name] = quantity.plus(_times(less, -1))
+    begin = gradient[0].born if gradient else None
+    return replace(
+        layer,
+        forward_operations=layer.forward_operations - cost.forward_operations,
+        backward_operations=layer.backward_operations - cost.backward_operations,
+        buffers=tuple(each for each in layer.buffers if each is not part and each not in gradient),
+        reductions=tuple(each for each in layer.reductions if each.moment != begin),
+        **moved,
+    )
+
+
+def _division(layer: Layer, block: Layer) -> Layer:
+    """Return the division of a block's input, as a layer at the begin of the block's stage, before the block.
+
+    A copy reads and writes what it copies; gathering the gradient does so too, and so does putting it in order.
+    """
+    part, gradient = _part_of_input(layer, block), _gathered_gradient(layer)
+    assert part is not None  # `_divided_input` has found it
+    buffers = [part, *gradient[:-1]]
+    if gradient:  # the last one is that of the whole input, which is sent to the stage before
+        buffers.append(replace(gradient[-1], freed=Moment("b", 0, -1)))
+    backward, ordered = NO_COST, NO_COST
+    for buffer in gradient:
+        backward = backward.plus(_times(buffer.size_bytes, 2))
+    for buffer in gradient[1:]:
+        ordered = ordered.plus(_times(buffer.size_bytes, 2))
+    streams = layer.forward_streamed_bytes is not None
+    return Layer(
+        name=layer.name,
+        modules=layer.modules,
+        forward_flop=NO_COST,
+        backward_flop=NO_COST,
+        forward_bytes=_times(part.size_bytes, 2),
+        backward_bytes=backward,
+        forward_streamed_bytes=_times(part.size_bytes, 2) if streams else None,
+        backward_streamed_bytes=ordered if streams else None,
+        saved_bytes=NO_COST,
+        output_bytes=part.size_bytes,
+        forward_operations=1,
+        backward_operations=len(gradient),
+        buffers=tuple(buffers),
+        reductions=tuple(each for each in layer.reductions if gradient and each.moment == gradient[0].born),
+    )
+
+
+def _times(quantity: Polynomial, factor: int) -> Polynomial:
+    """Return a polynomial of whole layers, or of layers on a rank's parts, times a number."""
+    return Polynomial(tuple((factor * c, i, j) for c, i, j in quantity.terms))
 
 
 def _untied(layers: Mapping[int, LayerInstance], tied: TiedParameter) -> dict[int, Layer]:

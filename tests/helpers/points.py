@@ -743,8 +743,6 @@ def _adapt_parts(random: Random, workload: Table, plan: Table, precisions: list[
         workload["adapters"] = {"rank": random.choice([1, 4]), "targets": random.choice(["query-value", "all-linear"])}
         plan.get("push", {}).clear()
         plan.pop("gathered_inputs", None)
-        if plan.get("sequence_parallel"):
-            plan.pop("loss_parallel", None)
 
 
 def _sum_experts(random: Random, seed: int, workload: Table, plan: Table) -> None:

@@ -72,7 +72,8 @@ def full_parameters(module: nn.Module) -> dict[str, Tensor]:
         own: dict[str, Tensor] = {}
         for stage in module.stages:
             own |= full_parameters(stage)
-        return {name: value for each in from_all_ranks(own, module.group) for name, value in each.items()}
+        # copies, as the memory of what pickle makes is not torch's, so that nobody counts it
+        return {name: value.clone() for each in from_all_ranks(own, module.group) for name, value in each.items()}
     resting = [unit for unit in units_of(module) if not unit.is_whole]
     for unit in resting:
         unit.gather()

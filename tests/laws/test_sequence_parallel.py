@@ -1,5 +1,6 @@
 """Laws and closed forms: sequences divided among tensor-parallel ranks; Korthikanti et al. 2022, arXiv 2205.05198."""
 
+from collections import Counter
 from math import prod
 from pathlib import Path
 
@@ -8,13 +9,14 @@ from point_checks import assert_same_as_unfolded
 from strategies import device_type, loaded_of, scenario_of, star
 
 from gssim.errors import UserError
-from gssim.program import lower
+from gssim.program import Task, lower, without_messages
 from gssim.scenario import load_model
 from gssim.scenario.tensor_slices import model_slice
 from gssim.simulation import simulate
 from gssim.workload import Layer, Parameter, Polynomial, Reduction
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 GPT = load_model(MODELS / "gpt-byte-1m.toml")
 WIDTH, HEADS, LAYERS, VALUE_BYTES = 144, 4, 4, 4
 DIVIDED = {"method": "tensor", "sequence_parallel": True}
@@ -163,6 +165,48 @@ def test_messages_of_a_pipeline_are_parts_of_sequences():
         return sum(entry.bytes * entry.count for entry in found if entry.kind == "send")
 
     assert sent(sequence_parallel=True) == sent() / 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("name", "before"), [("gpt-byte-1m", 1), ("tiny-gpt2", 2), ("tiny-llama", 2)])
+def test_a_stage_that_begins_with_the_first_block_divides_its_input(name, before, schedule):
+    """Messages are whole sequences, of which that stage alone copies parts and gathers gradients."""
+    folder = HELPERS / "models/of_tests" if name.startswith("tiny") else MODELS
+    model = load_model(folder / f"{name}.toml")
+    count = sum(len(each.modules) for each in model.layers)
+    plan = {"method": "pipeline", "tp": 2, "pp": 2, "micro_batches": 4, "schedule": schedule}
+    shape = {"model": model, "global_batch_size": 12, "sequence_length": 24}
+
+    def simulated(stages):
+        cut = scenario_of(star(4), plan | {"sequence_parallel": True, "stages": stages}, **shape)
+        return simulate(loaded_of(cut))
+
+    result = simulated((before, count - before))
+    for tasks in result.typical.machine.program.tasks:
+        left = Counter()
+        for part in without_messages(tasks):
+            left.update(dict((part.need if isinstance(part, Task) else part.template.need).kept))
+        assert not any(left.values())
+    counts = Counter((entry.kind, entry.group) for entry in result.result.collectives for _ in range(entry.count))
+    inside = simulated((before + 1, count - before - 1)).result
+    both = Counter((entry.kind, entry.group) for entry in inside.collectives for _ in range(entry.count))
+    of_sequences = [key for key in counts if key[0] == "all-gather"]
+    assert {group for _, group in of_sequences} == {(2, 3)}
+    assert sum(counts[key] for key in of_sequences) == sum(n for key, n in both.items() if key[0] == "all-gather")
+    sent, sent_parts = (
+        {entry.bytes for entry in each.collectives if entry.kind == "send"} for each in (result.result, inside)
+    )
+    assert sent == {2 * size for size in sent_parts}
+
+
+def test_every_stage_with_blocks_has_the_rotary_angles():
+    """The layer that makes them is also that after which sequences are divided: then its outputs depend on samples."""
+    model = load_model(HELPERS / "models/of_tests/tiny-llama.toml")
+    plan = {"method": "pipeline", "tp": 2, "pp": 2, "micro_batches": 4, "stages": (3, 3), "sequence_parallel": True}
+    lowered = lower(scenario_of(star(4), plan, model=model, global_batch_size=12, sequence_length=24))
+    for tasks in lowered.tasks:
+        named = [task.id.layer for task in tasks if task.id.op == "forward"]
+        assert named.count("model.rotary_emb") == 4
 
 
 @pytest.mark.parametrize(

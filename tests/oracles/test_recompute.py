@@ -113,12 +113,23 @@ def test_positions_as_wide_as_blocks_beside_narrower_tokens_are_no_argument_of_t
     assert [buffer.freed.phase for buffer in moved] == ["b", "b", "f"]  # the tokens', the mask, the positions
 
 
+def test_what_the_last_operation_before_the_recomputation_frees_is_gone_while_the_forward_runs_again():
+    """Ranks gather parts of the gradient, and put them in order: the parts are freed before the forward runs again."""
+    parts, whole, saved = "b0 b2 temporaries 16*b*s", "b1 b4 temporaries 16*b*s", "f0 b2 activations 8*b*s"
+    buffers = tuple(map(Buffer.parse, (parts, whole)))
+    block = replace(GPT_BLOCK, recompute_after=2, buffers=buffers)
+    moved = [(str(each.born), str(each.freed)) for each in recomputed_buffers(block, None, ())]
+    assert moved == [("r0", "r0"), ("r0", "b4")]
+    of_forward = replace(block, buffers=(Buffer.parse(saved),))
+    assert [str(each.freed) for each in recomputed_buffers(of_forward, None, ())][1:] == ["b2"]
+
+
 def test_what_needs_the_outputs_gradient_alone_is_there_while_the_forward_runs_again():
     """The block scales the gradient of its output before it needs saved tensors: it has an adapter on its last map."""
-    of_next, scaled, later = "b0 b1@-1 temporaries 8*b*s", "b0 b2 temporaries 16*b*s", "b2 b3 temporaries 32*b*s"
+    of_next, scaled, later = "b0 b1@-1 temporaries 8*b*s", "b0 b3 temporaries 16*b*s", "b2 b3 temporaries 32*b*s"
     block = replace(GPT_BLOCK, recompute_after=2, buffers=tuple(map(Buffer.parse, (scaled, later))))
     moved = [(str(each.born), str(each.freed)) for each in recomputed_buffers(block, None, ())]
-    assert moved == [("r0", "b2"), ("b2", "b3")]
+    assert moved == [("r0", "b3"), ("b2", "b3")]
     above = replace(GPT_BLOCK, buffers=(Buffer.parse(of_next),))
     (passed,) = recomputed_buffers(above, block, ())
     assert (str(passed.born), passed.freed.phase, passed.freed.layer_offset) == ("b0", "r", -1)
