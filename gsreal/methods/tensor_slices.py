@@ -355,7 +355,7 @@ def _norms_of_heads(
             raise _UnknownRoleError(f".{path}: has parameters, and is neither a linear map nor a norm")
         if path.startswith(f"{attention}."):
             if any(parameter.shape != (head_width,) for parameter in module.parameters()):
-                raise _UnknownRoleError(f".{path}: a norm over all heads")
+                raise _UnknownRoleError(f".{path}: a norm over all heads, of which each rank would have only some")
             norms.append(path)
     return tuple(norms)
 

@@ -13,7 +13,7 @@ from gsreal.model_files.divided_steps import Step, Steps, record_partly
 from gsreal.model_files.fit import TERMS, Shape, Terms, fit_buffers, fit_polynomial, fit_reductions, parameters_of
 from gsreal.model_files.recorder import NoPolynomialError, Record
 from gssim.workload import Layer, Model, Moment, PartialBackward, layer_input_gradient, layer_output, passed_bytes
-from gssim.workload.owned import source_of_input
+from gssim.workload.owned import source_of_input, unchained
 
 Records = dict[Shape, Record]
 NOTHING, FIRST = -1, 0
@@ -37,7 +37,7 @@ def with_partial_costs(
     before it, or if its operations depend on the shape: the file then has no partial costs, and a plan that needs them
     is refused.
     """
-    if not _is_chain(layers, side_modules=side_modules):
+    if unchained(layers, side_modules=side_modules) is not None:
         return list(layers)
     kinds: dict[int, Records] = {kind: {} for kind in (NOTHING, FIRST, *_representatives(layers).values())}
     likes: dict[int | None, Record] = {}
@@ -49,29 +49,6 @@ def with_partial_costs(
         return _fitted(layers, kinds, steps.checked.shape, terms)
     except NoPolynomialError:
         return list(layers)
-
-
-def _is_chain(layers: Sequence[Layer], *, side_modules: bool) -> bool:
-    """Return whether each layer uses only the output of the one before it, and parameters of its own.
-
-    The gradient of a parameter that two layers use (tied embeddings) would be a buffer between distant layers.
-    `side_modules`: whether layers without parameters may lie between the two, and whether what ends in the forward may
-    be held longer, as a mask is.
-    """
-    if not layers[0].parameters:
-        return False
-    for index, layer in enumerate(layers):
-        lives = [moment for each in layer.buffers if layer.modules for moment in (each.born, each.freed)]
-        if side_modules:
-            lives = [each.freed for each in layer.buffers if layer.modules and each.freed.phase == "b"]
-        born = [each.born for each in layer.parameters]
-        for moment in (*lives, *born):
-            reach = range(min(index, index + moment.layer_offset) + 1, max(index, index + moment.layer_offset))
-            if any(layers[each].parameters or not side_modules for each in reach):
-                return False
-        if any(moment.layer_offset > side_modules for moment in born):
-            return False
-    return True
 
 
 def _representatives(layers: Sequence[Layer]) -> dict[int, int]:

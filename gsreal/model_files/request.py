@@ -102,6 +102,8 @@ def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], No
     if request.precision is not None:
         if request.precision not in DTYPES:
             raise UserError(f"{where}: --precision {request.precision}: allowed: {', '.join(DTYPES)}")
+        if model.traced_precision != request.precision:  # costs in the file's precision, which are not traced again
+            model = replace(model, adapted=(), partly_trained=None)
         model = replace(model, traced_precision=cast(Precision, request.precision))
     model = _compiled(model, request, where)
     if model.traced_precision not in DTYPES:
@@ -132,7 +134,8 @@ def _compiled(model: Model, request: Request, where: str) -> Model:
         name = model.name  # a profile of the uncompiled model has another name
         if request.model.endswith(".toml") and not model.compiled:
             name = f"{name}-compiled" + (f"-{kind}" if kind != "none" else "")
-        model = replace(model, name=name, compiled=True, compiled_recompute=kind, autocast=(), adapted=())
+        without: dict[str, Any] = {"autocast": (), "adapted": (), "partly_trained": None}
+        model = replace(model, name=name, compiled=True, compiled_recompute=kind, **without)
     if model.compiled and (request.autocast or request.adapters or request.frozen):
         option = "--autocast" if request.autocast else "--adapters" if request.adapters else "--frozen"
         raise UserError(f"{where}: {option}: compiled blocks are traced without it; leave out one of the two")

@@ -37,7 +37,8 @@ from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.workload import Adapters, Layer, Model, TokenInput
 from gssim.workload.layer import LayerRoles
-from gssim.workload.model import AdaptedLayers, AutocastLayers, PartlyTrained
+from gssim.workload.model import AdaptedLayers, AutocastLayers, PartlyTrained, unrolled
+from gssim.workload.owned import unchained
 
 
 @dataclass(frozen=True)
@@ -266,13 +267,19 @@ def with_traced_frozen(model: Model, *, where: str) -> Model:
 
     Raises UserError if its layers depend on one another otherwise than one after another.
     """
+    missing = any(layer.untrained_buffers is None for layer in model.layers)
+    why = unchained([instance.layer for instance in unrolled(model)], side_modules=True)
+    if missing and why is not None:
+        raise UserError(f"{where}: --frozen: {why}: what it costs beside frozen layers is not modelled; leave it out")
     lengths = _lengths_of(model)
     short, stack = with_fewer_blocks(model, where) or (model, None)
     fields: dict[str, tuple[LayerRoles, ...]] = {}
     for name in ("layers", *DIVIDED_STEPS):
-        steps = whole_steps(lengths) if name == "layers" else DIVIDED_STEPS[name](short, lengths, where)
         listed: tuple[Layer, ...] = getattr(model, name)
-        if not listed or steps is None or any(layer.untrained_buffers is not None for layer in listed):
+        if not listed or any(layer.untrained_buffers is not None for layer in listed):
+            continue
+        steps = whole_steps(lengths) if name == "layers" else DIVIDED_STEPS[name](short, lengths, where)
+        if steps is None:
             continue
         layers, steps = _fitted_to(short, steps, TERMS[name], where)
         layers = with_partial_costs(short, layers, steps, where=where, terms=TERMS[name], side_modules=True)
@@ -282,10 +289,10 @@ def with_traced_frozen(model: Model, *, where: str) -> Model:
         whole = layers if stack is None else repeat_blocks(layers, stack, neighbours_differ=differ) or []
         if [layer.modules for layer in grouped(whole)] == [layer.modules for layer in listed]:
             fields[name] = tuple(_roles_of(layer) for layer in grouped(whole))
-    if "layers" not in fields and any(layer.untrained_buffers is None for layer in model.layers):
+    if missing and "layers" not in fields:
         raise UserError(
-            f"{where}: --frozen: a layer uses more than the output of the one before it, or a parameter of another's "
-            "(tied embeddings): what it costs beside frozen layers is not traced"
+            f"{where}: --frozen: the operations of partly trained layers depend on the batch size or the sequence "
+            "length; leave it out"
         )
     return replace(model, partly_trained=PartlyTrained(**fields))
 

@@ -84,7 +84,8 @@ def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> Ow
 def with_frozen_layers(model: Model, patterns: tuple[str, ...]) -> Model:
     """Return the model with those layers frozen whose modules match a pattern, or itself if they are frozen already.
 
-    Raises ValueError if a pattern matches nothing, if nothing is left to train, or if the model is not traced so.
+    Raises ValueError if a pattern matches nothing, if nothing is left to train, or if the model is not traced so or
+    cannot be.
     """
     if model.module.frozen is None:
         return _with_frozen_layers(Same(model), patterns)
@@ -125,14 +126,15 @@ def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
     frozen = _frozen_layers(layers, patterns)
     if len(frozen) == len(with_parameters):
         raise ValueError("frozen: all layers are; at least one must be trained")
+    if model.compiled:
+        raise ValueError(
+            f"frozen: the blocks of '{model.name}' are compiled, with all of them trained; take the model that is not "
+            "compiled"
+        )
     divided: dict[str, Any] = {name: _in_roles(model, name, frozen) for name in DIVIDED_FIELDS}
     undivided = _in_roles(model, "layers", frozen)
     if not undivided:
-        raise ValueError(
-            f"frozen: '{model.name}' lacks the costs of its layers with frozen parameters; trace it again with "
-            "`gsreal trace --frozen` (a layer may use only the output of the one before it, and no parameter of "
-            "another's)"
-        )
+        raise ValueError(f"frozen: {_untraced_reason(model, layers)}")
     return replace(
         model,
         module=replace(model.module, frozen=_frozen_names(layers, frozen)),
@@ -143,6 +145,43 @@ def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
         partly_trained=None,
         **divided,
     )
+
+
+def _untraced_reason(model: Model, layers: Sequence[LayerInstance]) -> str:
+    """Return why a model has no costs of layers that are frozen, and what to do."""
+    if (why := unchained([instance.layer for instance in layers], side_modules=True)) is not None:
+        return (
+            f"'{model.name}' cannot run yet with frozen layers: {why}, and what that costs beside frozen layers is not "
+            "modelled; allowed: all layers trained, or workload.adapters"
+        )
+    return (
+        f"the file of '{model.name}' lacks the costs of layers that are frozen; add them with `gsreal trace FILE "
+        "--frozen --out NEW`, where FILE is the model's, and set workload.model to NEW"
+    )
+
+
+def unchained(layers: Sequence[Layer], *, side_modules: bool) -> str | None:
+    """Return why a layer uses more than the output of the one before it and parameters of its own; None if none does.
+
+    The gradient of a parameter that two layers use (tied embeddings) would be a buffer between distant layers.
+    `layers`: one for each module. `side_modules`: whether layers without parameters may lie between the two, and
+    whether what ends in the forward may be held longer, as a mask is.
+    """
+    if not layers[0].parameters:
+        return f"its first layer, {layers[0].name}, has no parameters"
+    for index, layer in enumerate(layers):
+        shared = f"{layer.name} shares a parameter (tied embeddings) or a tensor with a layer that is not beside it"
+        lives = [moment for each in layer.buffers if layer.modules for moment in (each.born, each.freed)]
+        if side_modules:
+            lives = [each.freed for each in layer.buffers if layer.modules and each.freed.phase == "b"]
+        born = [each.born for each in layer.parameters]
+        for moment in (*lives, *born):
+            reach = range(min(index, index + moment.layer_offset) + 1, max(index, index + moment.layer_offset))
+            if any(layers[each].parameters or not side_modules for each in reach):
+                return shared
+        if any(moment.layer_offset > side_modules for moment in born):
+            return shared
+    return None
 
 
 DIVIDED_FIELDS = ("sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers", "context_layers")

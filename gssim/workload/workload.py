@@ -190,7 +190,9 @@ class Workload:
     """Layers of the model file that are not trained, as patterns of their modules' paths, such as `["transformer.wte",
     "transformer.h.[0-5]"]`. No parameter of such a layer gets a gradient or optimizer state (position embeddings belong
     to the embedding layer), and there is no backward below the first trained layer. Beside `plan.tp`, `plan.cp` or
-    `plan.ep` the model file must be traced with `gsreal trace --frozen`. Absent: all are trained."""
+    `plan.ep`, and for Hugging Face's decoders, the model file needs the costs that `gsreal trace FILE --frozen --out
+    NEW` adds. Refused: tied embeddings, adapters, autocast, thresholds of pushes and publications. Absent: all are
+    trained."""
     fused_loss: bool = False
     """Compute the loss together with the head, tile by tile (cut cross-entropy). The logits of a batch are then never
     in memory; the backward computes them once more (predicted only)."""

@@ -29,7 +29,7 @@ from gssim.scenario import Scenario, load_model
 from gssim.simulation import simulate
 from gssim.units import validated
 from gssim.workload import Model, unrolled
-from gssim.workload.owned import owned_layers
+from gssim.workload.owned import owned_layers, with_frozen_layers
 
 FLOP = 1000
 """FLOP of a layer's forward, input gradient and weight gradient, each, for each sample and token."""
@@ -385,7 +385,7 @@ def test_frozen_layers_are_part_of_the_question():
         (
             ["h.0"],
             {"method": "powersgd"},
-            "cannot run yet with method 'powersgd': .* allowed: methods single, ddp, half, zero1, zero2, zero3",
+            "cannot run yet with method 'powersgd': .* allowed: methods single, ddp, zero1, half, zero2, zero3, ",
         ),
         (["h.0"], {"method": "gs_z3", "push": {"threshold": 0.1}}, "plan.push.threshold = 0.1: gradient statistics"),
         (["h.0"], {"method": "gs", "push": {"threshold": 0.1}}, "plan.push.threshold = 0.1: gradient statistics are"),
@@ -405,7 +405,8 @@ def of_parts(model: Model, frozen: tuple[str, ...] | None, **plan: Any) -> Scena
     return scenario_of(star(2), {"method": "ddp"} | plan, model=model, frozen=frozen, **sizes)
 
 
-TRACED = load_model(Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt-byte-150k.toml")
+MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+TRACED = load_model(MODELS / "gpt-byte-150k.toml")
 """Two blocks between an embedding and a norm, with a head of its own."""
 
 
@@ -427,8 +428,26 @@ def test_ranks_with_slices_sum_the_gradients_of_inputs_that_have_one(frozen, sum
 
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}])
 def test_a_model_file_without_frozen_parts_is_refused_where_ranks_divide_it(plan):
-    with pytest.raises(UserError, match=r"with frozen layers.*gsreal trace --frozen"):
+    with pytest.raises(UserError, match=r"beside frozen layers.*gsreal trace FILE --frozen --out NEW`"):
         of_parts(replace(TRACED, partly_trained=None), ("blocks.0",), **plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpt2-124m", r"'gpt2-124m' cannot run yet .* layers: lm_head shares a parameter \(tied embeddings\)"),
+        ("llama3-8b-compiled", "blocks of 'llama3-8b-compiled' are compiled, .* take the model that is not compiled"),
+        ("llama3-8b", "add them with `gsreal trace FILE --frozen --out NEW`, .* and set workload.model to NEW"),
+    ],
+)
+def test_a_model_without_costs_of_frozen_layers_is_refused_with_what_to_do(name, said):
+    model = replace(load_model(MODELS / f"{name}.toml"), partly_trained=None)
+    with pytest.raises(ValueError, match=f"frozen: .*{said}"):
+        with_frozen_layers(model, ("*.0",))
+
+
+def test_a_shipped_llama_has_the_costs_of_frozen_layers():
+    assert with_frozen_layers(load_model(MODELS / "llama3-8b.toml"), ("model.layers.0",)).frozen_elements > 0
 
 
 def test_what_frozen_parts_cost_is_no_part_of_a_scenario_that_freezes_nothing():

@@ -26,7 +26,7 @@ from gsreal.model_files.build import build_module, example_batch, loss_of
 from gsreal.model_files.recorder import Record, Recorder, _is_alias
 from gsreal.model_files.request import Request, traced_model
 from gsreal.model_files.step import without_values
-from gsreal.model_files.trace import trace, write_model
+from gsreal.model_files.trace import trace, with_traced_frozen, write_model
 from gssim.errors import UserError
 from gssim.memory import CPU_RANDOM_STATE_BYTES, activation_timeline, as_traced, gradient_events, recomputed_buffers
 from gssim.scenario import load_model
@@ -465,6 +465,28 @@ def test_kernel_scratch_alone_is_missing_from_the_replayed_peak_of_convolutions(
     replayed = replayed_peak_bytes(model, shape)
     assert replayed == pytest.approx(tracker.peak_bytes - before, rel=0.01)
     assert replayed <= counted_peak_bytes(model, shape)  # by how much hangs on the processor's kernels
+
+
+def test_layers_that_ranks_cannot_divide_are_left_out_of_a_trace_with_frozen_ones():
+    model = replace(shipped("deepseek-moe-byte-240k"), partly_trained=None)  # it cannot run on parts of sequences
+    assert not model.context_layers
+    found = with_traced_frozen(model, where="here").partly_trained
+    assert len(found.expert_layers) == len(model.expert_layers)
+    assert not found.context_layers
+    assert not found.sliced_layers
+
+
+def test_tied_embeddings_are_refused_before_a_trace_with_frozen_layers():
+    with pytest.raises(UserError, match=r"here: --frozen: lm_head shares a parameter \(tied embeddings\)"):
+        with_traced_frozen(shipped("gpt2-124m"), where="here")
+
+
+@pytest.mark.parametrize("change", [{"precision": "bf16"}, {"compiled": True}])
+def test_a_trace_in_another_way_keeps_no_costs_of_partly_trained_layers(change):
+    path = MODELS / "gpt-byte-150k.toml"
+    found = traced_model(Request(model=str(path), arguments=(), name="again", sequence_length=8, **change))
+    assert load_model(path).partly_trained is not None
+    assert found.partly_trained is None
 
 
 @pytest.mark.parametrize(

@@ -139,5 +139,5 @@ def variant_in_trace(workload: Workload) -> tuple[str, str]:
     if workload.adapters is not None:
         return " with these adapters", " --adapters"
     if workload.frozen is not None:
-        return " with frozen layers", " --frozen"
+        return " beside frozen layers", " FILE --frozen --out NEW"
     return ("", "") if workload.autocast is None else (" under autocast", f" --autocast {workload.autocast}")

@@ -27,7 +27,9 @@ def _check_units(scenario: Scenario, policies: Policies, file: str) -> None:
     model, ranks = scenario.workload.model, policies.tp
     layers = model.sliced_layers
     if not layers and model.uncut_reason is not None:
-        raise UserError(f"{file}: plan.tp = {ranks}: blocks of '{model.name}' cannot be cut: {model.uncut_reason}")
+        raise UserError(
+            f"{file}: plan.tp = {ranks}: blocks of '{model.name}' cannot be cut: {model.uncut_reason}; allowed: tp = 1"
+        )
     if not any(layer.block for layer in model.layers):
         raise UserError(
             f"{file}: plan.tp = {ranks}: '{model.name}' has no blocks that could be cut: blocks are two or more "

@@ -62,6 +62,14 @@ def check_muon(scenario: Scenario, policies: Policies, file: str) -> None:
             raise UserError(f"{where}: cannot run yet with {key} = {value}: {why}; {hint}")
 
 
+PARTLY_TRAINING = ", ".join(
+    name
+    for name, method in METHODS.items()
+    if method.partition == "data" and method.sync_every_steps is None and not method.compressor
+)
+"""Methods that run beside adapters, frozen layers or autocast, as messages list them."""
+
+
 def check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse adapters, autocast and frozen layers in plans that do not run with them."""
     workload, plan = scenario.workload, scenario.plan
@@ -74,10 +82,7 @@ def check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> 
         _check_frozen(scenario, policies, where, runs=runs)
         return
     if not runs:
-        raise UserError(
-            f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, half, zero1, zero2, "
-            "zero3 (fsdp), hsdp, pipeline, gs, gs_z3 and gs_hier"
-        )
+        raise UserError(f"{where}: cannot run yet with method '{plan.method}'; allowed: methods {PARTLY_TRAINING}")
     if name == "adapters":
         check_adapters(scenario, policies, where)
     elif policies.tp > 1:
@@ -90,8 +95,7 @@ def _check_frozen(scenario: Scenario, policies: Policies, where: str, *, runs: b
     if not runs:
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside "
-            "frozen layers is not modelled; allowed: methods single, ddp, half, zero1, zero2, zero3 (fsdp), hsdp, "
-            "gs, gs_z3, gs_hier"
+            f"frozen layers is not modelled; allowed: methods {PARTLY_TRAINING}"
         )
     for key, threshold in (("push", scenario.push.threshold), ("publish", plan.publish.threshold)):
         if threshold:
