@@ -43,15 +43,15 @@ def written(text: str) -> str:
     return MARKS.sub(lambda match: shown_mark(match[1]), text)
 
 
-def shown_mark(label: str) -> str:
+def shown_mark(name: str) -> str:
     """Return the variable or expression that a mark stands for, as the script writes it."""
-    shown = one_line(expression(label).partition("\1")[0], 60)
+    shown = one_line(expression(name).partition("\1")[0], 60)
     return shown if shown.startswith(("$", "`", "<", ">")) else f"${shown}"
 
 
-def expression(label: str) -> str:
-    """Return the label of a mark with the characters that a shell would interpret."""
-    return "".join(chr(ord(each) - PRIVATE) if 0 <= ord(each) - PRIVATE < 128 else each for each in label)
+def expression(name: str) -> str:
+    """Return the name in a mark with the characters that a shell would interpret."""
+    return "".join(chr(ord(each) - PRIVATE) if 0 <= ord(each) - PRIVATE < 128 else each for each in name)
 
 
 def mark(label: str) -> str:
