@@ -410,9 +410,12 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
     if fault["type"] == "literal_error" and isinstance(fault["input"], str):
         close = nearest_name(fault["input"], re.findall("'([^']*)'", fault["ctx"]["expected"]))
         message += f"; did you mean '{close}'?" if close else ""
-    names_a_key = fault["type"] == "value_error" and isinstance(fault["input"], dict)
-    shown = shown_value(fault["input"])
-    value = "" if names_a_key and shown.endswith("...") else f" = {shown}"
+    given, of_table = fault["input"], fault["type"] == "value_error" and isinstance(fault["input"], dict)
+    key, colon, rest = message.partition(": ")
+    if of_table and colon and key.isidentifier():  # a check of a whole table names the key that is wrong
+        path, given, message = _path((*([under] if under else []), *place, key)), given.get(key), rest
+    shown = shown_value(given)
+    value = "" if of_table and (given is None or shown.endswith("...")) else f" = {shown}"
     return f"{file}: {path}{value}: {message[0].lower()}{message[1:]}{more}"
 
 

@@ -407,7 +407,7 @@ def forget_the_model(data):
     ("damage", "message"),
     [
         (forget_a_tensor, "lacks the parameter h.0.bias"),
-        (forget_every_trace, "traces: at least one is needed"),
+        (forget_every_trace, "traces = []: at least one is needed"),
         (forget_a_sketch, "sketches of h.0.bias"),
         (forget_a_feedback_threshold, "feedback of "),
         (forget_a_change, "changes of h.0.bias"),

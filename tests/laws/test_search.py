@@ -488,7 +488,7 @@ def test_what_is_searched_makes_no_other_question(tmp_path):
         (["--jobs", "0"], "--jobs 0: must be at least 1"),
         (["--least-density", "2"], "search.least_density = 2"),
         (["--seconds", "0"], "search.seconds = 0.0: must be more than 0"),
-        (["--set", "search.thresholds=[1e-3]"], "thresholds: they change the training"),
+        (["--set", "search.thresholds=[1e-3]"], "search.thresholds = [0.001]: they change the training"),
         (["--set", 'search.methods=["zero4"]'], "search.methods[0] = 'zero4'"),
         (["--most-loss-change", "0.1"], "study, most_loss_change: one needs the other"),
         (["--study", "none.csv", "--most-loss-change", "0.1"], "search.study = 'none.csv'"),

@@ -380,8 +380,12 @@ def test_frozen_layers_are_part_of_the_question():
 @pytest.mark.parametrize(
     ("frozen", "plan", "said"),
     [
-        (["h.9"], {}, r"frozen: 'h.9' matches no layer with parameters; they are h.0, h.1, h.2, h.3"),
-        (["*"], {}, "frozen: all layers are; at least one must be trained"),
+        (
+            ["h.9"],
+            {},
+            r"workload\.frozen = \['h.9'\]: 'h.9' matches no layer with parameters; they are h.0, h.1, h.2, h.3",
+        ),
+        (["*"], {}, r"workload\.frozen = \['\*'\]: all layers are; at least one must be trained"),
         (
             ["h.0"],
             {"method": "powersgd"},
