@@ -274,9 +274,13 @@ def whole_number(value: Any, name: str) -> int:
 
 
 def shown_value(value: object) -> str:
-    """Return a value for a message: its beginning if it is long."""
+    """Return a value for a message: its beginning if it is long; a tuple as the array that files have.
+
+    >>> shown_value(("blocks.0",))
+    "['blocks.0']"
+    """
     try:
-        text = repr(value)
+        text = repr(list(value) if isinstance(value, tuple) else value)
     except Exception:  # an integer of thousands of digits, lists nested too deep, or a fault of its class
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 60 else f"{text[:57]}..."

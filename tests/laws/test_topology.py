@@ -330,7 +330,7 @@ REFUSED = [
     (simple("ring", 3, devices=[{"device": "quick", "count": 1}]), "unknown type 'quick'; allowed: fast, slow"),
     (torus(), "at least one dimension is needed"),
     (torus(4, 4, host_shape=[3, 2]), "host_shape = [3, 2]: does not tile shape = [4, 4]"),
-    (servers(), "servers: at least one is needed"),
+    (servers(), "topology.servers = []: at least one is needed"),
     (servers({"count": 2}), "fabric: missing; 2 servers need one"),
     (servers({"inside": "none"}), "inside_link: none is used with 'none'"),
     (servers({"inside_link": None}), "inside_link: missing with 'nvswitch'"),
@@ -372,7 +372,7 @@ def test_what_does_not_fit_is_refused_in_one_line(topology, message):
     ],
 )
 def test_a_topology_stands_for_devices_switches_and_links(key, value):
-    with pytest.raises(UserError, match=f"{key}: given by the topology"):
+    with pytest.raises(UserError, match=rf"c\.toml: {key}( = .*)?: given by the topology"):
         cluster_with(simple("ring", 3), **{key: value})
 
 
