@@ -5,9 +5,8 @@ way, and in its backward reads two tensors twice and writes one; a dropout reads
 softmax that is fused with scale and mask (Megatron-LM, fused_kernels) reads and writes v a score.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from analysis.literature.builder import OperationBuilder
 from analysis.literature.kernels import KernelUse
@@ -22,7 +21,7 @@ from analysis.literature.operations import (
     total,
 )
 from analysis.literature.runs import Shape, Software
-from gssim.workload import Buffer, Layer, Model, Module, Moment, Polynomial, TokenInput
+from gssim.workload import Buffer, Layer, Model, Module, Moment, Polynomial, TokenInput, with_quantities
 
 BATCH_CALLS = 12
 """Operations by which Megatron-LM brings a micro-batch to the device: sizes and tokens, each broadcast; sizes back to
@@ -660,14 +659,7 @@ def on_parts(layer: Layer, heads: int) -> Layer:
         whole = tuple(term for term in quantity.terms if not term[2])
         return Polynomial(whole, part_terms=tuple((c, i, j - 1) for c, i, j in quantity.terms if j))
 
-    changes: dict[str, Any] = {
-        each.name: of_parts(getattr(layer, each.name))
-        for each in fields(layer)
-        if isinstance(getattr(layer, each.name), Polynomial)
-    }
-    for name in ("buffers", "reductions"):
-        changes[name] = tuple(replace(each, size_bytes=of_parts(each.size_bytes)) for each in getattr(layer, name))
-    return replace(layer, units=heads if layer.block else None, **changes)
+    return replace(with_quantities(layer, of_parts), units=heads if layer.block else None)
 
 
 @lru_cache(maxsize=16)

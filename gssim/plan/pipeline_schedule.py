@@ -78,8 +78,8 @@ def schedule(
     """
     refuse(name, ranks=ranks, stages=stages, micro_batches=micro_batches)
     if name in INTERLEAVED:
-        compute_order = _split_order if name in SPLITTING else _compute_order
-        orders = [compute_order(rank, ranks, stages // ranks, micro_batches) for rank in range(ranks)]
+        local, splits = stages // ranks, name in SPLITTING
+        orders = [_compute_order(rank, ranks, local, micro_batches, splits=splits) for rank in range(ranks)]
         return _interleaved(orders, stages, sharded=sharded, frees_sent=frees_sent, messages=messages)
     single = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "deepspeed": _deepspeed}[name]
     reduced = [(Action("reduce", stage),) if sharded else () for stage in range(stages)]
@@ -277,14 +277,17 @@ def _interleaved(
     return tuple(tuple(each for each in order if each.kind not in left_out) for order in every)
 
 
-def _compute_order(rank: int, ranks: int, local: int, micro_batches: int) -> list[Action]:
-    """Return a rank's forwards and backwards (torch: _get_1f1b_rank_ops).
+def _compute_order(rank: int, ranks: int, local: int, micro_batches: int, *, splits: bool) -> list[Action]:
+    """Return a rank's forwards and backwards, or both parts of each backward (torch: _get_1f1b_rank_ops).
 
-    Interleaved 1F1B (Narayanan et al. 2021, section 2.2): a rank has `local` stages, and runs the earliest first.
+    Interleaved 1F1B (Narayanan et al. 2021, section 2.2): a rank has `local` stages, and runs the earliest first. With
+    `splits` (see [Note: zero bubble]) the warm-up is shorter by `ranks - 1 - rank` forwards, and a second part follows
+    `rank` steps after its first.
     """
     in_round = micro_batches // max(1, micro_batches // ranks)
     total = local * micro_batches
-    warmup = min((local - 1) * in_round + 2 * (ranks - 1 - rank), total)
+    warmup = min((local - 1) * in_round + (1 if splits else 2) * (ranks - 1 - rank), total)
+    second = warmup + (rank if splits else 0)
     done: dict[tuple[str, int], int] = defaultdict(int)
     order: list[Action] = []
 
@@ -293,37 +296,13 @@ def _compute_order(rank: int, ranks: int, local: int, micro_batches: int) -> lis
         order.append(Action(kind, stage, done[kind, stage]))
         done[kind, stage] += 1
 
-    for step in range(total + warmup):
-        if step < total:
-            add("forward", step // in_round % local)
-        if step >= warmup:
-            add("backward", local - 1 - (step - warmup) // in_round % local)
-    return order
-
-
-def _split_order(rank: int, ranks: int, local: int, micro_batches: int) -> list[Action]:
-    """Return a rank's forwards and both parts of its backwards (torch: _get_1f1b_rank_ops, enable_zero_bubble).
-
-    See [Note: zero bubble]. The warm-up is shorter by `ranks - 1 - rank` forwards than that of interleaved 1F1B.
-    """
-    in_round = micro_batches // max(1, micro_batches // ranks)
-    total = local * micro_batches
-    warmup = min((local - 1) * in_round + ranks - 1 - rank, total)
-    done: dict[tuple[str, int], int] = defaultdict(int)
-    order: list[Action] = []
-
-    def add(kind: str, local_stage: int) -> None:
-        stage = local_stage * ranks + rank
-        order.append(Action(kind, stage, done[kind, stage]))
-        done[kind, stage] += 1
-
-    for step in range(total + warmup + rank):
+    for step in range(second + total):
         if step < total:
             add("forward", step // in_round % local)
         if warmup <= step < warmup + total:
             add("backward", local - 1 - (step - warmup) // in_round % local)
-        if warmup + rank <= step:
-            add("weight", local - 1 - (step - warmup - rank) // in_round % local)
+        if splits and step >= second:
+            add("weight", local - 1 - (step - second) // in_round % local)
     return order
 
 

@@ -15,7 +15,7 @@ tests/oracles/test_traced_context_slices.py compares with traces of steps that h
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from gssim.workload import (
     Reduction,
     sliced_layer,
     unrolled,
+    with_quantities,
 )
 
 
@@ -164,18 +165,7 @@ def on_positions(quantity: Polynomial, positions: int) -> Polynomial:
 
 def at_length(layer: Layer, positions: int) -> Layer:
     """Return a layer on `positions` positions of its own, whose attention is to whole sequences."""
-    held = partial(on_positions, positions=positions)
-    changes: dict[str, Any] = {
-        each.name: held(getattr(layer, each.name))
-        for each in fields(layer)
-        if isinstance(getattr(layer, each.name), Polynomial)
-    }
-    for name in ("buffers", "reductions"):
-        changes[name] = tuple(replace(each, size_bytes=held(each.size_bytes)) for each in getattr(layer, name))
-    if again := layer.every_second_product:
-        costs: dict[str, Any] = {name: held(getattr(again, name)) for name in ("flop", "bytes", "streamed_bytes")}
-        changes["every_second_product"] = replace(again, **costs)
-    return replace(layer, **changes)
+    return with_quantities(layer, partial(on_positions, positions=positions))
 
 
 PASSES = ("forward", "backward", "recompute", "selective")

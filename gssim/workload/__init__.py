@@ -17,6 +17,7 @@ from gssim.workload.layer import (
     layer_output,
     passed_bytes,
     sliced_layer,
+    with_quantities,
 )
 from gssim.workload.model import (
     Adapters,

@@ -724,19 +724,21 @@ def sliced_layer(layer: Layer, units: int, positions: int | None, rows: int = 0,
     If `positions` is None, it stays a function of the positions.
     """
     size = (units, positions, rows, experts)
-    return _changed(layer, lambda quantity: quantity.held(*size), lambda parameter: parameter.held(units, experts))
+    return with_quantities(layer, lambda quantity: quantity.held(*size), lambda each: each.held(units, experts))
 
 
 @lru_cache(maxsize=256)
 def layer_of_rank(layer: Layer, rank: int) -> Layer:
     """Return a layer with adapters of LoRA rank `rank` in its slices, which stay functions of the units of a slice."""
-    return _changed(layer, lambda quantity: quantity.with_rank(rank), lambda parameter: parameter.with_rank(rank))
+    return with_quantities(layer, lambda quantity: quantity.with_rank(rank), lambda each: each.with_rank(rank))
 
 
-def _changed(
-    layer: Layer, of_quantity: Callable[[Polynomial], Polynomial], of_parameter: Callable[[Parameter], Parameter]
+def with_quantities(
+    layer: Layer,
+    of_quantity: Callable[[Polynomial], Polynomial],
+    of_parameter: Callable[[Parameter], Parameter] = lambda parameter: parameter,
 ) -> Layer:
-    """Return a layer with all quantities and parameters changed."""
+    """Return a layer with all quantities changed, sizes of buffers and reductions included, and its parameters."""
     changes: dict[str, Any] = {
         "parameters": tuple(map(of_parameter, layer.parameters)),
         "frozen_parameters": tuple(map(of_parameter, layer.frozen_parameters)),
