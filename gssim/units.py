@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
 from functools import cache
 from numbers import Integral
@@ -25,9 +25,11 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    SerializerFunctionWrapHandler,
     TypeAdapter,
     ValidationError,
     WithJsonSchema,
+    model_serializer,
 )
 
 from gssim.errors import MistakenNameError, UserError, nearest_name
@@ -365,6 +367,34 @@ def record(cls: type[T]) -> type[T]:
     made: Any = dataclass(frozen=True, kw_only=True, slots=True)(cls)
     made.__pydantic_config__ = ConfigDict(extra="forbid")
     return typing.cast(type[T], made)
+
+
+def omits_defaults(*keys: str) -> Any:
+    """Return a serializer, to be set in the class of a table, whose plain data lack those of `keys` that have their
+    default; without `keys`, all that are absent (None).
+
+    >>> @spec
+    ... class Bucket:
+    ...     elements: int
+    ...     padding: int = 0
+    ...     _serialized = omits_defaults("padding")
+    >>> adapter(Bucket).dump_python(Bucket(elements=3)), adapter(Bucket).dump_python(Bucket(elements=3, padding=1))
+    ({'elements': 3}, {'elements': 3, 'padding': 1})
+    """
+
+    @model_serializer(mode="wrap")
+    def serialized(self: Any, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = inner(self)
+        if not keys:
+            return {key: value for key, value in data.items() if value is not None}
+        for key in keys:
+            known = self.__dataclass_fields__[key]
+            usual = known.default if known.default_factory is MISSING else known.default_factory()
+            if getattr(self, key) == usual:
+                data.pop(key, None)
+        return data
+
+    return serialized
 
 
 @cache

@@ -38,6 +38,7 @@ from gssim.units import (
     Seconds,
     Variation,
     Watts,
+    omits_defaults,
     spec,
 )
 
@@ -147,21 +148,11 @@ class DeviceType:
     source: str
     """Source of the numbers: a data sheet, or a calibration."""
 
-    @model_serializer(mode="wrap")
-    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without what is absent or off."""
-        off = ("lab", "communicator_bytes", "expandable_segments", "kernels")
-        absent = (
-            *("busy_power_w", "idle_power_w", "communicating_excess_ratio", "posting", "resident_threads"),
-            *("fp32_efficiency_ratio", "float8_ratio", "replica_hook_s", "replica_forward_s", "layer_operation_s"),
-            *("kernel_s", "step_host_s", "flat_unit"),
-        )
-        data: dict[str, Any] = inner(self)
-        return {
-            key: value
-            for key, value in data.items()
-            if not ((key in off and not value) or (key in absent and value is None))
-        }
+    _serialized = omits_defaults(
+        *("lab", "communicator_bytes", "expandable_segments", "kernels", "kernel_s", "step_host_s", "flat_unit"),
+        *("busy_power_w", "idle_power_w", "communicating_excess_ratio", "posting", "resident_threads"),
+        *("fp32_efficiency_ratio", "float8_ratio", "replica_hook_s", "replica_forward_s", "layer_operation_s"),
+    )
 
 
 @spec
@@ -250,15 +241,10 @@ class BackendCost:
     source: str
     """Source of the numbers."""
 
-    @model_serializer(mode="wrap")
-    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent costs."""
-        optional = (
-            *("overhead_rank_s", "message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s"),
-            *("unpacking_s", "unpacking_byte_s"),
-        )
-        data: dict[str, Any] = inner(self)
-        return {key: value for key, value in data.items() if value or key not in optional}
+    _serialized = omits_defaults(
+        *("overhead_rank_s", "message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s"),
+        *("unpacking_s", "unpacking_byte_s"),
+    )
 
 
 def _generation(value: Any) -> Any:

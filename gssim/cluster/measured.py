@@ -5,18 +5,25 @@ the workspace memory that the kernels of an operation allocate while it runs.
 import re
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
     PlainSerializer,
-    SerializerFunctionWrapHandler,
     WithJsonSchema,
-    model_serializer,
 )
 
-from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, Seconds, TimeRatio, spec
+from gssim.units import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Precision,
+    Seconds,
+    TimeRatio,
+    omits_defaults,
+    spec,
+)
 
 _SCRATCH = re.compile(r"^([fb])(\d+)((?: \d+:\d+)+)$")
 
@@ -138,11 +145,7 @@ class LayerProfile:
     it). Absent: not measured by operation; the peaks bound them.
     """
 
-    @model_serializer(mode="wrap")
-    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent times of the host."""
-        data: dict[str, Any] = inner(self)
-        return {key: value for key, value in data.items() if value is not None or not key.endswith("_host_s")}
+    _serialized = omits_defaults("forward_host_s", "backward_host_s")
 
 
 @spec
@@ -185,11 +188,7 @@ class OptimizerCost:
     host_tensor_s: Seconds | None = None
     """Added to `host_s` for each tensor."""
 
-    @model_serializer(mode="wrap")
-    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent times of the host."""
-        data: dict[str, Any] = inner(self)
-        return {key: value for key, value in data.items() if value is not None or not key.startswith("host_")}
+    _serialized = omits_defaults("host_s", "host_tensor_s")
 
 
 @spec
@@ -259,10 +258,7 @@ class CompressionCost:
     low_rank: LowRankCost | None = None
     """For `powersgd`."""
 
-    @model_serializer(mode="wrap")
-    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent fields."""
-        return {key: value for key, value in inner(self).items() if value is not None}
+    _serialized = omits_defaults()
 
 
 @spec

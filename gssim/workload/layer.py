@@ -20,9 +20,9 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, PlainSerializer, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
-from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Recompute, spec
+from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Recompute, omits_defaults, spec
 
 _TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[uprea]))*)$")
 Samples = TypeVar("Samples", int, float)
@@ -437,14 +437,6 @@ class Reduction:
         return f"{self.moment} {kind}{self.size_bytes}"
 
 
-STREAMED = (
-    "forward_streamed_bytes",
-    "backward_streamed_bytes",
-    "recompute_streamed_bytes",
-    "selective_streamed_bytes",
-)
-
-
 @spec
 class PartialRecomputation:
     """Costs of a recomputation that reuses the outputs of some operations from the first forward."""
@@ -487,15 +479,7 @@ class PartialBackward:
     gradient_freed: text_of(Moment) | None = None  # type: ignore[valid-type]
     """Moment at which it releases the gradient of its output; absent: as in the full backward."""
 
-    @model_serializer(mode="wrap")
-    def _as_traced(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent fields."""
-        data: dict[str, Any] = inner(self)
-        if data.get("backward_streamed_bytes") is None:
-            data.pop("backward_streamed_bytes", None)
-        if not data.get("reductions"):
-            data.pop("reductions", None)
-        return data
+    _serialized = omits_defaults("backward_streamed_bytes", "reductions")
 
 
 @spec
@@ -646,32 +630,12 @@ class Layer:
     """Costs of its backward in two parts, in a pipeline's stages after the first; absent if not traced, and in the
     first layer, which is never in such a stage."""
 
-    @model_serializer(mode="wrap")
-    def _as_traced(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent fields."""
-        data: dict[str, Any] = inner(self)
-        for key in STREAMED:
-            if data.get(key) is None:
-                data.pop(key, None)
-        for key in ("module_buffer_bytes", "integer_buffer_bytes"):
-            if not data.get(key):
-                data.pop(key, None)
-        rarely = (
-            "forward_uncast_flop",
-            "backward_uncast_flop",
-            "recompute_after",
-            "selective_rerun",
-            "experts_per_token",
-            "experts",
-            "expert_capacity_ratio",
-        )
-        for key in (*rarely, "every_second_product", "split"):
-            if data.get(key) is None:
-                data.pop(key, None)
-        for key in ("frozen_parameters", "untrained_reductions"):
-            if not data.get(key):
-                data.pop(key, None)
-        return data
+    _serialized = omits_defaults(
+        *("forward_streamed_bytes", "backward_streamed_bytes", "recompute_streamed_bytes", "selective_streamed_bytes"),
+        *("forward_uncast_flop", "backward_uncast_flop", "module_buffer_bytes", "integer_buffer_bytes"),
+        *("recompute_after", "selective_rerun", "every_second_product", "split"),
+        *("experts_per_token", "experts", "expert_capacity_ratio", "frozen_parameters", "untrained_reductions"),
+    )
 
     @property
     def routed_experts(self) -> int | None:

@@ -54,11 +54,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from gssim.execution.cache import Same
-from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Precision, Recompute, excess, spec
-from gssim.workload.layer import Layer, LayerRoles, layer_of_rank, sliced_layer
+from gssim.units import (
+    PRECISION_BYTES,
+    Count,
+    PositiveFloat,
+    PositiveInt,
+    Precision,
+    Recompute,
+    excess,
+    omits_defaults,
+    spec,
+)
+from gssim.workload.layer import Layer, LayerRoles, Parameter, layer_of_rank, sliced_layer
 
 
 @spec
@@ -79,13 +89,7 @@ class HuggingFace:
         """The differences from the default config, those that are null as None."""
         return self.config | dict.fromkeys(self.null)
 
-    @model_serializer(mode="wrap")
-    def _without_empty(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without an empty list of keys that are null."""
-        data: dict[str, Any] = inner(self)
-        if not data.get("null"):
-            data.pop("null", None)
-        return data
+    _serialized = omits_defaults("null")
 
 
 Targets = Literal["query-value", "all-linear"] | tuple[str, ...]
@@ -125,14 +129,7 @@ class Module:
         if (self.factory is None) == (self.hugging_face is None):
             raise ValueError("exactly one of factory and hugging_face is needed")
 
-    @model_serializer(mode="wrap")
-    def _without_absent(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent adapters or frozen modules."""
-        data: dict[str, Any] = inner(self)
-        for key in ("adapters", "frozen"):
-            if data.get(key) is None:
-                data.pop(key, None)
-        return data
+    _serialized = omits_defaults("adapters", "frozen")
 
 
 @spec
@@ -243,11 +240,9 @@ class PartlyTrained:
     expert_sequence_layers: tuple[LayerRoles, ...] = ()
     """Of layers with sequences and routed experts divided, see [Note: experts of parts]; empty: not traced so."""
 
-    @model_serializer(mode="wrap")
-    def _without_empty(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without ways that are not traced."""
-        data: dict[str, Any] = inner(self)
-        return {key: value for key, value in data.items() if value}
+    _serialized = omits_defaults(
+        *("layers", "context_layers", "sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers"),
+    )
 
 
 @spec
@@ -336,23 +331,10 @@ class Model:
         if self.buffer_values and len(self.buffer_values) != len(self.buffer_bytes):
             raise ValueError(f"buffer_values: needs one for each of the {len(self.buffer_bytes)} buffer_bytes")
 
-    @model_serializer(mode="wrap")
-    def _without_absent(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without values of buffers that are all floating-point, and without what is as usual."""
-        data: dict[str, Any] = inner(self)
-        for key in ("buffer_values", "expert_sequence_layers", "partly_trained"):
-            if not data.get(key):
-                data.pop(key, None)
-        usual_values = {
-            "expert_tensor_ranks": 1,
-            "compiled": False,
-            "compiled_recompute": "none",
-            "loss_fused": False,
-        }
-        for key, usual in usual_values.items():
-            if data.get(key) == usual:
-                data.pop(key)
-        return data
+    _serialized = omits_defaults(
+        *("buffer_values", "expert_sequence_layers", "partly_trained", "expert_tensor_ranks"),
+        *("compiled", "compiled_recompute", "loss_fused"),
+    )
 
     def buffer_sizes(self, value_bytes: int) -> tuple[int, ...]:
         """Return the bytes of the module buffers of each data type, if parameters have `value_bytes` per value."""
@@ -386,16 +368,19 @@ class LayerInstance:
         """Dotted path of its module, or the layer's name where it has none."""
         return self.layer.modules[self.repetition] if self.layer.modules else self.layer.name
 
+    def name_of(self, parameter: Parameter) -> str:
+        """Return the full dotted name of one of its parameters."""
+        return parameter.name.replace("{}", self.module)
+
     @cached_property
     def parameter_names(self) -> tuple[str, ...]:
         """Full dotted names of its parameters."""
-        return tuple(parameter.name.replace("{}", self.module) for parameter in self.layer.parameters)
+        return tuple(map(self.name_of, self.layer.parameters))
 
     @property
     def held_names(self) -> tuple[str, ...]:
         """`parameter_names`, followed by the names of parameters that are not trained."""
-        frozen = (parameter.name.replace("{}", self.module) for parameter in self.layer.frozen_parameters)
-        return (*self.parameter_names, *frozen)
+        return (*self.parameter_names, *map(self.name_of, self.layer.frozen_parameters))
 
 
 def unrolled(model: Model) -> tuple[LayerInstance, ...]:
