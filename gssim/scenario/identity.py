@@ -194,6 +194,21 @@ def resolved(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
     return head | shared.once("plain tables", _tables(scenario), lambda: _resolved_tables(scenario))
 
 
+LEFT_OUT_UNSET: dict[str, tuple[str, ...]] = {
+    "workload": (
+        *("map_precision", "gradient_precision", "reduce_precision", "loss_scale", "clip_norm", "adapters", "frozen"),
+        *("autocast", "tf32", "expert_load", "expert_routing"),
+    ),
+    "plan": (
+        *("ranks", "zero1_implementation", "zero2_implementation", "receive_buffers", "offload", "compress"),
+        *("embedding_parallel", "loss_parallel", "sync_every_steps", "sequence_parallel", "gathered_inputs"),
+        *("tp_overlap", "async_input_gradients", "context_overlap", "cp", "ep", "etp"),
+    ),
+    "run": ("evaluate_every_steps", "extrapolate_micro_batches", "slowdowns"),
+}
+"""By table of a scenario: keys that a Result's copy of the scenario leaves out where they have their default."""
+
+
 def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
     """Return the tables of a scenario besides the cluster as plain data."""
     model, plan, run, policies = scenario.workload.model, scenario.plan, scenario.run, scenario.policies
@@ -211,46 +226,20 @@ def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
         "network": _dumped(scenario.network),
         "run": _dumped(run),
     }
+    for name, keys in LEFT_OUT_UNSET.items():
+        set_keys = _fields(getattr(scenario, name), leave_out={"model"})
+        for key in keys:
+            if key not in set_keys:
+                del data[name][key]
     for table, key, is_absent in (
         (data, "network", not scenario.network),
-        (data["run"], "evaluate_every_steps", run.evaluate_every_steps is None),
-        (data["run"], "extrapolate_micro_batches", not run.extrapolate_micro_batches),
-        (data["run"], "slowdowns", not run.slowdowns),
-        (data["workload"], "map_precision", scenario.workload.map_precision is None),
-        (data["workload"], "gradient_precision", scenario.workload.gradient_precision is None),
-        (data["workload"], "reduce_precision", scenario.workload.reduce_precision is None),
-        (data["workload"], "loss_scale", scenario.workload.loss_scale is None),
-        (data["workload"], "clip_norm", scenario.workload.clip_norm is None),
-        (data["workload"], "adapters", scenario.workload.adapters is None),
-        (data["workload"], "frozen", scenario.workload.frozen is None),
-        (data["workload"], "autocast", scenario.workload.autocast is None),
-        (data["workload"], "tf32", not scenario.workload.tf32),
         (data["plan"]["shares"], "replanning", not plan.shares.replan),
-        (data["plan"], "ranks", plan.ranks is None),
-        (data["plan"], "zero1_implementation", plan.zero1_implementation == "torch"),
-        (data["plan"], "zero2_implementation", plan.zero2_implementation == "torch"),
-        (data["plan"], "receive_buffers", plan.receive_buffers == "micro-batch"),
-        (data["plan"], "offload", plan.offload is None),
-        (data["plan"], "embedding_parallel", not plan.embedding_parallel),
-        (data["plan"], "loss_parallel", not plan.loss_parallel),
-        (data["plan"], "compress", plan.compress is None),
         (data["plan"], "powersgd", scenario.policies.compressor != "powersgd"),
         (data["plan"], "topk", scenario.policies.compressor != "topk"),
-        (data["plan"], "sync_every_steps", plan.sync_every_steps is None),
         (data["plan"]["outer"], "precision", plan.outer.precision == "fp32"),
         (data["plan"], "outer", scenario.policies.outer_optimizer != "nesterov"),
         (data["plan"], "streaming", not scenario.policies.in_fragments),
         (data["plan"], "sparse_outer", scenario.policies.outer_optimizer != "sparse"),
-        (data["plan"], "sequence_parallel", not plan.sequence_parallel),
-        (data["plan"], "gathered_inputs", plan.gathered_inputs == "kept"),
-        (data["plan"], "tp_overlap", not plan.tp_overlap),
-        (data["plan"], "async_input_gradients", not plan.async_input_gradients),
-        (data["plan"], "context_overlap", plan.context_overlap),
-        (data["plan"], "ep", plan.ep == 1),
-        (data["plan"], "etp", plan.etp is None),
-        (data["workload"], "expert_load", scenario.workload.expert_load == "balanced"),
-        (data["workload"], "expert_routing", scenario.workload.expert_routing == "router"),
-        (data["plan"], "cp", plan.cp == 1),
     ):
         if is_absent:
             del table[key]
