@@ -4,7 +4,7 @@ Matrices of bytes between all pairs of members are stored as one row per kind of
 number of members, not of pairs: most members of a large group send the same, so a few rows represent all senders.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -337,6 +337,12 @@ class Communication:
     """bf16 or fp16, if elements of that precision are summed, as their additions may have costs of their own;
     else ''.
     """
+
+    @classmethod
+    def among(cls, groups: Iterable[Sequence[int]], kind: str, size_bytes: float, **settings: Any) -> "Communication":
+        """Return a collective that each of several groups carries out; `settings`: further fields."""
+        group, *beside = groups
+        return cls(kind, group, size_bytes, beside=tuple(beside), **settings)
 
     @property
     def groups(self) -> tuple[Sequence[int], ...]:

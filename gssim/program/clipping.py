@@ -94,8 +94,7 @@ def unscale_gradients(
         of_slices = own._replace(layer="infinite gradients of slices")
         tasks.append(sum_over_slices(low, rank, of_slices, FLAG_BYTES))
     if replicas:
-        first, *others = replicas
-        exchange = Communication("all-reduce", tuple(first), FLAG_BYTES, beside=tuple(map(tuple, others)))
+        exchange = Communication.among(map(tuple, replicas), "all-reduce", FLAG_BYTES)
         tasks.append(collective_task(own._replace(layer="infinite gradients of the stages"), exchange))
     return tasks
 
@@ -127,8 +126,7 @@ def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterat
     elif policies.ep > 1:
         yield _over_experts(low, _sum_id("of experts"), SQUARES_BYTES)
     if replicas:
-        first, *others = replicas
-        exchange = Communication("all-reduce", tuple(first), SQUARES_BYTES, beside=tuple(map(tuple, others)))
+        exchange = Communication.among(map(tuple, replicas), "all-reduce", SQUARES_BYTES)
         yield collective_task(_sum_id("of the stages"), exchange)
 
 
@@ -145,8 +143,7 @@ def _over_owners(low: Lowering, name: TaskId, size_bytes: float) -> Iterator[Tas
 
 def _over_experts(low: Lowering, name: TaskId, size_bytes: float) -> Task:
     """Return an all-reduce over the ranks that divide the experts and hold full copies of everything else."""
-    group, *beside = low.expert_groups
-    return collective_task(name, Communication("all-reduce", group, size_bytes, beside=tuple(beside)))
+    return collective_task(name, Communication.among(low.expert_groups, "all-reduce", size_bytes))
 
 
 def _counted_tensors(low: Lowering, rank: int) -> int:

@@ -17,6 +17,7 @@ which is reduce-scattered over these ranks.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gssim.collectives import Communication, Pairs
 from gssim.memory import footprint
@@ -58,25 +59,17 @@ def _exchange(low: Lowering, module: str, kind: str, size: int, samples: int) ->
 
 def count_exchange(groups: Sequence[Sequence[int]], size_bytes: float) -> Communication:
     """Return the all-to-all of the numbers of rows, in every group of ranks that divide experts."""
-    group, *beside = groups
-    return Communication("all-to-all", group, float(size_bytes), beside=tuple(beside))
+    return Communication.among(groups, "all-to-all", float(size_bytes))
 
 
 def row_exchange(groups: Sequence[Sequence[int]], kind: str, sent: Sequence[float]) -> Communication:
     """Return a dispatch or combine in every group; `sent`: the bytes of the rows that each rank sends to each place."""
-    group, *beside = groups
     pairs = Pairs([tuple(sent)], (0,) * len(sent))  # all send as much to a rank
     if kind == "combine" and len(set(sent)) > 1:
         pairs = Pairs([(each,) * len(sent) for each in sent], tuple(range(len(sent))))
-    return Communication(
-        "all-to-all-v",
-        group,
-        len(sent) * sum(sent),
-        pair_bytes=pairs,
-        beside=tuple(beside),
-        data_dependent=True,
-        carried_as="all-to-all",
-    )
+    size_bytes = len(sent) * sum(sent)
+    settings: dict[str, Any] = {"pair_bytes": pairs, "data_dependent": True, "carried_as": "all-to-all"}
+    return Communication.among(groups, "all-to-all-v", size_bytes, **settings)
 
 
 def expert_reductions(low: Lowering, precision: Precision) -> list[tuple[Bucket, Communication | None]]:
@@ -84,12 +77,12 @@ def expert_reductions(low: Lowering, precision: Precision) -> list[tuple[Bucket,
 
     These are no buckets of DistributedDataParallel's: a rank that holds its experts alone has nothing to cast.
     """
-    group, *beside = low.expert_replicas
-    if len(group) == 1:
+    groups = low.expert_replicas
+    if len(groups[0]) == 1:
         return [(bucket, None) for bucket in low.expert_buckets]
     kind, value_bytes = "reduce-scatter" if low.has_one_gradient_buffer else "all-reduce", PRECISION_BYTES[precision]
     summed = precision if value_bytes == HALF_BYTES else ""
     return [
-        (each, Communication(kind, group, each.elements * value_bytes, beside=tuple(beside), half_precision=summed))
+        (each, Communication.among(groups, kind, each.elements * value_bytes, half_precision=summed))
         for each in low.expert_buckets
     ]

@@ -506,8 +506,7 @@ class Lowering:
 
     def communication(self, kind: str, axis: str, size_bytes: float, **settings: Any) -> Communication:
         """Return a collective that every group along a data axis carries out, each group independently."""
-        group, *beside = self.groups_along(axis)
-        return Communication(kind, group, size_bytes, beside=tuple(beside), **settings)
+        return Communication.among(self.groups_along(axis), kind, size_bytes, **settings)
 
     def communication_stream(self, number: int) -> str:
         """Return the stream of a group's `number`-th asynchronous collective, in the order in which they are posted.

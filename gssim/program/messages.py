@@ -238,7 +238,7 @@ def _cut_tensors(low: Lowering) -> Sequence[tuple[tuple[str, float, float], ...]
         ranges = _ranges(low, low.division(bucket), 0).tolist()
         start = 0
         for instance, parameter in bucket.members:
-            size, name = parameter.elements, parameter.name.replace("{}", instance.module)
+            size, name = parameter.elements, instance.name_of(parameter)
             for own, (first, last) in zip(found, ranges, strict=True):
                 begin, end = max(first, start) - start, min(last, start + size) - start
                 if begin < end and end - begin < size:
@@ -417,7 +417,7 @@ def _partial_names(low: Lowering) -> tuple[str, ...]:
     """Return the names of parameters for which each rank of a tensor group has only a partial gradient."""
     if low.policies.tp == 1:
         return ()
-    return tuple(p.name.replace("{}", instance.module) for instance, p in low.parameters if p.summed)
+    return tuple(instance.name_of(p) for instance, p in low.parameters if p.summed)
 
 
 def _ratios_of_means(low: Lowering, sender: Sender) -> Mapping[str, sparsity.Ratios]:
@@ -515,7 +515,7 @@ def _lag_steps(low: Lowering) -> float:
 @once_a_run
 def _movements(low: Lowering, _statistics: Same, steps: int) -> Sequence[float]:
     """Return the distance by which the mean element moves in each of the first steps."""
-    elements = {p.name.replace("{}", instance.module): p.elements for instance, p in low.parameters}
+    elements = {instance.name_of(p): p.elements for instance, p in low.parameters}
     assert low.statistics is not None
     return movements(low.statistics, elements, steps=steps)
 

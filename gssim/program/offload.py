@@ -73,9 +73,8 @@ def copy(
 
     The direction follows from the operation of `own`.
     """
-    first, *others = [(rank,) for rank in (low.group if ranks is None else ranks)]
-    kind = TO_HOST if own.op == COPY_TO_HOST else FROM_HOST
-    exchange = Communication(kind, first, size_bytes, beside=tuple(others))
+    alone = [(rank,) for rank in (low.group if ranks is None else ranks)]
+    exchange = Communication.among(alone, TO_HOST if own.op == COPY_TO_HOST else FROM_HOST, size_bytes)
     return collective_task(own, exchange, stream, after=after, need=need)
 
 

@@ -292,8 +292,8 @@ def _broadcast_tensors(low: Lowering, of_experts: bool) -> list[Task]:
     concurrently as it has threads. `of_experts`: broadcast the tensors of divided experts, which have an optimizer of
     their own, among the ranks that hold the same ones; there is nothing to send where no other rank does.
     """
-    group, *beside = low.expert_replicas if of_experts else [low.group]
-    if of_experts and len(group) == 1:
+    groups = low.expert_replicas if of_experts else [low.group]
+    if of_experts and len(groups[0]) == 1:
         return []
     by_root, part = (low.owned_experts, 1) if of_experts else (low.owned_parameters, None)
     handed = Task(TaskId("parameters", "hand-over", part=part), "idle")
@@ -301,9 +301,8 @@ def _broadcast_tensors(low: Lowering, of_experts: bool) -> list[Task]:
     for root, owned in enumerate(by_root):
         for position in owned:
             instance, parameter = low.parameters[position]
-            own = TaskId("broadcast-parameters", layer=parameter.name.replace("{}", instance.module))
-            size = parameter.elements * low.value_bytes
-            exchange = Communication("broadcast", group, size, root=root, beside=tuple(beside))
+            own = TaskId("broadcast-parameters", layer=instance.name_of(parameter))
+            exchange = Communication.among(groups, "broadcast", parameter.elements * low.value_bytes, root=root)
             stream = low.communication_stream(len(tasks))
             tasks.append(collective_task(own, exchange, stream, after=(handed.id,)))
     waited = tuple(task.id for task in tasks)
@@ -320,13 +319,13 @@ def _all_gather_flat(low: Lowering) -> list[Task]:
     Source: DeepSpeed, runtime/utils.py, `all_gather_dp_groups`.
     """
     tasks: list[Task] = []
-    for part, (group, *beside) in ((low.flat_part, [low.group]), (low.flat_expert_part, low.expert_replicas)):
-        ranks = len(group)
+    for part, groups in ((low.flat_part, [low.group]), (low.flat_expert_part, low.expert_replicas)):
+        ranks = len(groups[0])
         count = max(1, part * ranks // ALL_GATHER_BUCKET_ELEMENTS) if part and ranks > 1 else 0
         size = part // max(1, count) // 2 * 2
         for number in range(count):
             elements = size if number < count - 1 else part - size * (count - 1)
-            exchange = Communication("all-gather", group, ranks * elements * low.value_bytes, beside=tuple(beside))
+            exchange = Communication.among(groups, "all-gather", ranks * elements * low.value_bytes)
             tasks.append(collective_task(TaskId("all-gather-parameters", part=len(tasks)), exchange))
     return tasks
 
@@ -346,15 +345,14 @@ def _gather_beside_forward(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
     before: dict[TaskId, list[Task]] = defaultdict(list)
     number = low.micro_batches[0].number
     forwards = [forward_id(layer).at(micro_batch=number) for layer in low.layers]
-    for buckets, (group, *beside) in ((low.buckets, [low.group]), (low.expert_buckets, low.expert_replicas)):
-        if len(group) == 1:
+    for buckets, groups in ((low.buckets, [low.group]), (low.expert_buckets, low.expert_replicas)):
+        if len(groups[0]) == 1:
             continue
         reads = [(min(instance.index for instance, _ in bucket.members), bucket) for bucket in reversed(buckets)]
         issued_at, latest = 0, None
         for index, bucket in sorted(reads, key=lambda read: read[0]):
             gather = TaskId("all-gather-parameters", bucket=bucket.index)
-            size_bytes = bucket.elements * low.value_bytes
-            exchange = Communication("all-gather", group, size_bytes, beside=tuple(beside))
+            exchange = Communication.among(groups, "all-gather", bucket.elements * low.value_bytes)
             issue = Task(gather.serving("issue"), "forward")
             own = collective_task(gather, exchange, "communication", after=(issue.id,))
             before[forwards[index if latest is None else issued_at]] += [issue, own]

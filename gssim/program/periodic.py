@@ -236,8 +236,8 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
 def _exchange(low: Lowering, rank: int, own: TaskId, kind: str, size_bytes: float) -> Task:
     """Return a rank's part in the collective of the ranks with the same shard; equal shards share one identity."""
     alike = _equal_shards(low, low.shard_position(rank))
-    group, *beside = (group for group in low.groups_along("dp_replicate") if low.shard_position(group[0]) in alike)
-    exchange = Communication(kind, group, size_bytes, beside=tuple(beside))
+    groups = (group for group in low.groups_along("dp_replicate") if low.shard_position(group[0]) in alike)
+    exchange = Communication.among(groups, kind, size_bytes)
     name = own if len(alike) == low.policies.dp_shard else own._replace(place=alike[0])
     staged = low.staging(low.device(rank), exchange) if kind == "all-gather" else ()
     return collective_task(own, exchange, communication=name, need=footprint(staged))

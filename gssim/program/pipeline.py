@@ -114,9 +114,9 @@ def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[in
             alike = [ranks for ranks in replicas if held[mesh.replica_rank(ranks[0]) % low.shards] == elements]
         if not elements:
             continue
-        first, *others = (tuple(ranks[place] for place in places) for ranks in alike)
+        holders = (tuple(ranks[place] for place in places) for ranks in alike)
         size = elements * (low.master_bytes if sharded else low.value_bytes)
-        exchange = Communication("all-reduce", first, size, beside=tuple(others), half_precision=summed)
+        exchange = Communication.among(holders, "all-reduce", size, half_precision=summed)
         tasks.append(collective_task(TaskId("all-reduce", layer=tied.name), exchange))
     return tasks
 
@@ -328,8 +328,7 @@ class _ScheduleWriter:
         """Return what the messages between two stages have in common on this side; see `routes`."""
         count, size = len(self.replicas[0]), self.size_bytes(message)
         source, target = message.source % count, message.target % count
-        first, *others = ((ranks[source], ranks[target]) for ranks in self.replicas)
-        exchange = Communication("send", first, size, beside=tuple(others))
+        exchange = Communication.among(((ranks[source], ranks[target]) for ranks in self.replicas), "send", size)
         kind: Literal["activation", "gradient"] = "activation" if message.kind == "activation" else "gradient"
         stream = f"send to {target} on pp" if sends else f"receive from {source} on pp"
         repeated, group = self.named.repeated(exchange), self.named.group(exchange)

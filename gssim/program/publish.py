@@ -43,7 +43,7 @@ from gssim.program.messages import (
     owned_pieces,
     to_all,
 )
-from gssim.program.push import COUNT_BYTES, among_owners, exchange_in_node, push_group_collective
+from gssim.program.push import COUNT_BYTES, exchange_in_node, push_group_collective
 from gssim.program.sharded import insert_beside
 from gssim.program.task import Bucket, Task, TaskId, collective_task
 from gssim.units import Floats
@@ -119,7 +119,7 @@ def threshold_and_pack(low: Lowering, rank: int, order: Sequence[Bucket]) -> lis
         owners = low.owning(own[0])
         parts = (len(own) * COUNT_BYTES,) * owners.nodes
         settings: dict[str, Any] = {"part_bytes": parts, "carried_as": "all-gather-v"}
-        exchange = among_owners(owners, "all-gather", sum(parts), **settings)
+        exchange = Communication.among(owners.push_groups, "all-gather", sum(parts), **settings)
         tasks.append(collective_task(TaskId("publish", "counts", part=number if several else None), exchange))
     return tasks
 
@@ -272,7 +272,8 @@ def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     if not low.policies.point_to_point:  # the backend's collectives: owners broadcast their parts, in rank order
         for root, elements in enumerate(low.division(bucket).owned[0]):
             if elements:
-                exchange = among_owners(low, "broadcast", elements * low.value_bytes, root=root)
+                size_bytes = elements * low.value_bytes
+                exchange = Communication.among(low.push_groups, "broadcast", size_bytes, root=root)
                 tasks.append(collective_task(TaskId("publish", bucket=bucket.index, part=root), exchange))
         return _on_communication_stream(low, tasks)
     if low.nodes > 1 or low.places == 1:

@@ -374,10 +374,10 @@ def _in_push_groups(
     low: Lowering, /, kind: str, places: tuple[int, ...], size_bytes: float, name: str, sizes: Same, **settings: Any
 ) -> Communication:
     """Return one object for all owners: uneven exchanges are told apart by object identity."""
-    group, *beside = (low.push_groups[each] for each in places)
+    groups = [low.push_groups[each] for each in places]
     at_once = low.places if low.sends_by_data else 1
     uneven: dict[str, Any] = {name: sizes.value}
-    return Communication(kind, group, size_bytes, beside=tuple(beside), at_once=at_once, **uneven, **settings)
+    return Communication.among(groups, kind, size_bytes, at_once=at_once, **uneven, **settings)
 
 
 def _carried_as(low: Lowering) -> str:
@@ -501,10 +501,4 @@ def _counts(low: Lowering) -> Communication:
     size = low.nodes * (low.nodes - 1) * COUNT_BYTES
     matrix = matrix_to_all(low, (COUNT_BYTES,) * low.nodes, 1)
     settings: dict[str, Any] = {"pair_bytes": matrix, "carried_as": _carried_as(low), "at_once": low.places}
-    return among_owners(low, "all-to-all-v", size, **settings)
-
-
-def among_owners(low: Lowering, kind: str, size_bytes: float, **settings: Any) -> Communication:
-    """Return a collective that the owners at each place carry out on their own."""
-    group, *beside = low.push_groups
-    return Communication(kind, group, size_bytes, beside=tuple(beside), **settings)
+    return Communication.among(low.push_groups, "all-to-all-v", size, **settings)

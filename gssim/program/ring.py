@@ -249,12 +249,12 @@ def ring_exchange(low: Lowering, samples: int, size_bytes: float) -> Communicati
     One object represents all exchanges of this size, in all rings whose ranks have `samples` samples, because uneven
     exchanges are told apart by object identity.
     """
-    group, *beside = layer_groups(low, samples, "cp")
-    ranks = len(group)
+    groups = layer_groups(low, samples, "cp")
+    ranks = len(groups[0])
     sent = size_bytes / ranks
     rows = [tuple(sent if to == (rank + 1) % ranks else 0.0 for to in range(ranks)) for rank in range(ranks)]
     pairs = Pairs(rows, tuple(range(ranks)))
-    return Communication("all-to-all-v", group, size_bytes, pair_bytes=pairs, beside=tuple(beside))
+    return Communication.among(groups, "all-to-all-v", size_bytes, pair_bytes=pairs)
 
 
 @once_a_run
@@ -263,14 +263,13 @@ def gathering_exchange(low: Lowering, samples: int, size_bytes: float) -> Commun
 
     gloo's own goes through a flat copy: each rank sends its keys and values to all others instead.
     """
-    group, *beside = layer_groups(low, samples, "cp")
+    groups = layer_groups(low, samples, "cp")
     if low.scenario.cluster.backend != "gloo":
-        return Communication("all-gather", group, size_bytes, beside=tuple(beside))
-    ranks = range(len(group))
-    rows = [tuple(size_bytes / len(group) * (to != rank) for to in ranks) for rank in ranks]
+        return Communication.among(groups, "all-gather", size_bytes)
+    ranks = range(len(groups[0]))
+    rows = [tuple(size_bytes / len(ranks) * (to != rank) for to in ranks) for rank in ranks]
     pairs = Pairs(rows, tuple(ranks))
-    kind = "all-to-all-v"
-    return Communication("all-gather", group, size_bytes, pair_bytes=pairs, carried_as=kind, beside=tuple(beside))
+    return Communication.among(groups, "all-gather", size_bytes, pair_bytes=pairs, carried_as="all-to-all-v")
 
 
 def _shift(exchange: Communication, own: TaskId, *, after: TaskId) -> Task:

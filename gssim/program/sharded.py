@@ -342,8 +342,7 @@ def _exchange(low: Lowering, unit: Unit, kind: str, size_bytes: float) -> Commun
     """Return a collective of the ranks that share a unit, carried out by the backend or as a ring of messages."""
     carried_as = f"{kind}-v" if low.policies.point_to_point else ""
     if unit.experts:
-        group, *beside = low.expert_replicas
-        return Communication(kind, group, size_bytes, beside=tuple(beside), carried_as=carried_as)
+        return Communication.among(low.expert_replicas, kind, size_bytes, carried_as=carried_as)
     return low.communication(kind, "dp_shard", size_bytes, carried_as=carried_as)
 
 

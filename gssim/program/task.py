@@ -806,7 +806,7 @@ class Bucket:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Name of each member in the model."""
-        return tuple(parameter.name.replace("{}", instance.module) for instance, parameter in self.members)
+        return tuple(instance.name_of(parameter) for instance, parameter in self.members)
 
     @property
     def of_experts(self) -> bool:

@@ -87,9 +87,9 @@ def with_all_reduces(
         while pending and pending[0][1].moment.position <= end:
             number, reduction = pending.pop(0)
             axis = "cp" if reduction.kind in CONTEXT_EXCHANGES else "tp"
-            group, *beside = layer_groups(low, low.batch_sizes[rank], axis)
+            groups = layer_groups(low, low.batch_sizes[rank], axis)
             every = len(low.group) // (low.policies.cp if axis == "cp" else 1)
-            samples_of_group = low.batch_sizes[rank] if len(beside) + 1 < every else None
+            samples_of_group = low.batch_sizes[rank] if len(groups) < every else None
             if reduction.kind in EXPERT_EXCHANGES:
                 tasks.append(expert_exchange(low, rank, instance, reduction, phase, samples))
                 continue
@@ -116,13 +116,13 @@ def with_all_reduces(
             )
             size = _sum_bytes(low, reduction, samples)
             if reduction.kind == GATHER_AGAIN:
-                exchange = Communication("all-gather", group, size, beside=tuple(beside))
+                exchange = Communication.among(groups, "all-gather", size)
                 tasks.append(collective_task(own, exchange, "gather", after=(tasks[-1].id,)))
                 awaited.append(own)
                 continue
             if device.kind == "cpu" and axis == "tp" and (host_s := cost.cut_sum_time_s(device, sum_bytes=size)):
                 tasks.append(Task(own.serving("issue"), "exposed_communication", duration_s=host_s))
-            exchange = Communication(reduction.kind, group, size, beside=tuple(beside))
+            exchange = Communication.among(groups, reduction.kind, size)
             tasks.append(collective_task(own, exchange, need=footprint(low.staging(device, exchange))))
     assert not awaited, "a map's backward follows the gather of its input"
     if low.scenario.plan.tp_overlap or (low.scenario.plan.async_input_gradients and phase == "b"):
@@ -288,23 +288,23 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
     ]
     if len(set(low.summed_elements)) > 1:  # owners of shards sum only what they own
         own = own._replace(place=low.position(alike[0]))
-    group, *beside = dict.fromkeys(low.policies.mesh.group(other, "tp") for other in alike)
+    groups = dict.fromkeys(low.policies.mesh.group(other, "tp") for other in alike)
     copy_s = cost.copy_time_s(low.device(rank), size)
     need = [footprint([Event(0, change, "temporaries")]) for change in (size, -size)]
     phase = "exposed_communication"
     return [
         Task(own.serving("copy-in"), phase, duration_s=copy_s, need=need[0]),
-        collective_task(own, Communication("all-reduce", group, size, beside=tuple(beside))),
+        collective_task(own, Communication.among(groups, "all-reduce", size)),
         Task(own.serving("copy-out"), phase, duration_s=copy_s, need=need[1]),
     ]
 
 
 def sum_over_slices(low: Lowering, rank: int, own: TaskId, size_bytes: float) -> Task:
     """Return an all-reduce over the ranks that hold slices of the same blocks."""
-    group, *beside = layer_groups(low, low.batch_sizes[rank], "tp")
-    if len(beside) + 1 < len(low.group):
+    groups = layer_groups(low, low.batch_sizes[rank], "tp")
+    if len(groups) < len(low.group):
         own = own._replace(samples=low.batch_sizes[rank])
-    return collective_task(own, Communication("all-reduce", group, size_bytes, beside=tuple(beside)))
+    return collective_task(own, Communication.among(groups, "all-reduce", size_bytes))
 
 
 def _sum_bytes(low: Lowering, reduction: Reduction, samples: int) -> float:
