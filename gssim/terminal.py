@@ -55,9 +55,9 @@ class PlainConsole(Console):
         return super().render_str("\n".join(map(one_line, text.split("\n"))), **options)
 
 
-def plain_console(width: int, **options: Any) -> Console:
-    """Return a console for texts of users, as wide as the terminal, or of `width` columns."""
-    return PlainConsole(**options) if sys.stdout.isatty() else PlainConsole(width=width, **options)
+def plain_console(width: int) -> Console:
+    """Return a console for texts of users, without colours of its own, as wide as the terminal, or of `width`."""
+    return PlainConsole(highlight=False) if sys.stdout.isatty() else PlainConsole(highlight=False, width=width)
 
 
 def print_result(result: Result) -> None:
@@ -69,20 +69,19 @@ def print_result(result: Result) -> None:
     word = "predicted" if result.source == "simulated" else "measured"
     density = f", push density {result.density.push:.3%}" if result.density.push is not None else ""
     console.print(
-        f"{word} step {human_seconds(result.step_time_s)}, {result.throughput_samples_per_s:.4g} samples/s{density}",
-        highlight=False,
+        f"{word} step {human_seconds(result.step_time_s)}, {result.throughput_samples_per_s:.4g} samples/s{density}"
     )
     for line in (*_periods(result), *_band(result), *_target_density(result)):
-        console.print(line, highlight=False)
+        console.print(line)
     for line in expected_errors_of(result):
-        console.print(line, highlight=False)
+        console.print(line)
     _print_fit(console, result)
     if busiest_link(result) is not None:
-        console.print(f"bottleneck: {pace(result)}", highlight=False, markup=False)
+        console.print(f"bottleneck: {pace(result)}")
     if result.idle_devices:
-        console.print(f"idle: {idle_list(result.idle_devices)}", highlight=False, markup=False)
+        console.print(f"idle: {idle_list(result.idle_devices)}")
     for cost in result.provenance.get("uncounted", ()):
-        console.print(f"counted as nothing: {cost}", highlight=False)
+        console.print(f"counted as nothing: {cost}")
     if result.divisions:
         console.print(_division_table(result))
     _print_ranks(console, result)
@@ -124,8 +123,7 @@ def _print_fit(console: Console, result: Result) -> None:
         least = result.margin
         console.print(
             f"fits: rank {least.rank}, which has least to spare, has {human_bytes(least.margin_bytes)} left "
-            f"of {human_bytes(least.memory_bytes)}; largest at the peak: {least.category}",
-            highlight=False,
+            f"of {human_bytes(least.memory_bytes)}; largest at the peak: {least.category}"
         )
 
 
@@ -257,7 +255,7 @@ def print_results(results: Sequence[Result], question: str) -> None:
     """Print a sweep's Results for people, a line each."""
     console = plain_console(PIPE_WIDTH)
     if question:
-        console.print(one_line(question), style="bold", highlight=False)
+        console.print(one_line(question), style="bold")
     heads = ("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "publish", "fits")
     rows = []
     for result in results:
@@ -285,14 +283,14 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
     """Print a sweep's table for people: all of a small one, the fastest points that fit of a large one."""
     console = plain_console(PIPE_WIDTH)
     if question:
-        console.print(one_line(question), style="bold", highlight=False)
+        console.print(one_line(question), style="bold")
     counts = Counter(table["status"])
     shown = table
     if table.height > 4 * FASTEST:
         fitting = table.filter(table["status"] == "fits")  # steps of few samples are short
         shown = fitting.sort("throughput_samples_per_s", descending=True, maintain_order=True).head(FASTEST)
         by_status = ", ".join(f"{count:,} {'fit' if status == 'fits' else status}" for status, count in counts.items())
-        console.print(f"{table.height:,} points: {by_status}; the fastest of those that fit:", highlight=False)
+        console.print(f"{table.height:,} points: {by_status}; the fastest of those that fit:")
     pushes = ["push"] if any(density is not None for density in shown["push_density_ratio"]) else []
     rows = []
     for row in shown.iter_rows(named=True):
@@ -311,9 +309,9 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
     unanswered = table.filter(table["step_time_s"].is_null()).rows(named=True)
     reasons = Counter((str(row["status"]), str(row["reason"] or "")) for row in unanswered)
     for (status, reason), count in reasons.most_common(SHOWN_REASONS):
-        console.print(f"{status}: {count:,} {'point' if count == 1 else 'points'}: {reason}", highlight=False)
+        console.print(f"{status}: {count:,} {'point' if count == 1 else 'points'}: {reason}")
     if len(reasons) > SHOWN_REASONS:
-        console.print(f"{len(reasons) - SHOWN_REASONS} more reasons are in the table's column reason", highlight=False)
+        console.print(f"{len(reasons) - SHOWN_REASONS} more reasons are in the table's column reason")
 
 
 SHOWN_REASONS = 6

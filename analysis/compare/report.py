@@ -52,7 +52,7 @@ def print_comparison(comparison: pl.DataFrame, groups: pl.DataFrame) -> None:
 
 def console() -> Console:
     """Return the console for tables: as wide as the terminal, or `PIPE_WIDTH` where output is piped."""
-    return plain_console(PIPE_WIDTH, highlight=False)
+    return plain_console(PIPE_WIDTH)
 
 
 def figure_table(names: Sequence[Column], heads: Sequence[str], *after: Column) -> Table:

@@ -15,9 +15,7 @@ def print_ingested(result: Result) -> None:
     about = result.provenance.get("ingested", {})
     steps = about.get("steps", ())
     which = f", median of {len(steps)} steps ({steps[0]} to {steps[-1]})" if steps else ""
-    console.print(
-        f"{result.scenario['name']}: measured step {human_seconds(result.step_time_s)}{which}", highlight=False
-    )
+    console.print(f"{result.scenario['name']}: measured step {human_seconds(result.step_time_s)}{which}")
     table = Table("rank", "computation", "exposed communication", "exposed copies", "busy", "idle", "peak allocated")
     for entry in result.ranks:
         whole_s = sum(entry.phases_s.values())

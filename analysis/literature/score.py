@@ -354,7 +354,7 @@ def _row(row: ScoredRow) -> dict[str, Any]:
 
 def print_scores(scores: Scores) -> None:
     """Print a line for each source and quantity, then the calibration rows and the skipped rows with reasons."""
-    console = plain_console(PIPE_WIDTH, highlight=False)
+    console = plain_console(PIPE_WIDTH)
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("source", overflow="fold", min_width=40)
     table.add_column("figure")

@@ -29,28 +29,28 @@ def print_found(found: Found, question: str, run: Sequence[str]) -> None:
     """
     console = plain_console(PIPE_WIDTH)
     if question:
-        console.print(one_line(question), style="bold", highlight=False)
+        console.print(one_line(question), style="bold")
     left = f"; ended with {found.counts.left} of them still open" if found.counts.left else ""
-    console.print(f"{found.plans} plans{left}", highlight=False)  # not the simulated ones, as many as time allows
+    console.print(f"{found.plans} plans{left}")  # not the simulated ones, as many as time allows
     if not found.best:
         for line in nothing_fits(found):
-            console.print(line, highlight=False)
+            console.print(line)
         return
     console.print(_plan_table(found, found.best, f"best {len(found.best)} by {found.space.objective}"))
     for rank, each in enumerate(found.best, start=1):
-        console.print(f"{rank}: {reason(each.result)}", highlight=False)
+        console.print(f"{rank}: {reason(each.result)}")
     for line in expected_errors_of(found.best[0].result):
-        console.print(line, highlight=False)
+        console.print(line)
     console.print(_plan_table(found, found.front, "front of time and memory"))
     for name, rival in found.comparisons(found.best[0]):
-        console.print(f"{name}: {_compared(rival)}", highlight=False)
+        console.print(f"{name}: {_compared(rival)}")
     if found.space.study is not None:
         said = f"thresholds: what they cost in loss is what {found.space.study} says of its own model and training"
-        console.print(said, highlight=False)
+        console.print(said)
     for line in left_out(found):
-        console.print(line, highlight=False)
+        console.print(line)
     first = shlex.join([*run, "--set", found.best[0].candidate.override])
-    console.print(f"the first: {first}", highlight=False, soft_wrap=True)
+    console.print(f"the first: {first}", soft_wrap=True)
 
 
 def nothing_fits(found: Found) -> list[str]:
@@ -116,12 +116,10 @@ def print_methods(methods: Iterable[Method]) -> None:
         table.add_row(method.name, *policies, method.real, method.description)
     console = plain_console(WIDTH)
     console.print(table)
-    console.print("`gssim support SCENARIO` checks every combination on its cluster and model.", highlight=False)
-    console.print(
-        f"`gssim import` reads configurations of {', '.join(interop.FORMATS)}; `gssim export` writes", highlight=False
-    )
+    console.print("`gssim support SCENARIO` checks every combination on its cluster and model.")
+    console.print(f"`gssim import` reads configurations of {', '.join(interop.FORMATS)}; `gssim export` writes")
     for program, (names, _) in interop.EXPORTS.items():
-        console.print(f"  {program}: {', '.join(names)}", highlight=False)
+        console.print(f"  {program}: {', '.join(names)}")
 
 
 def print_support(combinations: Sequence[Support]) -> None:
@@ -146,4 +144,4 @@ def print_support(combinations: Sequence[Support]) -> None:
             count -= 1
         console.print(table)
         methods = methods[count:]
-    console.print("yes: predicted and real; sim: predicted only; -: refused. Reasons: --json", highlight=False)
+    console.print("yes: predicted and real; sim: predicted only; -: refused. Reasons: --json")

@@ -512,7 +512,7 @@ def test_runs_of_one_file_with_several_overrides_are_named_apart_in_tables_chart
 
 def test_in_a_narrow_terminal_times_and_memory_are_two_tables_that_name_every_scenario(capsys, monkeypatch) -> None:
     table = compare(join(crowd(3, name="scenario-{i}")).pairs)
-    monkeypatch.setattr("analysis.compare.report.console", lambda: plain_console(80, highlight=False))
+    monkeypatch.setattr("analysis.compare.report.console", lambda: plain_console(80))
     print_comparison(table, group_table(table))
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 80
