@@ -117,21 +117,14 @@ def _end_of_backward(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) 
 # Parameters ----------------------------------------------------------------------------------------------------------
 
 
-def gather_flat_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """Pass of GS with sharded parameters: gather each unit before its first forward, and keep it for the backward."""
-    return _with_gathers(low, rank, tasks, twice=False)
-
-
-def gather_flat_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """Pass of GS with sharded parameters: free each block after its forward, and gather it again for its backward."""
-    return _with_gathers(low, rank, tasks, twice=True)
-
-
 Use = tuple[FlatUnit, TaskId]
 """A unit, and the task that needs its gathered parameters."""
 
 
-def _with_gathers(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -> list[Task]:
+def gather_flat_parameters(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -> list[Task]:
+    """Pass of GS with sharded parameters: gather each unit before its first forward, and keep it for the backward; or,
+    if `twice`, free each block after its forward and gather it again for its backward.
+    """
     units = [unit for unit in flat_units(low) if low.owning(unit.bucket).nodes > 1]  # a rank keeps what it owns whole
     if not units:
         return tasks

@@ -23,8 +23,9 @@ def scratch_events(
     profile = layer_profile(low.device(rank), low.scenario.workload, low.whole_layer(instance) or instance.layer)
     if not samples:
         return [], 0.0
-    if phase in ("i", "w"):
-        return [], _split_bytes(low, rank, instance, samples, profile)
+    if phase in ("i", "w"):  # profiles are of whole backwards, at other positions: at most what one of these takes
+        whole = [] if profile is None else _measured_events(low, rank, instance, "b", samples, profile)
+        return [], max((size for _, size, *_ in whole), default=0.0)
     weights = quantized_weights(instance.layer, low.scenario.workload.frozen_precision)
     copied_bytes = float(max((each.elements for each in weights), default=0) * low.value_bytes)
     if profile is not None and profile.scratch_bytes is not None:
@@ -74,18 +75,6 @@ def _measured_events(
         if scratch.phase == traced_phase and runs and (size := scratch.at(samples)):
             events += [Event(scratch.position, sign * size, "temporaries") for sign in (1, -1)]
     return events
-
-
-def _split_bytes(
-    low: Lowering, rank: int, instance: LayerInstance, samples: int, profile: LayerProfile | None
-) -> float:
-    """Return the workspace of either part of a split backward: the most that an operation of a whole one takes.
-
-    Profiles are of whole backwards, whose operations have other positions.
-    """
-    if profile is None or profile.scratch_bytes is None:
-        return 0.0
-    return max((size for _, size, *_ in _measured_events(low, rank, instance, "b", samples, profile)), default=0.0)
 
 
 def _profile_key(low: Lowering, rank: int, instance: LayerInstance) -> str:

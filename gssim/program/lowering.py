@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
+from operator import attrgetter
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from gssim import collectives
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
-from gssim.execution.cache import Shared
+from gssim.execution.cache import NOT_KEPT, Same, Shared
 from gssim.memory import Event
 from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_limits, divide, splitting
 from gssim.plan.pipeline_schedule import SPLITTING, schedule
@@ -43,40 +44,36 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-NOT_CACHED = object()
+def _once(
+    function: Callable[Concatenate["Lowering", P], T], cache_of: Callable[["Lowering"], dict[Hashable, Any]]
+) -> Callable[Concatenate["Lowering", P], T]:
+    """Return a function of the lowering whose results, by its other arguments, are in one of the lowering's caches."""
+
+    @wraps(function)
+    def cached(low: "Lowering", /, *arguments: P.args, **named: P.kwargs) -> T:
+        cache, key = cache_of(low), (cached, arguments, *named.items())
+        value = cache.get(key, NOT_KEPT)
+        if value is NOT_KEPT:
+            value = cache[key] = function(low, *arguments, **named)
+        found: T = value
+        return found
+
+    return cached
 
 
 def once_a_step(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
     """Cache a function of the lowering for one step: ranks that call it with equal arguments share the result."""
-
-    @wraps(function)
-    def cached(low: "Lowering", /, *arguments: P.args, **named: P.kwargs) -> T:
-        key = (cached, arguments, *named.items())
-        value = low.step_cache.get(key, NOT_CACHED)  # one lookup, not two: hashing keys takes a good part of lowering
-        if value is NOT_CACHED:
-            value = low.step_cache[key] = function(low, *arguments, **named)
-        found: T = value
-        return found
-
-    return cached
+    return _once(function, attrgetter("step_cache"))
 
 
 def once_a_run(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
-    """Cache a function of the lowering over all steps: its result must not depend on the step.
+    """Cache a function of the lowering over all steps: its result depends neither on the step nor on statistics."""
+    return _once(function, attrgetter("run_cache"))
 
-    A function that depends on the gradient statistics must take them as an argument.
-    """
 
-    @wraps(function)
-    def cached(low: "Lowering", /, *arguments: P.args, **named: P.kwargs) -> T:
-        key = (cached, arguments, *named.items())
-        value = low.run_cache.get(key, NOT_CACHED)
-        if value is NOT_CACHED:
-            value = low.run_cache[key] = function(low, *arguments, **named)
-        found: T = value
-        return found
-
-    return cached
+def once_for_statistics(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
+    """Cache a function of the lowering over all steps under the same gradient statistics."""
+    return _once(function, lambda low: low.run_cache.setdefault(Same(low.statistics), {}))
 
 
 class ComputeKind(NamedTuple):
@@ -127,7 +124,7 @@ class Lowering:
     step_cache: dict[Hashable, Any] = field(default_factory=dict)
     """Values of functions that differ from step to step, by function and arguments."""
     run_cache: dict[Hashable, Any] = field(default_factory=dict)
-    """Values of functions that are equal in all steps, by function and arguments."""
+    """Values of functions that are equal in all steps, by function and arguments; and by statistics, such caches."""
 
     computed: dict[ComputeKind, Sequence[Task]] = field(default_factory=dict)
     """Forward and backward of micro-batches, equal in all steps."""

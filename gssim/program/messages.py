@@ -18,7 +18,7 @@ from gssim import sparsity
 from gssim.collectives import Pairs, summed, sums_of_others
 from gssim.execution.cache import Same
 from gssim.plan import Division, absolute_threshold, encodings
-from gssim.program.lowering import Lowering, once_a_run, once_a_step
+from gssim.program.lowering import Lowering, once_a_run, once_a_step, once_for_statistics
 from gssim.program.task import Bucket, MicroBatch
 from gssim.sparsity import movements, staleness_steps
 from gssim.units import PRECISION_BYTES, Bools, Floats, Ints
@@ -177,11 +177,11 @@ class PushTotals:
 
 def push_totals(low: Lowering, micro_batch: MicroBatch, place: int) -> PushTotals:
     """Return the totals of `push_sizes`. They are cached for all steps; the messages of many ranks are not."""
-    return _push_totals(low, Same(low.statistics), low.step, micro_batch, place)
+    return _push_totals(low, low.step, micro_batch, place)
 
 
-@once_a_run
-def _push_totals(low: Lowering, _statistics: Same, _step: int, micro_batch: MicroBatch, place: int) -> PushTotals:
+@once_for_statistics
+def _push_totals(low: Lowering, _step: int, micro_batch: MicroBatch, place: int) -> PushTotals:
     sizes = push_sizes(low, micro_batch, place)
     entries = float(sizes.payloads(sizes.messages.entries).sum())
     return PushTotals(sizes.payloads(sizes.messages.size_bytes), entries)
@@ -287,23 +287,18 @@ class OwnedPieces:
         return summed(self.owner, self.elements * densities, whole.size).reshape(whole.shape)
 
 
-def owned_pieces(low: Lowering, place: int) -> OwnedPieces:
-    """Return the pieces of tensors in the ranges of a bucket of every kind of the first owner of each run."""
-    return _owned_pieces(low, Same(low.statistics), place)
-
-
 def bucket_kind(low: Lowering, bucket: Bucket) -> int:
     """Return the kind of a bucket; see [Note: alike buckets]."""
-    return _bucket_kinds(low, Same(low.statistics))[0][bucket.index]
+    return _bucket_kinds(low)[0][bucket.index]
 
 
 def first_of_kinds(low: Lowering) -> Sequence[Bucket]:
     """Return the first bucket of each kind; see [Note: alike buckets]."""
-    return _bucket_kinds(low, Same(low.statistics))[1]
+    return _bucket_kinds(low)[1]
 
 
-@once_a_run
-def _bucket_kinds(low: Lowering, _statistics: Same) -> tuple[Sequence[int], Sequence[Bucket]]:
+@once_for_statistics
+def _bucket_kinds(low: Lowering) -> tuple[Sequence[int], Sequence[Bucket]]:
     """Return the kind of each bucket, and the first bucket of each kind; see [Note: alike buckets]."""
     alike: Mapping[str, str] | None = None
     if low.statistics is not None:  # where owners cut tensors, densities may differ between tensors that are alike
@@ -321,9 +316,10 @@ def _bucket_kinds(low: Lowering, _statistics: Same) -> tuple[Sequence[int], Sequ
     return numbers, firsts
 
 
-@once_a_run
-def _owned_pieces(low: Lowering, statistics: Same, place: int) -> OwnedPieces:
-    kinds, buckets = _bucket_kinds(low, statistics)
+@once_for_statistics
+def owned_pieces(low: Lowering, place: int) -> OwnedPieces:
+    """Return the pieces of tensors in the ranges of a bucket of every kind of the first owner of each run."""
+    kinds, buckets = _bucket_kinds(low)
     names = tuple(name for bucket in buckets for name in bucket.names)
     tensor_sizes = np.array([p.elements for bucket in buckets for _, p in bucket.members], dtype=np.int64)
     starts = np.cumsum(tensor_sizes) - tensor_sizes  # as if all buckets were one
@@ -507,13 +503,11 @@ def _lag_steps(low: Lowering) -> float:
     threshold = absolute_threshold(low.scenario.plan.publish, low.scenario.workload.learning_rate)
     assert threshold is not None
     run = low.scenario.run
-    return staleness_steps(
-        _movements(low, Same(low.statistics), max(low.step, run.warmup_steps + run.steps))[: low.step], threshold
-    )
+    return staleness_steps(_movements(low, max(low.step, run.warmup_steps + run.steps))[: low.step], threshold)
 
 
-@once_a_run
-def _movements(low: Lowering, _statistics: Same, steps: int) -> Sequence[float]:
+@once_for_statistics
+def _movements(low: Lowering, steps: int) -> Sequence[float]:
     """Return the distance by which the mean element moves in each of the first steps."""
     elements = {instance.name_of(p): p.elements for instance, p in low.parameters}
     assert low.statistics is not None

@@ -28,7 +28,7 @@ from gssim.plan import REPLICA_AXES
 from gssim.plan.plan import ShareRules
 from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
-from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
+from gssim.program.flat_units import gather_flat_parameters, push_units
 from gssim.program.lowering import Lowering, layer_groups, once_a_run
 from gssim.program.messages import in_order, is_thresholded, mean_push_density, push_totals, sent_ratios
 from gssim.program.named import Named
@@ -41,7 +41,6 @@ from gssim.program.ring import gathering_exchange, ring_exchange
 from gssim.program.sharded import (
     Gathered,
     gather_parameters,
-    gather_parameters_twice,
     keep_parameters,
     reduce_scatter_gradients,
     run_stage,
@@ -138,10 +137,10 @@ REDUCE_GRADIENTS: dict[tuple[str, bool], Pass] = {
 HOLD_PARAMETERS: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], list[Task]]] = {
     ("replicated", False): keep_parameters,
     ("replicated", True): keep_parameters,
-    ("gathered", False): gather_parameters,
-    ("gathered", True): gather_flat_parameters,
-    ("sharded", False): gather_parameters_twice,
-    ("sharded", True): gather_flat_parameters_twice,
+    ("gathered", False): partial(gather_parameters, twice=False),
+    ("gathered", True): partial(gather_flat_parameters, twice=False),
+    ("sharded", False): partial(gather_parameters, twice=True),
+    ("sharded", True): partial(gather_flat_parameters, twice=True),
 }
 """Pass that keeps or gathers parameters, by parameter policy and whether gradients are pushed."""
 
@@ -674,15 +673,9 @@ def _of_any_shares(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequenc
     """
     if low.stages or low.divides_layers or low.assigns_layers or low.policies.ep > 1:  # shares cut layers, or exchanges
         return compute(low, rank, micro_batch)
-    scenario, shared = low.scenario, low.shared
-
-    def first() -> Same:
-        key = lowering_key(scenario, None, shared, any_count=True, any_shares=True)
-        return shared.once("first of any shares", key, lambda: Same(scenario))
-
-    kind = low.compute_kind(rank, micro_batch)._replace(batch_size=0)
-    key = (shared.once("scenarios of any shares", Same(scenario), first), kind)
-    return shared.once("computed", key, lambda: compute(low, rank, micro_batch))
+    first = _first_of_any_count(low.scenario, low.shared, any_shares=True)
+    key = (first, low.compute_kind(rank, micro_batch)._replace(batch_size=0))
+    return low.shared.once("computed", key, lambda: compute(low, rank, micro_batch))
 
 
 def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:
@@ -710,14 +703,15 @@ def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequen
     )
 
 
-def _first_of_any_count(scenario: Scenario, shared: Shared) -> Same:
-    """Return the first scenario that differs only in its number of micro-batches."""
+def _first_of_any_count(scenario: Scenario, shared: Shared, *, any_shares: bool = False) -> Same:
+    """Return the first scenario that differs only in its number of micro-batches, or also in its `any_shares`."""
+    of_any = f"of any {'shares' if any_shares else 'count'}"
 
     def first() -> Same:
-        key = lowering_key(scenario, None, shared, any_count=True)
-        return shared.once("first of any count", key, lambda: Same(scenario))
+        key = lowering_key(scenario, None, shared, any_count=True, any_shares=any_shares)
+        return shared.once(f"first {of_any}", key, lambda: Same(scenario))
 
-    return shared.once("scenarios of any count", Same(scenario), first)
+    return shared.once(f"scenarios {of_any}", Same(scenario), first)
 
 
 def _renamed(low: Lowering, rank: int, tasks: Sequence[Task], own: Mapping[str, str]) -> Sequence[Task]:

@@ -281,7 +281,7 @@ def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     elif low.thresholds_publish:  # what was packed, for nobody, is freed
         tasks.append(unpack(low, rank, bucket))
     if low.reduces_in_nodes:
-        exchange = exchange_in_node(low, "all-gather-v", bucket)
+        exchange = exchange_in_node(low, "all-gather-v", dense_bytes(low, low.division(bucket).places))
         tasks.append(collective_task(TaskId("publish-in-node", bucket=bucket.index), exchange))
     return _on_communication_stream(low, tasks)
 

@@ -132,17 +132,12 @@ class _Costs:
 @once_a_step
 def _costs(low: Lowering, rank: int, kind: int, micro_batch: MicroBatch) -> _Costs:
     """Return a rank's costs of the buckets of a kind: one object for all ranks that send and receive the same of it."""
-    bucket, known = first_of_kinds(low)[kind], _known_costs(low)
+    bucket = first_of_kinds(low)[kind]
+    known: dict[Hashable, _Costs] = low.step_cache.setdefault("costs of pushes", {})
     key = (kind, micro_batch, *_what_counts(low, rank, bucket, micro_batch))
     if key not in known:
         known[key] = _new_costs(low, rank, bucket, micro_batch)
     return known[key]
-
-
-@once_a_step
-def _known_costs(_low: Lowering) -> dict[Hashable, _Costs]:
-    """Return the step's cache of costs (empty at first)."""
-    return {}
 
 
 def _what_counts(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> Iterator[Hashable]:
@@ -199,7 +194,7 @@ def _tasks_of_bucket(low: Lowering, number: int, place: int, micro_batch: MicroB
     if low.nodes == 1:
         return reduce, [threshold, Task(names.free, "compression", need=costs.post)], []
     communication, exchange = _exchange_of_bucket(low, number, place, micro_batch)
-    counts = [_count_exchange(low, number)] if is_thresholded(low) else []
+    counts = [collective_task(names.counts, _counts(low))] if is_thresholded(low) else []
     post = Task(names.post, "exposed_communication", duration_s=costs.post_s, need=costs.post)
     stream, begun = "compute", post.id
     if low.scenario.plan.overlap:  # messages start as they are posted, the backend's call after its flat copy
@@ -214,6 +209,8 @@ class _Names(NamedTuple):
     """Identities of the tasks that send a bucket, shared by all ranks: the same objects are compared fast."""
 
     threshold: TaskId
+    counts: TaskId
+    """Of the task that tells every owner how many entries will come; it posts the messages and waits for them."""
     free: TaskId
     post: TaskId
     push: TaskId
@@ -225,6 +222,7 @@ def _names(_low: Lowering, number: int) -> _Names:
     push = TaskId("push", bucket=number)
     return _Names(
         TaskId("threshold", bucket=number),
+        TaskId("counts", bucket=number),
         TaskId("free", bucket=number),
         push.serving("post"),
         push,
@@ -259,8 +257,8 @@ def _reduce_scatter_in_node(low: Lowering, number: int, place: int) -> list[Task
     large as the largest of them.
     """
     own, bucket = TaskId("reduce-scatter", bucket=number), low.buckets[number]
-    exchange = exchange_in_node(low, "reduce-scatter-v", bucket)
-    parts = exchange.part_bytes
+    parts = dense_bytes(low, low.division(bucket).places)
+    exchange = exchange_in_node(low, "reduce-scatter-v", parts)
     whole = float(sum(parts))
     staged = float(low.forwarded_elements(bucket, place) * low.value_bytes)
     events = [Event(0, float(parts[place]), "buckets"), Event(1, staged, "communication")]
@@ -271,13 +269,9 @@ def _reduce_scatter_in_node(low: Lowering, number: int, place: int) -> list[Task
     return [collective_task(own, exchange, need=footprint([*events, Event(3, -whole, "buckets")]))]
 
 
-def exchange_in_node(low: Lowering, kind: str, bucket: Bucket) -> Communication:
-    """Return the dense exchange of a bucket within every node; buckets of equal sizes share it."""
-    return _exchange_in_node(low, kind, dense_bytes(low, low.division(bucket).places))
-
-
 @once_a_run
-def _exchange_in_node(low: Lowering, kind: str, part_bytes: tuple[int, ...]) -> Communication:
+def exchange_in_node(low: Lowering, kind: str, part_bytes: tuple[int, ...]) -> Communication:
+    """Return the dense exchange of a bucket's parts within every node; buckets of equal sizes share it."""
     return low.communication(kind, "dp_shard", sum(part_bytes), part_bytes=part_bytes)
 
 
@@ -488,12 +482,6 @@ def _threshold_memory(low: Lowering, rank: int, bucket: Bucket, micro_batch: Mic
 
 def _is_first_push(micro_batch: MicroBatch) -> bool:
     return micro_batch.first or not micro_batch.sent_before
-
-
-@once_a_run
-def _count_exchange(low: Lowering, bucket: int) -> Task:
-    """Return the task that tells every owner how many entries will come; it posts the messages and waits for them."""
-    return collective_task(TaskId("counts", bucket=bucket), _counts(low))
 
 
 @once_a_run

@@ -720,17 +720,14 @@ def keep_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     return tasks
 
 
-def gather_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """FSDP2 with reshard_after_forward=False: each unit is gathered before its first forward and kept."""
+def gather_parameters(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -> list[Task]:
+    """FSDP2: each unit is gathered before its first forward, and kept (reshard_after_forward=False); or, if `twice`,
+    each block is freed after its forward and gathered again (the default).
+    """
     before, behind = _gather_forward(low, rank, tasks)
-    return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
-
-
-def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """FSDP2 with its default reshard_after_forward: each block is freed after its forward, and gathered again."""
-    before, behind = _gather_forward(low, rank, tasks)
-    before = {**before, **_gather_backward(low, rank)}
-    behind = _free_after_forward(low, tasks, behind)
+    if twice:
+        before = {**before, **_gather_backward(low, rank)}
+        behind = _free_after_forward(low, tasks, behind)
     return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
 
 
