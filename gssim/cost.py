@@ -532,17 +532,11 @@ def sharded_unit_copy_s(device: DeviceType, copied_bytes: float) -> float:
     return copied_bytes * cost.copied_byte_s
 
 
-def sharded_unit_host_s(device: DeviceType, *, phase: str, tensors: int) -> float:
-    """Return the host time of an FSDP2 unit in a forward (`f`) or backward (`b`); 0 where it is not measured."""
-    return _unit_host_s(device.sharded_unit, phase, tensors)
+def unit_host_s(cost: UnitCost | None, *, phase: str, tensors: int) -> float:
+    """Return the host time of a unit of gathered parameters in a forward (`f`) or backward (`b`); 0 if not measured.
 
-
-def flat_unit_host_s(device: DeviceType, *, phase: str, tensors: int) -> float:
-    """Return the host time of a unit that Gradient Sharding gathers; 0 where it is not measured."""
-    return _unit_host_s(device.flat_unit, phase, tensors)
-
-
-def _unit_host_s(cost: UnitCost | None, phase: str, tensors: int) -> float:
+    `cost`: the device's `sharded_unit` for FSDP2, its `flat_unit` for Gradient Sharding.
+    """
     if cost is None:
         return 0.0
     if phase == "f":

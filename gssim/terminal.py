@@ -550,6 +550,9 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
 
     `interrupted`: message after the user's interrupt, if any. Every command has the option `--no-limits`.
     """
+    for command in app.registered_commands:
+        if command.callback is not None and not hasattr(command.callback, "lifts_limits"):
+            command.callback = _lifting(command.callback)
     with contextlib.ExitStack() as closed:
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed by the caller (`>&-`): nobody reads it
@@ -563,7 +566,7 @@ def _run_command_line(app: typer.Typer, program: str, interrupted: str) -> None:
     try:
         _check_words(sys.argv)
         with unwinding(), restored():
-            code = _with_limits(app)(standalone_mode=False)
+            code = app(standalone_mode=False)
         sys.stdout.flush()
     except UserError as error:
         _end(program, str(error), 2)
@@ -615,14 +618,6 @@ def _end(program: str, message: str, code: int) -> None:
         longest = LONGEST_LINE + sum(len(path) * message.count(path) for path in paths)
         print(one_line(f"{program}: {message}", longest), file=sys.stderr)
     raise SystemExit(code) from None
-
-
-def _with_limits(app: typer.Typer) -> typer.Typer:
-    """Return the application with the option `--no-limits` on each of its commands."""
-    for command in app.registered_commands:
-        if command.callback is not None and not hasattr(command.callback, "lifts_limits"):
-            command.callback = _lifting(command.callback)
-    return app
 
 
 def _lifting(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,7 +58,6 @@ class Scratch:
         return cls(match.group(1), int(match.group(2)), points)
 
     def __str__(self) -> str:
-        """Return the text form, which `parse` reads."""
         return f"{self.phase}{self.position} " + " ".join(f"{samples}:{size}" for samples, size in self.points)
 
     def at(self, samples: float) -> float:

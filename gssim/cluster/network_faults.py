@@ -44,7 +44,6 @@ class Conditions:
     """Background traffic on the same links."""
 
     def __bool__(self) -> bool:
-        """Return whether there are any faults or traffic."""
         return bool(self.faults or self.traffic)
 
 
@@ -74,11 +73,9 @@ def applied(wiring: Wiring, conditions: Conditions) -> Wiring:
 def ends_of(wiring: Wiring, conditions: Conditions) -> list[tuple[int, int]]:
     """Return the (source, target) nodes of the background traffic; raises UserError for unknown names."""
     return [
-        (
-            _node(wiring, stream.between[0], f"network.traffic[{number}].between"),
-            _node(wiring, stream.between[1], f"network.traffic[{number}].between"),
-        )
+        (_node(wiring, sender, key), _node(wiring, receiver, key))
         for number, stream in enumerate(conditions.traffic)
+        for key, (sender, receiver) in [(f"network.traffic[{number}].between", stream.between)]
     ]
 
 

@@ -38,7 +38,6 @@ class Pairs(Sequence[tuple[float, ...]]):
         self.rows, self.kinds, self.columns = rows, kinds, columns
 
     def __len__(self) -> int:
-        """Return the number of members."""
         return len(self.kinds)
 
     def __getitem__(self, member: Any) -> Any:
@@ -58,15 +57,12 @@ class Pairs(Sequence[tuple[float, ...]]):
         return bytes_of_member
 
     def __iter__(self) -> Iterator[tuple[float, ...]]:
-        """Return an iterator over the rows."""
         return (self[member] for member in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the rows are equal."""
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
-        """Return equal hashes for equal rows."""
         return hash(tuple(self))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:

@@ -36,11 +36,9 @@ class Same:
     """The object itself. Holding it ensures that no other object can get its identity."""
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both refer to the same object."""
         return isinstance(other, Same) and self.value is other.value
 
     def __hash__(self) -> int:
-        """Return equal hashes for the same object."""
         return id(self.value)
 
 

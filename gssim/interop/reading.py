@@ -196,7 +196,6 @@ class Undecided:
     """Possible values, if they are known; None among them: the key is not given. Empty: any value."""
 
     def __str__(self) -> str:
-        """Return the value as it is written."""
         return self.text
 
 

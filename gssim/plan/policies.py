@@ -104,15 +104,7 @@ class Policies:
     @cached_property
     def mesh(self) -> Mesh:
         """The mesh of the parallel axes."""
-        return Mesh(
-            pp=self.pp,
-            dp_replicate=self.dp_replicate,
-            dp_shard=self.dp_shard,
-            cp=self.cp,
-            tp=self.tp,
-            ep=self.ep,
-            etp=self.etp,
-        )
+        return Mesh(**{name: getattr(self, name) for name in (*AXES, "ep", "etp")})
 
     @property
     def ranks(self) -> int:

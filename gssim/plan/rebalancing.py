@@ -73,7 +73,6 @@ class Watch:
     """Samples of each rank."""
     first: tuple[tuple[float, ...], ...] = ()
     """Seconds per sample of every rank in the steps since the last batch split, until there are `minimum_steps`."""
-    """Seconds per sample of every rank, in the steps since the batch was divided so; until there are enough."""
     speeds: tuple[_RankSpeed, ...] = ()
     settled: bool = False
     """Whether the reference was set after the last step: the moment to consider changes that are expensive."""

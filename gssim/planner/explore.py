@@ -210,7 +210,6 @@ class Queue:
         heappush(self._heap, Waiting(later, least, candidate.index, bound, candidate, False))
 
     def __len__(self) -> int:
-        """Return the number of plans in the queue."""
         return len(self._heap)
 
     def __iter__(self) -> Iterator[Waiting]:

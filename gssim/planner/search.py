@@ -52,11 +52,6 @@ class Counterpart:
 OWN = "the scenario's own plan"
 
 
-def own_plan(loaded: Loaded, own: Candidate, shared: Shared) -> Counterpart:
-    """Return the scenario's own plan for the comparison, if it is not among the plans that fit."""
-    return _simulated(loaded, OWN, own, shared, {})
-
-
 def counterparts(
     loaded: Loaded, best: Candidate, shared: Shared, known: Mapping[str, Result]
 ) -> tuple[Counterpart, ...]:
@@ -66,22 +61,15 @@ def counterparts(
     """
     even = {"batch": "even", "shards": "even"}
     compute = {"batch": "throughput", "shards": "compute" if METHODS[best.plan.method].is_gradient_sharding else "even"}
+
+    def with_shares(name: str, rules: dict[str, str]) -> Counterpart:
+        table = {**best.table, "shares": rules}
+        return _simulated(loaded, name, Candidate(best.index, table, PLAN.validate_python(table)), shared, known)
+
     return (
-        _with_shares(loaded, best, "the first with even shares", even, shared, known),
-        _with_shares(loaded, best, "the first with shares proportional to compute", compute, shared, known),
+        with_shares("the first with even shares", even),
+        with_shares("the first with shares proportional to compute", compute),
     )
-
-
-def _with_shares(
-    loaded: Loaded,
-    best: Candidate,
-    name: str,
-    rules: dict[str, str],
-    shared: Shared,
-    known: Mapping[str, Result],
-) -> Counterpart:
-    table = {**best.table, "shares": rules}
-    return _simulated(loaded, name, Candidate(best.index, table, PLAN.validate_python(table)), shared, known)
 
 
 def _simulated(
@@ -292,8 +280,7 @@ class Search:
         found = counterparts(self.loaded, best, shared, known)
         if any(each.candidate.index == 0 for each in self.counts.outcomes):
             return found
-        own = [own_plan(self.loaded, each, shared) for each in self.own]
-        return (*own, *found)
+        return (*(_simulated(self.loaded, OWN, each, shared, {}) for each in self.own), *found)
 
     def found(self) -> Found:
         """Return the results so far."""

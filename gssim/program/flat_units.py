@@ -110,7 +110,7 @@ def _end_of_backward(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) 
     events += [Event(1, unit.size_bytes, "buckets"), Event(2, -unit.size_bytes, "gradients", tensors)]
     copy_s = cost.copy_time_s(low.device(rank), unit.size_bytes)
     collect = TaskId("collect", bucket=unit.bucket.index)
-    host_s = cost.flat_unit_host_s(low.device(rank), phase="b", tensors=len(unit.bucket.members))
+    host_s = cost.unit_host_s(low.device(rank).flat_unit, phase="b", tensors=len(unit.bucket.members))
     return Task(collect, "backward", need=footprint(events), **beside_host(low, rank, device_s=copy_s, host_s=host_s))
 
 
@@ -173,7 +173,7 @@ def _gather(low: Lowering, rank: int, unit: FlatUnit, phase: str) -> list[Task]:
     moved_bytes = owned * (low.master_bytes + low.value_bytes) / 2  # one read, the other written
     copy_s = cost.copy_time_s(low.device(rank), moved_bytes)
     need = footprint([Event(0, unit.size_bytes, "gathered_parameters")])
-    host_s = cost.flat_unit_host_s(low.device(rank), phase="f", tensors=len(unit.bucket.members))
+    host_s = cost.unit_host_s(low.device(rank).flat_unit, phase="f", tensors=len(unit.bucket.members))
     host_s = host_s if phase == "forward" else 0.0  # the backward's profile already includes its own gather
     issue = Task(own.serving("issue"), phase, need=need, **beside_host(low, rank, device_s=copy_s, host_s=host_s))
     if not low.overlaps:

@@ -153,7 +153,6 @@ class OthersOf(Sequence[float]):
     own: int
 
     def __len__(self) -> int:
-        """Return the number of messages."""
         return len(self.matrix) - 1
 
     def __getitem__(self, place: Any) -> Any:

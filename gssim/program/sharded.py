@@ -808,7 +808,7 @@ def _wrapping(low: Lowering, rank: int, *, phase: str, tensors: int, copied_byte
     """Return the duration of FSDP2's own work for a unit (host time and copies), as fields of a task."""
     device = low.device(rank)
     copy_s = cost.sharded_unit_copy_s(device, copied_bytes)
-    host_s = cost.sharded_unit_host_s(device, phase=phase, tensors=tensors)
+    host_s = cost.unit_host_s(device.sharded_unit, phase=phase, tensors=tensors)
     return beside_host(low, rank, device_s=copy_s, host_s=host_s)
 
 

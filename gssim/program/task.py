@@ -575,23 +575,18 @@ class Outline(Sequence[Task]):
         return sum(len(part.template.tasks) if isinstance(part, Chunk) else 1 for part in self.parts)
 
     def __len__(self) -> int:
-        """Return the number of tasks."""
         return self._length
 
     def __getitem__(self, place: Any) -> Any:
-        """Return a task, or some."""
         return self._tasks[place]
 
     def __iter__(self) -> Iterator[Task]:
-        """Return an iterator over all tasks."""
         return iter(self._tasks)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the tasks are equal to those of another sequence."""
         return isinstance(other, Sequence) and self._tasks == tuple(other)
 
     def __hash__(self) -> int:
-        """Return equal hashes for equal tasks."""
         return hash(self._tasks)
 
 
@@ -651,23 +646,18 @@ class Collectives(Mapping[TaskId, Communication]):
         return _collectives_of(chain.from_iterable(self._by_rank))
 
     def __getitem__(self, name: TaskId) -> Communication:
-        """Return a collective."""
         return self._all[name]
 
     def __iter__(self) -> Iterator[TaskId]:
-        """Return an iterator over the identities."""
         return iter(self._all)
 
     def __len__(self) -> int:
-        """Return the number of collectives."""
         return len(self._all)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the collectives are equal to those of another mapping."""
         return isinstance(other, Mapping) and self._all == dict(other)
 
     def __hash__(self) -> int:
-        """Return equal hashes for the same tasks."""
         return id(self)
 
     @cached_property

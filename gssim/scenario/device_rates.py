@@ -33,7 +33,7 @@ def check_rates(cluster: Cluster, workload: Workload, *, ranks: int) -> None:
 
 def has_host_times(device: DeviceType, workload: Workload) -> bool:
     """Return whether a GPU's host time to issue a workload is known separately from the device's own time."""
-    profile = next((profile for profile in device.profiles if is_of(profile, workload)), None)
+    profile = profile_of(device, workload)
     if profile is None:
         return device.layer_operation_s is not None
     return all(each.forward_host_s is not None for each in profile.layers.values())
@@ -41,8 +41,8 @@ def has_host_times(device: DeviceType, workload: Workload) -> bool:
 
 def pause_excess(device: DeviceType, workload: Workload) -> Curve | None:
     """Return the slowdown of compute after a pause, by the pause's length in seconds; None if not measured."""
-    found = next((profile for profile in device.profiles if is_of(profile, workload)), None)
-    return found.pause_excess_s if found else None
+    profile = profile_of(device, workload)
+    return profile.pause_excess_s if profile else None
 
 
 def with_profile_slowdowns(cluster: Cluster, workload: Workload) -> Cluster:
@@ -53,10 +53,15 @@ def with_profile_slowdowns(cluster: Cluster, workload: Workload) -> Cluster:
 
 
 def _as_it_runs(device: DeviceType, workload: Workload) -> DeviceType:
-    profile = next((profile for profile in device.profiles if is_of(profile, workload)), None)
+    profile = profile_of(device, workload)
     own = {key: getattr(profile, key, None) for key in ("neighbour_slowdown_ratio", "communicating_excess_ratio")}
     changes = {key: value for key, value in own.items() if value is not None and value != getattr(device, key)}
     return replace(device, **changes) if changes else device
+
+
+def profile_of(device: DeviceType, workload: Workload) -> Profile | None:
+    """Return the first of a device's profiles that matches a workload; None if none does."""
+    return next((profile for profile in device.profiles if is_of(profile, workload)), None)
 
 
 def is_of(profile: Profile, workload: Workload) -> bool:

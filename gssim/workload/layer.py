@@ -126,7 +126,6 @@ class Polynomial:
         return Polynomial(*((*getattr(self, name), *getattr(other, name)) for name in FIELDS_OF_TERMS.values()))
 
     def __str__(self) -> str:
-        """Return the text form, which `parse` reads."""
         powers = ("", "*{0}", "*{0}^2")
         terms_as_text = [
             "*".join([f"{c}{powers[i].format('b')}{powers[j].format('s')}", *letters])
@@ -209,7 +208,6 @@ class Moment:
         return moment
 
     def __str__(self) -> str:
-        """Return the text form, which `parse` reads."""
         if self.phase in ("end", "input-end"):
             return self.phase
         return f"{self.phase}{self.position}" + (f"@{self.layer_offset:+d}" if self.layer_offset else "")
@@ -256,7 +254,6 @@ class Buffer:
         return self.born.phase == "f" and self.freed.phase == "b" and self.freed.layer_offset <= 0
 
     def __str__(self) -> str:
-        """Return the text form, which `parse` reads."""
         return f"{self.born} {self.freed} {self.category} {self.size_bytes}"
 
 
@@ -372,7 +369,6 @@ class Parameter:
         return replace(self, shape=sizes, cut=None, sliced_dimension=self.cut)
 
     def __str__(self) -> str:
-        """Return the text form, which `parse` reads."""
         letters = {self.cut: "e" if self.of_experts else "u", self.of_rank: "a"}
         sizes = [f"{size}{letters.get(dimension, '')}" for dimension, size in enumerate(self.shape)]
         summed = " summed" if self.summed else ""
@@ -432,7 +428,6 @@ class Reduction:
         return cls(Moment.parse(moment), Polynomial.parse(size))
 
     def __str__(self) -> str:
-        """Return the text form, which `parse` reads."""
         kind = "" if self.kind == "all-reduce" else f"{self.kind} "
         return f"{self.moment} {kind}{self.size_bytes}"
 

@@ -193,11 +193,11 @@ def test_a_sharded_unit_costs_by_phase():
         forward_unit_s=1.0, forward_tensor_s=0.1, backward_unit_s=2.0, backward_tensor_s=0.2, copied_byte_s=0.001
     )
     measured = replace(device(), sharded_unit=cost)
-    assert [costs.sharded_unit_host_s(measured, phase=p, tensors=3) for p in "fb"] == pytest.approx([1.3, 2.6])
+    assert [costs.unit_host_s(measured.sharded_unit, phase=p, tensors=3) for p in "fb"] == pytest.approx([1.3, 2.6])
     assert costs.sharded_unit_copy_s(measured, 100) == pytest.approx(0.1)
     of_gpu = replace(measured, sharded_unit=replace(cost, copied_byte_s=None))
     assert costs.sharded_unit_copy_s(of_gpu, 100) == costs.copy_time_s(device(), 100)
-    assert costs.sharded_unit_host_s(device(), phase="f", tensors=3) == 0
+    assert costs.unit_host_s(device().sharded_unit, phase="f", tensors=3) == 0
     assert costs.sharded_unit_copy_s(device(), 1e9) == pytest.approx(2.0)
 
 
