@@ -721,8 +721,7 @@ class Lowering:
             return found[of_experts] if of_experts is not None else (*found[False], *found[True])
         places: Sequence[int] = range(len(self.parameters))
         if self.assigns_tensors:
-            own = self.owned_parameters[self.position(rank)]
-            places = (*own, *self.owned_experts[self.expert_replica(rank)])
+            places = (*self.owned_places(rank), *self.owned_places(rank, of_experts=True))
         return tuple(
             matrix
             for place in places
@@ -900,15 +899,17 @@ class Lowering:
         """Bytes of an element of a gradient bucket. A single gradient buffer may have a precision of its own."""
         return self.kept_value_bytes if self.has_one_gradient_buffer else self.value_bytes
 
-    def owned_elements(self, rank: int) -> tuple[int, ...]:
-        """Return the elements of every tensor that a rank updates, where whole tensors are assigned to ranks."""
-        owned = self.owned_parameters[self.position(rank)]
-        return tuple(self.parameters[position][1].elements for position in owned)
+    def owned_places(self, rank: int, *, of_experts: bool = False) -> tuple[int, ...]:
+        """Return the positions in `parameters` of the tensors that a rank updates, where whole tensors are assigned to
+        ranks: of divided experts, or of all others.
+        """
+        if of_experts:
+            return self.owned_experts[self.expert_replica(rank)]
+        return self.owned_parameters[self.position(rank)]
 
-    def owned_expert_elements(self, rank: int) -> tuple[int, ...]:
-        """Return the elements of every tensor of divided experts that a rank updates; see `owned_elements`."""
-        owned = self.owned_experts[self.expert_replica(rank)]
-        return tuple(self.parameters[position][1].elements for position in owned)
+    def owned_elements(self, rank: int, *, of_experts: bool = False) -> tuple[int, ...]:
+        """Return the elements of each of these tensors."""
+        return tuple(self.parameters[place][1].elements for place in self.owned_places(rank, of_experts=of_experts))
 
     def roles(self, *, unfolded: bool = False, by_data: Ints | None = None) -> tuple[Ints, list[int]]:
         """Return the role of each rank of the group, and the first rank of each role; equal roles lower to equal tasks.
@@ -947,8 +948,11 @@ class Lowering:
             columns += [column for by_bucket in owned for column in by_bucket]
             columns.append(np.array(self.summed_elements if policies.tp > 1 else [0] * len(self.group)))
         if self.assigns_tensors or self.flat_part:
-            tensors = (self.owned_elements, self.owned_expert_elements) if self.assigns_tensors else ()
-            updated = [(self.matrices(rank), *(owned(rank) for owned in tensors)) for rank in self.group]
+            kinds_of_tensors = (False, True) if self.assigns_tensors else ()
+            updated = [
+                (self.matrices(rank), *(self.owned_elements(rank, of_experts=each) for each in kinds_of_tensors))
+                for rank in self.group
+            ]
             kinds = {each: i for i, each in enumerate(dict.fromkeys(updated))}
             columns.append(np.array([kinds[each] for each in updated]))
         if self.assigns_layers:

@@ -159,11 +159,16 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     unscaled = unscale_gradients(low, rank, owned, replicas)
     clipped = clip_gradients(low, rank, owned, replicas)
     if low.assigns_tensors and low.policies.ep > 1:  # experts have an optimizer of their own, which runs second
-        dense, experts = low.owned_elements(rank), low.owned_expert_elements(rank)
-        of_dense, of_experts = (low.matrices(rank, of_experts=each) for each in (False, True))
         updates = [
-            _update(low, rank, dense, of_dense, None, ends=False),
-            _update(low, rank, experts, of_experts, 1, ends=True),
+            _update(
+                low,
+                rank,
+                low.owned_elements(rank, of_experts=each),
+                low.matrices(rank, of_experts=each),
+                1 if each else None,
+                ends=each,
+            )
+            for each in (False, True)
         ]
         published = [_broadcast_tensors(low, each) for each in (False, True)]
         return [*tasks, *summed, *unscaled, *clipped, updates[0], *published[0], updates[1], *published[1]]
@@ -384,10 +389,9 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     if low.flat_part:
         return [part for part in (low.flat_part, low.flat_expert_part) if part]
     if low.assigns_tensors:
+        places: Sequence[int] = (*low.owned_places(rank), *low.owned_places(rank, of_experts=True))
         if not low.matrices(rank):
-            return (*low.owned_elements(rank), *low.owned_expert_elements(rank))
-        own = low.owned_parameters[low.position(rank)]
-        places: Sequence[int] = (*own, *low.owned_experts[low.expert_replica(rank)])
+            return tuple(low.parameters[place][1].elements for place in places)
     elif low.assigns_layers:
         return _elements(low, *low.owned_ranges[rank])
     else:

@@ -112,15 +112,9 @@ def divided_expert_layers(model: Model, policies: Policies) -> tuple[Layer, ...]
     return model.expert_sequence_layers if routes_parts(model, policies) else model.expert_layers
 
 
-def layers_with_experts(workload: Workload, policies: Policies, position: int) -> tuple[LayerInstance, ...]:
-    """Return the layers of the rank at expert-parallel `position`: with only its own experts and, where ranks divide
-    sequences, on its part of them.
-    """
-    return on_context_parts(workload, policies, layers_of_own_experts(workload, policies, position))
-
-
 def layers_of_own_experts(workload: Workload, policies: Policies, position: int) -> tuple[LayerInstance, ...]:
-    """Return `layers_with_experts` before sequences are divided: as functions of the sequence length.
+    """Return the layers of the rank at expert-parallel `position`, with only its own experts, as functions of the
+    sequence length; see `on_context_parts`.
 
     If tensor ranks route the tokens of their own parts of sequences, the layers have the rank's part of the cut blocks.
 

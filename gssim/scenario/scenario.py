@@ -15,7 +15,7 @@ from gssim.errors import UserError
 from gssim.execution.cache import Shared
 from gssim.plan import METHODS, REPLICA_AXES, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.result import Result
-from gssim.scenario.expert_load import layers_with_experts, routes_parts
+from gssim.scenario.expert_load import layers_of_own_experts, on_context_parts, routes_parts
 from gssim.scenario.identity import ScenarioParts, calibration_id, resolved, scenario_id
 from gssim.scenario.layer_costs import sample_cost_s
 from gssim.scenario.overrides import overrides_of
@@ -318,8 +318,9 @@ class Scenario:
         Raises UserError if the plan's stages do not fit the model.
         """
         policies, workload = self.policies, self.workload
-        divided = policies.ep > 1 and not routes_parts(workload.model, policies)
-        layers = layers_with_experts(workload, policies, 0) if divided else unrolled(workload.model)
+        layers = unrolled(workload.model)
+        if policies.ep > 1 and not routes_parts(workload.model, policies):
+            layers = on_context_parts(workload, policies, layers_of_own_experts(workload, policies, 0))
         return held_layers(layers, self.stage_ranges)
 
     @cached_property

@@ -5,7 +5,7 @@ step.
 import gc
 import platform
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -557,10 +557,7 @@ def _times_of_steps(steady: _SteadyRun) -> Floats:
     """
     scenario, every = steady.scenario, steady.scenario.policies.sync_every_steps or 1
     outer = [end - 1 for _, end in fragment_steps(scenario.plan, scenario.policies)]
-    spans: dict[int, list[TaskSpan]] = defaultdict(list)
-    for span in steady.machine.task_spans:
-        if span.stream == "compute":
-            spans[span.rank].append(span)
+    spans = _spans_by_rank(steady.machine, lambda span: span.stream == "compute")
     sum_s = np.zeros(every)
     for each in steady.machine.classes:
         own_spans, ends_s = spans[each.representative], np.array(steady.ends_s[each.index])
@@ -753,10 +750,18 @@ def _phases(step: _SteadyRun) -> list[dict[str, float]]:
     ends_s, lockstep = step.ends_s, step.machine.outline_walk or step.machine.vectorised
     if lockstep is not None and len(ends_s[0]) == STEADY_STEPS:
         return lockstep.phases(ends_s, step.first + 1)
-    spans: dict[int, list[TaskSpan]] = defaultdict(list)
-    for span in step.machine.task_spans:
-        spans[span.rank].append(span)
+    spans = _spans_by_rank(step.machine)
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
+
+
+def _spans_by_rank(
+    machine: Machine, counts: Callable[[TaskSpan], bool] = lambda span: True
+) -> Mapping[int, Sequence[TaskSpan]]:
+    """Return the spans that count of each class, by its first rank."""
+    spans: dict[int, list[TaskSpan]] = defaultdict(list)
+    for span in filter(counts, machine.task_spans):
+        spans[span.rank].append(span)
+    return spans
 
 
 UNSETTLED = 1e-9
@@ -779,10 +784,7 @@ def _settled(phases: dict[str, float], step_time_s: float) -> dict[str, float]:
 
 def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
     """Return the seconds that each rank spends in some phases, by steady step and rank."""
-    spans: dict[int, list[TaskSpan]] = defaultdict(list)
-    for span in step.machine.task_spans:
-        if span.phase in phases and span.stream == "compute":
-            spans[span.rank].append(span)
+    spans = _spans_by_rank(step.machine, lambda span: span.phase in phases and span.stream == "compute")
     times_s = np.zeros((len(step.times_s), ranks))
     for rank_class in step.machine.classes:
         ends_s = np.array(step.ends_s[rank_class.index])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from gssim.scenario.context_slices import uncombined_reason
 from gssim.scenario.scenario import sequence_positions
 from gssim.scenario.stages import stage_cut_error
 from gssim.scenario.tensor_slices import model_slice
-from gssim.scenario.vocabulary_slices import DividedVocabulary, divided_vocabulary
+from gssim.scenario.vocabulary_slices import divided_vocabulary
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, LayerInstance, TokenInput, unrolled
 
@@ -124,7 +124,9 @@ class ModelParts:
         again = plan.gathered_inputs == "gathered-again"
         divided = divided_vocabulary(plan, self.value)
         key = ("slice", parts, position, positions, divided, again)
-        return self.once(key, lambda: self._new_slice(parts, position, positions, divided, again))
+        held = partial(model_slice, self.model, parts, position)
+        slices: dict[str, Any] = {"positions": positions, "vocabulary": divided, "gathers_again": again}
+        return self.once(key, lambda: self._of_traced(unrolled(held(**slices))))
 
     def parts(self, plan: Plan, policies: Policies) -> Sequence[Part]:
         """Return the part of each rank; raise UserError if the model cannot be cut in that way.
@@ -206,16 +208,20 @@ class ModelParts:
 
     def _in_context(self, plan: Plan, policies: Policies) -> Part:
         """Return the layers of all stages on a rank's part of the sequences."""
-        key = self._context(plan, policies)
-        return self.once(key, lambda: self._new_context(plan, policies))
 
-    def _new_context(self, plan: Plan, policies: Policies) -> Part:
-        if not self.model.context_layers:
-            raise UserError("the model is not traced on parts of sequences")
-        if policies.tp > 1:
-            self._check_context(self.model.sequence_layers if policies.sequence_parallel else self.model.sliced_layers)
-        layers = unrolled(held_slice(self.with_plan(plan), 0))
-        positions = sequence_positions(policies, self.workload)
+        def found() -> Part:
+            if not self.model.context_layers:
+                raise UserError("the model is not traced on parts of sequences")
+            if policies.tp > 1:
+                parallel = policies.sequence_parallel
+                self._check_context(self.model.sequence_layers if parallel else self.model.sliced_layers)
+            layers = unrolled(held_slice(self.with_plan(plan), 0))
+            return self._of_traced(layers, sequence_positions(policies, self.workload))
+
+        return self.once(self._context(plan, policies), found)
+
+    def _of_traced(self, layers: tuple[LayerInstance, ...], positions: int | None = None) -> Part:
+        """Return layers of which each is a part of a traced one."""
         return Part(layers, tuple(instance.layer for instance in self.traced), positions=positions)
 
     def _check_slices(self, ranks: int) -> None:
@@ -247,37 +253,23 @@ class ModelParts:
     def _with_experts(self, plan: Plan, policies: Policies, position: int) -> Part:
         """Return the layers of all stages with the experts of a position among the ranks that divide them."""
         key = ("experts", policies.ep, position, self.slices_key(plan, policies))
-        return self.once(key, lambda: self._new_experts(plan, policies, position))
 
-    def _new_experts(self, plan: Plan, policies: Policies, position: int) -> Part:
-        divided = divided_expert_layers(self.model, policies)
-        if not divided:
-            raise UserError("the model has no layers with divided experts")
-        if any(layer.units and layer.units % policies.tp for layer in divided):
-            raise UserError("tensor ranks do not divide the units of blocks")
-        positions = sequence_positions(policies, self.workload) if policies.cp > 1 else None
-        layers = held_experts(self.with_plan(plan), position, 0)
-        return Part(layers, tuple(instance.layer for instance in self.traced), positions=positions)
+        def found() -> Part:
+            divided = divided_expert_layers(self.model, policies)
+            if not divided:
+                raise UserError("the model has no layers with divided experts")
+            if any(layer.units and layer.units % policies.tp for layer in divided):
+                raise UserError("tensor ranks do not divide the units of blocks")
+            positions = sequence_positions(policies, self.workload) if policies.cp > 1 else None
+            return self._of_traced(held_experts(self.with_plan(plan), position, 0), positions)
+
+        return self.once(key, found)
 
     def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:
         if policies.slices != "shares":
             return splitting.even(policies.tp)
         key = ("slice shares", plan.shares.shards, policies.mesh, plan.micro_batches)
         return self.once(key, lambda: self.with_plan(plan).slice_shares)
-
-    def _new_slice(
-        self,
-        parts: Sequence[float],
-        position: int,
-        positions: int | None,
-        vocabulary: DividedVocabulary | None,
-        gathers_again: bool,
-    ) -> Part:
-        held = model_slice(
-            self.model, parts, position, positions=positions, vocabulary=vocabulary, gathers_again=gathers_again
-        )
-        layers = unrolled(held)
-        return Part(layers, tuple(instance.layer for instance in self.traced))
 
     def stages(self, plan: Plan, policies: Policies) -> tuple[tuple[LayerInstance, ...], ...]:
         """Return the layers of every stage of a pipeline; raise UserError if the model cannot be cut in that way."""
