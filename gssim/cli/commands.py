@@ -19,6 +19,7 @@ from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import checked_jobs, dask_workers, processes, processes_with, start_fork_server
 from gssim.execution.cache import Shared
 from gssim.execution.files import check_place, write_text
+from gssim.execution.garbage import no_collection
 from gssim.plan import METHODS
 from gssim.planner import Search, with_suggested_changes
 from gssim.program import program_table, program_text
@@ -26,7 +27,7 @@ from gssim.result import chrome_trace, file_name
 from gssim.scenario import load_scenario
 from gssim.scenario.support import supported
 from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
-from gssim.simulation import no_collection, program_of, simulate, traced
+from gssim.simulation import program_of, simulate, traced
 from gssim.sweeps import TABLES, check_table_place, parts_folder, points_in, predict, tabulate
 from gssim.terminal import AsJson, Only, Overrides, ScenarioFile, activity, idle_list, progress_bar, run_command_line
 from gssim.units import PRECISION_BYTES, whole_number

@@ -13,24 +13,3 @@ from gssim.engine.memory_tracker import (
 from gssim.engine.selection import CollectiveSchedule, Scheduler
 from gssim.engine.state import TaskSpan
 from gssim.engine.symmetry import RankClass, is_jittery
-
-__all__ = [
-    "MEMORY_STEPS",
-    "SMALLEST_JITTER",
-    "CollectiveInstance",
-    "CollectiveSchedule",
-    "DeadlockError",
-    "Host",
-    "Load",
-    "Machine",
-    "MemoryTracker",
-    "RankClass",
-    "RecordingTracker",
-    "Scheduler",
-    "TaskSpan",
-    "allocates_beside_compute",
-    "is_jittery",
-    "memory_after",
-    "router_of",
-    "scheduler_of",
-]

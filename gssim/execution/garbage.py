@@ -1,7 +1,9 @@
-"""Garbage collection in the processes of the commands: rare, as few of their many objects are garbage in cycles."""
+"""Garbage collection while commands work: rare or none, as few of their many objects are garbage in cycles."""
 
 import atexit
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 OBJECTS_PER_COLLECTION = 2**20
 """Number of new objects after which a process of gssim looks for garbage: about 100 MB. Few of the objects that work
@@ -16,3 +18,15 @@ def end_without_collection() -> None:
     They would take half a second in a process with torch, or after a simulation of 1,024 devices.
     """
     atexit.register(gc.freeze)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Suspend garbage collection: the objects of a simulation live as long as it does."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

@@ -11,6 +11,7 @@ from typing import Any
 from gssim.errors import RunFailedError, UserError
 from gssim.execution import Workers, worker_state
 from gssim.execution.cache import Shared
+from gssim.execution.garbage import no_collection
 from gssim.plan import Plan
 from gssim.planner.bounds import Bound, LoweredBounds
 from gssim.planner.candidates import Candidate, RefusedPlans
@@ -19,7 +20,7 @@ from gssim.planner.reasons import full_ratio
 from gssim.result import Result
 from gssim.scenario import Loaded, Objective, load_scenario
 from gssim.scenario.scenario import Source
-from gssim.simulation import no_collection, simulate
+from gssim.simulation import simulate
 
 Answer = Result | Bound | UserError | RunFailedError
 """Answer for a plan: its simulated Result, its bound (which rules it out), the error that refuses it, or a failure (a

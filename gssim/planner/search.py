@@ -16,6 +16,7 @@ from typing import Any
 from gssim.errors import RunFailedError, UserError
 from gssim.execution import Workers
 from gssim.execution.cache import Shared
+from gssim.execution.garbage import no_collection
 from gssim.plan import METHODS
 from gssim.plan.shard_sizing import import_solver
 from gssim.planner.advice import with_suggested_changes
@@ -27,7 +28,7 @@ from gssim.planner.objectives import objective_of
 from gssim.planner.reasons import full_ratio, reason, why_worse
 from gssim.result import Result
 from gssim.scenario import Loaded, SearchSpace, check
-from gssim.simulation import no_collection, simulate
+from gssim.simulation import simulate
 
 MAX_TRIED = 50
 """Most plans that are tried until one can run."""

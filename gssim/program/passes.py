@@ -26,12 +26,12 @@ from gssim.collectives import Communication
 from gssim.execution.cache import Same, Shared
 from gssim.plan import REPLICA_AXES
 from gssim.plan.plan import ShareRules
+from gssim.program.collective_names import Named
 from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, push_units
 from gssim.program.lowering import Lowering, layer_groups, once_a_run
 from gssim.program.messages import in_order, is_thresholded, mean_push_density, push_totals, sent_ratios
-from gssim.program.named import Named
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
 from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
 from gssim.program.publish import mean_publish_density, publish_ratios, published_bytes

@@ -14,9 +14,9 @@ from gssim.execution.cache import Same
 from gssim.memory import input_bytes, release_of
 from gssim.plan import Action
 from gssim.plan.pipeline_schedule import Message
+from gssim.program.collective_names import Named
 from gssim.program.compressed import HALF_BYTES
 from gssim.program.lowering import Lowering, once_a_run
-from gssim.program.named import Named
 from gssim.program.push import push_accumulated
 from gssim.program.replicated import is_reduction
 from gssim.program.sharded import Gathered, reduce_stage_gradients, reshard_stage, unshard_stage

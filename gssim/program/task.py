@@ -654,9 +654,6 @@ class Collectives(Mapping[TaskId, Communication]):
     def __len__(self) -> int:
         return len(self._all)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mapping) and self._all == dict(other)
-
     def __hash__(self) -> int:
         return id(self)
 

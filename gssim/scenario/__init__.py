@@ -16,8 +16,8 @@ from gssim.scenario.expert_load import (
     rows_by_rank,
     rows_of_ranks,
 )
-from gssim.scenario.following import after_step, begin
 from gssim.scenario.loading import check_kind, load_cluster, load_model, load_scenario, read_toml
+from gssim.scenario.rebalancing import after_step, begin
 from gssim.scenario.scenario import Loaded, Scenario, single_device
 from gssim.scenario.search_space import Objective, SearchSpace
 from gssim.scenario.stages import held_layers, of_no_sample, schedule_of, tied_parameters

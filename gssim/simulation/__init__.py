@@ -13,24 +13,4 @@ from gssim.simulation.footprint import (
     worst_misfit,
 )
 from gssim.simulation.report import energy_j
-from gssim.simulation.run import Simulated, no_collection, program_of, simulate, traced
-
-__all__ = [
-    "AllocatorPeaks",
-    "MemoryFootprint",
-    "Simulated",
-    "energy_j",
-    "footprints_of",
-    "host_margin",
-    "host_misfit",
-    "independent_peaks",
-    "no_collection",
-    "outside_bytes",
-    "program_of",
-    "replay",
-    "reservation",
-    "simulate",
-    "tightest_margin",
-    "traced",
-    "worst_misfit",
-]
+from gssim.simulation.run import Simulated, program_of, simulate, traced

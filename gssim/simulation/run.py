@@ -2,11 +2,9 @@
 step.
 """
 
-import gc
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -18,6 +16,7 @@ from gssim.engine import Machine, RecordingTracker, TaskSpan, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.execution.cache import Same, Shared
+from gssim.execution.garbage import no_collection
 from gssim.plan.buckets import fragment_steps
 from gssim.program import Program, Steps, StepTraffic, after_inner_steps, lowering_key, unmeasured_host_time
 from gssim.result import (
@@ -264,18 +263,6 @@ def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
     with no_collection():
         steady = _run(scenario, program, unfolded, Shared(), recorded=True)
     return step_of(steady.machine, steady.number)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Suspend garbage collection: the objects of a simulation live as long as it does."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _simulated(

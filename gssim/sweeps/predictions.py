@@ -18,9 +18,10 @@ from gssim.errors import RunFailedError, UserError
 from gssim.execution import SHOWN, FileStore, Workers, code_digest, processes
 from gssim.execution.cache import Shared
 from gssim.execution.files import locked
+from gssim.execution.garbage import no_collection
 from gssim.result import Result, file_name, read_result
 from gssim.scenario.sweep import Point, is_rate
-from gssim.simulation import no_collection, simulate
+from gssim.simulation import simulate
 from gssim.sweeps.inputs import Packed, unpacked
 
 CHUNK_S = 1.0
