@@ -18,6 +18,7 @@ from gssim.simulation import (
     deciding_footprints,
     host_margin,
     host_misfit,
+    no_collection,
     program_of,
     tightest_margin,
     worst_misfit,
@@ -51,7 +52,10 @@ def with_suggested_changes(loaded: Loaded, result: Result, *, shared: Shared | N
 
     `shared`: the cache with which it was simulated; its program need not be lowered again then.
     """
-    return replace(result, remedies=suggested_changes(loaded, shared)) if result.does_not_fit is not None else result
+    if result.does_not_fit is None:
+        return result
+    with no_collection():
+        return replace(result, remedies=suggested_changes(loaded, shared))
 
 
 def suggested_changes(loaded: Loaded, shared: Shared | None = None) -> tuple[Remedy, ...]:
