@@ -65,7 +65,8 @@ def simulate(scenario: Scenario, *, unfold: bool = False) -> Result:
         UserError: gradient statistics are needed and missing, or the plan cannot run on this cluster.
     """
     loaded = _with_statistics(_checked(scenario))
-    return with_suggested_changes(loaded, simulated(loaded, unfolded=unfold).result)
+    shared = Shared()
+    return with_suggested_changes(loaded, simulated(loaded, unfolded=unfold, shared=shared).result, shared=shared)
 
 
 def sweep(

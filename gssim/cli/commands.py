@@ -77,10 +77,11 @@ def run_command(
                 check_place(place)
         loaded_s = time.perf_counter()
         doing(f"simulating {loaded.scenario.ranks:,} ranks")
-        simulated = simulate(loaded, unfolded=unfold)
+        shared = Shared()
+        simulated = simulate(loaded, unfolded=unfold, shared=shared)
         ended_s = time.perf_counter()
         doing("looking for what would fit")
-        result = with_suggested_changes(loaded, simulated.result)
+        result = with_suggested_changes(loaded, simulated.result, shared=shared)
         advised_s = time.perf_counter()
         if trace is not None:
             doing(f"writing {trace}")

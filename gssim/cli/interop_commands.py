@@ -12,6 +12,7 @@ from gssim import interop
 from gssim.cli.commands import app
 from gssim.cluster import presets
 from gssim.errors import UserError, one_line
+from gssim.execution.cache import Shared
 from gssim.execution.files import write_text
 from gssim.interop.formats import FORMATS, PROGRAMS
 from gssim.planner import with_suggested_changes
@@ -213,7 +214,8 @@ def fits_command(
             samples = plan.policies.data_ranks * plan.plan.micro_batches
             loaded = load_scenario(Path("fits"), [*asked, f"workload.global_batch_size={samples}"], tables=tables)
         doing(f"adding up the memory of {loaded.scenario.ranks:,} ranks")
-        result = with_suggested_changes(loaded, simulate(loaded).result)
+        shared = Shared()
+        result = with_suggested_changes(loaded, simulate(loaded, shared=shared).result, shared=shared)
     scenario = loaded.scenario
     length = f" of {scenario.workload.sequence_length} tokens" if scenario.workload.sequence_length else ""
     trained = f"{scenario.workload.precision}, {scenario.workload.optimizer}"

@@ -88,7 +88,9 @@ class _Operation(NamedTuple):
     """One item of a stream of a role: a task or a chunk. All classes of the role share it."""
 
     after: tuple[int, ...]
-    """Slots of the tasks on other streams that it waits for."""
+    """Slots of the tasks on other streams that it waits for, the last of these first: as a rule it ends last, so that
+    it is waited for once, and not each of many messages one after another.
+    """
     slot: int
     """Slot in which its end is stored for tasks that wait for it; -1: none do."""
     template: int
@@ -206,7 +208,7 @@ class _Role:
                 (before,) = part.after
                 streams[part.stream].append(_Operation((slots[before],), slot, -1, (), number(part), part.phase))
             elif isinstance(part, Awaited):
-                messages = tuple([slots[each] for each in part.after])
+                messages = tuple([slots[each] for each in reversed(part.after)])
                 compute.append(_Operation(messages, slot, -1, (), -1, part.phase))
             elif isinstance(part, Task):
                 self._add([part], streams, number, slots, stream_of)
@@ -234,7 +236,7 @@ class _Role:
         for task in tasks:
             slot = slots.get(task.id, -1)
             others = [each for each in task.after if stream_of.get(each, "compute") != task.stream]  # not its own
-            after = tuple([slots[each] for each in others])
+            after = tuple([slots[each] for each in reversed(others)])
             meeting = -1 if task.communication is None else number(task)
             pieces: tuple[_Piece, ...] = ()
             if meeting < 0 and (task.duration_s or task.issue is not None):

@@ -8,15 +8,18 @@ from typing import Any
 from gssim.cluster import memory_node
 from gssim.engine import MEMORY_STEPS, memory_after
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
+from gssim.execution.garbage import no_collection
 from gssim.program import Program, lower
 from gssim.result import Result
 from gssim.result.result import Remedy
 from gssim.scenario import Loaded, Scenario, check
 from gssim.simulation import (
     MemoryFootprint,
-    footprints_of,
+    deciding_footprints,
     host_margin,
     host_misfit,
+    program_of,
     tightest_margin,
     worst_misfit,
 )
@@ -44,12 +47,18 @@ Change = tuple[str, Callable[[Scenario], Scenario]]
 """A change (as `--set` takes it, or in words), and the function that applies it to a scenario."""
 
 
-def with_suggested_changes(loaded: Loaded, result: Result) -> Result:
-    """Return a Result, with suggested changes if it does not fit."""
-    return replace(result, remedies=suggested_changes(loaded)) if result.does_not_fit is not None else result
+def with_suggested_changes(loaded: Loaded, result: Result, *, shared: Shared | None = None) -> Result:
+    """Return a Result, with suggested changes if it does not fit.
+
+    `shared`: the cache with which it was simulated; its program need not be lowered again then.
+    """
+    if result.does_not_fit is None:
+        return result
+    with no_collection():
+        return replace(result, remedies=suggested_changes(loaded, shared))
 
 
-def suggested_changes(loaded: Loaded) -> tuple[Remedy, ...]:
+def suggested_changes(loaded: Loaded, shared: Shared | None = None) -> tuple[Remedy, ...]:
     """Return the effect of each of the usual changes, the most helpful first; impossible ones are left out.
 
     Each change is applied alone: recompute all blocks; use as many micro-batches as all ranks have samples for (up to
@@ -58,7 +67,8 @@ def suggested_changes(loaded: Loaded) -> tuple[Remedy, ...]:
     use more ranks. Finally the helpful changes to the plan are applied together, with the method that is closer to the
     plan's own.
     """
-    scenario, program = loaded.scenario, _program(loaded)
+    scenario, run, shared = loaded.scenario, loaded.scenario.run, shared or Shared()
+    program = program_of(loaded, shared, step=run.warmup_steps + run.steps - 1)
     footprints = _footprints(scenario, program)
     of_host = worst_misfit(footprints) is None and host_misfit(scenario, program) is not None
     now_bytes = _needed_bytes(scenario, program, footprints, of_host=of_host)
@@ -69,19 +79,22 @@ def suggested_changes(loaded: Loaded) -> tuple[Remedy, ...]:
     if scenario.plan.shares.shards != "cost":  # which depends on the wiring of the added devices
         multiples = [times for times in (2, 4) if times * scenario.ranks <= MAX_RANKS]
         ranks = [(f"{times} times the ranks", partial(_with_ranks, times=times)) for times in multiples]
+    remedy_of = partial(_remedy, loaded, shared, now_bytes=now_bytes, of_host=of_host)
     suggestions, helpful = [], []
     for change in [*plan, *methods, *ranks]:
-        remedy = _remedy(loaded, [change], now_bytes, of_host=of_host)
+        remedy = remedy_of([change])
         if remedy is not None and remedy.saved_bytes > 0:
             suggestions.append(remedy)
             helpful.append(change)
     combined = [each for each in plan if each in helpful] + [each for each in methods if each in helpful][:1]
-    if len(combined) > 1 and (remedy := _remedy(loaded, combined, now_bytes, of_host=of_host)) is not None:
+    if len(combined) > 1 and (remedy := remedy_of(combined)) is not None:
         suggestions.append(remedy)
     return tuple(sorted(suggestions, key=lambda each: -each.saved_bytes))
 
 
-def _remedy(loaded: Loaded, changes: Sequence[Change], now_bytes: float, *, of_host: bool) -> Remedy | None:
+def _remedy(
+    loaded: Loaded, shared: Shared, changes: Sequence[Change], *, now_bytes: float, of_host: bool
+) -> Remedy | None:
     """Return the effect of changes applied together; None if they are impossible.
 
     `of_host`: whether it is the hosts' memory that is lacking, in which they then have to save.
@@ -89,7 +102,8 @@ def _remedy(loaded: Loaded, changes: Sequence[Change], now_bytes: float, *, of_h
     try:
         scenario = reduce(lambda changed, change: change[1](changed), changes, loaded.scenario)
         check(scenario, file=loaded.file)
-        program = _program(replace(loaded, scenario=scenario))
+        statistics = loaded.gradients if replace(loaded, scenario=scenario).statistics_needed else None
+        program = lower(scenario, statistics, step=scenario.run.warmup_steps + scenario.run.steps - 1, shared=shared)
         footprints = _footprints(scenario, program)
     except UserError:
         return None
@@ -105,16 +119,11 @@ def _remedy(loaded: Loaded, changes: Sequence[Change], now_bytes: float, *, of_h
     )
 
 
-def _program(loaded: Loaded) -> Program:
-    run, statistics = loaded.scenario.run, loaded.gradients if loaded.statistics_needed else None
-    return lower(loaded.scenario, statistics, step=run.warmup_steps + run.steps - 1)
-
-
-def _footprints(scenario: Scenario, program: Program) -> list[MemoryFootprint]:
+def _footprints(scenario: Scenario, program: Program) -> Sequence[MemoryFootprint]:
     """Return the footprint of the first rank of each role, with all tasks in the order of the program."""
     roles = range(len(program.tasks))
-    peaks = [(program.role_of.index(role), memory_after(program, role, MEMORY_STEPS).peak) for role in roles]
-    return footprints_of(scenario, program, peaks)
+    peaks = [(program.role_of.index(role), program.once(memory_after, role, MEMORY_STEPS).peak) for role in roles]
+    return deciding_footprints(scenario, program, peaks)
 
 
 def _needed_bytes(

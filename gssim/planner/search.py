@@ -94,7 +94,8 @@ def nearest(loaded: Loaded, bounded: Iterable[tuple[Bound, Candidate]]) -> tuple
     for _, candidate in order[:MAX_TRIED]:
         try:
             changed = _with_plan(loaded, candidate)
-            return candidate, with_suggested_changes(changed, simulate(changed).result)
+            shared = Shared()
+            return candidate, with_suggested_changes(changed, simulate(changed, shared=shared).result, shared=shared)
         except UserError:
             continue
     return None

@@ -415,9 +415,10 @@ def lower(
     step: int = 0,
     unfolded: bool = False,
     slowed: Mapping[int, float] | None = None,
+    shared: Shared | None = None,
 ) -> Program:
     """Return the program of one training step; see `Steps`."""
-    return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed).program(step)
+    return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, shared=shared).program(step)
 
 
 def _slices_are_equal(scenario: Scenario) -> bool:

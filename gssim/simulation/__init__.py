@@ -3,6 +3,7 @@
 from gssim.simulation.allocator_replay import AllocatorPeaks, replay
 from gssim.simulation.footprint import (
     MemoryFootprint,
+    deciding_footprints,
     footprints_of,
     host_margin,
     host_misfit,

@@ -26,7 +26,8 @@ from typing import Any
 
 from gssim.cluster import DeviceType
 from gssim.engine import MEMORY_STEPS, MemoryTracker
-from gssim.program import Chunk, Program, Task, without_messages
+from gssim.memory.allocator import LARGE_SEGMENT_BYTES, rounded_bytes, segment_bytes
+from gssim.program import Chunk, Program, Task, unnumbered, without_messages
 from gssim.result import CATEGORIES
 from gssim.result.result import Fit, Margin
 from gssim.scenario import Scenario
@@ -200,6 +201,31 @@ def footprints_of(
                 reserved_bytes=footprint.reserved_bytes + more_bytes,
             )
     return footprints
+
+
+def deciding_footprints(scenario: Scenario, program: Program, peaks: Sequence[PeakOfRank]) -> Sequence[MemoryFootprint]:
+    """Return footprints with the same `worst_misfit` and `tightest_margin` as those of `footprints_of`.
+
+    Where a rank's allocated memory alone exceeds its device's by more than any request on another device could lack,
+    the reserved memory of others decides nothing: no step is replayed.
+    """
+    allocated = footprints_of(scenario, program, peaks, reserved=False)
+    worst = worst_misfit(allocated)
+    if worst is not None:
+        roles = {program.role_of[each.rank] for each in allocated if not each.excess_bytes}
+        if all(program.once(_most_missing_bytes, role) < worst.excess_bytes for role in roles):
+            return allocated
+    return footprints_of(scenario, program, peaks)
+
+
+def _most_missing_bytes(program: Program, role: int) -> int:
+    """Return an upper limit of what a device can lack for a request of a role: the largest segment that is reserved for
+    one, as the memory reserved before never exceeds the device's.
+    """
+    needs = {id(task.need): task.need for task in unnumbered(program.tasks[role])}
+    sizes = [size for need in needs.values() for event in need.events for size in event.tensors or (event.size_bytes,)]
+    largest = max([*sizes, *program.persistent[role].values()], default=0.0)
+    return max(LARGE_SEGMENT_BYTES, segment_bytes(rounded_bytes(largest)))
 
 
 def allocator_overheads(scenario: Scenario, program: Program, peaks: Sequence[PeakOfRank]) -> Overheads:

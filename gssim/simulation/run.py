@@ -393,9 +393,11 @@ def _steps(
     return shared.once("steps", key, new_steps, most=_cached_runs(scenario))
 
 
-def program_of(loaded: Loaded, shared: Shared, *, unfolded: bool = False) -> Program:
-    """Return the program of a steady step if all steps are equal; it is cached in `shared` for the simulation."""
-    return _steps(loaded, unfolded, shared, {}).program(_distinct_steps(loaded)[-1])
+def program_of(loaded: Loaded, shared: Shared, *, unfolded: bool = False, step: int | None = None) -> Program:
+    """Return the program of a steady step if all steps are equal, or else of a given one; it is cached in `shared` for
+    the simulation.
+    """
+    return _steps(loaded, unfolded, shared, {}).program(_distinct_steps(loaded)[-1] if step is None else step)
 
 
 def _program_for_memory(loaded: Loaded, shared: Shared, *, unfolded: bool) -> Program:

@@ -17,7 +17,17 @@ from gssim.planner import suggested_changes, with_suggested_changes
 from gssim.program import Program, lower, workspaces
 from gssim.result import Result, read_result
 from gssim.scenario import Scenario, load_model, load_scenario
-from gssim.simulation import AllocatorPeaks, allocator_replay, replay, reservation, simulate
+from gssim.simulation import (
+    AllocatorPeaks,
+    allocator_replay,
+    deciding_footprints,
+    footprints_of,
+    replay,
+    reservation,
+    simulate,
+    tightest_margin,
+    worst_misfit,
+)
 from gssim.simulation.allocator_replay import _LiveTensors
 from gssim.simulation.footprint import MemoryFootprint
 from gssim.units import validated
@@ -361,6 +371,27 @@ def test_gs_on_gpt3_does_not_fit_and_gs_z3_does():
     assert remedy.fits
     assert remedy.margin.margin_bytes == pytest.approx(at_rest.margin.margin_bytes, rel=0.02)
     assert remedy.saved_bytes > 300e9, "the replica alone takes 350 GB"
+
+
+@pytest.mark.parametrize("excess_bytes", [-MIB, MIB / 10, MIB, 200 * MIB, 2**40])
+def test_replays_that_decide_nothing_are_left_out(excess_bytes):
+    """One rank exceeds its device; the other's tensors fit, but not its blocks, so that it lacks up to a segment."""
+    work = [Event(0, 40.0 * MIB, "activations"), Event(1, -40.0 * MIB, "activations"), Event(2, 65.0 * MIB, "buckets")]
+    tasks = (task_of("work", "forward", need=footprint(work)), task_of("update", "optimizer"))
+    kept: tuple[dict[str, float], ...] = ({"parameters": 1e10 + excess_bytes}, {"parameters": 30.0 * MIB})
+    program = program_with((tasks, tasks), {}, kept)
+    types = {
+        "full": device_type(**(GPU | {"memory_bytes": 1e10 + 65.0 * MIB + 1000.0})),
+        "tight": device_type(**(GPU | {"memory_bytes": 95.5 * MIB + 1000.0})),
+    }
+    scenario = scenario_of(star(2, types=types, type_names=["full", "tight"], backend="nccl"), {"method": "ddp"})
+    peaks = [(rank, {**kept[rank], "buckets": 65.0 * MIB}) for rank in (0, 1)]
+    with patch("gssim.simulation.footprint.replay", wraps=allocator_replay.replay) as replayed:
+        found = deciding_footprints(scenario, program, peaks)
+    whole = footprints_of(scenario, program, peaks)
+    assert worst_misfit(found) == worst_misfit(whole)
+    assert tightest_margin(found) == tightest_margin(whole)
+    assert bool(replayed.call_count) == (excess_bytes < 100 * MIB), "the largest request needs 66 MiB"
 
 
 @pytest.mark.parametrize("left_bytes", [-6e-11, 0.0, 6e-11])
