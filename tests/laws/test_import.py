@@ -138,6 +138,51 @@ def test_stages_of_zero(tmp_path, stage, method, more):
     assert any("5e8 elements at a time" in line for line in found.listed) == (stage == 0)
 
 
+TENSOR_SLICES = DEEPSPEED | {"train_batch_size": 16, "zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_deepspeeds_automatic_tensor_parallelism_overlaps_sums_if_it_says_so(tmp_path, overlaps):
+    """Its maps are the model's own, each with an all-reduce of its input's gradient, as here."""
+    said = {"autotp_size": 4, "preset_model": "llama", "tp_overlap_comm": overlaps}
+    tables, found = imported(tmp_path, TENSOR_SLICES | {"tensor_parallel": said}, name="ds.json")
+    assert tables["plan"]["tp"] == 4
+    assert tables["plan"].get("async_input_gradients", False) == overlaps
+    assert not any("Megatron-LM, which fuses these" in line for line in found.listed)
+    assert any("preset_model" in line and "approximated" in line for line in found.listed)
+
+
+@pytest.mark.parametrize("more", [{}, {"autotp_size": 2}])
+def test_deepspeeds_other_size_of_tensor_parallelism_is_not_ignored(tmp_path, more):
+    said = more | {"tp": {"tp_size": 4, "tp_grain_size": 64}}
+    assert "tensor_parallel.tp.tp_size = 4: tensor_parallel.autotp_size, which decides, is" in refused(
+        tmp_path, TENSOR_SLICES | {"tensor_parallel": said}, name="ds.json"
+    )
+
+
+def test_sgd_with_momentum_keeps_it(tmp_path):
+    """A value in fp32 for each parameter, which torch's and DeepSpeed's SGD do not have without momentum."""
+    optimizer = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.8}}
+    tables, _ = imported(tmp_path, DEEPSPEED | {"optimizer": optimizer}, name="ds.json")
+    assert (tables["workload"]["optimizer"], tables["workload"]["momentum"]) == ("sgd-momentum", 0.8)
+    optimizer = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0}}
+    tables, _ = imported(tmp_path, DEEPSPEED | {"optimizer": optimizer}, name="ds.json")
+    assert tables["workload"]["optimizer"] == "sgd"
+    assert "momentum" not in tables["workload"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}}, "inside"),
+        ({"pipeline": {"stages": 4}}, "set plan.pp"),
+    ],
+)
+def test_keys_of_deepspeed_that_change_the_time_are_named_as_approximated(tmp_path, more, said):
+    _, found = imported(tmp_path, DEEPSPEED | more, name="ds.json")
+    assert any(said in line for line in found.listed)
+
+
 def test_mics_is_hybrid_sharding(tmp_path):
     zero = {"stage": 3, "mics_shard_size": 4}
     tables, _ = imported(tmp_path, DEEPSPEED | {"zero_optimization": zero}, name="ds.json")
