@@ -948,11 +948,7 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
     if training.learning_rate is not None and not training.learning_rate.value:
         keys.note(training.learning_rate.key, "a rate of 0 is replaced by the scenario's default")
         training.learning_rate = None
-    optimizer, momentum = training.optimizer, training.momentum
-    if optimizer is not None and optimizer.value == "sgd" and momentum is not None and momentum.value:
-        training.optimizer = Value("sgd-momentum", f"{optimizer.origin}; {momentum.origin}")
-    elif optimizer is None or optimizer.value not in ("sgd-momentum", "muon"):
-        training.momentum = None
+    _resolve_momentum(training)
     for name in WORKLOAD_KEYS:
         value: Value | None = getattr(training, name)
         if value is not None:
@@ -963,6 +959,15 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
         key = training.tp.key
         keys.note(key, "approximated beside adapters: ranks hold slices of these, as of the maps beside them")
     return [*entries, *_frozen(training, keys, model)]
+
+
+def _resolve_momentum(training: Training) -> None:
+    """Name SGD with a momentum, which keeps a value for each parameter; leave a momentum out that has no effect."""
+    optimizer, momentum = training.optimizer, training.momentum
+    if optimizer is not None and optimizer.value == "sgd" and momentum is not None and momentum.value:
+        training.optimizer = Value("sgd-momentum", f"{optimizer.origin}; {momentum.origin}")
+    elif optimizer is None or optimizer.value not in ("sgd-momentum", "muon"):
+        training.momentum = None
 
 
 def _resolve_targets(training: Training, keys: Keys, model: Model) -> None:
