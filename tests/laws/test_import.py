@@ -770,6 +770,10 @@ def test_scripts_that_cannot_be_followed_are_refused_in_a_line(tmp_path, text, s
         ("x.yaml", "model: Qwen/Qwen3-4B\ntrain_dataset: d.yaml\nmicro_batch_size: 1\nbf16: true\n", "LLaMA-Factory"),
         ("x.yaml", "checkpointer: {a: 1}\noptimizer: {b: 2}\nbatch_size: 2\ndtype: bf16\n", "torchtune"),
         ("x.yaml", "actor_rollout_ref: {model: {path: x}}\ntrainer: {nnodes: 1}\n", "verl"),
+        ("x.yaml", "model: {tensor_model_parallel_size: 2}\ntrain: {a: 1}\nddp: {b: 2}\n", "Megatron-Bridge"),
+        ("x.yaml", "precision: amp_bf16\ndevice_train_microbatch_size: 4\n", "MosaicML Composer or OLMo"),
+        ("x.yaml", "apiVersion: kubeflow.org/v1\nkind: PyTorchJob\nspec: {a: 1}\n", "Kubernetes"),
+        ("x.yaml", "resources: {accelerators: 'H100:8'}\nrun: torchrun train.py\n", "SkyPilot"),
     ],
 )
 def test_files_of_other_programs_are_refused_by_the_program_s_name(tmp_path, name, text, program):
