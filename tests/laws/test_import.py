@@ -1,5 +1,6 @@
 """Import of other programs' files: what each documented key becomes, what is refused, and hostile files."""
 
+import io
 import json
 import random
 import re
@@ -780,6 +781,31 @@ def test_files_of_other_programs_are_refused_by_the_program_s_name(tmp_path, nam
     """Before, they were read as torchtitan's or DeepSpeed's files, with errors about unknown keys."""
     with pytest.raises(UserError, match=f"is a configuration of {program}.*, which is not read; allowed: files of"):
         imported(tmp_path, text, name=name, model="gpt3-1.3b")
+
+
+ARGUMENTS = b"torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --micro-batch-size 2 --global-batch-size 16\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "stdin is closed"),
+        (b"--bf16 \xff", "stdin: is no UTF-8 text"),
+        (ARGUMENTS + b"# " + b"x" * limits.MOST_BYTES, "stdin: is larger than"),
+        (b"\xef\xbb\xbf" + ARGUMENTS.replace(b"\n", b"\r\n"), ""),
+    ],
+)
+def test_stdin_is_read_like_a_file(monkeypatch, content, said):
+    """A closed one ended in a traceback, and of a long one the first part was taken for the whole."""
+    stream = None if content is None else io.TextIOWrapper(io.BytesIO(content), "utf-8")
+    monkeypatch.setattr("sys.stdin", stream)
+    ended = commands.run("gssim", "import", "-", "--model", "gpt3-1.3b", "--cluster", EIGHT)
+    assert ended.returncode == (2 if said else 0)
+    assert said in ended.stderr
+    if said:
+        assert len(ended.stderr.splitlines()) == 1
+    else:
+        assert tomllib.loads(ended.stdout)["workload"]["global_batch_size"] == 16
 
 
 def test_the_switch_of_recomputation_up_to_megatron_3_0_is_read(tmp_path):
