@@ -22,6 +22,7 @@ from gssim.interop.reading import (
     refused,
 )
 from gssim.interop.training import (
+    AMSGRAD,
     PRECISIONS,
     WHOLE_MODEL_COMPILED,
     Training,
@@ -105,6 +106,7 @@ DEEPSPEED: dict[str, Rule] = {
         "fp16.fp16_master_weights_and_grads* bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states",
     ),
     **listed(LOSS_SCALE, "fp16.* bf16.* bfloat16.* torch_autocast.* loss_scale"),
+    **refused(AMSGRAD, "optimizer.params.amsgrad"),
     **listed(
         NUMERICS,
         "optimizer.params.* optimizer.legacy_fusion prescale_gradients gradient_predivide_factor scheduler.* seed "

@@ -54,6 +54,8 @@ OPTIMIZERS: dict[str, tuple[str, str, str | None]] = {
 """(optimizer, implementation, precision of its moments) by other programs' names in lower case."""
 OTHER_OPTIMIZER = "no such optimizer here: its state and its update are not modelled"
 
+AMSGRAD = "a third value for each parameter, which AMSGrad keeps, is not modelled"
+
 WHOLE_MODEL_COMPILED = (
     "the whole model is compiled there; modelled are blocks that are compiled one by one, as by torchtitan and by "
     "Accelerate's regional compilation"

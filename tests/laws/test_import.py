@@ -1486,6 +1486,33 @@ optimizer: {_target_: torch.optim.AdamW, lr: 1e-5, foreach: true}
 """
 
 
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("exp_avg_dtype: torch.bfloat16", "in another precision"),
+        ("exp_avg_sq_dtype: torch.bfloat16", "in another precision"),
+        ("amsgrad: true", "AMSGrad"),
+    ],
+)
+def test_automodels_optimizers_with_other_state_are_not_taken_for_the_usual_ones(tmp_path, more, reason):
+    """They were said to change numbers, not step time or memory."""
+    text = AUTOMODEL.replace("foreach: true", more)
+    assert reason in refused(tmp_path, text, name="r.yaml")
+    off = more.replace("bfloat16", "float32").replace("true", "false")
+    imported(tmp_path, AUTOMODEL.replace("foreach: true", f"{off}, store_param_remainders: true"), name="r.yaml")
+
+
+def test_automodels_sgd_keeps_its_momentum(tmp_path):
+    text = AUTOMODEL.replace("torch.optim.AdamW", "torch.optim.SGD").replace("foreach: true", "momentum: 0.8")
+    tables, _ = imported(tmp_path, text, name="r.yaml")
+    assert (tables["workload"]["optimizer"], tables["workload"]["momentum"]) == ("sgd-momentum", 0.8)
+
+
+def test_deepspeeds_amsgrad_is_refused(tmp_path):
+    optimizer = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True, "amsgrad": True}}
+    assert "AMSGrad" in refused(tmp_path, DEEPSPEED | {"optimizer": optimizer}, name="ds.json")
+
+
 def test_automodel(tmp_path):
     tables, found = imported(tmp_path, AUTOMODEL, name="r.yaml")
     assert tables["plan"] == {"method": "zero3", "micro_batches": 4, "recompute": "full", "gradient_sync": "step"}
