@@ -89,6 +89,9 @@ def read_table(path: Path) -> SweepTable:
 
     The question of a CSV table is taken from the Parquet file beside it, if there is one.
     """
+    if path.is_dir():
+        reason = "is a folder; give a table, which `gssim sweep SWEEP --out FILE.parquet` writes"
+        raise UserError(f"{path}: {reason}, or show a folder's Results by `python -m analysis report {path}`")
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:

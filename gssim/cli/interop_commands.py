@@ -56,7 +56,7 @@ def import_command(
     Keys without an effect and defaults are listed on stderr. A key that changes the answer and cannot be simulated is
     refused, and nothing is written; --set gives what it would have said, --ignore leaves it out.
     """
-    text = sys.stdin.read(2**22) if str(file) == "-" else None
+    text = interop.standard_input() if str(file) == "-" else None
     try:
         found = interop.import_scenario(
             Path("arguments") if text is not None else file,

@@ -76,7 +76,7 @@ class Processes:
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
         """Submit a chunk."""
         try:
-            with _endings_deferred(), _main_left_out():  # the first submissions start the processes
+            with _starts_reported(), _endings_deferred(), _main_left_out():  # the first ones start the processes
                 return self._pool.submit(work, argument)
         except BrokenProcessPool:
             raise _died() from None
@@ -98,6 +98,16 @@ def _died() -> RunFailedError:
 
 
 @contextmanager
+def _starts_reported() -> Iterator[None]:
+    """Convert the errors of processes that the system does not let start (a limit, a sandbox) to one line."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        why = getattr(error, "strerror", None) or type(error).__name__
+        raise RunFailedError(f"worker processes cannot be started ({why}): --jobs 1 needs none") from None
+
+
+@contextmanager
 def processes(jobs: int) -> Iterator[Workers]:
     """Provide an executor of `jobs` processes (1: this process) for chunks of similar work."""
     if jobs <= 1:
@@ -112,9 +122,10 @@ def start_fork_server() -> None:
     """Start the process from which `processes` forks its own, where it can: it imports while this one goes on."""
     if sys.platform == "linux":
         get_context("forkserver").set_forkserver_preload(["gssim.sweeps.predictions"])
-        ensure_running()  # multiprocessing's tracker: its start would unblock signals
-        with _endings_deferred():
-            forkserver.ensure_running()
+        with _starts_reported():
+            ensure_running()  # multiprocessing's tracker: its start would unblock signals
+            with _endings_deferred():
+                forkserver.ensure_running()
 
 
 @contextmanager

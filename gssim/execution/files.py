@@ -58,10 +58,15 @@ def check_place(path: Path) -> None:
     with _reported(path):
         if path.is_dir():
             raise UserError(f"{path}: cannot be written: it is a folder")
-        target, _ = _target_of(path)
+        target, is_direct = _target_of(path)
         above = next((parent for parent in target.parents if parent.exists()), None)
         if above is not None and not above.is_dir():
             raise UserError(f"{path}: cannot be written: {above} is no folder")
+        # a file is written beside the one that it replaces, and takes its place at the end
+        if above is not None and not is_direct and not os.access(above, os.W_OK | os.X_OK):
+            raise UserError(f"{path}: cannot be written: the folder {above} is read-only here")
+        if not is_direct and target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def check_text_name(path: Path) -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from gssim.interop.export import EXPORTS, Exported, export_scenario
     from gssim.interop.formats import FORMATS, PROGRAMS
     from gssim.interop.models import ModelFile, find_model
+    from gssim.interop.reading import standard_input
     from gssim.interop.scenario_file import Imported, RefusedError, import_scenario
     from gssim.interop.servers import SERVERS, server_of
 
@@ -29,6 +30,7 @@ __all__ = [
     "find_model",
     "import_scenario",
     "server_of",
+    "standard_input",
     "usual_cluster",
 ]
 
@@ -37,6 +39,7 @@ _MODULES = {
     **dict.fromkeys(("EXPORTS", "Exported", "export_scenario"), "export"),
     **dict.fromkeys(("FORMATS", "PROGRAMS"), "formats"),
     **dict.fromkeys(("ModelFile", "find_model"), "models"),
+    "standard_input": "reading",
     **dict.fromkeys(("Imported", "RefusedError", "import_scenario"), "scenario_file"),
     **dict.fromkeys(("SERVERS", "server_of"), "servers"),
 }

@@ -22,6 +22,7 @@ from gssim.interop.reading import (
     refused,
 )
 from gssim.interop.training import (
+    AMSGRAD,
     PRECISIONS,
     WHOLE_MODEL_COMPILED,
     Training,
@@ -80,9 +81,24 @@ DEEPSPEED: dict[str, Rule] = {
         "zero_optimization.allgather_partitions zero_optimization.ignore_unused* "
         "zero_optimization.memory_efficient_linear "
         "zero_optimization.use_all_reduce_for_fetch* zero_optimization.module_granularity* "
-        "zero_optimization.mics_hierarchical* zero_optimization.override_module_apply zero_optimization.legacy_stage1 "
+        "zero_optimization.override_module_apply zero_optimization.legacy_stage1 "
         "zero_optimization.log_trace_cache_warnings zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-        "pipeline.* disable_allgather graph_harvesting communication_options.* tensor_parallel.*",
+        "zero_optimization.enable_sanity_checks zero_optimization.pipeline_loading_checkpoint "
+        "disable_allgather graph_harvesting communication_options.* tensor_parallel.tp.tp_grain_size",
+    ),
+    **listed(
+        "approximated: parameters of a shard group are gathered in one step, not inside hosts first",
+        "zero_optimization.mics_hierarchical*",
+    ),
+    **listed("stages are those of the user's PipelineModule: set plan.pp (and plan.stages)", "pipeline.*"),
+    **listed(
+        "approximated: maps are cut as Megatron-LM cuts them",
+        "tensor_parallel.preset_model tensor_parallel.partition_config.*",
+    ),
+    **listed("how the model is loaded", "tensor_parallel.dtype tensor_parallel.keep_module_on_host"),
+    **refused(
+        "kernels of inference in training cannot be simulated",
+        "tensor_parallel.replace_with_kernel_inject tensor_parallel.kernel_inject",
     ),
     **refused("autocast inside fp16 cannot be simulated", "fp16.auto_cast torch_autocast.enabled"),
     **refused(
@@ -90,6 +106,7 @@ DEEPSPEED: dict[str, Rule] = {
         "fp16.fp16_master_weights_and_grads* bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states",
     ),
     **listed(LOSS_SCALE, "fp16.* bf16.* bfloat16.* torch_autocast.* loss_scale"),
+    **refused(AMSGRAD, "optimizer.params.amsgrad"),
     **listed(
         NUMERICS,
         "optimizer.params.* optimizer.legacy_fusion prescale_gradients gradient_predivide_factor scheduler.* seed "
@@ -165,9 +182,7 @@ def deepspeed(keys: Keys) -> Training:
     _precision_of_deepspeed(keys, training)
     _stage_of_deepspeed(keys, training)
     _offload_of_deepspeed(keys, training)
-    training.tp = keys.integer("tensor_parallel.autotp_size", "tensor_parallel.tp_size", sets="plan.tp", least=0)
-    if training.tp is not None and training.tp.value == 0:
-        training.tp = None
+    _tensor_slices_of_deepspeed(keys, training)
     training.dp = keys.integer("data_parallel_size")
     read_ulysses(keys, training, "sequence_parallel_size")
     _optimizer_of_deepspeed(keys, training)
@@ -180,6 +195,20 @@ def deepspeed(keys: Keys) -> Training:
             keys.note(key, '"auto": a bucket, a threshold or a schedule, approximated or without effect here')
     keys.close(DEEPSPEED)
     return training
+
+
+def _tensor_slices_of_deepspeed(keys: Keys, training: Training) -> None:
+    """Read automatic tensor parallelism, which `autotp_size` alone turns on (DeepSpeed 0.18, runtime/engine.py)."""
+    training.tp = keys.integer("tensor_parallel.autotp_size", "tensor_parallel.tp_size", sets="plan.tp", least=0)
+    if training.tp is not None and training.tp.value == 0:
+        training.tp = None
+    ranks = training.tp.value if training.tp is not None else 1
+    inner = keys.integer("tensor_parallel.tp.tp_size", sets="plan.tp")
+    if inner is not None and inner.value not in (1, ranks):
+        reason = f"tensor_parallel.autotp_size, which decides, is {ranks}; allowed: as many, or 1"
+        keys.refuse(inner.key, reason, replaced_by=["plan.tp"])
+    # module_inject/layers.py: only all-reduces of input gradients overlap
+    training.async_input_gradients = keys.flag("tensor_parallel.tp_overlap_comm")
 
 
 def read_ulysses(keys: Keys, training: Training, *names: str) -> None:

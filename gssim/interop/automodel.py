@@ -5,6 +5,7 @@ import re
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
 from gssim.interop.torchtitan import PURE_16_BIT, RECOMPUTE, SCHEDULES
 from gssim.interop.training import (
+    AMSGRAD,
     PRECISIONS,
     WHOLE_MODEL_COMPILED,
     Training,
@@ -73,6 +74,16 @@ AUTOMODEL: dict[str, Rule] = {
     **listed("numbers, or how they are logged", "seed moe_metrics.* nvtx performance.* recipe.*"),
     **listed("attention and kernels are those of the model file", "model.*attn* model.backend* model.use_*"),
     **listed(MODEL, "model.* tokenizer* processor* model_type"),
+    **refused(AMSGRAD, "optimizer.amsgrad"),
+    **refused(
+        "state of the optimizer in another precision cannot be simulated",
+        "optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype optimizer.master_weight_dtype",
+        neutral=("torch.float32", "float32", "fp32"),
+    ),
+    **listed(
+        "approximated: master copies are whole, where parameters' own 16 bits are left out of them there",
+        "optimizer.store_param_remainders",
+    ),
     **listed(NUMERICS, "optimizer.* lr_scheduler.* rng.* loss_fn* loss.* clip_grad_norm.*"),
     **listed(
         LOGGING,
@@ -155,6 +166,7 @@ def automodel(keys: Keys) -> Training:
             training.optimizer_implementation = Value(flag, value.origin)
     training.learning_rate = keys.number("optimizer.lr", sets="workload.learning_rate")
     training.weight_decay = keys.number("optimizer.weight_decay", sets="workload.weight_decay")
+    training.momentum = keys.number("optimizer.momentum", sets="workload.momentum")
     training.clip_norm = keys.number("clip_grad_norm.max_norm") or Value(
         1.0, "clip_grad_norm.max_norm = 1.0 (its default)"
     )

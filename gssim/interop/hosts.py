@@ -18,7 +18,7 @@ from xml.etree.ElementTree import Element
 from gssim.cluster.topology.builders import CUBE_MESH
 from gssim.errors import UserError, one_line
 from gssim.interop.reading import parsed_xml
-from gssim.interop.servers import SERVERS, Server, server_of
+from gssim.interop.servers import DETECTED, SERVERS, Server, server_of, short_name
 
 NVSWITCH, NVLINK_PEER = "0x068000", "0x030200"
 """Classes of NVLinks' targets in NCCL's XML (tclass): NVSwitch, another GPU."""
@@ -35,28 +35,6 @@ GPU_OF_CAPABILITY = {70: "v100", 80: "a100", 90: "h100", 100: "b200"}
 """GPU of each compute capability that only one of the presets has; other GPUs must be named."""
 CAPABILITY_OF_CARD = {"rtx3090": 86}
 """Compute capability of cards that are not in `GPU_OF_CAPABILITY`, and that NVLinks can join in pairs."""
-DETECTED = {
-    "v100-sxm2-16gb": "v100-sxm2-16",
-    "v100-sxm2-32gb": "v100-sxm2-32",
-    "v100-sxm3-32gb": "v100-sxm3-32",
-    "v100-pcie-16gb": "v100-pcie-16",
-    "a100-sxm4-40gb": "a100-sxm-40",
-    "a100-sxm4-80gb": "a100-sxm-80",
-    "a100 80gb pcie": "a100-pcie-80",
-    "h100 80gb hbm3": "h100-sxm",
-    "h100 pcie": "h100-pcie",
-    "h200": "h200-sxm",
-    "b200": "b200-sxm",
-    "gb200": "gb200",
-    "t4": "t4",
-    "a10": "a10",
-    "l4": "l4",
-    "l40s": "l40s",
-    "rtx 3090": "rtx3090",
-    "rtx 4090": "rtx4090",
-}
-"""Presets by the names of nvidia-smi, in lower case, without NVIDIA, Tesla and GeForce. Whole names: parts of them
-would take an L40S for an L4, a GH200 for an H200, and an A10G for an A10."""
 CARDS_WITHOUT_NVLINKS = ("t4", "a10", "l4", "l40s", "rtx4090")
 """Source: NVIDIA's data sheets, which list PCIe as their only interconnect."""
 NCCL_OF_CAPABILITY = {
@@ -394,14 +372,14 @@ def detected_gpu(name: str) -> str:
     >>> detected_gpu("NVIDIA L40S"), detected_gpu("Tesla V100-SXM2-16GB")
     ('l40s', 'v100-sxm2-16')
     """
-    short = re.sub(r"^(nvidia|tesla|geforce|\s)+", "", name.strip().lower())
-    if short not in DETECTED:
+    preset = DETECTED.get(short_name(name))
+    if preset is None:
         known = ", ".join(DETECTED.values())
         raise UserError(
             f"--detect: {one_line(name, 60)}: no such preset; save nvidia-smi's matrix "
             f"(`nvidia-smi topo -m > topo.txt`), and give it as FILE with --gpu of the nearest: {known}"
         )
-    return DETECTED[short]
+    return preset
 
 
 def _smi(*arguments: str) -> str:

@@ -290,6 +290,7 @@ def megatron(keys: Keys) -> Training:
     training.tp_overlap = keys.flag("tp-comm-overlap")
     waits = keys.flag("no-async-tensor-model-parallel-allreduce")
     default = "Megatron-LM sums gradients of inputs beside products"
+    training.fused_maps = True
     training.async_input_gradients = Value(waits is None or not waits.value, waits.origin if waits else default)
     keys.close(MEGATRON)
     return training

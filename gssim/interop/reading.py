@@ -10,6 +10,7 @@ rest. Refused keys are collected, so that all of them are reported at once.
 """
 
 import json
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,12 +38,24 @@ def read_bounded(path: Path) -> str:
             content = stream.read(MOST_BYTES + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return decoded(content, file=str(path))
+
+
+def decoded(content: bytes, *, file: str) -> str:
+    """Return the text of a file's or a stream's first bytes; raise UserError if they are too many or no UTF-8."""
     if len(content) > MOST_BYTES:
-        raise UserError(f"{path}: is larger than {MOST_BYTES} bytes, the most that is read of such a file")
+        raise UserError(f"{file}: is larger than {MOST_BYTES} bytes, the most that is read of such a file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is no UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise UserError(f"{file}: is no UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def standard_input() -> str:
+    """Return the text on stdin; raise UserError where stdin is closed, too long or no UTF-8 text."""
+    if sys.stdin is None:  # as Python sets it if the file descriptor is closed
+        raise UserError("-: stdin is closed; pipe a file into it, or give the file's name")
+    return decoded(sys.stdin.buffer.read(MOST_BYTES + 1), file="stdin")
 
 
 def parsed_json(text: str, *, file: str) -> Any:

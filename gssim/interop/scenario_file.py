@@ -173,6 +173,10 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "LLaMA-Factory": ("model", "train_dataset"),
     "torchtune": ("checkpointer", "optimizer"),
     "verl": ("actor_rollout_ref",),
+    "Megatron-Bridge (give its sizes and batch as Megatron-LM's arguments)": ("model", "train", "ddp"),
+    "MosaicML Composer or OLMo": ("device_train_microbatch_size",),
+    "Kubernetes (give the command that its containers run)": ("apiVersion", "kind"),
+    "SkyPilot (give the command in its 'run')": ("resources", "run"),
 }
 """Top-level keys, all of them, of files that would be taken for another program's, or for one's of unknown form."""
 

@@ -1,5 +1,6 @@
 """Usual servers by GPU: how the presets' GPUs are connected if no file describes it."""
 
+import re
 from dataclasses import dataclass
 
 from gssim.cluster import presets
@@ -61,21 +62,60 @@ SERVERS: dict[str, Server] = {
 """Usual servers by the GPU's usual name."""
 
 
-def server_of(gpu: str) -> Server:
-    """Return the usual server of a GPU, by its usual name or its preset's name; raise UserError if there is none.
+DETECTED = {
+    "v100-sxm2-16gb": "v100-sxm2-16",
+    "v100-sxm2-32gb": "v100-sxm2-32",
+    "v100-sxm3-32gb": "v100-sxm3-32",
+    "v100-pcie-16gb": "v100-pcie-16",
+    "a100-sxm4-40gb": "a100-sxm-40",
+    "a100-sxm4-80gb": "a100-sxm-80",
+    "a100 80gb pcie": "a100-pcie-80",
+    "h100 80gb hbm3": "h100-sxm",
+    "h100 pcie": "h100-pcie",
+    "h200": "h200-sxm",
+    "b200": "b200-sxm",
+    "gb200": "gb200",
+    "t4": "t4",
+    "a10": "a10",
+    "l4": "l4",
+    "l40s": "l40s",
+    "rtx 3090": "rtx3090",
+    "rtx 4090": "rtx4090",
+}
+"""Presets by the names of nvidia-smi, in lower case, without NVIDIA, Tesla and GeForce. Whole names: parts of them
+would take an L40S for an L4, a GH200 for an H200, and an A10G for an A10."""
 
-    >>> server_of("h100").inside_link, server_of("a100-sxm-40").device
+
+def short_name(name: str) -> str:
+    """Return a GPU's name in lower case, without NVIDIA, Tesla and GeForce.
+
+    >>> short_name("NVIDIA GeForce RTX 4090")
+    'rtx 4090'
+    """
+    return re.sub(r"^(nvidia|tesla|geforce|\s)+", "", name.strip().lower())
+
+
+def server_of(gpu: str) -> Server:
+    """Return the usual server of a GPU, by its usual name or its preset's name, or its name in nvidia-smi.
+
+    Raise UserError if there is none. Capitals make no difference.
+
+    >>> server_of("H100").inside_link, server_of("a100-sxm-40").device
     ('nvlink4-h100', 'a100-sxm-40')
+    >>> server_of("NVIDIA GeForce RTX 4090").device
+    'rtx4090'
     >>> server_of("h100-pcie").inside, server_of("h100-pcie").inside_link
     ('pcie', 'pcie5x16')
     """
+    asked, gpu = gpu, short_name(gpu)
+    gpu = gpu if gpu in SERVERS else DETECTED.get(gpu, gpu)
     if gpu in SERVERS:
         return SERVERS[gpu]
     base = next((name for name in SERVERS if gpu.startswith(f"{name}-")), None)
     if base is None or gpu not in presets("devices"):
         variants = tuple(f"{name}-" for name in SERVERS)
         known = ", ".join([*SERVERS, *(each for each in presets("devices") if each.startswith(variants))])
-        raise UserError(f"--gpu {gpu}: no such GPU, or its server is not known; allowed: {known}")
+        raise UserError(f"--gpu {asked}: no such GPU, or its server is not known; allowed: {known}")
     server = SERVERS[base]
     if "-pcie" in gpu:  # a card, not the board with NVLinks that the base's name stands for
         server = _pcie(gpu, server.devices, server.pcie_link, server.nic_link, server.nccl)

@@ -54,6 +54,8 @@ OPTIMIZERS: dict[str, tuple[str, str, str | None]] = {
 """(optimizer, implementation, precision of its moments) by other programs' names in lower case."""
 OTHER_OPTIMIZER = "no such optimizer here: its state and its update are not modelled"
 
+AMSGRAD = "a third value for each parameter, which AMSGrad keeps, is not modelled"
+
 WHOLE_MODEL_COMPILED = (
     "the whole model is compiled there; modelled are blocks that are compiled one by one, as by torchtitan and by "
     "Accelerate's regional compilation"
@@ -187,6 +189,8 @@ class Training:
     """Whether exchanges of sequence parallelism overlap with matrix products."""
     async_input_gradients: Value | None = None
     """Whether all-reduces of input gradients over tensor-parallel ranks overlap with weight-gradient products."""
+    fused_maps: bool = False
+    """Whether queries, keys and values are one map of a block, and gate and up another."""
     compiled: Value | None = None
     """Whether each block is compiled by itself; None if the program does not compile."""
     seed: Value | None = None
@@ -617,7 +621,7 @@ def _note_separate_sums(training: Training, keys: Keys, model: Model, tp: Value,
     """
     sequences = training.sequence_parallel
     divides = overrides.get("plan.sequence_parallel", sequences is not None and sequences.value)
-    if training.async_input_gradients is None or tp.value == 1 or divides:
+    if not training.fused_maps or tp.value == 1 or divides:
         return
     blocks = [[each.moment.phase for each in layer.reductions] for layer in model.sliced_layers or () if layer.block]
     most = max((phases.count("b") for phases in blocks), default=0)
@@ -946,8 +950,7 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
     if training.learning_rate is not None and not training.learning_rate.value:
         keys.note(training.learning_rate.key, "a rate of 0 is replaced by the scenario's default")
         training.learning_rate = None
-    if training.optimizer is None or training.optimizer.value not in ("sgd-momentum", "muon"):
-        training.momentum = None
+    _resolve_momentum(training)
     for name in WORKLOAD_KEYS:
         value: Value | None = getattr(training, name)
         if value is not None:
@@ -958,6 +961,15 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
         key = training.tp.key
         keys.note(key, "approximated beside adapters: ranks hold slices of these, as of the maps beside them")
     return [*entries, *_frozen(training, keys, model)]
+
+
+def _resolve_momentum(training: Training) -> None:
+    """Name SGD with a momentum, which keeps a value for each parameter; leave a momentum out that has no effect."""
+    optimizer, momentum = training.optimizer, training.momentum
+    if optimizer is not None and optimizer.value == "sgd" and momentum is not None and momentum.value:
+        training.optimizer = Value("sgd-momentum", f"{optimizer.origin}; {momentum.origin}")
+    elif optimizer is None or optimizer.value not in ("sgd-momentum", "muon"):
+        training.momentum = None
 
 
 def _resolve_targets(training: Training, keys: Keys, model: Model) -> None:

@@ -114,6 +114,24 @@ def test_where_nothing_can_be_written_one_line_says_so_before_and_nothing_is_har
     assert sorted(os.listdir(tmp_path)) == ["folder", "loop", "socket"]
 
 
+@pytest.mark.parametrize("below", ["file", "new/file"])
+def test_a_read_only_folder_is_reported_before_the_work(tmp_path, monkeypatch, below):
+    """A run was measured to its end, and its Result lost. Root may write anywhere, so permissions are imitated."""
+    allowed = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path and allowed(path, mode))
+    with pytest.raises(UserError, match=f"file: cannot be written: the folder {tmp_path} is read-only here"):
+        check_place(tmp_path / below)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_read_only_file_is_reported_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    allowed = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "file" and allowed(path, mode))
+    with pytest.raises(UserError, match="file: cannot be written: Permission denied"):
+        check_place(tmp_path / "file")
+
+
 def test_a_full_device_is_one_line():
     with pytest.raises(UserError, match="/dev/full: cannot be written: No space left"):
         write_text(Path("/dev/full"), "x")

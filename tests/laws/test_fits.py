@@ -8,7 +8,7 @@ import commands
 import pytest
 
 from gssim.cluster import Cluster
-from gssim.interop import SERVERS, find_model, usual_cluster
+from gssim.interop import SERVERS, find_model, server_of, usual_cluster
 from gssim.scenario import load_scenario
 from gssim.units import validated
 from gssim.workload import shipped_models
@@ -39,6 +39,14 @@ def test_results_and_models_are_printed_as_json(tmp_path):
     assert (ended.returncode, found["fits"], found["schema"]) == (3, False, "gssim.result/1")
     models = json.loads(commands.run("gssim", "models", "--json", folder=tmp_path).stdout)
     assert {each["name"]: each["parameters"] for each in models}["gpt2-124m"] == 124_439_808
+
+
+@pytest.mark.parametrize(
+    ("gpu", "same"),
+    [("H100", "h100"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("A100-SXM4-80GB", "a100-sxm-80"), ("A10", "a10")],
+)
+def test_a_gpu_is_known_by_capitals_and_by_its_name_in_nvidia_smi(gpu, same):
+    assert server_of(gpu) == server_of(same)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Import of other programs' files: what each documented key becomes, what is refused, and hostile files."""
 
+import io
 import json
 import random
 import re
@@ -136,6 +137,51 @@ def test_stages_of_zero(tmp_path, stage, method, more):
     tables, found = imported(tmp_path, DEEPSPEED | {"zero_optimization": {"stage": stage}}, name="ds.json")
     assert tables["plan"] == {"method": method, "micro_batches": 4, "recompute": "none"} | more
     assert any("5e8 elements at a time" in line for line in found.listed) == (stage == 0)
+
+
+TENSOR_SLICES = DEEPSPEED | {"train_batch_size": 16, "zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_deepspeeds_automatic_tensor_parallelism_overlaps_sums_if_it_says_so(tmp_path, overlaps):
+    """Its maps are the model's own, each with an all-reduce of its input's gradient, as here."""
+    said = {"autotp_size": 4, "preset_model": "llama", "tp_overlap_comm": overlaps}
+    tables, found = imported(tmp_path, TENSOR_SLICES | {"tensor_parallel": said}, name="ds.json")
+    assert tables["plan"]["tp"] == 4
+    assert tables["plan"].get("async_input_gradients", False) == overlaps
+    assert not any("Megatron-LM, which fuses these" in line for line in found.listed)
+    assert any("preset_model" in line and "approximated" in line for line in found.listed)
+
+
+@pytest.mark.parametrize("more", [{}, {"autotp_size": 2}])
+def test_deepspeeds_other_size_of_tensor_parallelism_is_not_ignored(tmp_path, more):
+    said = more | {"tp": {"tp_size": 4, "tp_grain_size": 64}}
+    assert "tensor_parallel.tp.tp_size = 4: tensor_parallel.autotp_size, which decides, is" in refused(
+        tmp_path, TENSOR_SLICES | {"tensor_parallel": said}, name="ds.json"
+    )
+
+
+def test_sgd_with_momentum_keeps_it(tmp_path):
+    """A value in fp32 for each parameter, which torch's and DeepSpeed's SGD do not have without momentum."""
+    optimizer = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.8}}
+    tables, _ = imported(tmp_path, DEEPSPEED | {"optimizer": optimizer}, name="ds.json")
+    assert (tables["workload"]["optimizer"], tables["workload"]["momentum"]) == ("sgd-momentum", 0.8)
+    optimizer = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0}}
+    tables, _ = imported(tmp_path, DEEPSPEED | {"optimizer": optimizer}, name="ds.json")
+    assert tables["workload"]["optimizer"] == "sgd"
+    assert "momentum" not in tables["workload"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}}, "inside"),
+        ({"pipeline": {"stages": 4}}, "set plan.pp"),
+    ],
+)
+def test_keys_of_deepspeed_that_change_the_time_are_named_as_approximated(tmp_path, more, said):
+    _, found = imported(tmp_path, DEEPSPEED | more, name="ds.json")
+    assert any(said in line for line in found.listed)
 
 
 def test_mics_is_hybrid_sharding(tmp_path):
@@ -725,12 +771,41 @@ def test_scripts_that_cannot_be_followed_are_refused_in_a_line(tmp_path, text, s
         ("x.yaml", "model: Qwen/Qwen3-4B\ntrain_dataset: d.yaml\nmicro_batch_size: 1\nbf16: true\n", "LLaMA-Factory"),
         ("x.yaml", "checkpointer: {a: 1}\noptimizer: {b: 2}\nbatch_size: 2\ndtype: bf16\n", "torchtune"),
         ("x.yaml", "actor_rollout_ref: {model: {path: x}}\ntrainer: {nnodes: 1}\n", "verl"),
+        ("x.yaml", "model: {tensor_model_parallel_size: 2}\ntrain: {a: 1}\nddp: {b: 2}\n", "Megatron-Bridge"),
+        ("x.yaml", "precision: amp_bf16\ndevice_train_microbatch_size: 4\n", "MosaicML Composer or OLMo"),
+        ("x.yaml", "apiVersion: kubeflow.org/v1\nkind: PyTorchJob\nspec: {a: 1}\n", "Kubernetes"),
+        ("x.yaml", "resources: {accelerators: 'H100:8'}\nrun: torchrun train.py\n", "SkyPilot"),
     ],
 )
 def test_files_of_other_programs_are_refused_by_the_program_s_name(tmp_path, name, text, program):
     """Before, they were read as torchtitan's or DeepSpeed's files, with errors about unknown keys."""
     with pytest.raises(UserError, match=f"is a configuration of {program}.*, which is not read; allowed: files of"):
         imported(tmp_path, text, name=name, model="gpt3-1.3b")
+
+
+ARGUMENTS = b"torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --micro-batch-size 2 --global-batch-size 16\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "stdin is closed"),
+        (b"--bf16 \xff", "stdin: is no UTF-8 text"),
+        (ARGUMENTS + b"# " + b"x" * limits.MOST_BYTES, "stdin: is larger than"),
+        (b"\xef\xbb\xbf" + ARGUMENTS.replace(b"\n", b"\r\n"), ""),
+    ],
+)
+def test_stdin_is_read_like_a_file(monkeypatch, content, said):
+    """A closed one ended in a traceback, and of a long one the first part was taken for the whole."""
+    stream = None if content is None else io.TextIOWrapper(io.BytesIO(content), "utf-8")
+    monkeypatch.setattr("sys.stdin", stream)
+    ended = commands.run("gssim", "import", "-", "--model", "gpt3-1.3b", "--cluster", EIGHT)
+    assert ended.returncode == (2 if said else 0)
+    assert said in ended.stderr
+    if said:
+        assert len(ended.stderr.splitlines()) == 1
+    else:
+        assert tomllib.loads(ended.stdout)["workload"]["global_batch_size"] == 16
 
 
 def test_the_switch_of_recomputation_up_to_megatron_3_0_is_read(tmp_path):
@@ -1409,6 +1484,33 @@ distributed: {strategy: fsdp2, dp_size: none, tp_size: 1, cp_size: 1, activation
 dataset: {_target_: x.y, seq_len: 4096}
 optimizer: {_target_: torch.optim.AdamW, lr: 1e-5, foreach: true}
 """
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("exp_avg_dtype: torch.bfloat16", "in another precision"),
+        ("exp_avg_sq_dtype: torch.bfloat16", "in another precision"),
+        ("amsgrad: true", "AMSGrad"),
+    ],
+)
+def test_automodels_optimizers_with_other_state_are_not_taken_for_the_usual_ones(tmp_path, more, reason):
+    """They were said to change numbers, not step time or memory."""
+    text = AUTOMODEL.replace("foreach: true", more)
+    assert reason in refused(tmp_path, text, name="r.yaml")
+    off = more.replace("bfloat16", "float32").replace("true", "false")
+    imported(tmp_path, AUTOMODEL.replace("foreach: true", f"{off}, store_param_remainders: true"), name="r.yaml")
+
+
+def test_automodels_sgd_keeps_its_momentum(tmp_path):
+    text = AUTOMODEL.replace("torch.optim.AdamW", "torch.optim.SGD").replace("foreach: true", "momentum: 0.8")
+    tables, _ = imported(tmp_path, text, name="r.yaml")
+    assert (tables["workload"]["optimizer"], tables["workload"]["momentum"]) == ("sgd-momentum", 0.8)
+
+
+def test_deepspeeds_amsgrad_is_refused(tmp_path):
+    optimizer = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True, "amsgrad": True}}
+    assert "AMSGrad" in refused(tmp_path, DEEPSPEED | {"optimizer": optimizer}, name="ds.json")
 
 
 def test_automodel(tmp_path):

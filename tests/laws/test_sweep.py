@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from strategies import write_files
 
-from gssim.errors import UserError
+from gssim.errors import RunFailedError, UserError
 from gssim.execution import processes
 from gssim.result import read_result
 from gssim.scenario.sweep import chosen, load_sweep, loaded_point, points_of
@@ -301,6 +301,26 @@ def test_a_termination_while_a_worker_process_starts_leaves_none_that_misses_its
     line = [sys.executable, "-c", TERMINATED_IN_A_START]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "started\n", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes start in another way")
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("multiprocessing.popen_forkserver.forkserver.connect_to_new_process", ConnectionRefusedError(111, "refused")),
+        ("gssim.execution.executor.ensure_running", BlockingIOError(11, "Resource temporarily unavailable")),
+    ],
+)
+def test_processes_that_the_system_does_not_start_are_reported_in_a_line(monkeypatch, place, error):
+    """Limits of containers and of users ended in a traceback of multiprocessing."""
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(place, fail)
+    said = f"cannot be started .{error.strerror}.: --jobs 1 needs none"
+    with pytest.raises(RunFailedError, match=said), processes(2) as workers:
+        workers.submit(abs, -3)
 
 
 UNGUARDED = """

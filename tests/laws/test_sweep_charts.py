@@ -74,6 +74,12 @@ def test_other_files_are_no_tables(tmp_path: Path) -> None:
             read_table(tmp_path / name)
 
 
+def test_a_folder_of_results_is_no_table(tmp_path: Path) -> None:
+    """It was said to be no such file; `gssim sweep --out FOLDER` writes one."""
+    with pytest.raises(UserError, match=r"is a folder; give a table, .*--out FILE.parquet.*analysis report"):
+        read_table(tmp_path)
+
+
 def test_a_time_that_is_none_is_refused_with_its_point(tmp_path: Path) -> None:
     file = write([make_row("ddp", step_time_s=-1.0)], tmp_path / "t.parquet")
     with pytest.raises(UserError, match=r"1e\+09--ddp: step_time_s = -1.0"):
