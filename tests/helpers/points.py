@@ -120,6 +120,20 @@ ADAPTED = (
     ),
 )
 """Models whose divided layers are traced with adapters, at all lengths of sequences."""
+SPLIT_BACKWARDS = 25_000
+"""From this seed on points are pipelines whose backwards are split (zero bubble), as a rule."""
+SPLIT = (GPT, BERT, RESNET, TIED, OTHERS[0])
+"""Models whose layers are traced with split backwards, and whose stages pass on no views, which torch cannot detach."""
+FROZEN_PARTS = 26_000
+"""From this seed on layers are frozen where ranks divide blocks, sequences or experts, as a rule."""
+FROZEN = (
+    Trained("gpt-byte-150k", 12, (24,), 4),
+    Trained(str(SCENARIOS.parent / "tests/helpers/models/of_tests/frozen-llama.toml"), 12, (24, 48), 4),
+    Trained(str(SCENARIOS.parent / "tests/helpers/models/of_tests/frozen-mixture.toml"), 12, (48,), 1, experts=12),
+)
+"""Models whose divided layers are traced in every role that frozen layers give them."""
+ADAPTED_LOSSES = 27_000
+"""From this seed on points have low-rank adapters where tensor ranks divide sequences and losses, as a rule."""
 PERIODIC = tuple(name for name, method in REGISTRY.items() if method.sync_every_steps)
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
@@ -135,8 +149,12 @@ GPUS = ("v100-sxm2-16", "t4", "a100-sxm-40", "a100-sxm-80", "h100-sxm", "h200-sx
 
 def _further_methods(seed: int) -> tuple[str, ...]:
     """Return the methods of Gradient Sharding, and those that later seeds draw most often."""
+    if SPLIT_BACKWARDS <= seed < FROZEN_PARTS:
+        return ("pipeline", "zero2", "gs", "gs") * 100
     if seed >= UNDER_AUTOCAST:
-        return (*SEQUENCES, "gs", "gs_z3", "gs_tp", "tensor", "pipeline") * 20
+        later = ("gs_hier",) if seed >= FROZEN_PARTS else ()
+        later += ("tensor", "tensor", "gs_tp") * 2 if seed >= ADAPTED_LOSSES else ()
+        return (*SEQUENCES, "gs", "gs_z3", "gs_tp", "tensor", "pipeline", *later) * 20
     if seed >= EXPERTS_ON_TWO_LEVELS:
         return ("gs_hier",) * 180
     if seed >= SUMMED_EXPERTS:
@@ -168,6 +186,17 @@ def _dividing_late(seed: int) -> tuple[str, ...]:
     return ("half",) if seed >= SUMMED_EXPERTS else ("gs", "gs_z3") if seed >= PUSHED_EXPERTS else ()
 
 
+def _late_models(seed: int) -> tuple[Trained, ...]:
+    """Return the models of points under autocast, and of later ones."""
+    if seed >= ADAPTED_LOSSES:
+        return (ADAPTED[0],) * 3 + ADAPTED
+    if seed >= FROZEN_PARTS:
+        return FROZEN
+    if seed >= SPLIT_BACKWARDS:
+        return SPLIT
+    return ADAPTED if seed >= ADAPTED_PARTS else CAST
+
+
 def random_point(seed: int, *, most_devices: int = 32) -> Table:
     """Return the scenario of a seed, to be simulated."""
     random = Random(seed)
@@ -190,9 +219,9 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     if seed >= EXPERTS_IN_PARTS and method in _dividing(seed) and random.random() < 0.9:
         model = MIXTURE
     if seed >= UNDER_AUTOCAST:
-        model = random.choice(ADAPTED if seed >= ADAPTED_PARTS else CAST)
-    if seed >= ADAPTED_PARTS and method in ONE_AXIS:  # the mixture's blocks cannot be cut
-        model = ADAPTED[0]
+        model = random.choice(_late_models(seed))
+    if method in ONE_AXIS and (seed >= FROZEN_PARTS or ADAPTED_PARTS <= seed < SPLIT_BACKWARDS):
+        model = _late_models(seed)[0]  # the mixture's blocks cannot be cut
     plan, parts = _plan(random, seed, method, devices, model)
     _shard_replicas(random, seed, plan, parts)
     workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=method in PUSHING)
@@ -254,6 +283,8 @@ def random_real_point(seed: int) -> Table:
         _combined_keys(random, workload, plan)
     if plan.get("push") is not None and method in PUSHING and random.random() < 0.5:
         plan["push"] |= random.choice(KNOWN_DENSITIES)
+    if seed >= FROZEN_PARTS and "context_exchange" in plan and seed % 3 == 0:
+        plan["context_overlap"] = False
     _cast_products(random, seed, cluster, workload, plan)
     _wait_for_copies(workload, plan)
     found = _scenario(random, seed, cluster, workload, plan, parts, devices)
@@ -267,7 +298,7 @@ def random_real_point(seed: int) -> Table:
 def _real_model(random: Random, seed: int, method: str) -> Trained:
     """Return a small model for a point's real run."""
     if seed >= UNDER_AUTOCAST:
-        return random.choice(ADAPTED if seed >= ADAPTED_PARTS else CAST)
+        return random.choice(_late_models(seed))
     models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
     models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
     if seed >= EXPERTS_IN_PARTS and method in _dividing(seed) and random.random() < 0.9:
@@ -341,14 +372,7 @@ def _plan(random: Random, seed: int, method: str, devices: int, model: Trained) 
     plan: Table = {"method": method}
     if method != "single" and devices > 1 and random.random() < 0.05:
         devices = plan["ranks"] = random.randint(1, devices)
-    in_parts = seed >= EXPERTS_IN_PARTS and model.experts and method in SEQUENCES
-    of_tensor_ranks = seed >= EXPERTS_OF_TENSOR_RANKS and (seed < ADAPTED_PARTS or seed % 4 == 0)
-    if in_parts and of_tensor_ranks and devices % 2 == 0:
-        parts = _axes_of_tensor_experts(random, plan, devices, model)
-    else:
-        parts = (
-            _axes_of_experts(random, plan, devices, model) if in_parts else _axes(random, seed, plan, devices, model)
-        )
+    parts = _all_axes(random, seed, plan, devices, model)
     _take_in_parts(random, plan, devices)
     if random.random() < 0.35:
         plan["recompute"] = random.choice(
@@ -368,7 +392,57 @@ def _plan(random: Random, seed: int, method: str, devices: int, model: Trained) 
     if method in PUSHING:
         plan["push"] = {}
     plan |= _own_options(random, method)
+    if SPLIT_BACKWARDS <= seed < FROZEN_PARTS:
+        _split_backwards(random, plan)
     return plan, parts
+
+
+def _all_axes(random: Random, seed: int, plan: Table, devices: int, model: Trained) -> int:
+    """Set a plan's axes, some of them; return how many parts of the batch there are if all devices work."""
+    if SPLIT_BACKWARDS <= seed < FROZEN_PARTS:
+        return _axes_of_stages(random, plan, devices)
+    if seed >= EXPERTS_IN_PARTS and model.experts and plan["method"] in SEQUENCES:
+        of_tensor_ranks = seed >= EXPERTS_OF_TENSOR_RANKS and (seed < ADAPTED_PARTS or seed % 4 == 0)
+        if of_tensor_ranks and devices % 2 == 0:
+            return _axes_of_tensor_experts(random, plan, devices, model)
+        return _axes_of_experts(random, plan, devices, model)
+    if plan["method"] in ("single", "gs_wgrad"):
+        return 1
+    if plan["method"] in ("pipeline", "tensor", "gs_tp"):
+        _only_axis(random, seed, plan, devices)
+        return 1
+    return _axes(random, seed, plan, devices, model)
+
+
+def _only_axis(random: Random, seed: int, plan: Table, devices: int) -> None:
+    """Set the axis of a method that has no replicas, at times; late models are of few heads and stages."""
+    if seed >= FROZEN_PARTS and devices > 4 and random.random() < 0.9:
+        devices = plan["ranks"] = 4 if plan["method"] != "pipeline" else 2
+    if random.random() < 0.3:
+        plan["pp" if plan["method"] == "pipeline" else "tp"] = devices
+
+
+def _axes_of_stages(random: Random, plan: Table, devices: int) -> int:
+    """Set a pipeline of few stages for each replica, mostly on all devices; return as `_all_axes` does."""
+    depths = [n for n in (2, 2, 3) if n <= devices and (plan["method"] == "pipeline" or 2 * n <= devices)]
+    if not depths:  # too few devices for replicas
+        plan["method"], depths = "pipeline", [devices]
+    plan["pp"] = random.choice(depths)
+    parts = 1 if plan["method"] == "pipeline" else devices // plan["pp"]
+    if plan["pp"] * parts < devices:
+        plan["ranks"] = plan["pp"] * parts
+    return parts
+
+
+def _split_backwards(random: Random, plan: Table) -> None:
+    """Split the backwards of a pipeline, mostly, and leave out what does not go with that."""
+    if plan["pp"] == 1 or random.random() < 0.1:
+        return
+    plan["schedule"] = "interleaved_zero_bubble"
+    plan["micro_batches"] = random.choice([plan["pp"], plan["pp"], 2 * plan["pp"], 3 * plan["pp"], 1, 2])
+    if random.random() < 0.95:
+        for key in ("recompute", "exchange", "parameters"):
+            plan.pop(key, None)
 
 
 def _shard_replicas(random: Random, seed: int, plan: Table, parts: int) -> None:
@@ -438,14 +512,8 @@ def _take_in_parts(random: Random, plan: Table, devices: int) -> None:
 
 
 def _axes(random: Random, seed: int, plan: Table, devices: int, model: Trained) -> int:
-    """Set the plan's axes, some of them; return how many parts of the batch there are if all devices work."""
+    """Set the axes of a plan with replicas, some of them; return as `_all_axes` does."""
     method = plan["method"]
-    if method in ("single", "gs_wgrad"):
-        return 1
-    if method in ("pipeline", "tensor", "gs_tp"):
-        if random.random() < 0.3:
-            plan["pp" if method == "pipeline" else "tp"] = devices
-        return 1
     left = _inner_axes(random, seed, plan, devices, model)
     deep = [n for n in (2, 3, 4) if left % n == 0 and n < left and ("cp" not in plan or random.random() < 0.05)]
     if deep and random.random() < (0.4 if REGISTRY[method].in_pipelines else 0.02):
@@ -499,7 +567,7 @@ def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: in
 
 
 def _axes_of_experts(random: Random, plan: Table, devices: int, model: Trained) -> int:
-    """Set axes of a mixture on which sequences and experts are divided, mostly; return as `_axes` does."""
+    """Set axes of a mixture on which sequences and experts are divided, mostly; return as `_all_axes` does."""
     parts = devices
     among = [n for n in (2, 4) if devices % n == 0]
     if among and random.random() < 0.9:
@@ -518,7 +586,7 @@ def _axes_of_experts(random: Random, plan: Table, devices: int, model: Trained) 
 
 
 def _axes_of_tensor_experts(random: Random, plan: Table, devices: int, model: Trained) -> int:
-    """Set axes of a mixture whose experts are divided among the ranks of tensor groups too; return as `_axes` does."""
+    """Set axes of a mixture whose experts are divided among the ranks of tensor groups; return as `_all_axes` does."""
     plan["tp"] = random.choice([n for n in (2, 4) if devices % n == 0])
     parts = devices // plan["tp"]
     if plan["tp"] == 2 and parts % 2 == 0 and random.random() < 0.4:
@@ -547,7 +615,9 @@ def _divide(random: Random, workload: Table, plan: Table, parts: int, devices: i
         least = plan.get("micro_batches", 1) if random.random() < 0.9 else 0
         shares["batch"] = "throughput"
         if random.random() < 0.5 and parts * least <= total:
-            shares["batch"] = [n / total for n in composition(random, total, parts, least=least)]
+            whole = plan["micro_batches"] if plan.get("schedule") == "interleaved_zero_bubble" else 1
+            counts = composition(random, total // whole, parts, least=math.ceil(least / whole))
+            shares["batch"] = [n * whole / total for n in counts]
     if method in (*PUSHING, *DEALING) and random.random() < 0.6:
         shares["shards"] = random.choice(["compute", "memory", "cost", "explicit"])
         if shares["shards"] in ("memory", "cost") and (plan.get("tp", 1) > 1 or method not in ("gs", "gs_z3")):
@@ -580,7 +650,7 @@ def _inner_axes(random: Random, seed: int, plan: Table, devices: int, model: Tra
                 plan["context_split"] = "plain"
         apart = apart or random.random() < (0.95 if seed < ADAPTED_PARTS else 0.3)
     inner = [n for n in (2, 4, 8) if left % n == 0 and n < left and n <= model.heads]
-    if inner and not apart and random.random() < 0.3:
+    if inner and not apart and random.random() < (0.3 if seed < FROZEN_PARTS else 0.8):
         plan["tp"] = random.choice(inner)
         left //= plan["tp"]
         if model.lengths and random.random() < (0.6 if method not in PUSHING or seed >= PARTED else 0.05):
@@ -714,8 +784,13 @@ def _combined_keys(random: Random, workload: Table, plan: Table) -> None:
 def _cast_products(random: Random, seed: int, cluster: Table, workload: Table, plan: Table) -> None:
     """Set autocast in late points, and leave out what does not go with it, mostly."""
     precisions = [each for each in ("bf16", "fp16") if each in _precisions(cluster)]
+    if seed >= SPLIT_BACKWARDS and seed < ADAPTED_LOSSES:
+        _train_parts(random, seed, workload, plan)
+        return
     if seed >= ADAPTED_PARTS:
         _adapt_parts(random, workload, plan, precisions)
+        if seed >= ADAPTED_LOSSES and plan.get("tp", 1) > 1 and "adapters" in workload:
+            plan |= {"sequence_parallel": random.random() < 0.9, "loss_parallel": random.random() < 0.9}
         return
     if seed < UNDER_AUTOCAST or not precisions or random.random() < 0.03:
         return
@@ -730,6 +805,28 @@ def _cast_products(random: Random, seed: int, cluster: Table, workload: Table, p
             workload.pop(key, None)
         for key in ("loss_parallel", "embedding_parallel", "gathered_inputs"):
             plan.pop(key, None)
+
+
+def _train_parts(random: Random, seed: int, workload: Table, plan: Table) -> None:
+    """Freeze layers, and leave out what does not go with that or with split backwards, mostly."""
+    for key in ("frozen", "adapters", "autocast", "tf32"):
+        workload.pop(key, None)
+    if seed < FROZEN_PARTS:
+        if random.random() < 0.95:
+            workload.pop("reduce_precision", None)
+            for key in ("receive_buffers", "offload", *(("push", "publish") if plan["method"] == "pipeline" else ())):
+                plan.pop(key, None)
+        return
+    traced = tomllib.loads(Path(workload["model"]).read_text())
+    names = [each["modules"][0] for each in traced["layers"] if each.get("modules") and each.get("parameters")]
+    first = random.randint(1, len(names) - 1)
+    chosen = random.choice([names[:first], names[first:], random.sample(names, first), [random.choice(names)]])
+    workload["frozen"] = sorted(chosen)
+    if plan["method"] in PUSHING and random.random() < 0.9:  # thresholds are refused
+        for key in ("push", "publish"):
+            plan.pop(key, None)
+    if plan.get("tp", 1) > 1 and random.random() < 0.5:
+        plan["loss_parallel"] = True
 
 
 def _adapt_parts(random: Random, workload: Table, plan: Table, precisions: list[str]) -> None:

@@ -8,6 +8,7 @@ what is sent varies.
 """
 
 import gc
+import math
 import statistics
 import sys
 import time
@@ -164,7 +165,9 @@ def against_single_device(scenario: Any, parameters: dict[str, torch.Tensor]) ->
     difference = largest_difference(parameters, reference)
     away = sum(float((parameters[name] - p).double().square().sum()) for name, p in reference.items())
     trained = sum(float((p - before[name]).double().square().sum()) for name, p in reference.items())
-    return difference, max(float(p.abs().max()) for p in reference.values()), (away / trained) ** 0.5
+    # a short run in fp16 may skip all steps of one device, until its loss is scaled low enough
+    ratio = (away / trained) ** 0.5 if trained else (0.0 if away == 0 else math.inf)
+    return difference, max(float(p.abs().max()) for p in reference.values()), ratio
 
 
 references: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]] = {}

@@ -20,16 +20,19 @@ import tomli_w
 from examples import examples
 from point_checks import assert_same_as_unfolded, faster_devices, faster_links, faults_of, slower_by
 from points import (
+    ADAPTED_LOSSES,
     ADAPTED_PARTS,
     COMBINED,
     EXPERTS_IN_PARTS,
     EXPERTS_OF_TENSOR_RANKS,
     EXPERTS_ON_TWO_LEVELS,
+    FROZEN_PARTS,
     LATER,
     PARTED,
     PUSHED_EXPERTS,
     SCENARIOS,
     SHARDED_REPLICAS,
+    SPLIT_BACKWARDS,
     STREAMED,
     SUMMED_EXPERTS,
     UNDER_AUTOCAST,
@@ -64,6 +67,9 @@ FURTHER = (
     *range(EXPERTS_ON_TWO_LEVELS, EXPERTS_ON_TWO_LEVELS + 10),
     *range(UNDER_AUTOCAST, UNDER_AUTOCAST + 10),
     *range(ADAPTED_PARTS, ADAPTED_PARTS + 10),
+    *range(SPLIT_BACKWARDS, SPLIT_BACKWARDS + 10),
+    *range(FROZEN_PARTS, FROZEN_PARTS + 10),
+    *range(ADAPTED_LOSSES, ADAPTED_LOSSES + 10),
 )
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
@@ -82,6 +88,9 @@ MANY = [
         EXPERTS_ON_TWO_LEVELS,
         UNDER_AUTOCAST,
         ADAPTED_PARTS,
+        SPLIT_BACKWARDS,
+        FROZEN_PARTS,
+        ADAPTED_LOSSES,
     )
 ]
 """Seeds of the large test: 3,000 points, 10,000 where tests are to be thorough."""

@@ -15,16 +15,19 @@ import tomli_w
 from examples import examples
 from point_checks import modules_of_stages
 from points import (
+    ADAPTED_LOSSES,
     ADAPTED_PARTS,
     COMBINED,
     EXPERTS_IN_PARTS,
     EXPERTS_OF_TENSOR_RANKS,
     EXPERTS_ON_TWO_LEVELS,
+    FROZEN_PARTS,
     LATER,
     PARTED,
     PUSHED_EXPERTS,
     RECOMPUTING,
     SHARDED_REPLICAS,
+    SPLIT_BACKWARDS,
     STREAMED,
     SUMMED_EXPERTS,
     UNDER_AUTOCAST,
@@ -64,9 +67,12 @@ MANY = [
         EXPERTS_ON_TWO_LEVELS,
         UNDER_AUTOCAST,
         ADAPTED_PARTS,
+        SPLIT_BACKWARDS,
+        FROZEN_PARTS,
+        ADAPTED_LOSSES,
     )
 ]
-"""Seeds of the slow tests: 255 points, 1020 where tests are to be thorough."""
+"""Seeds of the slow tests: 300 points, 1200 where tests are to be thorough."""
 EXACT = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 2**-7, "bf16": 2**-7}
 """By how much of the largest one parameters may differ from one device's, by the least exact of the precisions used."""
 PEAK, PEAK_IN_DOUBT = 0.02, 0.04
