@@ -177,8 +177,9 @@ def _fitted_to(model: Model, steps: Steps, terms: Terms, where: str) -> tuple[li
 
 def traced_adapters(model: Model, targets: str | tuple[str, ...], lengths: Lengths, *, where: str) -> AdaptedLayers:
     """Return the layers of a model with adapters of any rank; see [Note: adapters] in `gssim.workload.model`."""
+    option = targets if isinstance(targets, str) else ",".join(targets)
     with without_values(model):
-        maps = adapted_maps(fake_module(model, where), targets, where=where)
+        maps = adapted_maps(fake_module(model, where), targets, where=f"{where}: --adapters {option}")
     short, stack = with_fewer_blocks(model, where) or (model, None)
 
     adapters = Adapters(rank=TRACED_ADAPTER_RANKS[0], targets=maps)

@@ -57,7 +57,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from gssim.execution.cache import Same
-from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Precision, Recompute, excess, spec
+from gssim.units import (
+    PRECISION_BYTES,
+    Count,
+    PositiveFloat,
+    PositiveInt,
+    Precision,
+    Recompute,
+    excess,
+    shown_value,
+    spec,
+)
 from gssim.workload.layer import Layer, LayerRoles, layer_of_rank, sliced_layer
 
 
@@ -421,9 +431,10 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
     found = next((each for each in whole.adapted if targets in (each.role, each.maps)), None)
     if found is None:
         known = ", ".join(f"{each.role!r} ({', '.join(each.maps)})" for each in whole.adapted) or "none"
+        option = targets if isinstance(targets, str) else ",".join(targets)
         raise ValueError(
-            f"adapters.targets = {targets!r}: '{whole.name}' is not traced with adapters there; traced: {known}; "
-            "`gsreal trace --adapters` adds others"
+            f"adapters.targets = {shown_value(targets)}: '{whole.name}' is not traced with adapters there; traced: "
+            f"{known}; `gsreal trace FILE --adapters {option} --out NEW`, where FILE is the model's, adds them"
         )
     once: dict[int, Layer] = {}
     for layer in (*found.layers, *found.context_layers):
@@ -466,8 +477,8 @@ def _under_autocast(model: Same, precision: Literal["bf16", "fp16"]) -> Model:
     found = next((each for each in whole.autocast if each.precision == precision), None)
     if found is None:
         raise ValueError(
-            f"autocast = '{precision}': '{whole.name}' is not traced under it; `gsreal trace --autocast {precision}` "
-            "does so"
+            f"autocast = '{precision}': '{whole.name}' is not traced under it; `gsreal trace FILE --autocast "
+            f"{precision} --out NEW`, where FILE is the model's, does so"
         )
     return replace(
         whole,
