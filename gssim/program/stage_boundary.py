@@ -141,7 +141,7 @@ def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale
             freed = _freed(stage, number, buffer, output)
             key = (*map(id, (before, instance.layer, *after)), place, freed)
             if key not in cached:  # repetitions share their events
-                size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
+                size = buffer.bytes_at(b=batch_size, s=sequence_length, scale=scale)
                 born = buffer.born.position
                 category = buffer.category
                 if freed is RELEASED:

@@ -225,6 +225,10 @@ def _moment(text: str) -> Moment | None:
     return Moment(phase or end, int(position or 0), int(offset or 0))
 
 
+FIXED = " fixed"
+"""End of the text of a buffer whose size is the same in every precision."""
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Memory that a layer allocates: size in bytes, category, and the moments of allocation and release."""
@@ -233,6 +237,8 @@ class Buffer:
     freed: Moment
     category: str
     size_bytes: Polynomial
+    fixed: bool = False
+    """Whether its size is the same in every precision: it holds integers or truth values, such as indices and masks."""
 
     @classmethod
     def parse(cls, text: object) -> "Buffer":
@@ -240,15 +246,26 @@ class Buffer:
 
         >>> str(Buffer.parse("f0 b3@+1 activations 512*b*s"))
         'f0 b3@+1 activations 512*b*s'
+        >>> Buffer.parse("f0 b3 activations 8*b*s fixed").bytes_at(b=2, s=3, scale=0.5)
+        48
         """
         if isinstance(text, Buffer):
             return text
         if not isinstance(text, str) or len(text.split(maxsplit=3)) != 4:
-            raise ValueError('must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s"')
+            raise ValueError(
+                'must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s", and may end in "fixed"'
+            )
         born, freed, category, size = text.split(maxsplit=3)
+        fixed = size.endswith(FIXED)
         if category not in BUFFER_CATEGORIES:
             raise ValueError(f"has the category {category!r}; allowed: {', '.join(BUFFER_CATEGORIES)}")
-        return cls(Moment.parse(born), Moment.parse(freed), category, Polynomial.parse(size))
+        polynomial = Polynomial.parse(size.removesuffix(FIXED))
+        return cls(Moment.parse(born), Moment.parse(freed), category, polynomial, fixed)
+
+    def bytes_at(self, *, b: Samples, s: int, scale: float) -> float:
+        """Return its size for b samples of s tokens; `scale`: bytes of an element relative to those in the trace."""
+        size = self.size_bytes.at(b=b, s=s)
+        return size if self.fixed else scale * size
 
     @property
     def is_saved(self) -> bool:
@@ -257,7 +274,7 @@ class Buffer:
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
-        return f"{self.born} {self.freed} {self.category} {self.size_bytes}"
+        return f"{self.born} {self.freed} {self.category} {self.size_bytes}{FIXED if self.fixed else ''}"
 
 
 def layer_output(buffers: Sequence[Buffer], output_bytes: Quantity) -> Buffer | None:
