@@ -631,7 +631,8 @@ class Layer:
     """Recomputation in which the second, the fourth, ... of the block's matrix products run again, while the outputs of
     all other compute-heavy operations are kept; absent: not traced."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
-    """Every tensor that the layer allocates: the moments of its allocation and release, its category and its size."""
+    """Every tensor that the layer allocates: the moments of its allocation and release, its category and its size;
+    `fixed`: it holds integers or truth values, which are as large in every precision."""
     module_buffer_bytes: Count = 0
     """Bytes of the module's buffers (not parameters), such as running means, in fp32."""
     integer_buffer_bytes: Count = 0

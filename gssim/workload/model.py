@@ -273,8 +273,9 @@ class Model:
     input: Annotated[TokenInput | ImageInput, Field(discriminator="kind")]
     """Form of a batch."""
     traced_precision: Precision = "fp32"
-    """Precision of the traced bytes, which are scaled to the workload's. Integers, masks and sums that stay in fp32 are
-    scaled as well, so a trace in the workload's own precision is more exact."""
+    """Precision of the traced bytes, which are scaled to the workload's. Buffers of integers and masks keep their size;
+    what modules compute in fp32 whatever the precision is scaled as well, so a trace in the workload's own precision is
+    more exact."""
     traced_batch_sizes: tuple[PositiveInt, ...]
     """Batch sizes at which the real module was traced; polynomials give all others."""
     traced_sequence_lengths: tuple[PositiveInt, ...] = ()
