@@ -295,8 +295,6 @@ def test_what_a_model_file_holds_is_traced_again_in_another_precision(tmp_path):
         request = replace(asked, model=str(tmp_path / "fp32.toml"), arguments=(), adapters=(), frozen=False)
         request = replace(request, autocast=(), precision="bf16", vocabulary=None)
         again = traced_model(request)
-        notes: list[str] = []
-        compiled = traced_model(replace(request, compiled=True), on_note=notes.append)
     assert [each.role or each.maps for each in again.adapted] == ["query-value", ("down",)]
     assert [each.precision for each in again.autocast] == ["bf16"]
     assert again.partly_trained is not None
@@ -305,8 +303,9 @@ def test_what_a_model_file_holds_is_traced_again_in_another_precision(tmp_path):
     for before, after in zip(fp32.adapted, again.adapted, strict=True):
         saved, half = (sum(layer.saved_bytes.held(2).at(b=2, s=8) for layer in a.layers) for a in (before, after))
         assert 0.4 < half / saved < 0.7  # in bf16, not in the file's precision
-    assert not compiled.adapted
-    assert compiled.partly_trained is None
+    notes: list[str] = []
+    with pytest.raises(UserError, match="--frozen: compiled blocks are traced without it"):  # said before it is traced
+        traced_model(replace(request, compiled=True, frozen=True), on_note=notes.append)
     assert notes == [
         f"gsreal trace {tmp_path / 'fp32.toml'}: --compile: left out, as compiled blocks are traced without: adapters "
         "at query-value, adapters at down, frozen layers, autocast in bf16"
