@@ -12,6 +12,8 @@ from gsreal.model_files import config_file
 from gsreal.model_files.build import DTYPES
 from gsreal.model_files.trace import (
     OperationCounts,
+    maps_of_adapters,
+    targets_of,
     trace,
     trace_at_length,
     with_traced_adapters,
@@ -117,6 +119,8 @@ def traced_model(
         raise UserError(f"{where}: traced_precision = {model.traced_precision!r}: allowed: {', '.join(DTYPES)}")
     if set(request.autocast) - {"bf16", "fp16"}:
         raise UserError(f"{where}: --autocast {' '.join(request.autocast)}: allowed: bf16, fp16")
+    for each in request.adapters:  # a name that the module lacks is said before minutes of tracing
+        maps_of_adapters(model, targets_of(each), where=where)
     if request.sequence_length is not None:
         longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else 0
         if not 1 <= request.sequence_length <= longest:

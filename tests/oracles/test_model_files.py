@@ -313,8 +313,8 @@ def test_what_a_model_file_holds_is_traced_again_in_another_precision(tmp_path):
 
 
 def test_maps_that_get_no_adapters_are_named_with_the_option_and_its_value():
+    """It is said before the model is traced."""
     small = request_for("gsreal.models.gpt", **SMALL)
     said = r"^gsreal trace gsreal\.models\.gpt: --adapters q_proj,foo: the blocks have the linear maps qkv, out, up, d"
-    whole = patch.dict(tracer.DIVIDED_STEPS, dict.fromkeys(tracer.DIVIDED_STEPS, lambda *_given: None))
-    with whole, pytest.raises(UserError, match=said):
+    with patch.object(tracer, "record_steps", side_effect=AssertionError), pytest.raises(UserError, match=said):
         traced_model(replace(small, adapters=("q_proj,foo",)))
