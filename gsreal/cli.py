@@ -675,10 +675,15 @@ def trace_command(
             file=sys.stderr,
         )
     tables: list[str] = []
+    notes: list[str] = []
     with activity("gsreal: trace") as doing:
         doing(f"tracing {model}")
-        traced = traced_model(request, on_counted=lambda counted: tables.append(counted_table(counted)))
+        traced = traced_model(
+            request, on_counted=lambda counted: tables.append(counted_table(counted)), on_note=notes.append
+        )
     write_model(out, traced)
+    for note in notes:
+        print(f"gsreal: {note}", file=sys.stderr)
     print(*tables, sep="\n", file=sys.stderr)
     print(f"gsreal: {out}: {traced.elements:,} parameters in {len(traced.layers)} kinds of layer", file=sys.stderr)
 

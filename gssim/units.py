@@ -416,6 +416,9 @@ def validated(cls: type[T], data: object, *, file: str, under: str = "") -> T:
         raise kind(explain(error, cls, file=file, under=under)) from None
 
 
+_KEY_AND_VALUE = re.compile(r"[a-z]\w*(?:\.\w+)* = .*?: ")
+
+
 def explain(error: ValidationError, cls: type, *, file: str, under: str = "") -> str:
     """Return one line for the first error: file, key path, value, what is allowed."""
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "unexpected_keyword_argument")
@@ -446,6 +449,8 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
         message += f"; did you mean '{close}'?" if close else ""
     given, of_table = fault["input"], fault["type"] == "value_error" and isinstance(fault["input"], dict)
     key, colon, rest = message.partition(": ")
+    if of_table and _KEY_AND_VALUE.match(message):  # "key.of.table = value: what is wrong", of a check of a whole table
+        return f"{file}: {path + '.' if place or under else ''}{message}{more}"
     if of_table and colon and key.isidentifier():  # a check of a whole table names the key that is wrong
         path, given, message = _path((*([under] if under else []), *place, key)), given.get(key), rest
     shown = shown_value(given)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from gsreal.model_files.layers import layer_modules
 from gssim.errors import UserError
+from gssim.units import shown_value
 from gssim.workload import Adapters
 
 SEPARATE = ("q_proj", "query", "q_lin", "wq"), ("v_proj", "value", "v_lin", "wv")
@@ -56,7 +57,8 @@ def adapter_of(linear: nn.Module) -> LowRankAdapter | None:
 def adapt(module: nn.Module, adapters: Adapters, *, where: str) -> None:
     """Freeze all parameters of a module, and add trained adapters beside its targets, in place."""
     module.requires_grad_(False)
-    names = adapted_maps(module, adapters.targets, where=where)
+    targets = adapters.targets
+    names = adapted_maps(module, targets, where=f"{where}: adapters.targets = {shown_value(targets)}")
     for path, linear in linear_maps(module):
         if path.rpartition(".")[2] in names:
             inputs, outputs = linear.weight.shape if type(linear).__name__ == "Conv1D" else linear.weight.shape[::-1]
@@ -77,7 +79,8 @@ def adapted_maps(module: nn.Module, targets: str | Sequence[str], *, where: str)
     """Return the names of the maps that get adapters: the last parts of their paths.
 
     `targets`: such names; `query-value`: the maps of queries and of values, or the one that has both; `all-linear`:
-    every linear map of the blocks. Raises UserError where there is none.
+    every linear map of the blocks. Raises UserError where there is none; `where`: the key or option that names them,
+    and its value.
     """
     known = tuple(dict.fromkeys(path.rpartition(".")[2] for path, _ in linear_maps(module)))
     if targets == "all-linear":
@@ -88,7 +91,5 @@ def adapted_maps(module: nn.Module, targets: str | Sequence[str], *, where: str)
     else:
         found = tuple(name for name in targets if name in known)
     if not found or (not isinstance(targets, str) and len(found) < len(targets)):
-        raise UserError(
-            f"{where}: adapters.targets = {targets!r}: the blocks have the linear maps {', '.join(known) or '(none)'}"
-        )
+        raise UserError(f"{where}: the blocks have the linear maps {', '.join(known) or '(none)'}")
     return found

@@ -263,6 +263,7 @@ def fit_buffers(
                 freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(alive.freed, index),
                 category="activations" if is_saved else "temporaries",
                 size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", terms),
+                fixed=alive.fixed,
             )
         )
     return tuple(buffers)

@@ -163,6 +163,8 @@ class StorageLife:
     freed: tuple[int, str, int] | None = None
     unsaved: int | None = None
     """Position of its own layer's forward at which it would be freed if autograd did not save it."""
+    fixed: bool = False
+    """Whether it holds integers or truth values, whose size is the same in every precision."""
 
 
 @dataclass(frozen=True)
@@ -423,7 +425,9 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         if key in self.live or key in self.known:
             return
-        alive = StorageLife(storage.nbytes(), self.now())
+        # bytes alone are a workspace of kernels, which depends on the precision of what they compute
+        fixed = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.uint8)
+        alive = StorageLife(storage.nbytes(), self.now(), fixed=fixed)
         self.live[key] = alive
         self.record.alive.append(alive)
         weakref.finalize(storage, self._freed, key, alive)

@@ -12,6 +12,8 @@ from gsreal.model_files import config_file
 from gsreal.model_files.build import DTYPES
 from gsreal.model_files.trace import (
     OperationCounts,
+    maps_of_adapters,
+    targets_of,
     trace,
     trace_at_length,
     with_traced_adapters,
@@ -91,10 +93,17 @@ MAXIMUM_SEQUENCE_LENGTH = 256
 """Longest sequence of a model of which neither the user nor a config.json states one."""
 
 
-def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], None] = lambda _counted: None) -> Model:
+def traced_model(
+    request: Request,
+    *,
+    on_counted: Callable[[OperationCounts], None] = lambda _counted: None,
+    on_note: Callable[[str], None] = lambda _line: None,
+) -> Model:
     """Return the traced model for a `request`; raise UserError if it cannot be traced.
 
-    `on_counted` is called with the operations of the largest step that was traced.
+    Of a model file everything is traced again that it holds: adapters, frozen layers and autocast too, in addition to
+    what the request asks for. `on_counted` is called with the operations of the largest step that was traced, `on_note`
+    with a line about costs of the file that the new one does not have.
     """
     where = f"gsreal trace {request.model}"
     request = completed(request)
@@ -102,12 +111,16 @@ def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], No
     if request.precision is not None:
         if request.precision not in DTYPES:
             raise UserError(f"{where}: --precision {request.precision}: allowed: {', '.join(DTYPES)}")
-        if model.traced_precision != request.precision:  # costs in the file's precision, which are not traced again
-            model = replace(model, adapted=(), partly_trained=None)
         model = replace(model, traced_precision=cast(Precision, request.precision))
+    if request.compiled and (without := _beside_layers(model)):
+        on_note(f"{where}: --compile: left out, as compiled blocks are traced without: {', '.join(without)}")
     model = _compiled(model, request, where)
     if model.traced_precision not in DTYPES:
         raise UserError(f"{where}: traced_precision = {model.traced_precision!r}: allowed: {', '.join(DTYPES)}")
+    if set(request.autocast) - {"bf16", "fp16"}:
+        raise UserError(f"{where}: --autocast {' '.join(request.autocast)}: allowed: bf16, fp16")
+    for each in request.adapters:  # a name that the module lacks is said before minutes of tracing
+        maps_of_adapters(model, targets_of(each), where=where)
     if request.sequence_length is not None:
         longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else 0
         if not 1 <= request.sequence_length <= longest:
@@ -118,10 +131,30 @@ def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], No
         traced = trace(model, where=where, on_counted=on_counted)
     if set(request.autocast) - {"bf16", "fp16"}:
         raise UserError(f"{where}: --autocast {' '.join(request.autocast)}: allowed: bf16, fp16")
-    traced = with_traced_autocast(traced, request.autocast, where=where)
-    if request.frozen:
+    return _with_variants(model, traced, request, where)
+
+
+def _beside_layers(model: Model) -> list[str]:
+    """Return what a model file holds besides the costs of its layers as they are, in the words of messages."""
+    return [
+        *(f"adapters at {each.role or ','.join(each.maps)}" for each in model.adapted),
+        *(["frozen layers"] if model.partly_trained is not None else []),
+        *(f"autocast in {each.precision}" for each in model.autocast),
+    ]
+
+
+def _with_variants(before: Model, traced: Model, request: Request, where: str) -> Model:
+    """Return a traced model with its layers also traced under autocast, with frozen layers, and with adapters.
+
+    They are traced so if the request says it, or if the model had such costs `before`.
+    """
+    autocast = dict.fromkeys([*(each.precision for each in before.autocast), *request.autocast])
+    traced = with_traced_autocast(replace(traced, autocast=()), list(autocast), where=where)
+    traced = replace(traced, partly_trained=None)
+    if request.frozen or before.partly_trained is not None:
         traced = with_traced_frozen(traced, where=where)
-    return with_traced_adapters(traced, request.adapters, where=where)
+    adapters = dict.fromkeys([*(each.role or ",".join(each.maps) for each in before.adapted), *request.adapters])
+    return with_traced_adapters(replace(traced, adapted=()), list(adapters), where=where)
 
 
 def _compiled(model: Model, request: Request, where: str) -> Model:

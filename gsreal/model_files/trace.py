@@ -175,10 +175,21 @@ def _fitted_to(model: Model, steps: Steps, terms: Terms, where: str) -> tuple[li
         return fit_layers(records, largest, larger.checked.shape, terms), larger
 
 
+def maps_of_adapters(model: Model, targets: str | tuple[str, ...], *, where: str) -> tuple[str, ...]:
+    """Return the names of the maps that get adapters; raise UserError, with the option, where there is none."""
+    option = targets if isinstance(targets, str) else ",".join(targets)
+    with without_values(model):
+        return adapted_maps(fake_module(model, where), targets, where=f"{where}: --adapters {option}")
+
+
+def targets_of(option: str) -> str | tuple[str, ...]:
+    """Return a value of `--adapters`: a role, or names that commas separate."""
+    return option if option in ROLES else tuple(option.split(","))
+
+
 def traced_adapters(model: Model, targets: str | tuple[str, ...], lengths: Lengths, *, where: str) -> AdaptedLayers:
     """Return the layers of a model with adapters of any rank; see [Note: adapters] in `gssim.workload.model`."""
-    with without_values(model):
-        maps = adapted_maps(fake_module(model, where), targets, where=where)
+    maps = maps_of_adapters(model, targets, where=where)
     short, stack = with_fewer_blocks(model, where) or (model, None)
 
     adapters = Adapters(rank=TRACED_ADAPTER_RANKS[0], targets=maps)
@@ -212,10 +223,8 @@ def with_traced_adapters(model: Model, targets: Sequence[str], *, where: str) ->
 
     A target is a role, or names joined by commas.
     """
-    lengths, adapted = _lengths_of(model), []
-    for each in targets:
-        wanted = each if each in ROLES else tuple(each.split(","))
-        adapted.append(traced_adapters(model, wanted, lengths, where=where))
+    lengths = _lengths_of(model)
+    adapted = [traced_adapters(model, targets_of(each), lengths, where=where) for each in targets]
     kept = [each for each in model.adapted if each.maps not in [new.maps for new in adapted]]
     return replace(model, adapted=(*kept, *adapted))
 

@@ -201,7 +201,7 @@ def activation_timeline(
 ) -> Timeline:
     """Return the lifetimes of activations and temporaries, without parameter gradients.
 
-    `scale`: bytes of an element relative to the precision of the trace (the few integer buffers are scaled too).
+    `scale`: bytes of an element relative to the precision of the trace.
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
@@ -213,7 +213,7 @@ def activation_timeline(
         if key not in by_layers:  # repetitions share their events
             relative: dict[tuple[int, str], list[Event]] = defaultdict(list)
             for number, buffer in enumerate(lives(own, previous, after)):
-                size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
+                size = buffer.bytes_at(b=batch_size, s=sequence_length, scale=scale)
                 for moment, change in ((buffer.born, size), (buffer.freed, -size)):
                     offset = 0 if moment.phase == "end" else moment.layer_offset
                     position = LAST if moment == FORWARD_END else moment.position

@@ -238,7 +238,7 @@ def _born(low: Lowering, instance: LayerInstance, reduction: Reduction, samples:
     """Return the bytes of each tensor that an attention allocates: output and logarithms, or its inputs' gradients."""
     length = low.scenario.workload.sequence_length or 1
     buffers = [buffer for buffer in instance.layer.buffers if buffer.born == reduction.moment]
-    return [low.traced_scale * buffer.size_bytes.at(b=samples, s=length) for buffer in buffers]
+    return [buffer.bytes_at(b=samples, s=length, scale=low.traced_scale) for buffer in buffers]
 
 
 @once_a_run

@@ -143,7 +143,7 @@ def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale
             # repetitions share their events; a moment's fields are hashed in a third of the time of its own hash
             key = (context, place, freed.phase, freed.position, freed.layer_offset)
             if key not in cached:
-                size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
+                size = buffer.bytes_at(b=batch_size, s=sequence_length, scale=scale)
                 born = buffer.born.position
                 category = buffer.category
                 if freed is RELEASED:

@@ -281,34 +281,34 @@ def activation_bytes(workload: Workload, plan: Plan, *, samples: int, in_flight:
     only its output, and during its backward all of its own buffers.
     """
     scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
-    shape = {"b": samples, "s": workload.sequence_length or 1}
+    shape: dict[str, Any] = {"b": samples, "s": workload.sequence_length or 1, "scale": scale}
     before = worst = 0.0
     for layer, after in zip(workload.model.layers, [*workload.model.layers[1:], None], strict=True):
-        kept = sum(each.size_bytes.at(**shape) for each in layer.buffers if _is_kept(each))
+        kept = sum(each.bytes_at(**shape) for each in layer.buffers if _is_kept(each))
         stays = kept
         if layer.block and plan.recompute == "full":
             output = layer_output(layer.buffers, passed_bytes(layer, layer if layer.repeats > 1 else after))
-            stays = output.size_bytes.at(**shape) if output is not None and _is_kept(output) else 0
+            stays = output.bytes_at(**shape) if output is not None and _is_kept(output) else 0
         following = layer if layer.repeats > 1 else after  # all repetitions but the last precede another
         made = max(_made_bytes(layer, each, shape) for each in (following, after))
         worst = max(worst, before + (layer.repeats - 1) * stays + kept + made)
         before += layer.repeats * stays
-    return scale * (worst + (in_flight - 1) * before)
+    return worst + (in_flight - 1) * before
 
 
 def _is_kept(buffer: Buffer) -> bool:
     return buffer.born.phase == "f" and buffer.freed.phase == "b"
 
 
-def _made_bytes(layer: Layer, following: Layer | None, shape: dict[str, int]) -> float:
+def _made_bytes(layer: Layer, following: Layer | None, shape: dict[str, Any]) -> float:
     """Return the peak of the buffers that a layer's backward allocates, including the gradient of its output."""
     given = layer_input_gradient(following.buffers) if following is not None else None
     own = [each for each in layer.buffers if each.born.phase == "b"]
-    sizes = {id(each): each.size_bytes.at(**shape) for each in own}
+    sizes = {id(each): each.bytes_at(**shape) for each in own}
     events = [(each.born.position, sizes[id(each)]) for each in own]
     events += [(each.freed.position, -sizes[id(each)]) for each in own if each.freed.layer_offset == 0]
     allocated = accumulate(size for _, size in sorted(events, key=lambda event: (event[0], event[1] < 0)))
-    return max(allocated, default=0) + (given.size_bytes.at(**shape) if given is not None else 0)
+    return max(allocated, default=0) + (given.bytes_at(**shape) if given is not None else 0)
 
 
 # Time ----------------------------------------------------------------------------------------------------------------

@@ -223,6 +223,10 @@ def _moment(text: str) -> Moment | None:
     return Moment(phase or end, int(position or 0), int(offset or 0))
 
 
+FIXED = " fixed"
+"""End of the text of a buffer whose size is the same in every precision."""
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Memory that a layer allocates: size in bytes, category, and the moments of allocation and release."""
@@ -231,6 +235,8 @@ class Buffer:
     freed: Moment
     category: str
     size_bytes: Polynomial
+    fixed: bool = False
+    """Whether its size is the same in every precision: it holds integers or truth values, such as indices and masks."""
 
     @classmethod
     def parse(cls, text: object) -> "Buffer":
@@ -238,15 +244,26 @@ class Buffer:
 
         >>> str(Buffer.parse("f0 b3@+1 activations 512*b*s"))
         'f0 b3@+1 activations 512*b*s'
+        >>> Buffer.parse("f0 b3 activations 8*b*s fixed").bytes_at(b=2, s=3, scale=0.5)
+        48
         """
         if isinstance(text, Buffer):
             return text
         if not isinstance(text, str) or len(text.split(maxsplit=3)) != 4:
-            raise ValueError('must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s"')
+            raise ValueError(
+                'must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s", and may end in "fixed"'
+            )
         born, freed, category, size = text.split(maxsplit=3)
+        fixed = size.endswith(FIXED)
         if category not in BUFFER_CATEGORIES:
             raise ValueError(f"has the category {category!r}; allowed: {', '.join(BUFFER_CATEGORIES)}")
-        return cls(Moment.parse(born), Moment.parse(freed), category, Polynomial.parse(size))
+        polynomial = Polynomial.parse(size.removesuffix(FIXED))
+        return cls(Moment.parse(born), Moment.parse(freed), category, polynomial, fixed)
+
+    def bytes_at(self, *, b: Samples, s: int, scale: float) -> float:
+        """Return its size for b samples of s tokens; `scale`: bytes of an element relative to those in the trace."""
+        size = self.size_bytes.at(b=b, s=s)
+        return size if self.fixed else scale * size
 
     @property
     def is_saved(self) -> bool:
@@ -254,7 +271,7 @@ class Buffer:
         return self.born.phase == "f" and self.freed.phase == "b" and self.freed.layer_offset <= 0
 
     def __str__(self) -> str:
-        return f"{self.born} {self.freed} {self.category} {self.size_bytes}"
+        return f"{self.born} {self.freed} {self.category} {self.size_bytes}{FIXED if self.fixed else ''}"
 
 
 def layer_output(buffers: Sequence[Buffer], output_bytes: Quantity) -> Buffer | None:
@@ -593,7 +610,8 @@ class Layer:
     """Recomputation in which the second, the fourth, ... of the block's matrix products run again, while the outputs of
     all other compute-heavy operations are kept; absent: not traced."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
-    """Every tensor that the layer allocates: the moments of its allocation and release, its category and its size."""
+    """Every tensor that the layer allocates: the moments of its allocation and release, its category and its size;
+    `fixed`: it holds integers or truth values, which are as large in every precision."""
     module_buffer_bytes: Count = 0
     """Bytes of the module's buffers (not parameters), such as running means, in fp32."""
     integer_buffer_bytes: Count = 0

@@ -66,6 +66,7 @@ from gssim.units import (
     Recompute,
     excess,
     omits_defaults,
+    shown_value,
     spec,
 )
 from gssim.workload.layer import Layer, LayerRoles, Parameter, layer_of_rank, sliced_layer
@@ -258,8 +259,9 @@ class Model:
     input: Annotated[TokenInput | ImageInput, Field(discriminator="kind")]
     """Form of a batch."""
     traced_precision: Precision = "fp32"
-    """Precision of the traced bytes, which are scaled to the workload's. Integers, masks and sums that stay in fp32 are
-    scaled as well, so a trace in the workload's own precision is more exact."""
+    """Precision of the traced bytes, which are scaled to the workload's. Buffers of integers and masks keep their size;
+    what modules compute in fp32 whatever the precision is scaled as well, so a trace in the workload's own precision is
+    more exact."""
     traced_batch_sizes: tuple[PositiveInt, ...]
     """Batch sizes at which the real module was traced; polynomials give all others."""
     traced_sequence_lengths: tuple[PositiveInt, ...] = ()
@@ -406,9 +408,10 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
     found = next((each for each in whole.adapted if targets in (each.role, each.maps)), None)
     if found is None:
         known = ", ".join(f"{each.role!r} ({', '.join(each.maps)})" for each in whole.adapted) or "none"
+        option = targets if isinstance(targets, str) else ",".join(targets)
         raise ValueError(
-            f"adapters.targets = {targets!r}: '{whole.name}' is not traced with adapters there; traced: {known}; "
-            "`gsreal trace --adapters` adds others"
+            f"adapters.targets = {shown_value(targets)}: '{whole.name}' is not traced with adapters there; traced: "
+            f"{known}; `gsreal trace FILE --adapters {option} --out NEW`, where FILE is the model's, adds them"
         )
     once: dict[int, Layer] = {}
     for layer in (*found.layers, *found.context_layers):
@@ -451,8 +454,8 @@ def _under_autocast(model: Same, precision: Literal["bf16", "fp16"]) -> Model:
     found = next((each for each in whole.autocast if each.precision == precision), None)
     if found is None:
         raise ValueError(
-            f"autocast = '{precision}': '{whole.name}' is not traced under it; `gsreal trace --autocast {precision}` "
-            "does so"
+            f"autocast = '{precision}': '{whole.name}' is not traced under it; `gsreal trace FILE --autocast "
+            f"{precision} --out NEW`, where FILE is the model's, does so"
         )
     return replace(
         whole,

@@ -3,7 +3,7 @@
 import csv
 import json
 import os
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -112,6 +112,17 @@ def test_a_new_key_changes_an_id_only_where_it_is_used():
     assert _digest(_fields(Before(steps=5))) == _digest(_fields(After(steps=5)))
     assert _digest(_fields(After(steps=5, seed=1))) != _digest(_fields(After(steps=5)))
     assert _fields(After(steps=3, options=())) == {}
+
+
+def test_which_buffers_hold_integers_changes_no_id():
+    """It follows from the module: files that were traced before it was noted ask the same."""
+    model = scenario_of(star(2), {"method": "ddp"}).workload.model
+    layers = [replace(each, buffers=tuple(replace(b, fixed=True) for b in each.buffers)) for each in model.layers]
+    noted = replace(model, layers=tuple(layers))
+    assert noted != model
+    assert any(layer.buffers for layer in layers)
+    ids = {scenario_of(star(2), {"method": "ddp"}, model=each).scenario_id for each in (model, noted)}
+    assert len(ids) == 1
 
 
 def test_canonical_data_are_json_without_loss():

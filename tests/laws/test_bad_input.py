@@ -233,7 +233,7 @@ PLAN_FAULTS = [
     ((*GS, "plan.push.warmup_steps=1000"), "plan.push.warmup_steps = 1000: the run has only"),
     (("plan.push=3",), "plan.push = 3: must be a table of keys"),
     (("run.slowdowns=3",), "run.slowdowns = 3: must be an array"),
-    (("workload.data.kind=image-folder", "workload.data.folder=there"), "workload: data.kind = 'image-folder': is for classification"),
+    (("workload.data.kind=image-folder", "workload.data.folder=there"), "workload.data.kind = 'image-folder': is for classification"),
     (("plan.method=gs", "plan.push.kind=loud"), "plan.push.kind = 'loud': input should be 'absolute', 'relative' or 'target-density'"),
     (("plan.bucket_bytes=0",), "plan.bucket_bytes = 0: "),
     (("plan.recompute=selective",), "plan.recompute = 'selective': the model file does not list what the block 'h' keeps: trace it again"),

@@ -96,6 +96,9 @@ input_freed = "b0"
 """
 
 
+MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+
+
 def stack(layers: int, *, rows: tuple[int, ...] = ()) -> Model:
     """Return a model of equal layers, or of one for each of `rows` (of 4 parameters each, in groups of equal ones)."""
     sizes = rows or (4,) * layers
@@ -325,8 +328,15 @@ def test_more_ranks_than_layers_with_parameters_are_refused():
 
 
 def test_a_model_file_that_says_nothing_of_frozen_layers_is_refused():
-    with pytest.raises(UserError, match="trace it again"):
+    said = (
+        r"lacks the costs of layers that a rank does not train, which method 'gs_wgrad' needs; add .* FILE --out NEW`"
+    )
+    with pytest.raises(UserError, match=said):
         dealt_out(2, tiny_model())
+    # tracing again would not help: it was told to, with no word of why
+    said = r"'llama3\.2-1b' cannot run yet with method 'gs_wgrad', .*: model\.embed_tokens shares a parameter .*; all"
+    with pytest.raises(UserError, match=said):
+        dealt_out(2, load_model(MODELS / "llama3.2-1b.toml"))
 
 
 def test_a_batch_need_not_be_divided():
@@ -409,7 +419,6 @@ def of_parts(model: Model, frozen: tuple[str, ...] | None, **plan: Any) -> Scena
     return scenario_of(star(2), {"method": "ddp"} | plan, model=model, frozen=frozen, **sizes)
 
 
-MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 TRACED = load_model(MODELS / "gpt-byte-150k.toml")
 """Two blocks between an embedding and a norm, with a head of its own."""
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from strategies import PARAMETERS, tiny_model
 
 from gssim.errors import UserError
+from gssim.memory import activation_timeline, footprint
 from gssim.units import validated
 from gssim.workload import Buffer, ImageInput, Module, Moment, Parameter, Polynomial, Workload, gradient_order, unrolled
 
@@ -70,10 +71,22 @@ def test_what_is_no_moment_is_refused(text):
         Moment.parse(text)
 
 
-@given(MOMENTS, MOMENTS, st.sampled_from(["input", "activations", "temporaries"]), TERMS)
-def test_a_buffer_survives_its_text(born, freed, category, term):
-    buffer = Buffer(born, freed, category, Polynomial((term,)))
+@given(MOMENTS, MOMENTS, st.sampled_from(["input", "activations", "temporaries"]), TERMS, st.booleans())
+def test_a_buffer_survives_its_text(born, freed, category, term, fixed):
+    buffer = Buffer(born, freed, category, Polynomial((term,)), fixed)
     assert Buffer.parse(str(buffer)) == buffer
+
+
+def test_integers_are_as_large_in_every_precision():
+    """Indices of a router were predicted to shrink and grow with the precision of values."""
+    buffers = tuple(map(Buffer.parse, ("f0 b2 activations 64*b*s", "f1 b1 activations 8*b*s fixed")))
+    layers = unrolled(
+        replace(tiny_model(), layers=(replace(tiny_model().layers[1], modules=("h.0",), buffers=buffers),))
+    )
+    shape = {"batch_size": 2, "sequence_length": 4}
+    for scale in (0.5, 1.0, 2.0):
+        kept = dict(footprint(activation_timeline(layers, scale=scale, **shape).at(0, "f")).kept)
+        assert kept == {"activations": 8 * (64 * scale + 8)}
 
 
 @pytest.mark.parametrize(

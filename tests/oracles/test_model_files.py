@@ -20,6 +20,7 @@ import gsreal.model_files.trace as tracer
 from gsreal.model_files.repeated import KEPT, with_fewer_blocks
 from gsreal.model_files.request import traced_model
 from gsreal.model_files.step import record_step
+from gssim.errors import UserError
 from gssim.scenario import load_model
 from gssim.workload import Model, sliced_layer, unrolled
 
@@ -269,3 +270,51 @@ def test_blocks_with_two_heads_of_keys_are_cut_in_two():
         assert own.forward_flop.at(b=2, s=LENGTH) == record.flop[index, "f"]
         assert own.backward_flop.at(b=2, s=LENGTH) == record.flop[index, "b"]
         assert own.saved_bytes.at(b=2, s=LENGTH) == pytest.approx(record.saved[index], rel=0.05)
+
+
+# A model file traced again -------------------------------------------------------------------------------------------
+
+
+SMALL = {
+    "arguments": ("width=16", "heads=2", "layers=2", "maximum_length=8"),
+    "vocabulary": 256,
+    "image": None,
+    "classes": None,
+    "sequence_length": 8,
+    "maximum_sequence_length": 8,
+}
+
+
+def test_what_a_model_file_holds_is_traced_again_in_another_precision(tmp_path):
+    """It was left out with `--precision`, unless the user said `--adapters` and `--frozen` once more."""
+    small = request_for("gsreal.models.gpt", **SMALL)
+    others = [name for name in tracer.DIVIDED_STEPS if name != "sliced_layers"]
+    with patch.dict(tracer.DIVIDED_STEPS, dict.fromkeys(others, lambda *_given: None)):
+        asked = replace(small, adapters=("query-value", "down"), frozen=True, autocast=("bf16",))
+        tracer.write_model(tmp_path / "fp32.toml", traced_model(asked))
+        request = replace(asked, model=str(tmp_path / "fp32.toml"), arguments=(), adapters=(), frozen=False)
+        request = replace(request, autocast=(), precision="bf16", vocabulary=None)
+        again = traced_model(request)
+    assert [each.role or each.maps for each in again.adapted] == ["query-value", ("down",)]
+    assert [each.precision for each in again.autocast] == ["bf16"]
+    assert again.partly_trained is not None
+    assert again.partly_trained.sliced_layers
+    fp32 = load_model(tmp_path / "fp32.toml")
+    for before, after in zip(fp32.adapted, again.adapted, strict=True):
+        saved, half = (sum(layer.saved_bytes.held(2).at(b=2, s=8) for layer in a.layers) for a in (before, after))
+        assert 0.4 < half / saved < 0.7  # in bf16, not in the file's precision
+    notes: list[str] = []
+    with pytest.raises(UserError, match="--frozen: compiled blocks are traced without it"):  # said before it is traced
+        traced_model(replace(request, compiled=True, frozen=True), on_note=notes.append)
+    assert notes == [
+        f"gsreal trace {tmp_path / 'fp32.toml'}: --compile: left out, as compiled blocks are traced without: adapters "
+        "at query-value, adapters at down, frozen layers, autocast in bf16"
+    ]
+
+
+def test_maps_that_get_no_adapters_are_named_with_the_option_and_its_value():
+    """It is said before the model is traced."""
+    small = request_for("gsreal.models.gpt", **SMALL)
+    said = r"^gsreal trace gsreal\.models\.gpt: --adapters q_proj,foo: the blocks have the linear maps qkv, out, up, d"
+    with patch.object(tracer, "record_steps", side_effect=AssertionError), pytest.raises(UserError, match=said):
+        traced_model(replace(small, adapters=("q_proj,foo",)))

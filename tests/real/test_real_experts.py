@@ -253,12 +253,15 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
 
 LIKE_TORCHTITAN = ["workload.precision=bf16", "workload.reduce_precision=fp32", "workload.clip_norm=0.05", *SELECTIVE]
 FP16 = ["workload.precision=fp16", "workload.loss_scale=1024"]
+LONG = ["workload.sequence_length=96", "workload.global_batch_size=16"]
+"""Of many tokens: the router's indices and the order of rows, integers of 8 bytes, are more of what is held."""
 IN_16_BITS = {
     2: {
         "sharded-bf16": [*LIKE_TORCHTITAN, "plan.method=zero3"],
         "replicated-fp16": [*FP16, "plan.method=ddp"],
         "pushed-bf16": [*PUSHED, "workload.precision=bf16", "workload.clip_norm=0.05", *SELECTIVE],
         "pushed-sharded-bf16": [*SHARDED, "workload.precision=bf16"],
+        "long-replicated-bf16": [*LONG, "workload.precision=bf16", "plan.method=ddp"],
     },
     4: {
         "two-sharded-accumulated-bf16": [*LIKE_TORCHTITAN, "plan.method=zero3", "plan.ep=2", "plan.micro_batches=2"],
@@ -292,7 +295,8 @@ def test_divided_experts_train_in_16_bits_with_the_predicted_collectives_and_pea
         assert found[name]["replicas_equal"], name
         assert found[name]["difference"] <= TRAINED_RATIO * found[name]["largest_parameter"], name
         # of bf16, which is not traced apart: parts that compute in fp32 whatever the precision, the router's
-        assert predicted_peaks(case) == pytest.approx(found[name]["peaks"], rel=0.01), name
+        closely = 0.01 if "staged" in name or "kept" in name or "fp16" in name else 0.003
+        assert predicted_peaks(case) == pytest.approx(found[name]["peaks"], rel=closely), name
 
 
 def test_a_rank_without_samples_runs_its_experts_on_no_tokens():

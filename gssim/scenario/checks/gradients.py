@@ -8,6 +8,7 @@ from gssim.plan import Plan, Policies, Push, default_plan
 from gssim.plan.encodings import MOST_INDEXED, coo_range_error
 from gssim.scenario.scenario import Scenario
 from gssim.workload import ImageInput, unrolled
+from gssim.workload.owned import unchained
 
 
 def check_offload(scenario: Scenario, policies: Policies, file: str) -> None:
@@ -324,10 +325,14 @@ def check_weight_gradient_owners(scenario: Scenario, policies: Policies, file: s
             "trained, is not measured; allowed: none, selective"
         )
     if any(layer.untrained_buffers is None for layer in model.layers):
+        why = unchained([instance.layer for instance in unrolled(model)], side_modules=False)
         raise UserError(
-            f"{file}: workload.model: '{model.name}' lacks the costs of its layers with frozen parameters; trace "
-            "it again with `gsreal trace` (a layer may use only the output of the one before it, and no parameter of "
-            "another's)"
+            f"{file}: workload.model: '{model.name}' cannot run yet with method '{scenario.plan.method}', whose ranks "
+            f"train only some layers: {why}; allowed: other methods"
+            if why is not None
+            else f"{file}: workload.model: the file of '{model.name}' lacks the costs of layers that a rank does not "
+            f"train, which method '{scenario.plan.method}' needs; add them with `gsreal trace FILE --out NEW`, where "
+            "FILE is the model's, and set workload.model to NEW"
         )
     owners = sum(layer.repeats for layer in model.layers if layer.elements)
     if policies.ranks > owners:
