@@ -155,10 +155,10 @@ def test_trained_here_as_many_elements_are_sent_as_by_real_ranks(tmp_path, chang
     ]
     out = tmp_path / "measured.json"
     forks.launch(
-        "gsreal.run.worker", [scenario_file("demo.toml"), json.dumps(overrides), str(out), "", "", "1"], ranks=2
+        "gsreal.run.worker", [scenario_file("small-demo.toml"), json.dumps(overrides), str(out), "", "", "1"], ranks=2
     )
     measured = json.loads(out.read_text())
-    found = realised(loaded("demo.toml", *overrides))
+    found = realised(loaded("small-demo.toml", *overrides))
     assert measured["density"]["push"] == pytest.approx(fmean(found), rel=rel)
 
 
