@@ -495,7 +495,8 @@ def test_tied_embeddings_are_refused_before_a_trace_with_frozen_layers():
 
 def test_compiled_blocks_have_no_costs_of_partly_trained_layers():
     path = MODELS / "gpt-byte-150k.toml"
-    found = traced_model(Request(model=str(path), arguments=(), name="again", sequence_length=8, compiled=True))
+    with whole_layers_alone():  # whose costs do not matter here
+        found = traced_model(Request(model=str(path), arguments=(), name="again", sequence_length=8, compiled=True))
     assert load_model(path).partly_trained is not None
     assert found.partly_trained is None
 

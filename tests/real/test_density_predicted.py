@@ -155,21 +155,21 @@ def test_trained_here_as_many_elements_are_sent_as_by_real_ranks(tmp_path, chang
     ]
     out = tmp_path / "measured.json"
     forks.launch(
-        "gsreal.run.worker", [scenario_file("demo.toml"), json.dumps(overrides), str(out), "", "", "1"], ranks=2
+        "gsreal.run.worker", [scenario_file("small-demo.toml"), json.dumps(overrides), str(out), "", "", "1"], ranks=2
     )
     measured = json.loads(out.read_text())
-    found = realised(loaded("demo.toml", *overrides))
+    found = realised(loaded("small-demo.toml", *overrides))
     assert measured["density"]["push"] == pytest.approx(fmean(found), rel=rel)
 
 
 def test_relative_thresholds_of_tensors_that_two_owners_share_are_predicted():
     """An own range has no residual, so that the mean and the threshold are smaller: twice as many are sent."""
     halves = ["plan.bucket_bytes=1", "plan.first_bucket_bytes=1"]  # a bucket for every tensor
-    whole = loaded("demo.toml", "run.steps=14", "run.warmup_steps=3", "workload.sequence_length=32")
+    whole = loaded("small-demo.toml", "run.steps=14", "run.warmup_steps=3", "workload.sequence_length=32")
     statistics = take_statistics(whole, courses=1)
     for multiple, rel in ((2.0, 0.10), (4.0, 0.25)):
         push = Push(kind="relative", threshold=multiple, error_feedback=True)
-        cut = loaded("demo.toml", "run.steps=14", "run.warmup_steps=3", "workload.sequence_length=32", *halves)
+        cut = loaded("small-demo.toml", "run.steps=14", "run.warmup_steps=3", "workload.sequence_length=32", *halves)
         cut = replace(cut, plan=replace(cut.plan, push=push))
         predicted = fmean(lower(cut, statistics, step=step).push_density or 0.0 for step in range(3, 17))
         assert predicted == pytest.approx(fmean(realised(cut)), rel=rel)
