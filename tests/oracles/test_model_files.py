@@ -290,13 +290,12 @@ def test_what_a_model_file_holds_is_traced_again_in_another_precision(tmp_path):
     small = request_for("gsreal.models.gpt", **SMALL)
     others = [name for name in tracer.DIVIDED_STEPS if name != "sliced_layers"]
     with patch.dict(tracer.DIVIDED_STEPS, dict.fromkeys(others, lambda *_given: None)):
-        asked = replace(small, adapters=("query-value", "down"), frozen=True, autocast=("bf16",))
+        asked = replace(small, adapters=("down",), frozen=True)
         tracer.write_model(tmp_path / "fp32.toml", traced_model(asked))
         request = replace(asked, model=str(tmp_path / "fp32.toml"), arguments=(), adapters=(), frozen=False)
-        request = replace(request, autocast=(), precision="bf16", vocabulary=None)
+        request = replace(request, precision="bf16", vocabulary=None)
         again = traced_model(request)
-    assert [each.role or each.maps for each in again.adapted] == ["query-value", ("down",)]
-    assert [each.precision for each in again.autocast] == ["bf16"]
+    assert [each.role or each.maps for each in again.adapted] == [("down",)]
     assert again.partly_trained is not None
     assert again.partly_trained.sliced_layers
     fp32 = load_model(tmp_path / "fp32.toml")
@@ -308,7 +307,7 @@ def test_what_a_model_file_holds_is_traced_again_in_another_precision(tmp_path):
         traced_model(replace(request, compiled=True, frozen=True), on_note=notes.append)
     assert notes == [
         f"gsreal trace {tmp_path / 'fp32.toml'}: --compile: left out, as compiled blocks are traced without: adapters "
-        "at query-value, adapters at down, frozen layers, autocast in bf16"
+        "at down, frozen layers"
     ]
 
 
