@@ -670,8 +670,9 @@ def test_what_runs_twice_without_parameters_is_no_layer():
 def test_a_length_of_its_own_restricts_the_model_to_it():
     arguments = ("width=16", "heads=2", "layers=2", "vocabulary=32", "maximum_length=64")
     changes = {"arguments": arguments, "vocabulary": 32, "image": None}
-    whole = traced_model(request_for("gsreal.models.gpt", **changes))
-    alone = traced_model(request_for("gsreal.models.gpt", sequence_length=24, **changes))
+    with whole_layers_alone():
+        whole = traced_model(request_for("gsreal.models.gpt", **changes))
+        alone = traced_model(request_for("gsreal.models.gpt", sequence_length=24, **changes))
     assert not alone.exact_sequence
     assert alone.traced_sequence_lengths == (24,)
     for everywhere, here in zip(unrolled(whole), unrolled(alone), strict=True):
