@@ -129,8 +129,6 @@ def traced_model(
         traced = trace_at_length(model, request.sequence_length, where=where, on_counted=on_counted)
     else:
         traced = trace(model, where=where, on_counted=on_counted)
-    if set(request.autocast) - {"bf16", "fp16"}:
-        raise UserError(f"{where}: --autocast {' '.join(request.autocast)}: allowed: bf16, fp16")
     return _with_variants(model, traced, request, where)
 
 

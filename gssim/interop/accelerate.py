@@ -84,7 +84,8 @@ DEEPSPEED: dict[str, Rule] = {
         "zero_optimization.override_module_apply zero_optimization.legacy_stage1 "
         "zero_optimization.log_trace_cache_warnings zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
         "zero_optimization.enable_sanity_checks zero_optimization.pipeline_loading_checkpoint "
-        "disable_allgather graph_harvesting communication_options.* tensor_parallel.tp.tp_grain_size",
+        "disable_allgather graph_harvesting communication_options.* tensor_parallel.tp.tp_grain_size "
+        "tensor_parallel.tensor_parallel.tp_grain_size",
     ),
     **listed(
         "approximated: parameters of a shard group are gathered in one step, not inside hosts first",
@@ -93,7 +94,7 @@ DEEPSPEED: dict[str, Rule] = {
     **listed("stages are those of the user's PipelineModule: set plan.pp (and plan.stages)", "pipeline.*"),
     **listed(
         "approximated: maps are cut as Megatron-LM cuts them",
-        "tensor_parallel.preset_model tensor_parallel.partition_config.*",
+        "tensor_parallel.preset_model tensor_parallel.partition_config.* tensor_parallel.injection_policy_tuple",
     ),
     **listed("how the model is loaded", "tensor_parallel.dtype tensor_parallel.keep_module_on_host"),
     **refused(
@@ -203,7 +204,7 @@ def _tensor_slices_of_deepspeed(keys: Keys, training: Training) -> None:
     if training.tp is not None and training.tp.value == 0:
         training.tp = None
     ranks = training.tp.value if training.tp is not None else 1
-    inner = keys.integer("tensor_parallel.tp.tp_size", sets="plan.tp")
+    inner = keys.integer("tensor_parallel.tp.tp_size", "tensor_parallel.tensor_parallel.tp_size", sets="plan.tp")
     if inner is not None and inner.value not in (1, ranks):
         reason = f"tensor_parallel.autotp_size, which decides, is {ranks}; allowed: as many, or 1"
         keys.refuse(inner.key, reason, replaced_by=["plan.tp"])

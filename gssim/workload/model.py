@@ -46,6 +46,7 @@ gathered, and rows of experts are exchanged in fp32. Torch's grouped product, of
 fp32.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -401,6 +402,10 @@ def gradient_order(layers: Sequence[LayerInstance]) -> tuple[tuple[int, int], ..
     return tuple((layer, number) for _, _, layer, number in sorted(ready))
 
 
+LONGEST_OPTION = 60
+"""Most characters of an option in a message that says which command helps."""
+
+
 @lru_cache(maxsize=64)
 def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Model:
     whole = model.value
@@ -409,6 +414,8 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
     if found is None:
         known = ", ".join(f"{each.role!r} ({', '.join(each.maps)})" for each in whole.adapted) or "none"
         option = targets if isinstance(targets, str) else ",".join(targets)
+        if len(option) > LONGEST_OPTION or not re.fullmatch(r"[\w.,-]+", option):  # no command to be copied
+            option = "NAME,..."
         raise ValueError(
             f"adapters.targets = {shown_value(targets)}: '{whole.name}' is not traced with adapters there; traced: "
             f"{known}; `gsreal trace FILE --adapters {option} --out NEW`, where FILE is the model's, adds them"

@@ -155,10 +155,29 @@ def test_deepspeeds_automatic_tensor_parallelism_overlaps_sums_if_it_says_so(tmp
 
 @pytest.mark.parametrize("more", [{}, {"autotp_size": 2}])
 def test_deepspeeds_other_size_of_tensor_parallelism_is_not_ignored(tmp_path, more):
-    said = more | {"tp": {"tp_size": 4, "tp_grain_size": 64}}
-    assert "tensor_parallel.tp.tp_size = 4: tensor_parallel.autotp_size, which decides, is" in refused(
-        tmp_path, TENSOR_SLICES | {"tensor_parallel": said}, name="ds.json"
-    )
+    for name in ("tp", "tensor_parallel"):  # its alias, and its name in DeepSpeed's configuration
+        said = more | {name: {"tp_size": 4, "tp_grain_size": 64}}
+        assert f"tensor_parallel.{name}.tp_size = 4: tensor_parallel.autotp_size, which decides, is" in refused(
+            tmp_path, TENSOR_SLICES | {"tensor_parallel": said}, name="ds.json"
+        )
+
+
+def test_all_keys_of_deepspeeds_tensor_parallelism_are_known(tmp_path):
+    said = {
+        "autotp_size": 4,
+        "dtype": "torch.bfloat16",
+        "keep_module_on_host": True,
+        "kernel_inject": False,
+        "tensor_parallel": {"tp_size": 4, "tp_grain_size": 64},
+        "injection_policy_tuple": ["o_proj", "down_proj"],
+        "partition_config": {
+            "use_default_specs": True,
+            "layer_specs": [{"patterns": ["q"], "partition_type": "column"}],
+        },
+    }
+    tables, found = imported(tmp_path, TENSOR_SLICES | {"tensor_parallel": said}, name="ds.json")
+    assert tables["plan"]["tp"] == 4
+    assert any("injection_policy_tuple" in line and "approximated" in line for line in found.listed)
 
 
 def test_sgd_with_momentum_keeps_it(tmp_path):

@@ -297,6 +297,14 @@ def test_a_base_model_costs_a_backward_of_half_its_weight_gradients_less() -> No
             r"^[^:]*: workload\.adapters\.targets = \['k_proj'\]: .* is not traced .* FILE --adapters k_proj --out NEW",
         ),
         (
+            ['workload.adapters={rank=4, targets=["a", "b\\nc"]}'],
+            r"targets = \['a', 'b\\nc'\]: .* FILE --adapters NAME,\.\.\. --out NEW",
+        ),
+        (
+            [f"workload.adapters={{rank=4, targets={[f'map_{number}' for number in range(100)]}}}"],
+            r"^.{1,400} FILE --adapters NAME,\.\.\. --out NEW.{1,50}$",
+        ),
+        (
             ["workload.adapters={rank=4}", "plan.method=gs_wgrad"],
             r"cannot run yet with method 'gs_wgrad'; allowed: methods",
         ),
