@@ -279,8 +279,8 @@ class Training:
         """
         copies = master_copies(self.optimizer) if self.scaler is not None else []
         if self.norm_groups is None and copies:
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            total = torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]).norm()
+            scaled = [p.grad for p in self.module.parameters() if p.grad is not None]
+            total = torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in scaled]).norm()
             for each in copies:
                 each.gradient_factor *= min(1.0, norm / (float(total) * each.gradient_factor + 1e-6))
             return
