@@ -31,6 +31,7 @@ from gsreal.methods.context_parallel import context_exchange, divide_context
 from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, leave_experts, sharded_optimizer
 from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients, divided_experts, load_experts
 from gsreal.methods.gradient_sharding import pushing_optimizer
+from gsreal.methods.mapped import Mapped
 from gsreal.methods.meshes import device_mesh, process_group
 from gsreal.methods.optimizers import make_optimizer, mark_matrices
 from gsreal.methods.stage_modules import stage_module, tied_names
@@ -43,7 +44,6 @@ from gsreal.methods.tensor_slices import (
 from gsreal.methods.training import Training, Weights, own_part, weighted
 from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import autocast, loss_of
-from gssim.errors import UserError
 from gssim.plan import DDP_BUCKET_BYTES, MIB, REPLICA_AXES
 from gssim.plan.pipeline_schedule import SPLITTING, schedule
 from gssim.scenario import Scenario, held_experts, held_layers, held_slice, of_no_sample, schedule_of, tied_parameters
@@ -67,6 +67,10 @@ def whole(tensor: Tensor) -> Tensor:
 __all__ = ["StageModules", "pipeline_stages"]
 
 
+def _unchanged(gradient: Tensor) -> Tensor:
+    return gradient
+
+
 class ObservedStage(PipelineStage):
     """A stage that records spans of its compute; the rest of a step is waiting for adjacent stages."""
 
@@ -80,15 +84,16 @@ class ObservedStage(PipelineStage):
         precision: str | None,
         *,
         pushes_last: bool,
+        splits: bool,
     ) -> None:
         """Start recording; `last_gradient`: DDP's mark of the last gradient hook in a backward.
 
         `sharding`: pushes gradients in the backward of the last micro-batch, or, if `pushes_last`, after the schedule,
         when all stages of the rank are done and the gradients of tied parameters are summed over their copies.
         `experts`: reduces the gradients of divided experts in that backward. `precision`: torch.autocast's in forwards,
-        if the workload has it.
+        if the workload has it. `splits`: whether backwards are split.
         """
-        self.precision = precision
+        self.precision, self.splits = precision, splits
         self.timeline, self.last_gradient, self.replicas = timeline, last_gradient, replicas
         self.sharding, self.experts, self.pushes_last = sharding, experts, pushes_last
         self.peers = self.group or dist.group.WORLD
@@ -98,6 +103,15 @@ class ObservedStage(PipelineStage):
         inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
         with autocast(self.precision, self.device.type):
             return inner(*args, **settings)
+
+    def forward_maybe_with_nosync(self, *args: Any, **settings: Any) -> Any:
+        """Run the module's forward. Where backwards are split, an output that is a view becomes a tensor of its own
+        that shares the view's memory: torch detaches outputs in place after the first part of a split backward, which
+        it refuses for views (_backward.stage_backward_input).
+        """
+        output = super().forward_maybe_with_nosync(*args, **settings)
+        is_view = self.splits and isinstance(output, Tensor) and output._is_view()
+        return Mapped.apply(output, Tensor.detach, _unchanged) if is_view else output
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **settings: Any) -> Any:
         """Run the forward of a micro-batch."""
@@ -109,8 +123,6 @@ class ObservedStage(PipelineStage):
         """Run the backward of a micro-batch, or its first part; in that of the last, DDP all-reduces, or Gradient
         Sharding pushes.
         """
-        if not (settings.get("full_backward", True) or self.is_first or self.is_last):
-            self._check_output(bwd_chunk_id)
         self.last_gradient.clear()
         keeps = self.pushes_last or not settings.get("last_backward", False)
         if self.experts is not None:
@@ -126,15 +138,6 @@ class ObservedStage(PipelineStage):
         if self.last_gradient:
             self.timeline.between(
                 "wait for all-reduce", "exposed_communication", self.last_gradient[0], group=self.replicas
-            )
-
-    def _check_output(self, number: int) -> None:
-        """Raise UserError if torch cannot drop the graph behind the output in the first part of a split backward."""
-        outputs, _ = self.fwd_cache[number]
-        if any(tensor._is_view() for tensor in outputs):
-            raise UserError(
-                f"plan.stages: stage {self.stage_index} passes on a view of a tensor, which torch cannot detach when "
-                "it splits the stage's backward; end the stage at another layer"
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -364,7 +367,9 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     pushes_last = bool(copies) or len(modules) > 1 or splits
     for stage, of_stage in zip(observed, experts, strict=True):
         precision = scenario.workload.autocast
-        stage.observe(timeline, last_gradient, replicas, sharding, of_stage, precision, pushes_last=pushes_last)
+        stage.observe(
+            timeline, last_gradient, replicas, sharding, of_stage, precision, pushes_last=pushes_last, splits=splits
+        )
     losses = Losses(observed[-1], timeline, scenario.workload.autocast, loss)
     shards_experts = scenario.policies.ep > 1 and scenario.policies.gradients == "reduce-scatter"
     return PipelineTraining(

@@ -207,7 +207,11 @@ def observed_ring(group: dist.ProcessGroup, timeline: Timeline, *, zigzag: bool,
 
 
 def attend_in_ring(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *others: Any, **settings: Any) -> Tensor:
-    """Return the attention of torch's scaled_dot_product_attention, to the keys and values of all ranks."""
+    """Return the attention of torch's scaled_dot_product_attention, to the keys and values of all ranks.
+
+    In its memory the heads of one position lie side by side, as the following linear map reads them: the map needs no
+    copy, and what the attention wrote is freed here where no backward needs it, whatever variables the module has.
+    """
     names = ("attn_mask", "dropout_p", "is_causal")
     settings = dict(zip(names, others, strict=False)) | settings
     if settings.get("attn_mask") is not None or query.shape[2] != key.shape[2]:
@@ -223,4 +227,4 @@ def attend_in_ring(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *other
     output: Tensor = RingAttention.apply(
         query, key, value, ring, bool(settings.get("is_causal")), settings.get("scale")
     )
-    return output
+    return output.transpose(1, 2).contiguous().transpose(1, 2)

@@ -68,6 +68,15 @@ class Weights:
         return tuple(mean for mean in means for _ in range(self.joined_ranks))
 
 
+def master_copies(optimizer: torch.optim.Optimizer) -> list[MasterCopy]:
+    """Return the optimizers with master copies in an optimizer; empty if it updates the parameters themselves.
+
+    Experts that ranks divide have an optimizer of their own, and ZeroRedundancyOptimizer wraps one.
+    """
+    apart = getattr(optimizer, "optimizers", [optimizer])
+    return [each for each in (getattr(one, "optim", one) for one in apart) if isinstance(each, MasterCopy)]
+
+
 GROWTH_STEPS = 2000
 """Clean steps after which a dynamic factor is doubled (torch.amp.GradScaler's default)."""
 FIRST_SCALE = 2.0**16
@@ -92,9 +101,7 @@ class LossScaler:
 
     def unscale(self, module: nn.Module, optimizer: torch.optim.Optimizer, timeline: Timeline) -> bool:
         """Divide gradients by the factor; return whether all are finite, on every rank."""
-        # experts that ranks divide have an optimizer of their own, and ZeroRedundancyOptimizer wraps one
-        apart = getattr(optimizer, "optimizers", [optimizer])
-        copies = [each for each in (getattr(one, "optim", one) for one in apart) if isinstance(each, MasterCopy)]
+        copies = master_copies(optimizer)
         cast = bool(copies)
         for each in copies:
             each.gradient_factor = 1 / self.scale
@@ -267,8 +274,16 @@ class Training:
         """Scale all gradients down to a norm of at most `norm`, by torch's function; it sums over FSDP2's shards.
 
         Where ranks hold slices of some gradients, or some of the experts, and others whole, only the first rank counts
-        the whole ones.
+        the whole ones. Gradients in fp16 that are yet to be divided by the loss's factor are clipped where they are:
+        once they are cast for the master copy.
         """
+        copies = master_copies(self.optimizer) if self.scaler is not None else []
+        if self.norm_groups is None and copies:
+            scaled = [p.grad for p in self.module.parameters() if p.grad is not None]
+            total = torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in scaled]).norm()
+            for each in copies:
+                each.gradient_factor *= min(1.0, norm / (float(total) * each.gradient_factor + 1e-6))
+            return
         if self.norm_groups is None:
             nn.utils.clip_grad_norm_(self.module.parameters(), norm)
             return

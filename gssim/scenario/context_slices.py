@@ -426,11 +426,14 @@ def _own_buffers(
     """Return a block's own buffers, with their releases, where exchanges keep them for another time.
 
     Queries, keys and values live until their module returns: autograd saves the received tensors in their place.
-    Gradients and outputs live until they are sent. `releases`: of the block without exchanges, by the buffer's `id`.
+    Gradients and outputs live until they are sent; outputs that no backward needs, until the function returns that
+    exchanges them. `releases`: of the block without exchanges, by the buffer's `id`.
     `sent`: when the layer `exchanging` frees the gradients of queries, keys and values that it sends.
     """
-    at = shift.at
+    at, other = shift.at, Attention.of(exchanging)
     assert at is not None
+    assert other is not None
+    outputs = [each.freed for each in exchanging.buffers if each.born == Moment("f", other.forward)]
     to_parts, of_output = _exchanges(exchanging, "f")[-1], next(iter(_exchanges(exchanging, "b")), None)
     copied = shift.near(to_parts.copy.born, exchanging).position
     sent_in_order = iter(sent)
@@ -449,6 +452,8 @@ def _own_buffers(
             new = replace(new, freed=end, category="temporaries")
         elif (born == Moment("f", at.forward) and release > at.forward) or born.position < at.forward == release:
             release = copied  # outputs, and what was freed directly after the attention
+        elif born == Moment("f", at.forward) and each.freed.phase == "f" and each.freed.position > at.forward:
+            new = replace(new, freed=shift.near(max(outputs, key=lambda freed: freed.position), exchanging))
         else:
             release = shift("f", release)
         found.append((new, release))
@@ -479,7 +484,8 @@ def _exchanged_buffers(
     assert at is not None
     (*to_heads, to_parts), of_gradients = _exchanges(exchanging, "f"), _exchanges(exchanging, "b")
     if to_parts.copy.freed.phase == "f":  # the map is frozen: autograd keeps nothing for the gradient of its weight
-        until = Moment("f", max(output_release, shift("f", _end_of_product(own, at))))
+        end = max(output_release, shift("f", _end_of_product(own, at)))
+        until = Moment("f", end) if end else shift.near(to_parts.copy.freed, exchanging)
     else:  # it is freed as long after the gradient of the map's weight as in `exchanging`
         product = max(
             (each for each in exchanging.parameters if each.born.position <= to_parts.copy.freed.position),

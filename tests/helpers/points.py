@@ -122,8 +122,8 @@ ADAPTED = (
 """Models whose divided layers are traced with adapters, at all lengths of sequences."""
 SPLIT_BACKWARDS = 25_000
 """From this seed on points are pipelines whose backwards are split (zero bubble), as a rule."""
-SPLIT = (GPT, BERT, RESNET, TIED, OTHERS[0])
-"""Models whose layers are traced with split backwards, and whose stages pass on no views, which torch cannot detach."""
+SPLIT = (GPT, BERT, RESNET, TIED, *OTHERS[:2])
+"""Models whose layers are traced with split backwards."""
 FROZEN_PARTS = 26_000
 """From this seed on layers are frozen where ranks divide blocks, sequences or experts, as a rule."""
 FROZEN = (

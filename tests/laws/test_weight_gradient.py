@@ -413,6 +413,25 @@ def test_frozen_layers_are_refused_where_they_are_not_modelled(frozen, plan, sai
         with_frozen(frozen, ranks=2, plan=plan)
 
 
+def test_a_stage_without_adapters_is_refused_with_what_the_user_can_change():
+    """It advised fewer frozen layers, of which the user had named none."""
+    plan = {"method": "pipeline", "pp": 2, "micro_batches": 2, "stages": [5, 2]}
+    said = (
+        r"workload\.adapters: .* stage 1 would train nothing; allowed: other plan\.stages or a smaller plan\.pp, so "
+        r"that every stage has a map with an adapter; or workload\.adapters\.targets with maps of every stage"
+    )
+    with pytest.raises(UserError, match=said):
+        scenario_of(
+            star(2),
+            plan,
+            model=load_model(MODELS / "gpt-byte-1m.toml"),
+            adapters={"rank": 4},
+            global_batch_size=4,
+            sequence_length=16,
+            precision="fp32",
+        )
+
+
 def of_parts(model: Model, frozen: tuple[str, ...] | None, **plan: Any) -> Scenario:
     """Return a training of a model whose blocks or sequences two ranks divide."""
     sizes = {"global_batch_size": SAMPLES, "sequence_length": 16, "precision": "fp32"}

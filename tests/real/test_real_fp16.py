@@ -37,6 +37,9 @@ CASES = {
     "gs-all-reach": ["plan.method=gs", "plan.push.threshold=0", "plan.shares.shards=[0.7,0.3]"],
     "gs_z3": ["plan.method=gs_z3", "plan.micro_batches=2"],
     "gs-tensor": ["plan.method=gs", "plan.tp=2"],
+    "zero2-clipped": ["plan.method=zero2", "workload.clip_norm=0.1"],
+    "zero3-clipped": ["plan.method=zero3", "plan.micro_batches=2", "workload.clip_norm=0.1"],
+    "gs-clipped": ["plan.method=gs", "workload.clip_norm=0.1"],
     "gs-autocast": [
         "plan.method=gs",
         "workload.precision=fp32",
@@ -67,7 +70,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return run_cases(tmp_path_factory.mktemp("fp16"), cases, ranks=2)
 
 
-@pytest.mark.parametrize("name", quick(CASES, ["ddp", "zero3", "pipeline", "gs", "gs-all-reach"]))
+@pytest.mark.parametrize("name", quick(CASES, ["ddp", "zero3", "pipeline", "gs", "gs-all-reach", "zero2-clipped"]))
 def test_training_in_fp16_is_that_of_one_device_with_the_predicted_collectives_and_peaks(seen, name):
     case, found = case_of(CASES[name]), seen[name]
     expected = assert_collectives(case, found).collectives
@@ -100,7 +103,9 @@ def test_a_dynamic_factor_halves_where_gradients_are_infinite_and_doubles_after_
 
 
 def losses_and_factors_of_torch(scenario: Any, *, micro_batches: int, steps: int) -> list[tuple[float, float]]:
-    """Return each step's loss and the factor after it, trained with torch's GradScaler over fp32 copies."""
+    """Return each step's loss and the factor after it, trained with torch's GradScaler over fp32 copies, whose
+    gradients are clipped as torch clips.
+    """
     device, feed = torch.device("cpu"), Feed(scenario, 0, torch.device("cpu"))
     module = build(scenario, Timeline(0, device), device).module
     parameters = list(module.parameters())
@@ -117,6 +122,9 @@ def losses_and_factors_of_torch(scenario: Any, *, micro_batches: int, steps: int
             losses.append(float(loss.detach()))
         for parameter, master in zip(parameters, masters, strict=True):
             master.grad, parameter.grad = parameter.grad.float(), None
+        if workload.clip_norm is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(masters, workload.clip_norm)
         scaler.step(optimizer)
         scaler.update()
         with torch.no_grad():
@@ -140,6 +148,21 @@ def test_a_dynamic_factor_and_the_steps_it_skips_are_those_of_torchs_scaler(micr
     assert [factor for _, factor in course] == [factor for _, factor in expected]
     assert [loss for loss, _ in course] == pytest.approx([loss for loss, _ in expected], rel=1e-3)
     assert course[0][1] == {1: FIRST_SCALE / 2, 2: FIRST_SCALE}[micro_batches]
+
+
+@pytest.mark.parametrize("norm", [0.1, 4.5, 100.0])
+def test_one_device_clips_what_the_factor_is_taken_out_of_as_torch_does(norm):
+    """It clipped gradients that were still multiplied by the factor, in fp16: of 1024, to a thousandth of the norm."""
+    overrides = [*FP16, "plan.method=single", "workload.loss_scale=dynamic", f"workload.clip_norm={norm}"]
+    file = Path(scenario_file("small-demo.toml"))
+    scenario = load_scenario(file, [star(1), *overrides], gradients_needed=False).scenario
+    device, feed = torch.device("cpu"), Feed(scenario, 0, torch.device("cpu"))
+    with torch.backends.mkldnn.flags(enabled=False):
+        training = build(scenario, Timeline(0, device), device)
+        losses = [float(training.step(*feed.at(step), 0)) for step in range(6)]
+        expected = losses_and_factors_of_torch(scenario, micro_batches=1, steps=6)
+    assert losses == pytest.approx([loss for loss, _ in expected], rel=1e-3)
+    assert losses[-1] < losses[0] - 0.1
 
 
 def test_fp16_runs_with_a_scaled_loss_alone_and_clips_shards_alone():

@@ -163,6 +163,15 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.stages=[4,3]",
             small("llama"),
         ],
+        "zero-bubble-gs-gpt2-sgd": [
+            *GPT,
+            *SGD,
+            *GS,
+            "plan.schedule=interleaved_zero_bubble",
+            "plan.micro_batches=3",
+            small("gpt2"),
+        ],
+        "zero-bubble-gpt2-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *FOUR, small("gpt2"), "plan.stages=[2,2,1,2]"],
         "zero-bubble-gs-adamw": [*GPT, *ADAMW64, *GS, "plan.schedule=interleaved_zero_bubble", "plan.micro_batches=3"],
         "zero-bubble-gs-tied-clipped-sgd": [
             *GPT,
@@ -375,13 +384,14 @@ FEW = [
     "1f1b-gs-adamw",
     "zero-bubble-tied-clipped-sgd",
     "zero-bubble-gs-adamw",
+    "zero-bubble-gs-gpt2-sgd",
     "zero-bubble-zero2-bert-sgd",
     "1f1b-gs-tied-clipped-adamw",
     "interleaved-gs-uneven-clipped-large-adamw",
     "interleaved-zero3-large-recompute-adamw",
 ]
-"""Every schedule and optimizer, stages with replicas and with owners, tied ones of both, and recomputed stages once: a
-plain gpipe trains in bf16 and, with statistics of its batch, exactly."""
+"""Every schedule and optimizer, stages with replicas and with owners, tied ones of both, recomputed stages, and
+one that passes on a view (GPT-2's) once: a plain gpipe trains in bf16 and, with statistics of its batch, exactly."""
 NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 PAIRS = [slow_where(ranks, name, slow=[3], few=FEW) for ranks, name in NAMES]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])

@@ -65,6 +65,14 @@ def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
         )
 
 
+TRAINED_STAGES = {
+    "frozen": "other plan.stages, or fewer frozen layers",
+    "adapters": "other plan.stages or a smaller plan.pp, so that every stage has a map with an adapter; or "
+    "workload.adapters.targets with maps of every stage",
+}
+"""What makes every stage train something, by the key that leaves one without."""
+
+
 def _check_trained_stages(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse stages that train nothing, to which torch's stages send gradients all the same; and frozen copies."""
     workload = scenario.workload
@@ -86,9 +94,7 @@ def _check_trained_stages(scenario: Scenario, policies: Policies, file: str) -> 
         )
     for number, held in enumerate(stages):
         if not any(layers[index].layer.parameters for index in held):
-            raise UserError(
-                f"{where}: stage {number} would train nothing; allowed: other plan.stages, or fewer frozen layers"
-            )
+            raise UserError(f"{where}: stage {number} would train nothing; allowed: {TRAINED_STAGES[name]}")
 
 
 def _check_split_backwards(scenario: Scenario, policies: Policies, file: str) -> None:
