@@ -16,7 +16,6 @@ from analysis.html_report.markup import (
     Cell,
     Column,
     Part,
-    counted,
     density,
     figure,
     folded,
@@ -27,6 +26,7 @@ from analysis.html_report.markup import (
     table,
 )
 from gssim.result import Result
+from gssim.units import counted
 
 Row = dict[str, Any]
 

@@ -42,15 +42,6 @@ def size(size_bytes: float | None) -> str:
     return "" if size_bytes is None else human_bytes(size_bytes)
 
 
-def counted(n: int, noun: str) -> str:
-    """Return a number with its noun in singular or plural.
-
-    >>> counted(1, "point"), counted(1200, "point")
-    ('1 point', '1,200 points')
-    """
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
 def density(ratio: float | None) -> str:
     """Return a density in percent; `all` without a threshold (None).
 

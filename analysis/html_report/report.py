@@ -21,7 +21,6 @@ from analysis.html_report.markup import (
     Column,
     Part,
     bullets,
-    counted,
     density,
     document,
     figure,
@@ -39,6 +38,7 @@ from analysis.html_report.sweep import summary as sweep_summary
 from analysis.html_report.sweep import sweep_parts
 from analysis.sweep_tables import SweepTable
 from gssim.result import Result
+from gssim.units import counted
 
 MOST_VALUES = 6
 MOST_ROWS = 200

@@ -127,7 +127,8 @@ def test_the_name_of_what_joins_two_devices_is_within_its_bar(inside):
     for name in names:
         x, y = (name.x0 + name.x1) / 2, (name.y0 + name.y1) / 2
         bar = min((box for box in bars if box.contains(x, y)), key=lambda box: box.height)
-        assert bar.x0 < name.x0 and name.x1 < bar.x1
+        assert bar.x0 < name.x0
+        assert name.x1 < bar.x1
 
 
 def test_long_rings_and_tori_are_cut_and_counted():
