@@ -28,6 +28,7 @@ from analysis.sweep_tables import (
     peak_bytes,
     representative,
 )
+from gssim.units import counted
 
 MOST_SETTINGS = 40
 NAMED_SETTINGS = 6

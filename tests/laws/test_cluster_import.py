@@ -210,9 +210,7 @@ def test_unequal_hosts_and_blocks(tmp_path):
 def test_a_topology_that_does_not_name_its_hosts(tmp_path, line):
     """`Nodes=ALL` was one host of this name."""
     (tmp_path / "topology.conf").write_text(line + "\n")
-    with pytest.raises(
-        UserError, match=r"topology.conf line 1: a: (Nodes|Switches)=ALL: does not say which; allowed: "
-    ):
+    with pytest.raises(UserError, match=r"topology.conf line 1: a: (Nodes|Switches)=ALL: does not say which"):
         cluster_of([tmp_path / "topology.conf"], gpus=["h100"])
 
 
