@@ -545,6 +545,16 @@ def _follows_interrupt(error: Exception) -> bool:
     return False
 
 
+class _ClosedOutput(io.TextIOWrapper):
+    """A standard output that is closed: writing to it raises OSError (EBADF)."""
+
+    def write(self, text: str) -> int:
+        """Raise OSError for any text but the empty one."""
+        if text:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return 0
+
+
 def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -> None:
     """Run a typer application: exit code 2 for errors of the user, 1 for failed runs, each with one line.
 
@@ -554,9 +564,11 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
         if command.callback is not None and not hasattr(command.callback, "lifts_limits"):
             command.callback = _lifting(command.callback)
     with contextlib.ExitStack() as closed:
-        for name in ("stdout", "stderr"):
-            if getattr(sys, name) is None:  # closed by the caller (`>&-`): nobody reads it
-                setattr(sys, name, closed.enter_context(open(os.devnull, "w", encoding="utf-8")))
+        # a stream that the caller has closed (`>&-`): messages are dropped, but data that cannot be written is an error
+        for name, kind in (("stdout", _ClosedOutput), ("stderr", io.TextIOWrapper)):
+            if getattr(sys, name) is None:
+                nowhere = closed.enter_context(open(os.devnull, "wb"))  # takes the number of the closed descriptor
+                setattr(sys, name, kind(nowhere, encoding="utf-8"))
         _run_command_line(app, program, interrupted)
 
 

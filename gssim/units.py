@@ -586,6 +586,15 @@ def human_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+def counted(n: int, noun: str) -> str:
+    """Return a number with its noun in singular or plural.
+
+    >>> counted(1, "point"), counted(1200, "point")
+    ('1 point', '1,200 points')
+    """
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
 def human_seconds(time_s: float) -> str:
     """Return a time for people.
 

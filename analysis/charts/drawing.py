@@ -188,12 +188,13 @@ def unit_for(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, flo
 
 
 def percent(ratio: float) -> str:
-    """Return a ratio as a signed percentage.
+    """Return a ratio as a signed percentage. What rounds to zero has no sign.
 
-    >>> percent(0.042), percent(-0.5)
-    ('+4.2 %', '\u221250.0 %')
+    >>> percent(0.042), percent(-0.5), percent(-1e-6)
+    ('+4.2 %', '\u221250.0 %', '0.0 %')
     """
-    return f"{100 * ratio:+.1f} %".replace("-", "\u2212")
+    rounded = round(100 * ratio, 1)
+    return f"{rounded:+.1f} %".replace("-", "\u2212") if rounded else "0.0 %"
 
 
 def in_order(methods: Sequence[str]) -> list[str]:

@@ -246,7 +246,7 @@ def _phase_panel(axes: Axes, rows: Sequence[dict[str, Any]], labels: Sequence[st
                     draw_bar(axes, colour, hatch=hatch, hatch_colour=hatch_colour, **place)
                 left += time
             total = _total_s(row, side) / factor
-            text = f"{side} {total:.3g} {unit}"
+            text = f"{side} {f'{total:#.3g}'.removesuffix('.')} {unit}"
             axes.annotate(text, (total, y), (5, 0), textcoords="offset points", va="center", annotation_clip=False)
     axes.set_yticks(range(len(rows)), [plain(label) for label in labels], fontweight="bold", fontsize=LABEL_POINTS)
     axes.tick_params(axis="y", length=0)

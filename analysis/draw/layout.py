@@ -243,7 +243,9 @@ def _server(group: ServerGroup, name: str, *, big: bool) -> Layout:
                 x = (k + 0.5) * (width + pitch) / count - pitch / 2
                 layout.nodes[f"{name}/{part}{k}"] = Node(x, high, 0.4 * pitch, 0.12 * pitch, "pcie", "", points)
     for kind, text, x, y in _bars(group, width / 2, low - gap, high + gap):
-        long, points_in = (width + 0.8 * pitch, 0.36 if big else 0.16), points + 1 if big else points
+        points_in = points + 1 if big else points
+        words_in = len(text) * 0.6 * points_in / 72 + 0.1  # of few devices, the label is wider than they are
+        long = max(width + 0.8 * pitch, words_in), 0.36 if big else 0.16
         layout.nodes[f"{name}/{kind}"] = Node(x, y, *long, kind, text, points_in)
         low, high = min(low, y), max(high, y)
     cards = high + gap

@@ -16,7 +16,6 @@ from analysis.html_report.markup import (
     Cell,
     Column,
     Part,
-    counted,
     density,
     figure,
     folded,
@@ -27,6 +26,7 @@ from analysis.html_report.markup import (
     table,
 )
 from gssim.result import Result
+from gssim.units import counted
 
 Row = dict[str, Any]
 
@@ -249,7 +249,9 @@ def _bottlenecks(rows: Sequence[Row], predicted: Sequence[Result]) -> Markup:
     for row in shown:
         result = results.get(row["name"])
         lines.append([row["name"], longest_phase(row), _link(result), _margin(result)])
-    heads = ("longest part of a step", "busiest link (predicted)", "tightest device (predicted)")
+    heads = ["longest part of a step", "busiest link (predicted)", "tightest device (predicted)"]
+    if not predicted:  # of a comparison's table alone, neither is known of any row
+        heads, lines = heads[:1], [line[:2] for line in lines]
     columns = [Column("scenario", False), *(Column(head, False) for head in heads)]
     return table(caption, columns, lines)
 

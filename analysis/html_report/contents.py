@@ -1,5 +1,6 @@
 """Search of a folder for the contents of a report: Results, comparison and sweep tables, studies, traces."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ class Training:
     rows: tuple[dict[str, str], ...]
     findings: tuple[str, ...]
     pictures: tuple[Path, ...]
+    budgets: tuple[str, ...] = ()
+    """Budgets at which losses are compared (equal samples, bytes, time), of a study with `together = true`."""
 
 
 @dataclass(frozen=True)
@@ -214,16 +217,20 @@ NUMBERS_OF_STUDIES = (
 
 def _studies(folder: Path) -> Iterable[Training]:
     for path in sorted(folder.rglob("convergence.csv")):
-        _, rows = read_rows(path, ("variant", "loss_mean"), "a table of `analysis convergence`")
+        names, rows = read_rows(path, ("variant",), "a table of `analysis convergence`")
+        budgets = tuple(match[1] for name in names if (match := re.fullmatch(r"loss \((.+)\)", name)))
+        if "loss_mean" not in names and not budgets:
+            raise UserError(f"{path}: not a table of `analysis convergence`: no column 'loss_mean'")
         if not rows:
             raise UserError(f"{path}: not a table of `analysis convergence`: no rows")
         for row in rows:
-            for column in NUMBERS_OF_STUDIES:
+            for column in (*NUMBERS_OF_STUDIES, *(name for name in names if name.endswith(")"))):
                 number_in(row, column, path)
         said = path.with_name("findings.txt")
         findings = tuple(read_text(said).splitlines()) if said.is_file() else ()
         place = path.parent.name if path.parent == folder else str(path.parent.relative_to(folder))
-        yield Training(place, tuple(rows), findings, tuple(sorted(path.parent.glob("loss_*.png"))))
+        pictures = [*path.parent.glob("fastest_to_equal_loss.png"), *sorted(path.parent.glob("loss_*.png"))]
+        yield Training(place, tuple(rows), findings, tuple(pictures), budgets)
 
 
 def _overlays(folder: Path) -> Iterable[Overlay]:

@@ -33,6 +33,8 @@ FEWEST_POINTS = 3
 FOLDER = Path("scenarios/sweeps")
 """Folder of the shipped sweeps, for the command that predicts a point again."""
 DIGITS = 6
+SYMBOLS = 8
+"""Symbols of `explorer.js`."""
 EXPLORER = '<div class="explorer"'
 """Beginning of the element of an interactive chart."""
 
@@ -75,9 +77,7 @@ def sweep_explorer(sweep: SweepTable, *, name: str = "") -> list[Part]:
             values = ["none" if row[axis] is None else row[axis] for row in rows]
             words[axis] = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
     coloured = [_texts(key, texts.get(key, key), values) for key, values in words.items() if len(set(values)) > 1]
-    for column in coloured:
-        if column["key"] == "method":  # as in the other charts
-            column["colours"] = [str(mark(word)["color"]) for word in column["words"]]
+    coloured = [_with_marks(column) for column in coloured]
     columns += [column for column in coloured if column["key"] not in {each["key"] for each in columns}]
     columns += [column | {"key": f"{column['key']} (filter)"} for column in coloured if column["key"] in numeric]
     keys = [column["key"] for column in columns if column["kind"] == "number"]
@@ -123,7 +123,7 @@ def comparison_explorer(rows: Sequence[Row]) -> list[Part]:
     columns = [column for column in columns if len(set(column["values"]) - {None}) > 1]
     texts = {"method": "method", "group": "group", "device": "device"}
     words = [_texts(key, label, [str(row[key] or "none") for row in rows]) for key, label in texts.items()]
-    columns += [column for column in words if len(column["words"]) > 1]
+    columns += [_with_marks(column) for column in words if len(column["words"]) > 1]
     keys = [column["key"] for column in columns if column["kind"] == "number"]
     if not {"step_time_measured_s", "step_time_predicted_s"} <= set(keys):
         return []
@@ -135,10 +135,10 @@ def comparison_explorer(rows: Sequence[Row]) -> list[Part]:
         "colour": _colour(columns),
         "larger": (),
         "diagonal": "predicted as measured",
-        "why": [_texts("why", label, [rung(row) for row in rows]) for label, rung in RUNGS.items()],
+        "why": [_texts("why", label, [text(row) for row in rows]) for label, text in EXPLANATIONS.items()],
         "command": None,
     }
-    title = "Explore the comparison, rung by rung"
+    title = "Explore the comparison"
     return [Part(title, _element("points", title, data))]
 
 
@@ -150,7 +150,7 @@ def _difference(row: Row, phase: str) -> str:
     return f"{sign}{seconds(abs(pair[0] - pair[1]))}"
 
 
-RUNGS: dict[str, Callable[[Row], str]] = {
+EXPLANATIONS: dict[str, Callable[[Row], str]] = {
     "what happens": lambda row: (
         "the collectives are equal" if row["collectives_equal"] else f"differ: {row['collectives_difference']}"[:160]
     ),
@@ -214,10 +214,11 @@ def _rounded(value: Any) -> float | None:
 
 
 def _numbers(key: str, label: str, unit: str, values: Iterable[Any]) -> dict[str, Any]:
-    """Return a column of numbers; its axis is logarithmic where positive values span more than `WIDE_RATIO`."""
+    """Return a column of numbers; its axis is logarithmic where they span more than `WIDE_RATIO`, none below zero."""
     rounded = [_rounded(value) for value in values]
     positive = [value for value in rounded if value is not None and value > 0]
-    log = len(positive) > 0 and max(positive) > WIDE_RATIO * min(positive)
+    signed = any(value is not None and value < 0 for value in rounded)  # a logarithmic axis would leave these out
+    log = not signed and len(positive) > 0 and max(positive) > WIDE_RATIO * min(positive)
     return {
         "key": key,
         "kind": "number",
@@ -243,6 +244,20 @@ def _texts(key: str, label: str, values: Sequence[str]) -> dict[str, Any]:
         "values": [distinct[word] for word in values],
         "filter": 1 < len(distinct) <= MOST_FILTERED,
     }
+
+
+def _with_marks(column: dict[str, Any]) -> dict[str, Any]:
+    """Return a column of methods with their colours in the other charts, and symbols that differ within a colour."""
+    if column["key"] != "method":
+        return column
+    colours = [str(mark(word)["color"]) for word in column["words"]]
+    used: set[tuple[str, int]] = set()
+    symbols = []
+    for number, colour in enumerate(colours):
+        free = [(number + step) % SYMBOLS for step in range(SYMBOLS) if (colour, (number + step) % SYMBOLS) not in used]
+        symbols.append(free[0] if free else number % SYMBOLS)
+        used.add((colour, symbols[-1]))
+    return column | {"colours": colours, "symbols": symbols}
 
 
 def _natural(word: str) -> tuple[bool, float, str]:

@@ -15,18 +15,21 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from analysis.charts.drawing import DPI, Chart, svg
+from analysis.charts.drawing import percent as signed_percent
 from gssim.units import human_bytes, human_seconds
 
 
 def percent(ratio: float | None, *, signed: bool = True) -> str:
-    """Return a ratio in percent; empty for None.
+    """Return a ratio in percent; empty for None. What rounds to zero has no sign.
 
-    >>> percent(0.042), percent(0.042, signed=False), percent(None)
-    ('+4.2 %', '4.2 %', '')
+    >>> percent(0.042), percent(0.042, signed=False), percent(-1e-6), percent(None)
+    ('+4.2 %', '4.2 %', '0.0 %', '')
     """
     if ratio is None:
         return ""
-    return (f"{100 * ratio:+.1f} %" if signed else f"{100 * ratio:.1f} %").replace("-", "\u2212")
+    if signed:
+        return signed_percent(ratio)
+    return f"{round(100 * ratio, 1) or 0.0:.1f} %".replace("-", "\u2212")
 
 
 def seconds(time_s: float | None) -> str:
@@ -37,15 +40,6 @@ def seconds(time_s: float | None) -> str:
 def size(size_bytes: float | None) -> str:
     """Return a size with its unit; empty for None."""
     return "" if size_bytes is None else human_bytes(size_bytes)
-
-
-def counted(n: int, noun: str) -> str:
-    """Return a number with its noun in singular or plural.
-
-    >>> counted(1, "point"), counted(1200, "point")
-    ('1 point', '1,200 points')
-    """
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def density(ratio: float | None) -> str:

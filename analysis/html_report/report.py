@@ -21,7 +21,6 @@ from analysis.html_report.markup import (
     Column,
     Part,
     bullets,
-    counted,
     density,
     document,
     figure,
@@ -37,7 +36,9 @@ from analysis.html_report.markup import (
 )
 from analysis.html_report.sweep import summary as sweep_summary
 from analysis.html_report.sweep import sweep_parts
+from analysis.sweep_tables import SweepTable
 from gssim.result import Result
+from gssim.units import counted
 
 MOST_VALUES = 6
 MOST_ROWS = 200
@@ -61,14 +62,16 @@ def evidence_part(contents: Contents) -> Part:
     if contents.only_measured:
         lines.append(f"Only measured: {counted(len(contents.only_measured), 'scenario')}.")
     lines += [
-        f"Only predicted: all {counted(len(sweep.rows), 'point')} of the sweep {sweep.sweep or sweep.name}; nothing "
-        "of it was measured."
+        f"Only predicted: all {_points(sweep)} of the {sweep.kind} {sweep.sweep or sweep.name}; nothing of it was "
+        "measured."
         for sweep in contents.sweeps
         if not contents.only_predicted
     ]
     lines += [
-        f"Measured: all trainings of the study {study.place}: loss, density, step time. Predicted: step times, also "
-        "for other networks."
+        f"Measured: all trainings of the study {study.place}: loss and density. Predicted: step times by network."
+        if study.budgets
+        else f"Measured: all trainings of the study {study.place}: loss, density, step time. Predicted: step times, "
+        "also for other networks."
         for study in contents.studies
     ]
     lines += [f"One step of {overlay.name}: traced on both sides." for overlay in contents.overlays]
@@ -110,12 +113,20 @@ def provenance_part(contents: Contents) -> Part:
         if results:
             body += Markup("<h3>{}</h3>\n{}").format(title, terms(_facts(results)))
     body += _calibrations(contents)
-    files = [f"Table {sweep.name}{f', of the sweep {sweep.sweep}' if sweep.sweep else ''}" for sweep in contents.sweeps]
+    files = [
+        f"{_points(sweep)} of the {sweep.kind}{f' {sweep.sweep}' if sweep.sweep else ''}, in the file '{sweep.name}'"
+        for sweep in contents.sweeps
+    ]
     files += [f"Comparison {each.place}, without its Results" for each in contents.comparisons if not each.predicted]
     files += [f"Study {each.place}" for each in contents.studies]
     if files:
         body += bullets(files)
     return Part("Provenance", body or paragraph("Nothing is known of where these figures are from."))
+
+
+def _points(sweep: SweepTable) -> str:
+    """Return the number of points of a sweep, or of plans of a search, with their noun."""
+    return counted(len(sweep.rows), "plan" if sweep.kind == "search" else "point")
 
 
 def _facts(results: Sequence[Result]) -> list[tuple[str, str]]:
@@ -216,7 +227,9 @@ def questions_of(contents: Contents) -> list[str]:
     results += [file.result for file in (*contents.only_measured, *contents.only_predicted)]
     asked += [str(result.scenario.get("question") or "") for result in results]
     asked += [
-        f"What do thresholds cost in quality, and gain in bytes and time? Study {each.place}"
+        "Which method has the least loss at equal samples, bytes and time?"
+        if each.budgets
+        else f"What do thresholds cost in quality, and gain in bytes and time? Study {each.place}"
         for each in contents.studies
     ]
     return [question for question in dict.fromkeys(asked) if question]
@@ -266,6 +279,7 @@ TITLES = {
     "loss_against_bytes": "How much quality do fewer bytes cost?",
     "loss_against_time": "Does a threshold gain time, and at which quality?",
     "loss_by_step": "How do loss and density move during a run?",
+    "fastest_to_equal_loss": "Which method reaches the same loss first, on which network?",
 }
 
 
@@ -278,7 +292,10 @@ def study_parts(found: Training) -> list[Part]:
         words = f"{title} The figures are in the table above. {' '.join(found.findings)}"
         charts.append(Part(title, picture(content, "png", words, title=title, size=png_size(content))))
     return [
-        Part(f"What the study found: {found.place}", bullets(found.findings) + _table(found)),
+        Part(
+            f"What the study found: {found.place}",
+            bullets(found.findings) + (_budget_table(found) if found.budgets else _table(found)),
+        ),
         *([Part(f"Charts of the study: {found.place}", parts=tuple(charts))] if charts else []),
     ]
 
@@ -307,6 +324,28 @@ def _table(study: Training) -> Markup:
     )
     columns = [Column("variant", False), *(Column(head) for head in heads)]
     return table(f"Every variant, mean of {seeds} seeds; in brackets the 95 % interval", columns, lines)
+
+
+def _budget_table(study: Training) -> Markup:
+    """Return the table of a study whose methods are compared at equal samples, bytes and time."""
+    lines: list[list[Cell]] = []
+    for row in study.rows:
+        losses = []
+        for budget in study.budgets:
+            bounds = [_number(row, f"loss_change_{end} ({budget})") for end in ("low", "high")]
+            changes = [f"{bound:+.3f}".replace("-", "\u2212") for bound in bounds if bound is not None]
+            loss = _number(row, f"loss ({budget})")
+            interval = f" [{', '.join(changes)}]" if changes else ""
+            losses.append("not measured" if loss is None else f"{loss:.3f}{interval}")
+        name = f"{row['variant']} (control)" if row.get("control") == "True" else row["variant"]
+        lines.append([name, density(_number(row, "push_density")), size(_number(row, "sent_bytes")), *losses])
+    columns = [Column("variant", False), Column("pushed"), Column("sent by a rank in a step")]
+    columns += [Column(f"loss at {budget}") for budget in study.budgets]
+    caption = (
+        f"Held-out loss in nats, mean of {study.rows[0].get('seeds', '')} seeds; in brackets the 95 % interval of its "
+        "change from dense"
+    )
+    return table(caption, columns, lines)
 
 
 def _number(row: dict[str, str], column: str) -> float | None:

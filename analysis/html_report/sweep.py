@@ -9,7 +9,7 @@ from analysis.charts.drawing import Chart
 from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.panels import density_words, threshold_words
 from analysis.html_report.explorer import busiest_link, longest_part, sweep_explorer
-from analysis.html_report.markup import Cell, Column, Part, counted, figure, folded, paragraph, seconds, size, table
+from analysis.html_report.markup import Cell, Column, Part, figure, folded, paragraph, seconds, size, table
 from analysis.sweep_tables import (
     THRESHOLD,
     Layout,
@@ -28,6 +28,7 @@ from analysis.sweep_tables import (
     peak_bytes,
     representative,
 )
+from gssim.units import counted
 
 MOST_SETTINGS = 40
 NAMED_SETTINGS = 6

@@ -20,7 +20,7 @@ from gssim.result import Result
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.terminal import PIPE_WIDTH, Overrides, ScenarioFile, activity, plain_console, write_or_print
-from gssim.units import human_bytes
+from gssim.units import counted, human_bytes
 from gssim.workload import shipped_models
 
 
@@ -31,7 +31,9 @@ def _say(command: str, kind: str, line: str) -> None:
 @app.command("import")
 def import_command(
     file: Annotated[Path, typer.Argument(help="The file; `-` reads Megatron-LM's arguments from stdin.")],
-    model: Annotated[str, typer.Option("--model", help="Model file, Hugging Face config.json, or a shipped name.")],
+    model: Annotated[
+        str, typer.Option("--model", help="Model file, Hugging Face config.json or id, or a shipped name.")
+    ],
     cluster: Annotated[Path, typer.Option("--cluster", help="Cluster file.")],
     overrides: Overrides = None,
     form: Annotated[
@@ -177,7 +179,7 @@ DOES_NOT_FIT = 3
 
 @app.command("fits")
 def fits_command(
-    model: Annotated[str, typer.Argument(help="Model file, Hugging Face config.json, or a shipped name.")],
+    model: Annotated[str, typer.Argument(help="Model file, Hugging Face config.json or id, or a shipped name.")],
     gpu: Annotated[str, typer.Option("--gpu", help="GPU, such as h100, or a preset's name.")],
     count: Annotated[int, typer.Option("--count", help="Number of GPUs, in their usual servers.")] = 1,
     method: Annotated[
@@ -219,7 +221,7 @@ def fits_command(
     scenario = loaded.scenario
     length = f" of {scenario.workload.sequence_length} tokens" if scenario.workload.sequence_length else ""
     trained = f"{scenario.workload.precision}, {scenario.workload.optimizer}"
-    under = f"{scenario.plan.method} ({trained}, {scenario.workload.global_batch_size} samples{length})"
+    under = f"{scenario.plan.method} ({trained}, {counted(scenario.workload.global_batch_size, 'sample')}{length})"
     print(result.to_json() if as_json else one_line(f"{scenario.name} under {under}: {_fit(result)}"))
     if result.does_not_fit is not None:
         raise typer.Exit(DOES_NOT_FIT)

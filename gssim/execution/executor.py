@@ -109,8 +109,11 @@ def _starts_reported() -> Iterator[None]:
 
 @contextmanager
 def processes(jobs: int) -> Iterator[Workers]:
-    """Provide an executor of `jobs` processes (1: this process) for chunks of similar work."""
-    if jobs <= 1:
+    """Provide an executor of `jobs` processes (1: this process) for chunks of similar work.
+
+    An interpreter that is embedded in another program may not know its own path, and then starts none.
+    """
+    if jobs <= 1 or not sys.executable:
         yield Alone()
         return
     start = "forkserver" if sys.platform == "linux" else "spawn"  # not fork: the progress bar has a thread
@@ -120,7 +123,7 @@ def processes(jobs: int) -> Iterator[Workers]:
 
 def start_fork_server() -> None:
     """Start the process from which `processes` forks its own, where it can: it imports while this one goes on."""
-    if sys.platform == "linux":
+    if sys.platform == "linux" and sys.executable:
         get_context("forkserver").set_forkserver_preload(["gssim.sweeps.predictions"])
         with _starts_reported():
             ensure_running()  # multiprocessing's tracker: its start would unblock signals
@@ -136,7 +139,7 @@ def processes_with(state: Any, jobs: int) -> Iterator[Workers]:
     Where processes can be forked, they start with the content that `state` has when the first work is submitted, which
     must be before any thread is started. A daemonic process, which may start none, does the work itself.
     """
-    if current_process().daemon:
+    if current_process().daemon or not (sys.executable or sys.platform == "linux"):
         _STATE[0] = state
         yield Alone()
         return

@@ -16,7 +16,7 @@ from gssim.plan import METHODS, default_plan
 from gssim.scenario import Scenario, reduce_precision, schedule_of
 from gssim.scenario.overrides import toml
 from gssim.scenario.run import Run
-from gssim.units import PRECISION_BYTES
+from gssim.units import PRECISION_BYTES, counted
 from gssim.workload import Workload, unrolled
 
 SHARDED = tuple(name for name, method in METHODS.items() if method.gradients == "reduce-scatter")
@@ -216,7 +216,8 @@ def _batch(scenario: Scenario) -> tuple[int, int]:
     samples, many = scenario.data_batch_sizes[0], scenario.plan.micro_batches
     if samples % many:
         raise UserError(
-            f"plan.micro_batches = {many}: micro-batches of {samples} samples are unequal; allowed: a divisor"
+            f"plan.micro_batches = {many}: micro-batches of {counted(samples, 'sample')} are unequal; "
+            "allowed: a divisor"
         )
     return samples // many, many
 
@@ -356,7 +357,7 @@ def _accelerate_lines(scenario: Scenario) -> list[str]:
     mixed = workload.autocast or workload.precision
     micro, many = _batch(scenario)
     lines = [
-        f"# In your script: {micro} samples per device and micro-batch, {many} micro-batches, sequences of "
+        f"# In your script: {counted(micro, 'sample')} per device and micro-batch, {many} micro-batches, sequences of "
         f"{workload.sequence_length} tokens, {workload.optimizer}",
         "compute_environment: LOCAL_MACHINE",
         f"distributed_type: {'MULTI_CPU' if cpus and kind == 'MULTI_GPU' else kind}",

@@ -101,6 +101,10 @@ def _of_conf(text: str, file: str) -> Fabric:
 
 
 def _hang(fabric: Fabric, name: str, nodes: str | None, switches: str | None, where: str) -> None:
+    if (nodes or switches or "").upper() == "ALL":  # a word of Slurm, whose other files name them
+        kind = "Nodes" if nodes is not None else "Switches"
+        example = "node[0-7]" if nodes is not None else "leaf[0-3]"
+        raise UserError(f"{where}: {name}: {kind}=ALL: does not say which; allowed: their names, such as {example}")
     for child in hosts_in(nodes or switches or "", file=where):
         if child == name:
             raise UserError(f"{where}: {name}: is its own child")

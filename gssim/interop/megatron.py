@@ -156,10 +156,20 @@ MEGATRON: dict[str, Rule] = {
         "megatron-fsdp-main-params-dtype megatron-fsdp-main-grads-dtype",
         neutral=("fp32", "auto"),
     ),
+    **listed(
+        "approximated: Megatron-FSDP keeps two buffers of gathered parameters and gradients all the time; here they "
+        "are allocated when a block is gathered, and freed after it: the peak may be higher",
+        "fsdp-double-buffer",
+    ),
+    **listed(
+        "approximated: collectives on buffers that are registered with NCCL take fewer of the GPU's multiprocessors "
+        "from compute, and with Megatron-FSDP two buffers stay allocated: steps may be shorter, the peak higher",
+        "use-nccl-ub",
+    ),
     **listed(UNSHARDED, "megatron-fsdp-* torch-fsdp2-* fsdp-* data-parallel-sharding-strategy init-model-with*"),
     **listed(
         "approximated: the shards are those of the method",
-        "overlap-param-gather align-* use-nccl-ub suggested-communication-unit-size nccl-* create-all-gather-group "
+        "overlap-param-gather align-* suggested-communication-unit-size nccl-* create-all-gather-group "
         "disable-symmetric-registration no-use-layer-wise-param-layout",
     ),
     **listed(

@@ -16,6 +16,28 @@ TOLD_BY_ALL = ("layers", "width", "heads", "vocabulary")
 """Sizes that a config must give to be recognised."""
 
 
+HUGGING_FACE_IDS = {
+    "bert-base": ("google-bert/bert-base-uncased", "bert-base-uncased"),
+    "bert-large": ("google-bert/bert-large-uncased", "bert-large-uncased"),
+    "gpt2-124m": ("openai-community/gpt2", "gpt2"),
+    "gpt2-355m": ("openai-community/gpt2-medium", "gpt2-medium"),
+    "gpt2-774m": ("openai-community/gpt2-large", "gpt2-large"),
+    "gpt2-1.5b": ("openai-community/gpt2-xl", "gpt2-xl"),
+    "llama2-7b": ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-chat-hf"),
+    "llama2-13b": ("meta-llama/Llama-2-13b-hf", "meta-llama/Llama-2-13b-chat-hf"),
+    "llama2-70b": ("meta-llama/Llama-2-70b-hf", "meta-llama/Llama-2-70b-chat-hf"),
+    "llama3-8b": ("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct"),
+    "llama3-70b": ("meta-llama/Meta-Llama-3-70B", "meta-llama/Meta-Llama-3-70B-Instruct"),
+    "llama3.1-8b": ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B"),
+    "llama3.1-70b": ("meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Meta-Llama-3.1-70B"),
+    "llama3.2-1b": ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"),
+    "mixtral-8x7b": ("mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x7B-Instruct-v0.1"),
+    "qwen3-30b-a3b": ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base"),
+    "resnet-50": ("microsoft/resnet-50",),
+}
+"""Shipped models, and the ids at Hugging Face of models of the same sizes."""
+
+
 @dataclass(frozen=True)
 class ModelFile:
     """A model, its file, and how a scenario names it."""
@@ -26,7 +48,7 @@ class ModelFile:
 
 
 def find_model(name: str) -> ModelFile:
-    """Return a model, named by its file, its Hugging Face config.json, or the name of a shipped model.
+    """Return a model, named by its file, its Hugging Face config.json, or a shipped model's name or Hugging Face id.
 
     Raises UserError if there is none, or if no shipped model has the config's sizes.
     """
@@ -36,9 +58,11 @@ def find_model(name: str) -> ModelFile:
     if path.is_file():
         return ModelFile(load_model(path), path, name)
     known = shipped_models()
+    name = next((own for own, ids in HUGGING_FACE_IDS.items() if name.lower() in map(str.lower, ids)), name)
     if name in known:
         return ModelFile(load_model(known[name]), known[name], name)
-    close = difflib.get_close_matches(path.stem if path.suffix == ".toml" else name, known, n=1)
+    last = name.rpartition("/")[2].lower()  # of an id at Hugging Face, without its owner
+    close = difflib.get_close_matches(path.stem if path.suffix == ".toml" else last, known, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise MistakenNameError(f"--model {name}: no such file or shipped model (`gssim models` lists them){hint}")
 

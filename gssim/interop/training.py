@@ -23,7 +23,7 @@ from gssim.scenario.vocabulary_slices import (
     undivided_embedding_reason,
     undivided_loss_reason,
 )
-from gssim.units import PRECISION_BYTES, Precision
+from gssim.units import PRECISION_BYTES, Precision, counted
 from gssim.workload import HuggingFace, ImageInput, Model, unrolled
 
 OPTIMIZERS: dict[str, tuple[str, str, str | None]] = {
@@ -899,7 +899,9 @@ def _batch(training: Training, keys: Keys, dp: int, pp: int, overrides: dict[str
     if micro is None or many is None or total is None:
         raise UserError(f"{keys.file}: says nothing of its batch")  # cannot happen: each format has a default
     if total.value != micro.value * many.value * dp:
-        reason = f"{micro.value} samples times {many.value} micro-batches times {dp} data-parallel ranks are "
+        reason = (
+            f"{counted(micro.value, 'sample')} times {many.value} micro-batches times {dp} data-parallel ranks are "
+        )
         _refuse(keys, total, f"{reason}{micro.value * many.value * dp}", BATCH)
         return []
     pieces = _pieces(training, keys, micro, many, pp)
@@ -917,7 +919,7 @@ def _pieces(training: Training, keys: Keys, micro: Value, many: Value, pp: int) 
     if many.value > 1:
         _refuse(keys, many, "a pipeline that is run several times for one update cannot be simulated; allowed: once")
     elif micro.value % piece.value:
-        _refuse(keys, piece, f"does not divide the {micro.value} samples of {micro.origin}")
+        _refuse(keys, piece, f"does not divide the {counted(micro.value, 'sample')} of {micro.origin}")
     return Value(micro.value // piece.value, f"{micro.origin} in parts of {piece.origin}")
 
 

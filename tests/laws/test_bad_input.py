@@ -528,13 +528,20 @@ def test_keys_that_are_nested_without_brackets(refusal, tmp_path):
     assert refusal(path) == f"{path}: its keys are nested too deep"
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_closed_output_is_written_nowhere(tmp_path, closed):
-    """`gssim run FILE >&-` ended in an AttributeError: Python has no stdout then."""
+@pytest.mark.parametrize(
+    ("closed", "code", "said"),
+    [
+        (">&-", 1, "gssim: output cannot be written: Bad file descriptor\n"),
+        ("2>&-", 0, ""),
+        (">&- 2>&-", 1, ""),
+    ],
+)
+def test_a_closed_stdout_is_an_error_and_a_closed_stderr_is_none(tmp_path, closed, code, said):
+    """`gssim run FILE >&-` ended in an AttributeError, then with exit code 0 though it printed nothing."""
     write_files(tmp_path)
     command = f"{sys.executable} -m gssim run {tmp_path}/scenario.toml --out {tmp_path}/out {closed}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, ended.stderr) == (code, said)
     assert len(list((tmp_path / "out").iterdir())) == 1
 
 

@@ -206,6 +206,14 @@ def test_unequal_hosts_and_blocks(tmp_path):
     assert any("joined by one switch" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("line", ["SwitchName=a Nodes=ALL", "BlockName=a Nodes=all", "SwitchName=a Switches=ALL"])
+def test_a_topology_that_does_not_name_its_hosts(tmp_path, line):
+    """`Nodes=ALL` was one host of this name."""
+    (tmp_path / "topology.conf").write_text(line + "\n")
+    with pytest.raises(UserError, match=r"topology.conf line 1: a: (Nodes|Switches)=ALL: does not say which"):
+        cluster_of([tmp_path / "topology.conf"], gpus=["h100"])
+
+
 def test_labels_of_kubernetes(tmp_path):
     labels = [{"tier-0": f"s{i // 2}", "tier-1": "t"} for i in range(4)]
     items = [

@@ -113,6 +113,24 @@ def test_the_name_of_a_server_is_within_its_box():
     assert all(any(box.x0 < name.x0 and name.x1 < box.x1 for box in boxes) for name in names)
 
 
+@pytest.mark.parametrize("inside", ["nvswitch", "pcie"])
+def test_the_name_of_what_joins_two_devices_is_within_its_bar(inside):
+    """A bar was as wide as its devices; below two of them, the name was wider."""
+    pair = {"count": 3, "device": "a100-sxm-80", "devices": 2, "nics": 1, "inside": inside}
+    cluster = cluster_with(servers(pair, fabric={"kind": "switch"}), device_types={"a100-sxm-80": device_type()})
+    figure = draw(cluster)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    bars = [patch.get_window_extent() for patch in axes.patches]
+    names = [text.get_window_extent() for text in axes.texts if text.get_text() in ("NVSwitch", "PCIe")]
+    assert len(names) == 3
+    for name in names:
+        x, y = (name.x0 + name.x1) / 2, (name.y0 + name.y1) / 2
+        bar = min((box for box in bars if box.contains(x, y)), key=lambda box: box.height)
+        assert bar.x0 < name.x0
+        assert name.x1 < bar.x1
+
+
 def test_long_rings_and_tori_are_cut_and_counted():
     assert any("77 more" in text for text in texts(draw(cluster_with(simple("ring", 100)))))
     assert any("144 more of 20 \u00d7 20" in text for text in texts(draw(cluster_with(torus(20, 20)))))

@@ -183,7 +183,54 @@ def test_without_scripts_a_sentence_stands_there(browser: Any, large: Path) -> N
         browser.call("Emulation.setScriptExecutionDisabled", value=False)
 
 
-def test_a_comparison_tells_its_rungs(browser: Any, tmp_path: Path) -> None:
+def test_any_two_methods_differ_in_colour_or_symbol(browser: Any, tmp_path: Path) -> None:
+    methods = list(MARKS)
+    rows = [make_row(method, None, 1e8 * 2**i, point=method) for i, method in enumerate(methods)]
+    browser.open(written(sweep_explorer(read_table(write_sweep(rows, tmp_path / "table.parquet", AXES))), tmp_path))
+    looks = """echarts.getInstanceByDom(document.querySelector('.chart')).getOption().series.filter(s => s.name)
+        .map(s => s.symbol + s.itemStyle.color)"""
+    found = browser.evaluate(looks)
+    assert len(found) == len(set(found)) == len(methods)
+
+
+def test_an_axis_with_values_below_zero_leaves_none_out(browser: Any, tmp_path: Path) -> None:
+    files = []
+    for name, measured_s, error in (("a", 1.0, 0.001), ("b", 2.0, 0.2), ("c", 3.0, -0.1)):
+        same = {"name": name, "scenario_id": name * 16, "method": name}
+        for source, time_s in (("simulated", measured_s * (1 + error)), ("measured", measured_s)):
+            files.append(ResultFile(tmp_path / f"{name}.{source}", 0, make_result(source, step_time_s=time_s, **same)))
+    rows = list(compare(join(files).pairs).iter_rows(named=True))
+    browser.open(written(comparison_explorer(rows), tmp_path))
+    browser.evaluate(select("Horizontal", "step_time_error_ratio"))
+    assert browser.evaluate(STATUS) == "3 of 3 points are drawn."
+
+
+def test_a_chart_and_its_tooltips_stay_in_a_narrow_window(browser: Any, tmp_path: Path) -> None:
+    rows = [make_row(method, None, 1e8 * 2**i, point="long, " * 60 + method) for i, method in enumerate(MARKS)]
+    page = written(sweep_explorer(read_table(write_sweep(rows, tmp_path / "table.parquet", AXES))), tmp_path)
+    for wide in (1400, 420):
+        browser.open(page, wide=wide)
+        place = browser.evaluate(
+            """(() => { const box = document.querySelector('.chart'); box.scrollIntoView({block: 'center'});
+            const chart = echarts.getInstanceByDom(box), rect = box.getBoundingClientRect();
+            const [x, y] = chart.convertToPixel({seriesIndex: 0}, [...chart.getOption().series[0].data]);
+            return [rect.left + x, rect.top + y]; })()"""
+        )
+        for x in (place[0] + 1, place[0]):
+            browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=place[1])
+        assert browser.wait_for("[...document.querySelectorAll('.chart > div')].map(e => e.innerText).join('')")
+        frame = "document.querySelector('.chart-frame')"
+        assert browser.evaluate(f"{frame}.scrollWidth <= {frame}.clientWidth")
+        # the lowest row of the legend ends above the plot
+        assert browser.evaluate(
+            """(() => { const chart = echarts.getInstanceByDom(document.querySelector('.chart'));
+            const legend = chart.getModel().getComponent('legend'), view = chart.getViewOfComponentModel(legend);
+            const rect = view.group.getBoundingRect(); rect.applyTransform(view.group.getComputedTransform());
+            return rect.y + rect.height <= chart.getModel().getComponent('grid').coordinateSystem.getRect().y; })()"""
+        )
+
+
+def test_a_comparison_explains_each_scenario(browser: Any, tmp_path: Path) -> None:
     files = []
     for number, name in enumerate(("a", "b", "c")):
         same = {"name": name, "scenario_id": name * 16, "method": name}
@@ -196,7 +243,7 @@ def test_a_comparison_tells_its_rungs(browser: Any, tmp_path: Path) -> None:
     said = browser.evaluate(STATUS)
     for words in (
         "what happens: the collectives are equal",
-        "how much: peak memory +0.0 %",
+        "how much: peak memory 0.0 %",
         "how long: step \u221220.0 %",
     ):
         assert words in said

@@ -8,7 +8,9 @@ import commands
 import pytest
 
 from gssim.cluster import Cluster
+from gssim.errors import UserError
 from gssim.interop import SERVERS, find_model, server_of, usual_cluster
+from gssim.interop.models import HUGGING_FACE_IDS
 from gssim.scenario import load_scenario
 from gssim.units import validated
 from gssim.workload import shipped_models
@@ -22,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (("llama3-8b", "--gpu", "h100", "--count", "8", "--set", "plan.recompute=full"), 0, "fits, 45."),
         (("llama3-8b", "--gpu", "h100"), 3, "does not fit, 101.97 GiB too much (largest: optimizer); with "),
         (("llama3-8b", "--gpu", "a100", "--count", "8", "--plan", "ddp"), 3, "with plan.method="),
-        (("gpt2-124m", "--gpu", "t4", "--plan", "single"), 0, "under single (fp16, adamw, 1 samples of 1024 tokens)"),
+        (("gpt2-124m", "--gpu", "t4", "--plan", "single"), 0, "under single (fp16, adamw, 1 sample of 1024 tokens)"),
         (("resnet-50", "--gpu", "v100", "--count", "2", "--plan", "ddp"), 0, "fits"),
     ],
 )
@@ -83,6 +85,14 @@ def test_shipped_models_are_those_of_the_scenarios(tmp_path):
     assert all(name in ended.stdout for name in names)
     package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert "models/*.toml" in package_data["gssim.workload"]
+
+
+def test_a_hugging_face_id_names_the_shipped_model_of_its_sizes():
+    assert find_model("meta-llama/Llama-3.1-8B").written == "llama3.1-8b"
+    assert find_model("Qwen/Qwen3-30B-A3B").path == shipped_models()["qwen3-30b-a3b"]
+    assert set(HUGGING_FACE_IDS) <= set(shipped_models())
+    with pytest.raises(UserError, match=r"--model meta-llama/Llama-3-8B: .*; did you mean llama3-8b\?"):
+        find_model("meta-llama/Llama-3-8B")
 
 
 def test_a_scenario_may_name_a_shipped_model(tmp_path):

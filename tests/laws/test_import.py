@@ -635,6 +635,19 @@ def test_megatrons_stages_by_letters(tmp_path, layout, stages):
 
 
 @pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--fsdp-double-buffer", "keeps two buffers of gathered parameters and gradients all the time"),
+        ("--use-nccl-ub", "buffers that are registered with NCCL take fewer of the GPU's multiprocessors"),
+    ],
+)
+def test_megatron_names_what_permanent_and_registered_buffers_change(tmp_path, word, said):
+    _, found = imported(tmp_path, f"{MEGATRON.rstrip()} {word}", name="train.sh", model="gpt3-1.3b")
+    (line,) = [each for each in found.listed if word.removeprefix("--") in each]
+    assert said in line
+
+
+@pytest.mark.parametrize(
     ("argument", "said"),
     [
         ("--num-layers 32", "is given twice"),

@@ -132,13 +132,24 @@ def test_a_page_has_all_that_a_folder_holds(page: str) -> None:
     assert without_scripts.count("<figure>") == without_scripts.count("data:image/") == 3 + 6 + 1
 
 
+def test_a_study_at_equal_samples_bytes_and_time_has_a_page(tmp_path: Path) -> None:
+    for path in (STUDY.parent / "rivals-gpt").iterdir():
+        if path.suffix in (".csv", ".txt", ".png"):
+            shutil.copy(path, tmp_path)
+    text = report(tmp_path)
+    assert "Which method has the least loss at equal samples, bytes and time?" in text
+    assert text.count("<figure>") == 3
+    row = next(row for row in text.split("<tr>") if ">half, bf16<" in row)
+    assert re.findall(r">([^<>]+)</t", row)[:4] == ["half, bf16", "all", "401.25 KiB", "2.723 [\u22120.022, +0.013]"]
+
+
 def test_speeds_on_the_page_stand_beside_density_loss_and_control(page: str) -> None:
-    (found,) = re.findall(r"<table>\n<caption>Speed beside dense.*?</table>", page, re.DOTALL)
+    (found,) = re.findall(r"<table>\n<caption><span>Speed beside dense.*?</table>", page, re.DOTALL)
     (sparse,) = [row for row in found.split("<tr>") if ">sparse<" in row]
     assert [cell for cell in re.findall(r">([^<>]+)</t", sparse) if cell.strip()] == [
-        "sparse", "dense", "1.00", "1.00", "12 %", "12 %", "all", "+0.0 %", "1.00, +0.0 %",
+        "sparse", "dense", "1.00", "1.00", "12 %", "12 %", "all", "0.0 %", "1.00, 0.0 %",
     ]  # fmt: skip
-    (found,) = re.findall(r"<table>\n<caption>The fastest plans that fit.*?</table>", page, re.DOTALL)
+    (found,) = re.findall(r"<table>\n<caption><span>The fastest plans that fit.*?</table>", page, re.DOTALL)
     assert "not measured" in found
     assert "0.2 % pushed" in found
 
@@ -184,7 +195,7 @@ def test_of_very_many_calibrations_the_most_used_are_listed_and_pages_of_charts_
     often = [make_row("ddp", calibration_id="often", point=f"more {i}") for i in range(30)]
     write_sweep([*rows, *often], tmp_path / "t.parquet")
     page = report(tmp_path)
-    (found,) = re.findall(r"<table>\n<caption>Calibrations.*?</table>", page, re.DOTALL)
+    (found,) = re.findall(r"<table>\n<caption><span>Calibrations.*?</table>", page, re.DOTALL)
     assert found.count("<tr>") - 1 == 20
     assert ">often<" in found
     assert "6 more, of no more points each" in page

@@ -204,6 +204,16 @@ def test_processes_give_the_same_results_in_the_same_order(tmp_path):
     assert [result.scenario["name"] for result in alone] == [point.name for point in points]
 
 
+def test_an_interpreter_that_does_not_know_its_path_starts_no_processes(tmp_path):
+    """As one that is embedded in another program: the start of workers ended in tracebacks of BrokenPipeError."""
+    code = "import sys; sys.executable = ''; from gssim.cli.commands import main; main()"
+    line = [sys.executable, "-c", code, "sweep", str(written(tmp_path)), "--jobs", "2", "--json"]
+    ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(json.loads(ended.stdout)) == 4
+
+
 def test_a_result_that_cannot_be_written_ends_the_sweep(tmp_path, gssim):
     path, out = written(tmp_path), tmp_path / "out"
     gssim("sweep", path, "--out", out, "--jobs", 1)

@@ -46,6 +46,23 @@ const style = () => {
   return {text: read("--text"), soft: read("--soft"), line: read("--line"), faint: read("--faint"), back: read("--back")};
 };
 const AXIS_TEXT = {fontSize: 13};
+const LEGEND = {left: 8, itemWidth: 14, itemGap: 16, padding: 5}, LEGEND_TEXT_GAP = 5, LEGEND_ROW = 32;
+const pen = document.createElement("canvas").getContext("2d");
+const legendRows = (names, width) => {
+  // as ECharts breaks the line of a legend
+  pen.font = `${AXIS_TEXT.fontSize}px system-ui, sans-serif`;
+  const room = width - LEGEND.left - 2 * LEGEND.padding;
+  let [rows, at] = [1, 0];
+  for (const name of names) {
+    const size = LEGEND.itemWidth + LEGEND_TEXT_GAP + pen.measureText(name).width;
+    if (at && at + size > room) { rows++; at = 0; }
+    at += size + LEGEND.itemGap;
+  }
+  return rows;
+};
+// of any two kinds, colour or symbol differs: the colours are repeated with the next symbols
+const symbolOf = (column, kind) => SYMBOLS[(column?.symbols?.[kind] ??
+  (column ? column.order[kind] + Math.floor(column.order[kind] / COLOURS.length) : 0)) % SYMBOLS.length];
 
 function started(root) {
   const data = JSON.parse(root.querySelector("script").textContent);
@@ -54,8 +71,14 @@ function started(root) {
   const draw = root.dataset.kind === "timeline" ? timeline(root, data, chart) : points(root, data, chart);
   draw();
   let due = 0;
-  new ResizeObserver(() => { cancelAnimationFrame(due); due = requestAnimationFrame(() => chart.resize()); })
-    .observe(root.querySelector(".chart"));
+  const box = root.querySelector(".chart");
+  let drawnWidth = box.clientWidth;
+  const resized = () => {
+    chart.resize();
+    // the rows of the legend depend on the width
+    if (root.dataset.kind !== "timeline" && box.clientWidth !== drawnWidth) { drawnWidth = box.clientWidth; draw(); }
+  };
+  new ResizeObserver(() => { cancelAnimationFrame(due); due = requestAnimationFrame(resized); }).observe(box);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   performance.mark("explorer-drawn");
 }
@@ -153,7 +176,7 @@ function points(root, data, chart) {
       rows.forEach((row, j) => { flat[2 * j] = x.values[row] / xFactor; flat[2 * j + 1] = y.values[row] / yFactor; });
       const index = colour ? colour.order[kind] : 0;
       return {id: `k${i}`, type: "scatter", name: colour ? colour.words[kind] : "points", data: flat, dimensions: ["x", "y"],
-        symbol: SYMBOLS[index % SYMBOLS.length], symbolSize: count > LARGE ? 6 : 9, large: order.length > LARGE,
+        symbol: symbolOf(colour, kind), symbolSize: count > LARGE ? 6 : 9, large: order.length > LARGE,
         largeThreshold: LARGE, itemStyle: {color: colour?.colours?.[kind] ?? COLOURS[index % COLOURS.length], opacity: 0.75}, emphasis: {scale: 1.6}};
     });
     if (data.diagonal && order.length && x.key === data.x && y.key === data.y) {
@@ -166,16 +189,17 @@ function points(root, data, chart) {
       itemStyle: {color: "transparent", borderColor: ink.text, borderWidth: 3}});
     const axis = (column, unit, gap) => ({type: column.log ? "log" : "value", name: unit ? `${column.label} (${unit})` : column.label, nameLocation: "middle", nameGap: gap,
       scale: true, min: column.log ? undefined : v => (v.min >= 0 && v.min < 0.5 * v.max ? 0 : undefined),
-      nameTextStyle: {color: ink.text, fontSize: 14, fontWeight: "bold"}, axisLine: {lineStyle: {color: ink.line}},
+      nameTextStyle: {color: ink.text, fontSize: 14, fontWeight: "bold"}, axisLine: {onZero: false, lineStyle: {color: ink.line}},
       axisLabel: {color: ink.text, ...AXIS_TEXT, hideOverlap: true, formatter: digits},
       splitLine: {lineStyle: {color: ink.faint}}, minorTick: {show: column.log}});
+    const legend = series.filter(s => s.name).map(s => s.name);
     chart.setOption({
       animation: false, backgroundColor: "transparent", textStyle: {fontFamily: "system-ui, sans-serif"},
-      grid: {left: 92, right: 24, top: 24 + 26 * Math.ceil(kinds.length / Math.max(1, Math.floor(box.clientWidth / 130))),
-        bottom: 62},
-      legend: {show: Boolean(colour), itemWidth: 14, itemGap: 16, top: 0, left: 8, textStyle: {color: ink.text, ...AXIS_TEXT}, inactiveColor: ink.soft,
-        data: series.filter(s => s.name).map(s => s.name), selectedMode: false},
+      grid: {left: 92, right: 34, top: 18 + (colour ? LEGEND_ROW * legendRows(legend, box.clientWidth) : 0), bottom: 62},
+      legend: {show: Boolean(colour), ...LEGEND, top: 0, textStyle: {color: ink.text, ...AXIS_TEXT}, inactiveColor: ink.soft,
+        data: legend, selectedMode: false},
       tooltip: {trigger: "item", confine: true, backgroundColor: ink.back, borderColor: ink.line, textStyle: {color: ink.text},
+        extraCssText: "white-space: normal; width: max-content; max-width: min(34rem, 85%); overflow-wrap: anywhere;",
         formatter: hit => {
           const row = state.series[hit.seriesIndex]?.[hit.dataIndex];
           return row === undefined ? "" : `<b>${escaped(data.names[row])}</b><br>` +
@@ -203,7 +227,7 @@ function points(root, data, chart) {
       const cells = new Map(shownColumns.map(c => [c.label, words(c, row)]));
       return make("tr", {}, make("th", {scope: "row"}, button), ...[...cells.values()].map(text => make("td", {textContent: text})));
     });
-    const caption = make("caption", {textContent: `The ${best.length} points shown with the ${sign < 0 ? "largest" : "least"} ${y.label}`});
+    const caption = make("caption", {}, make("span", {textContent: `The ${best.length} points shown with the ${sign < 0 ? "largest" : "least"} ${y.label}`}));
     folded.querySelector(".scroll").replaceChildren(make("table", {}, caption, make("thead", {}, head), make("tbody", {}, ...body)));
   };
   folded.addEventListener("toggle", listed);

@@ -7,6 +7,7 @@ from gssim.errors import UserError
 from gssim.plan import Plan, Policies, Push, default_plan
 from gssim.plan.encodings import MOST_INDEXED, coo_range_error
 from gssim.scenario.scenario import Scenario
+from gssim.units import counted
 from gssim.workload import ImageInput, unrolled
 from gssim.workload.owned import unchained
 
@@ -257,7 +258,7 @@ def check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
     for rank, samples in enumerate(sizes):
         if samples < micro_batches:
             raise UserError(
-                f"{file}: plan.micro_batches = {micro_batches}: rank {rank} has {samples} samples; "
+                f"{file}: plan.micro_batches = {micro_batches}: rank {rank} has {counted(samples, 'sample')}; "
                 "allowed: at most one micro-batch for each sample"
             )
 

@@ -8,6 +8,7 @@ from gssim.plan.pipeline_schedule import SPLITTING, refuse
 from gssim.scenario.device_rates import reduce_precision
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
+from gssim.units import counted
 from gssim.workload import unrolled
 
 
@@ -38,7 +39,7 @@ def check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
     for samples in scenario.data_batch_sizes:
         if samples % plan.micro_batches:
             raise UserError(
-                f"{file}: plan.micro_batches = {plan.micro_batches}: a replica has {samples} samples; "
+                f"{file}: plan.micro_batches = {plan.micro_batches}: a replica has {counted(samples, 'sample')}; "
                 "a pipeline's micro-batches must be equal: torch's stages learn the shape of messages once"
             )
 
