@@ -239,6 +239,14 @@ class Record:
         number = self.before_saved.get(layer, 0)
         return positions[number - 1] + 1 if number else 0
 
+    def forward_positions(self, layer: int) -> list[int]:
+        """Return the positions of a layer's forward at which it runs operations (not views) or collectives.
+
+        What a collective sends, and what the callers hold meanwhile, lives until it returns.
+        """
+        collectives = (at[2] for at, _, _ in self.reductions.get(layer, ()) if at[1] == "f")
+        return sorted({*self.counted[layer, "f"], *collectives})
+
     def position_at_end(self, layer: int) -> int:
         """Return the position of the last operation (not view) of a layer's forward."""
         return self.counted[layer, "f"][-1]

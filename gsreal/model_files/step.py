@@ -704,12 +704,13 @@ class _Step:
         with recorder, hooks, layer_boundaries(self.module, record.modules, enter=recorder.enter) as out, cast:
             loss_of(out(logits_of(self.module(self.inputs))), self.targets)
         created = [alive for alive in record.alive if alive.born[1] == "f"]
+        # positions differ by views, numbers of operations and collectives do not
+        layers = range(len(record.modules) + 1)
+        ours, theirs = ([each.forward_positions(layer) for layer in layers] for each in (record, seen))
         for alive, again in zip(created, seen.alive, strict=True):
             if again.freed is not None and again.freed[:2] == again.born[:2]:
                 layer, _, position = again.freed
-                # positions differ by views, numbers of operations do not
-                place = (layer, "f")
-                alive.unsaved = record.counted[place][bisect_right(seen.counted[place], position) - 1]
+                alive.unsaved = ours[layer][bisect_right(theirs[layer], position) - 1]
 
     def record_needed(self, like: Record | None) -> None:
         """Record how many storages a layer's backward creates before it needs a saved tensor, or take that from `like`.
