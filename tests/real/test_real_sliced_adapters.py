@@ -104,6 +104,7 @@ ON: dict[int, dict[str, list[str]]] = {
         "gpt-all-staged-full-sgd": [*SGD, *STAGES, FULL],
         "gpt-all-staged-sequence-sgd": [*SGD, *STAGES, SEQUENCE],
         "llama-query-value-staged-sequence-sgd": [*SGD, *STAGES, SEQUENCE],
+        "llama-all-staged-sequence-selective-sgd": [*SGD, *STAGES, SEQUENCE, SELECTIVE, "plan.schedule=gpipe"],
         "llama-all-staged-full-clipped-sgd": [*SGD, *STAGES, FULL, "workload.clip_norm=0.05"],
         "llama-query-value-staged-selective-sgd": [*SGD, *STAGES, SELECTIVE, "plan.schedule=gpipe"],
         "llama-query-value-staged-clipped-sgd": [*SGD, *STAGES, "workload.clip_norm=0.05"],
