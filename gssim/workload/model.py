@@ -154,7 +154,8 @@ class TokenInput:
     def __post_init__(self) -> None:
         """Refuse classes without a task that has them, and the reverse."""
         if (self.task == "sequence-classification") != (self.classes is not None):
-            raise ValueError(f"classes = {self.classes}: needed with task = 'sequence-classification', and only there")
+            given = "" if self.classes is None else f" = {self.classes}"
+            raise ValueError(f"classes{given}: needed with task = 'sequence-classification', and only there")
         if self.padding is not None and self.classes is None:
             raise ValueError(f"padding = {self.padding}: only for task = 'sequence-classification'")
         if self.padding is not None and self.padding >= self.vocabulary:

@@ -104,7 +104,7 @@ def test_names_of_other_data_are_refused(tmp_path):
 )
 def test_classes_and_padding_are_of_classifiers_of_sequences(tmp_path, monkeypatch, change):
     monkeypatch.setitem(INPUTS, "text-folder", TOKENS.replace(" }", change))
-    with pytest.raises(UserError, match=r"m\.toml: input: (classes|padding) = "):
+    with pytest.raises(UserError, match=r"m\.toml: input\.(classes: needed|(classes|padding) = )"):
         scenario(tmp_path)
 
 

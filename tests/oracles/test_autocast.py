@@ -125,7 +125,10 @@ def test_gpus_of_volta_and_turing_train_in_fp16_and_have_no_bf16(device: str) ->
             ],
             r"plan\.gathered_inputs = 'gathered-again': maps keep casts of what is gathered; allowed: 'kept'",
         ),
-        (["workload.autocast=bf16", "workload.model=gpt2-355m"], r"not traced under it; `gsreal trace --autocast"),
+        (
+            ["workload.autocast=bf16", "workload.model=gpt2-355m"],
+            r"not traced under it; `gsreal trace FILE --autocast bf16 --out NEW`",
+        ),
         (["workload.autocast=bf16", "workload.loss_scale=2"], r"workload\.loss_scale = 2"),
     ],
 )

@@ -253,7 +253,7 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
 
 LIKE_TORCHTITAN = ["workload.precision=bf16", "workload.reduce_precision=fp32", "workload.clip_norm=0.05", *SELECTIVE]
 FP16 = ["workload.precision=fp16", "workload.loss_scale=1024"]
-LONG = ["workload.sequence_length=96", "workload.global_batch_size=16"]
+LONG = ["workload.global_batch_size=64"]
 """Of many tokens: the router's indices and the order of rows, integers of 8 bytes, are more of what is held."""
 IN_16_BITS = {
     2: {
