@@ -134,17 +134,24 @@ def losses_and_factors_of_torch(scenario: Any, *, micro_batches: int, steps: int
     return course
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_dynamic_factor_and_the_steps_it_skips_are_those_of_torchs_scaler(micro_batches):
-    """The first factor, 2^16, is infinite in fp16: a step of one micro-batch is skipped; half of it is finite."""
-    overrides = [*FP16, "workload.loss_scale=dynamic", "plan.method=single", f"plan.micro_batches={micro_batches}"]
+def courses_here_and_in_torch(
+    overrides: list[str], *, micro_batches: int, steps: int
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return the loss and the next factor of each step of one device, trained here and with torch's GradScaler."""
     file = Path(scenario_file("small-demo.toml"))
     scenario = load_scenario(file, [star(1), *overrides], gradients_needed=False).scenario
     device, feed = torch.device("cpu"), Feed(scenario, 0, torch.device("cpu"))
     with torch.backends.mkldnn.flags(enabled=False):
         training = build(scenario, Timeline(0, device), device)
-        course = [(float(training.step(*feed.at(step), 0)), training.scaler.scale) for step in range(3)]
-        expected = losses_and_factors_of_torch(scenario, micro_batches=micro_batches, steps=3)
+        course = [(float(training.step(*feed.at(step), 0)), training.scaler.scale) for step in range(steps)]
+        return course, losses_and_factors_of_torch(scenario, micro_batches=micro_batches, steps=steps)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_dynamic_factor_and_the_steps_it_skips_are_those_of_torchs_scaler(micro_batches):
+    """The first factor, 2^16, is infinite in fp16: a step of one micro-batch is skipped; half of it is finite."""
+    overrides = [*FP16, "workload.loss_scale=dynamic", "plan.method=single", f"plan.micro_batches={micro_batches}"]
+    course, expected = courses_here_and_in_torch(overrides, micro_batches=micro_batches, steps=3)
     assert [factor for _, factor in course] == [factor for _, factor in expected]
     assert [loss for loss, _ in course] == pytest.approx([loss for loss, _ in expected], rel=1e-3)
     assert course[0][1] == {1: FIRST_SCALE / 2, 2: FIRST_SCALE}[micro_batches]
@@ -154,13 +161,8 @@ def test_a_dynamic_factor_and_the_steps_it_skips_are_those_of_torchs_scaler(micr
 def test_one_device_clips_what_the_factor_is_taken_out_of_as_torch_does(norm):
     """It clipped gradients that were still multiplied by the factor, in fp16: of 1024, to a thousandth of the norm."""
     overrides = [*FP16, "plan.method=single", "workload.loss_scale=dynamic", f"workload.clip_norm={norm}"]
-    file = Path(scenario_file("small-demo.toml"))
-    scenario = load_scenario(file, [star(1), *overrides], gradients_needed=False).scenario
-    device, feed = torch.device("cpu"), Feed(scenario, 0, torch.device("cpu"))
-    with torch.backends.mkldnn.flags(enabled=False):
-        training = build(scenario, Timeline(0, device), device)
-        losses = [float(training.step(*feed.at(step), 0)) for step in range(6)]
-        expected = losses_and_factors_of_torch(scenario, micro_batches=1, steps=6)
+    course, expected = courses_here_and_in_torch(overrides, micro_batches=1, steps=6)
+    losses = [loss for loss, _ in course]
     assert losses == pytest.approx([loss for loss, _ in expected], rel=1e-3)
     assert losses[-1] < losses[0] - 0.1
 
