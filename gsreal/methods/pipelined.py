@@ -282,19 +282,18 @@ class PipelineTraining(Training):
     def clip_gradients(self, norm: float) -> None:
         """Scale the gradients of all stages down to a norm of at most `norm`; tied parameters count once."""
         assert isinstance(self.module, StageModules)
-        parameters = list(self.module.parameters())
         again = self._counted_elsewhere
-        gradients = {p: p.grad for p in parameters if p.grad is not None}
+        gradients = {p: p.grad for p in self.module.parameters() if p.grad is not None}
+        device = next(iter(gradients.values())).device
         counted = {p: gradient for p, gradient in gradients.items() if p not in again}
-        like = next(iter(gradients.values()))
         if self.norm_groups is None:
-            own = nn.utils.get_total_norm(counted.values())  # zero if the stages hold nothing but tied copies
-            squares = whole(own).to(device=like.device, dtype=torch.float64).square()
+            own = self._total_norm(counted.values())  # zero if the stages hold nothing but tied copies
+            squares = whole(own).to(device=device, dtype=torch.float64).square()
         else:
-            squares = self._squares_over_groups(counted, like.device)
+            squares = self._squares_over_groups(counted, device)
         with self.timeline.span("all-reduce gradient norm of the stages", "exposed_communication", self.module.group):
             dist.all_reduce(squares, group=self.module.group)
-        self._scale_down(gradients.values(), norm, squares.sqrt().to(like.dtype))
+        self._scale_down(list(gradients.values()), norm, squares.sqrt())
 
     def _sum_copies(self) -> None:
         """Replace the gradients of tied parameters by their sums over the copies; keep no reference to them."""

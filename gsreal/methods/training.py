@@ -277,20 +277,30 @@ class Training:
         the whole ones. Gradients in fp16 that are yet to be divided by the loss's factor are clipped where they are:
         once they are cast for the master copy.
         """
-        copies = master_copies(self.optimizer) if self.scaler is not None else []
-        if self.norm_groups is None and copies:
-            scaled = [p.grad for p in self.module.parameters() if p.grad is not None]
-            total = torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in scaled]).norm()
-            for each in copies:
-                each.gradient_factor *= min(1.0, norm / (float(total) * each.gradient_factor + 1e-6))
-            return
-        if self.norm_groups is None:
+        gradients = {p: p.grad for p in self.module.parameters() if p.grad is not None}
+        if self.norm_groups is not None:
+            total = self._squares_over_groups(gradients, next(iter(gradients.values())).device).sqrt()
+        elif self.scaled_copies:
+            total = self._total_norm(gradients.values())
+        else:
             nn.utils.clip_grad_norm_(self.module.parameters(), norm)
             return
-        gradients = {p: p.grad for p in self.module.parameters() if p.grad is not None}
-        like = next(iter(gradients.values()))
-        squares = self._squares_over_groups(gradients, like.device)
-        self._scale_down(gradients.values(), norm, squares.sqrt().to(like.dtype))
+        self._scale_down(list(gradients.values()), norm, total)
+
+    @property
+    def scaled_copies(self) -> list[MasterCopy]:
+        """Master copies whose gradients, whole and in fp16, are divided by the loss's factor once they are cast."""
+        return master_copies(self.optimizer) if self.scaler is not None else []
+
+    def _total_norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Return the norm of gradients, in their precision, or in fp32 if the loss's factor is still in them.
+
+        A norm in fp16 is infinite above 65504, which multiplied gradients often exceed.
+        """
+        gradients = list(gradients)
+        if self.scaled_copies and gradients:
+            return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).norm()
+        return nn.utils.get_total_norm(gradients)  # zero of none
 
     def _squares_over_groups(self, gradients: Mapping[nn.Parameter, Tensor], device: torch.device) -> Tensor:
         """Return the sum of the squares of gradients over the ranks that have parts of them."""
@@ -304,19 +314,22 @@ class Training:
             if counts_slices or name in PARAMETERS
         }
         counted = [own_part(gradient) for p, gradient in gradients.items() if place == 0 or p in parts]
-        squares = nn.utils.get_total_norm(counted).to(device=device, dtype=torch.float64).square()
+        squares = self._total_norm(counted).to(device=device, dtype=torch.float64).square()
         for group in self.norm_groups:
             with self.timeline.span("all-reduce gradient norm of parts", "exposed_communication", group):
                 dist.all_reduce(squares, group=group)
         return squares
 
-    @staticmethod
-    def _scale_down(gradients: Iterable[Tensor], norm: float, total: Tensor) -> None:
+    def _scale_down(self, gradients: Sequence[Tensor], norm: float, total: Tensor) -> None:
         """Scale gradients of norm `total` down to a norm of at most `norm`.
 
         torch's `clip_grads_with_norm_` does the same, but takes only parameters.
         """
-        torch._foreach_mul_([own_part(each) for each in gradients], torch.clamp(norm / (total + 1e-6), max=1.0))
+        for each in self.scaled_copies:
+            each.gradient_factor *= min(1.0, norm / (float(total) * each.gradient_factor + 1e-6))
+        if not self.scaled_copies:
+            ratio = torch.clamp(norm / (total.to(gradients[0].dtype) + 1e-6), max=1.0)
+            torch._foreach_mul_([own_part(each) for each in gradients], ratio)
 
     def begin_scaled_step(self) -> float:
         """Return the factor on the step's loss, which pushes need to know; 1: it is not scaled."""

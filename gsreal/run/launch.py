@@ -49,7 +49,6 @@ def check_real(loaded: Loaded) -> None:
     check_evaluation(ours, where=where)
     check_overlap(ours, where=where)
     check_fused(ours, where=where)
-    check_scaled_clipping(ours, where=where)
     check_offload(ours, where=where)
     check_gloo_on_gpus(ours, where=where)
     check_samples(ours, where=where)
@@ -132,17 +131,6 @@ def check_evaluation(scenario: Scenario, *, where: str) -> None:
             "(plan.loss_parallel); leave one of them out"
         )
     check_held_out(scenario.workload, where=where)
-
-
-def check_scaled_clipping(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for clipping scaled gradients in fp16: torch computes their norm in fp16, where it overflows."""
-    workload, shards = scenario.workload, scenario.policies.gradients in ("reduce-scatter", "push")
-    if workload.precision == "fp16" and workload.clip_norm is not None and not shards:
-        raise UserError(
-            f"{where}: workload.clip_norm = {workload.clip_norm:g}: the norm of whole gradients in fp16 can be "
-            "predicted, but not run; allowed: methods whose shards are in fp32 (zero2, zero3, hsdp, gs, gs_z3, "
-            "gs_hier), or leave it out"
-        )
 
 
 def check_offload(scenario: Scenario, *, where: str) -> None:

@@ -20,7 +20,8 @@ A tied parameter counts once.
 [Note: loss scaling] A training in fp16 multiplies its loss by `workload.loss_scale`. Before the update one pass reads
 and writes the gradients (torch._amp_foreach_non_finite_check_and_unscale_). It divides gradients that are in fp32:
 those of shards, and those that replicas keep so (`workload.gradient_precision`). Gradients in fp16 are only checked in
-this pass: they are divided in another one, after the cast for the master copy.
+this pass: they are divided in another one, after the cast for the master copy. That division also clips them, so their
+clipping is only the norm (as in DeepSpeed's unscale_and_clip_grads, which combines both factors).
 The flag of an infinite gradient is all-reduced along every axis whose ranks hold different gradients (as in FSDP's
 ShardedGradScaler). Owners of pushed gradients agree among all replicas, as for the norm. A pushing rank compares
 scaled gradients with the threshold times the factor, so that what is sent does not depend on it; an element that is
@@ -58,8 +59,10 @@ def clip_gradients(low: Lowering, rank: int, owned: Sequence[int], replicas: Seq
     value_bytes = low.kept_value_bytes if whole else low.master_bytes
     pass_s = cost.gradient_pass_s(device, elements=sum(tensors), tensors=len(tensors), value_bytes=value_bytes)
     norm = Task(NORM, "optimizer", duration_s=pass_s)
-    scale = Task(CLIP, "optimizer", duration_s=2 * pass_s)  # reads every gradient and writes it
-    return [norm, *_sums(low, rank, replicas), scale]
+    tasks = [norm, *_sums(low, rank, replicas)]
+    if not divides_master_gradients(low):
+        tasks.append(Task(CLIP, "optimizer", duration_s=2 * pass_s))  # reads every gradient and writes it
+    return tasks
 
 
 def unscale_gradients(

@@ -271,8 +271,6 @@ def random_real_point(seed: int) -> Table:
         workload["expert_routing"] = "load"
     if workload["precision"] == "fp16" and REGISTRY[method].partition == "data":  # else a real run refuses it
         workload.setdefault("loss_scale", 1024.0)
-        if REGISTRY[method].gradients not in ("reduce-scatter", "push") and plan.get("dp_shard", 1) == 1:
-            workload.pop("clip_norm", None)
     _sum_experts(random, seed, workload, plan)
     if seed >= LATER:
         _later_keys(random, model, workload, plan)

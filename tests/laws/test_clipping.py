@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from strategies import loaded_of, scenario_of, star, tiny_model
+from strategies import device_type, loaded_of, scenario_of, star, tiny_model
 
 from gssim.errors import UserError
 from gssim.scenario import Scenario, check, load_model
@@ -11,20 +11,26 @@ from gssim.simulation import simulate
 from gssim.workload import Model
 
 BANDWIDTH, LATENCY_S = 1e6, 1e-3
+RATES = {"fp32": 1e9, "fp16": 2e9}
 
 
 GPT = load_model(Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt-byte-1m.toml")
 
 
-def made(method: str, clip_norm: float | None, *, model: Model | None = None, ranks: int = 2, **plan) -> Scenario:
+TRAINING = {"precision", "loss_scale"}
+
+
+def made(method: str, clip_norm: float | None, *, model: Model | None = None, ranks: int = 2, **keys) -> Scenario:
+    plan = {key: value for key, value in keys.items() if key not in TRAINING}
     scenario = scenario_of(
-        star(ranks, bandwidth=BANDWIDTH, latency_s=LATENCY_S),
+        star(ranks, bandwidth=BANDWIDTH, latency_s=LATENCY_S, types={"any": device_type(peak_flop_per_s=RATES)}),
         {"method": method} | plan,
         model=model or tiny_model(),
         global_batch_size=8,
         sequence_length=4,
         optimizer="sgd",
         clip_norm=clip_norm,
+        **{key: value for key, value in keys.items() if key in TRAINING},
     )
     check(scenario, file="made")
     return scenario
@@ -43,6 +49,16 @@ def test_clipping_reads_gradients_twice_and_writes_them_once_and_sums_one_number
     assert clipped.step_time_s - free.step_time_s == pytest.approx(passes_s + sum_s, rel=1e-6)
     added = [entry for entry in clipped.collectives if entry.key not in {each.key for each in free.collectives}]
     assert [(entry.kind, entry.bytes, entry.count) for entry in added] == [("all-reduce", 8, 1)] * bool(summed_bytes)
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero1"])
+def test_clipping_whole_gradients_in_fp16_is_a_part_of_their_division_by_the_loss_scale(method):
+    """Only their norm is added: one pass over 2 bytes an element."""
+    clipped_s, free_s = (
+        simulate(loaded_of(made(method, norm, precision="fp16", loss_scale=1024.0))).result.step_time_s
+        for norm in (1.0, None)
+    )
+    assert clipped_s - free_s == pytest.approx(2 * tiny_model().elements / 1e9, rel=1e-6)
 
 
 @pytest.mark.parametrize(("method", "plan"), [("gs_wgrad", {}), ("gs", {"tp": 2, "dp_shard": 1})])

@@ -258,7 +258,7 @@ LONG = ["workload.global_batch_size=64"]
 IN_16_BITS = {
     2: {
         "sharded-bf16": [*LIKE_TORCHTITAN, "plan.method=zero3"],
-        "replicated-fp16": [*FP16, "plan.method=ddp"],
+        "replicated-fp16": [*FP16, "plan.method=ddp", *CLIPPED],
         "pushed-bf16": [*PUSHED, "workload.precision=bf16", "workload.clip_norm=0.05", *SELECTIVE],
         "pushed-sharded-bf16": [*SHARDED, "workload.precision=bf16"],
         "long-replicated-bf16": [*LONG, "workload.precision=bf16", "plan.method=ddp"],
@@ -271,7 +271,7 @@ IN_16_BITS = {
         "two-pushed-bf16": [*PUSHED, "workload.precision=bf16", "plan.ep=2", "plan.micro_batches=2"],
         "two-pushed-sharded-bf16": [*SHARDED, "workload.precision=bf16", "plan.ep=2", "plan.micro_batches=2"],
         "two-kept-fp16": [*FP16, "plan.method=zero2", "plan.ep=2", "workload.clip_norm=0.05"],
-        "two-staged-fp16": [*FP16, *STAGED, "plan.method=ddp", "plan.ep=2"],
+        "two-staged-fp16": [*FP16, *STAGED, "plan.method=ddp", "plan.ep=2", *CLIPPED],
     },
 }
 TRAINED_RATIO = 2**-6

@@ -12,7 +12,7 @@ from gsreal.gradient_sharding.master import MasterCopy  # noqa: E402
 from gsreal.measure import Timeline  # noqa: E402
 from gsreal.methods.training import FIRST_SCALE, GROWTH_STEPS, LossScaler, loss_of  # noqa: E402
 from gsreal.run.feed import Feed  # noqa: E402
-from gsreal.run.launch import check_predicted_only, check_scaled_clipping  # noqa: E402
+from gsreal.run.launch import check_real  # noqa: E402
 from gsreal.run.worker import build  # noqa: E402
 from gssim.errors import UserError  # noqa: E402
 from gssim.scenario import load_scenario  # noqa: E402
@@ -25,6 +25,7 @@ FP16 = [
 ]
 TIED = f'workload.model="{HELPERS / "models" / "gpt-tied"}.toml"'
 CAST = f'workload.model="{HELPERS / "models" / "of_tests" / "divided-autocast-gpt"}.toml"'
+CLIPPED = "workload.clip_norm=0.1"
 CASES = {
     "ddp": ["plan.method=ddp"],
     "zero1": ["plan.method=zero1"],
@@ -37,18 +38,22 @@ CASES = {
     "gs-all-reach": ["plan.method=gs", "plan.push.threshold=0", "plan.shares.shards=[0.7,0.3]"],
     "gs_z3": ["plan.method=gs_z3", "plan.micro_batches=2"],
     "gs-tensor": ["plan.method=gs", "plan.tp=2"],
-    "zero2-clipped": ["plan.method=zero2", "workload.clip_norm=0.1"],
-    "zero3-clipped": ["plan.method=zero3", "plan.micro_batches=2", "workload.clip_norm=0.1"],
-    "gs-clipped": ["plan.method=gs", "workload.clip_norm=0.1"],
+    "zero2-clipped": ["plan.method=zero2", CLIPPED],
+    "zero3-clipped": ["plan.method=zero3", "plan.micro_batches=2", CLIPPED],
+    "ddp-clipped": ["plan.method=ddp", CLIPPED],
+    "zero1-clipped": ["plan.method=zero1", "plan.micro_batches=2", CLIPPED],
+    "tensor-clipped": ["plan.method=tensor", CLIPPED],
+    "pipeline-clipped": ["plan.method=pipeline", "plan.micro_batches=3", TIED, CLIPPED],
+    "gs-clipped": ["plan.method=gs", CLIPPED],
     "gs-autocast": [
         "plan.method=gs",
         "workload.precision=fp32",
         "workload.autocast=fp16",
-        "workload.clip_norm=0.1",
+        CLIPPED,
         CAST,
     ],
 }
-FLAGS = {"ddp": 0, "zero1": 0}
+FLAGS = dict.fromkeys(["ddp", "zero1", "ddp-clipped", "zero1-clipped"], 0)
 """All-reduces of the flag of infinite gradients: one, except where all ranks hold all gradients."""
 TRAINED_RATIO = 2**-8
 """How far parameters may be from one device's, of the largest: fp16 rounds every partial sum of a gradient to one part
@@ -167,18 +172,13 @@ def test_one_device_clips_what_the_factor_is_taken_out_of_as_torch_does(norm):
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_fp16_runs_with_a_scaled_loss_alone_and_clips_shards_alone():
-    def scenario_of(*overrides: str) -> Any:
+def test_fp16_runs_with_a_scaled_loss_alone():
+    def loaded_with(*overrides: str) -> Any:
         case = case_of([*overrides])
-        return load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+        return load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False)
 
-    scaled = scenario_of("plan.method=ddp", "workload.clip_norm=1")
-    check_predicted_only(scaled, where="made")
-    with pytest.raises(UserError, match=r"workload.clip_norm = 1: the norm of whole gradients in fp16"):
-        check_scaled_clipping(scaled, where="made")
-    check_scaled_clipping(scenario_of("plan.method=zero3", "workload.clip_norm=1"), where="made")
-    check_scaled_clipping(scenario_of("plan.method=gs", "workload.clip_norm=1"), where="made")
+    check_real(loaded_with("plan.method=ddp", "workload.clip_norm=1"))
     with pytest.raises(UserError, match=r"loss_scale = 1024.0: cannot run yet with method 'gs_wgrad'"):
-        scenario_of("plan.method=gs_wgrad")
+        loaded_with("plan.method=gs_wgrad")
     with pytest.raises(UserError, match=r"workload.precision = 'bf16' need no scaled loss"):
-        scenario_of("plan.method=ddp", "workload.precision=bf16")
+        loaded_with("plan.method=ddp", "workload.precision=bf16")

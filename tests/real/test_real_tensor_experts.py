@@ -239,7 +239,7 @@ LIKE_TORCHTITAN = ["workload.precision=bf16", "workload.reduce_precision=fp32", 
 FP16 = ["workload.precision=fp16", "workload.loss_scale=1024"]
 IN_16_BITS = {
     "zero3-bf16": [*LIKE_TORCHTITAN, *ZERO3, *FOUR],
-    "ddp-fp16": [*FP16, *DDP, *TWO],
+    "ddp-fp16": [*FP16, *DDP, *TWO, *CLIPPED],
     "all-ddp-fp16": [*FP16, *DDP, *FOUR],
     "zero2-fp16": [*FP16, *ZERO2, *FOUR, *CLIPPED],
 }
