@@ -22,6 +22,13 @@ their roles: queries, keys and values (or one map with the rows of each head tog
 perceptron's first maps and its last. Norms inside the attention over the width of a head stay whole: a rank's gradient
 is that of its own heads. Anything else is refused, by an error that names the module.
 
+[Note: norms over all heads] OLMo 2 normalises queries and keys over the width of all heads together, of which a rank
+has a part. Its means over this width are those over all ranks: each multiplies its mean by its fraction of the width,
+and the products are all-reduced, in the forward and, as gradients, in the backward: one number for each position.
+Its scale is cut like the outputs of the map before it. Transformers' own plan gathers queries, keys and values instead
+(`colwise_gather_output`), so that every rank attends with all heads; Megatron Bridge sums as here (its FullDimQNorm for
+MiniMax-M2).
+
 [Note: routed experts] In a block with routed experts, the attention is cut, and so are shared experts, which all tokens
 take, by the roles of their maps. Routed experts are divided among ranks by `gsreal.methods.expert_parallel`. They and
 their router take the tokens of the rank's own part of the sequence, which is not gathered for them. Everything else
@@ -45,6 +52,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.measure import Timeline, wait_for_release
@@ -75,6 +83,8 @@ class Cut:
     """Sets the sizes in a block's modules to a number of units."""
     between: tuple[str, ...] = ()
     """Norms between columns and rows, all of whose parameters are sliced."""
+    over_heads: tuple[str, ...] = ()
+    """Those of `between` that normalise over the width of all heads; see [Note: norms over all heads]."""
     parts: Mapping[str, int] = field(default_factory=dict)
     """Number of tensors that a column module's output concatenates (query, key, value), each of all units."""
     gathered: tuple[str, ...] = ()
@@ -278,7 +288,7 @@ def _cut_by_roles(block: Any, experts: Sequence[str] = ()) -> Cut:
     groups = shared_by // 3 if fused and not grouped else shared_by
     heads_width = maps[output].in_features
     units = gcd(groups, *(maps[each].out_features for each in first))
-    norms = _norms_of_heads(block, path, maps, head_width, beside)
+    norms, over_heads = _norms_in_attention(block, path, maps, head_width, beside)
 
     def resize(part: Any, held: int) -> None:
         inner = part.get_submodule(path)
@@ -294,6 +304,8 @@ def _cut_by_roles(block: Any, experts: Sequence[str] = ()) -> Cut:
         (*inputs, *first),
         (output, *last),
         resize,
+        between=over_heads,
+        over_heads=over_heads,
         gathered=gathered,
         heads=norms,
         experts=tuple(experts),
@@ -337,14 +349,14 @@ def _maps_by_role(
     return first, output, opening, closing
 
 
-def _norms_of_heads(
+def _norms_in_attention(
     block: nn.Module, attention: str, maps: Mapping[str, Any], head_width: int, routed: Sequence[str]
-) -> tuple[str, ...]:
-    """Return the norms over single heads inside the attention; refuse parameters of other modules than norms.
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the norms inside the attention: those over single heads, and those over all heads.
 
-    `routed`: modules with routed experts, which may have others.
+    Refuses parameters of other modules than norms. `routed`: modules with routed experts, which may have others.
     """
-    norms = []
+    norms: tuple[list[str], list[str]] = ([], [])
     for path, module in block.named_modules():
         is_map = path in maps or isinstance(module, LowRankAdapter)
         if is_map or not any(True for _ in module.parameters(recurse=False)):
@@ -354,10 +366,45 @@ def _norms_of_heads(
         if not is_norm(module):
             raise _UnknownRoleError(f".{path}: has parameters, and is neither a linear map nor a norm")
         if path.startswith(f"{attention}."):
-            if any(parameter.shape != (head_width,) for parameter in module.parameters()):
-                raise _UnknownRoleError(f".{path}: a norm over all heads, of which each rank would have only some")
-            norms.append(path)
-    return tuple(norms)
+            of_all = any(parameter.shape != (head_width,) for parameter in module.parameters())
+            if of_all and not _MeansOverRanks.of(module).count:
+                raise _UnknownRoleError(
+                    f".{path}: a norm over all heads, of which each rank would have only some, and which does not "
+                    "compute its means by torch.mean"
+                )
+            norms[of_all].append(path)
+    return tuple(norms[0]), tuple(norms[1])
+
+
+class _MeansOverRanks(TorchFunctionMode):
+    """Replaces means over the last dimension, of which each rank has a part, by those over the parts of all ranks.
+
+    `fraction`: the rank's part of the dimension. See [Note: norms over all heads].
+    """
+
+    def __init__(self, fraction: float, all_reduce: AllReduce) -> None:
+        super().__init__()
+        self.fraction, self.all_reduce = fraction, all_reduce
+        self.count = 0
+        """Number of means that it has replaced."""
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> "_MeansOverRanks":
+        """Return the means of a norm over one position, on one rank."""
+        means = cls(1.0, lambda mean: mean)
+        parameter = next(norm.parameters())
+        with torch.no_grad(), means:
+            norm(torch.zeros(1, len(parameter), dtype=parameter.dtype, device=parameter.device))
+        return means
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.mean, Tensor.mean) or -1 not in (*args[1:], (kwargs or {}).get("dim")):
+            return found
+        self.count += 1
+        return Mapped.apply(found * self.fraction, self.all_reduce, self.all_reduce)
 
 
 def is_linear(block: nn.Module, cut: Cut) -> bool:
@@ -459,12 +506,18 @@ def slice_block(
     """
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
-    for (path, name), part in slices_of(block, held).items():
+    slices = slices_of(block, held)
+    for (path, name), part in slices.items():
         module = block.get_submodule(path)
         whole: nn.Parameter = getattr(module, name)
         own = nn.Parameter(part.of(whole.detach()), requires_grad=whole.requires_grad)
         module.register_parameter(name, own)
         mark(module, name, part, group)
+    for path in cut.over_heads:
+        norm = block.get_submodule(path)
+        size = len(next(norm.parameters()))
+        fraction = size / next(part.size for (owner, _), part in slices.items() if owner == path)
+        norm.forward = partial(_norm_over_ranks, norm.forward, _MeansOverRanks(fraction, all_reduce))
     cut.resize(block, len(held))
     f: tuple[AllReduce, AllReduce]
     g: tuple[AllReduce, AllReduce]
@@ -480,6 +533,12 @@ def slice_block(
         module.forward = partial(_row_forward, module, lambda y: Mapped.apply(y, *g), ranks)
         if (adapter := adapter_of(module)) is not None:
             adapter.added_by_hook = False
+
+
+def _norm_over_ranks(forward: Callable[[Tensor], Tensor], means: _MeansOverRanks, x: Tensor) -> Tensor:
+    """Return a norm of a rank's part of the width, whose means are over the parts of all ranks."""
+    with means:
+        return forward(x)
 
 
 def mark(module: nn.Module, name: str, part: Slice, group: dist.ProcessGroup | None) -> None:
@@ -584,7 +643,13 @@ def divide_sequences(
         cut = cut_of(block := module.get_submodule(path))
         assert cut is not None  # they are sliced
         adapters = partial_adapters(block)
-        inside = {*cut.columns, *cut.rows, *(f"{each}.adapter" for each in (*cut.columns, *cut.rows)), *cut.experts}
+        inside = {
+            *cut.columns,
+            *cut.between,
+            *cut.rows,
+            *(f"{each}.adapter" for each in (*cut.columns, *cut.rows)),
+            *cut.experts,
+        }
         trained = [name for name, parameter in block.named_parameters() if parameter.requires_grad]
         names += [f"{path}.{name}" for name in trained if name.rpartition(".")[0] not in inside]
         names += [f"{path}.{owner}.{name}" for owner, name in adapters]

@@ -189,7 +189,10 @@ def _products_beside(
     again, for the weight gradients.
     """
     layer, plan = instance.layer, low.scenario.plan
-    ends = [e.moment.position for e in layer.reductions if e.moment.phase == "b" and e.kind in SUMS]
+    of_inputs = [e for e in layer.reductions if e.moment.phase == "b" and e.kind in SUMS]
+    if any(e.kind == "reduce-scatter" for e in of_inputs):  # what else is summed are statistics of norms over all heads
+        of_inputs = [e for e in of_inputs if e.kind == "reduce-scatter"]
+    ends = [e.moment.position for e in of_inputs]
     maps = sorted((p for p in layer.parameters if p.sliced and len(p.shape) == 2), key=lambda p: p.ready.position)
     # where a forward sums results, those of its last map are summed, and of all maps cut in the same dimension
     sums_results = any(e.moment.phase == "f" and e.kind in SUMS for e in layer.reductions)
@@ -209,7 +212,7 @@ def _products_beside(
     if plan.async_input_gradients:
         exchanges = list(enumerate(reductions_in(layer, "b", plan.recompute)))
         at_experts = {exchange.moment.position for _, exchange in exchanges if exchange.kind in EXPERT_EXCHANGES}
-        sums = (each for each in exchanges if each[1].kind in SUMS)
+        sums = (each for each in exchanges if each[1] in of_inputs)
         return {
             number: _Product(product_s(shapes, "weight_gradient"), follows=False)
             for (number, exchange), shapes in zip(sums, of_input, strict=True)

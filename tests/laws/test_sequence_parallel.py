@@ -15,6 +15,7 @@ from gssim.scenario.tensor_slices import model_slice
 from gssim.simulation import simulate
 from gssim.workload import Layer, Parameter, Polynomial, Reduction
 
+OLMO2 = Path(__file__).resolve().parents[1] / "helpers" / "models" / "of_tests" / "decoder-olmo2.toml"
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 GPT = load_model(MODELS / "gpt-byte-1m.toml")
@@ -310,6 +311,29 @@ def test_products_hide_their_part_of_an_exchange(ranks, least_ratio):
     hidden_ratio = (step_s(1e5) - step_s(1e5, tp_overlap=True)) / ((ranks - 1) / ranks * products_s)
     assert least_ratio - 1e-6 < hidden_ratio < 1 + 1e-6
     assert step_s(1e15) == pytest.approx(step_s(1e15, tp_overlap=True), rel=1e-6)
+
+
+@pytest.mark.parametrize(("key", "least_ratio"), [("tp_overlap", 0.7), ("async_input_gradients", 0.8)])
+def test_sums_of_norms_over_all_heads_are_no_exchanges_beside_products(key, least_ratio):
+    """OLMo 2's exchanges hide what the products of its maps take, though the sums of its norms are between them.
+
+    All maps' where sequences are gathered (but keys and values of the forward, which follow the sum of the queries'
+    norm), else those of the weight gradients of the maps that are cut by columns.
+    """
+    model, flop_per_s, tokens, ranks = load_model(OLMO2), 1e9, 12 * 24, 2
+    columns, rows = 32 * (32 + 16 + 16 + 48 + 48), 32 * (32 + 48)
+    elements = 2 * (columns + rows) if key == "tp_overlap" else columns
+    hidden_part = (ranks - 1) / ranks if key == "tp_overlap" else 1.0
+
+    def step_s(bandwidth: float, **more) -> float:
+        made = star(ranks, bandwidth=bandwidth, backend="nccl")
+        return simulate(
+            loaded_of(scenario_of(made, DIVIDED | more, model=model, sequence_length=24, global_batch_size=12))
+        ).result.step_time_s
+
+    products_s = 2 * 2 * tokens * elements / ranks / flop_per_s  # of two blocks
+    hidden_ratio = (step_s(1e5) - step_s(1e5, **{key: True})) / (hidden_part * products_s)
+    assert least_ratio < hidden_ratio < 1 + 1e-6
 
 
 @pytest.mark.parametrize(

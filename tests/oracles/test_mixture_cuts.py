@@ -33,6 +33,7 @@ ATTENTION = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_a
     [
         ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, ""),
         ("qwen3_moe", EXPERTS, ""),
+        ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2}, ""),
         ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}, "mlp.shared_expert"),
         ("glm4_moe", {**ROUTED, **GROUPS, "head_dim": 4}, "mlp.shared_experts"),
     ],
@@ -56,8 +57,18 @@ def test_attention_and_shared_experts_are_cut_and_routers_are_whole(family, conf
     ("family", "config", "reason"),
     [
         ("deepseek_v3", {**ROUTED, **GROUPS, **LATENT}, "DeepseekV3DecoderLayer.self_attn.q_a_proj: a linear map of"),
-        ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2}, "OlmoeDecoderLayer.self_attn.q_norm: a norm over all"),
     ],
 )
 def test_what_is_not_known_to_be_cut_is_refused_with_the_modules_name(family, config, reason):
     assert (cut_beside_experts(last_block(family, **config)) or "").startswith(reason)
+
+
+def test_norms_over_all_heads_are_cut_if_their_mean_can_be_taken_over_all_ranks():
+    block = last_block("olmoe", num_experts=8, num_experts_per_tok=2)
+    assert cut_beside_experts(block) is None
+    cut = cut_or_reason(block)
+    assert isinstance(cut, Cut)
+    assert cut.over_heads == cut.between == ("self_attn.q_norm", "self_attn.k_norm")
+    other = last_block("olmoe", num_experts=8, num_experts_per_tok=2)
+    other.self_attn.q_norm = torch.nn.LayerNorm(32, device="meta")  # a function of torch's own
+    assert "self_attn.q_norm: a norm over all heads" in (cut_beside_experts(other) or "")

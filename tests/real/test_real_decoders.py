@@ -24,6 +24,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     "opt": PLAIN | {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
     "mistral": HEADS | {"intermediate_size": 48},
     "gemma": HEADS | {"intermediate_size": 48},
+    "olmo2": GROUPED | {"intermediate_size": 48},
     "qwen2": GROUPED | {"intermediate_size": 48},
     "phi": PLAIN | {"intermediate_size": 64, "resid_pdrop": 0.0},
     "gptj": {"n_layer": 2, "n_embd": 32, "n_head": 4, "rotary_dim": 4, "n_positions": 64}
@@ -37,8 +38,8 @@ CONFIGS: dict[str, dict[str, object]] = {
 }
 """By type of the model; queries share keys and values where they can."""
 ENCODERS = ("roberta", "electra", "distilbert")
-FEW = ("qwen3", "falcon", "gptj", "roberta", "distilbert")
-DIVIDED = ("qwen3", "gpt_neox", "mistral", "phi", *ENCODERS)
+FEW = ("qwen3", "olmo2", "falcon", "gptj", "roberta", "distilbert")
+DIVIDED = ("qwen3", "olmo2", "gpt_neox", "mistral", "phi", *ENCODERS)
 """Their sequences are divided too."""
 OTHERS = tuple(kind for kind in CONFIGS if kind not in FEW)
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "plan.method=tensor"]
@@ -75,6 +76,14 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         if kind in ("gptj", "mistral"):  # whose checkpointed blocks keep a mask, and numbers of positions
             again = [*overrides, "plan.recompute=full"]
             cases[f"{kind}-full-sgd"] = {"scenario": scenario_file("demo.toml"), "overrides": again}
+        if kind == "olmo2":  # its norms over all heads, of which ranks have unequal parts, or sum them again
+            for name, more in (
+                ("unequal", ["plan.method=gs_tp", "plan.shares.shards=[0.75,0.25]"]),
+                ("full", ["plan.recompute=full"]),
+                ("selective", ["plan.recompute=selective", "plan.sequence_parallel=true"]),
+                ("clipped", ["workload.clip_norm=0.1"]),
+            ):
+                cases[f"{kind}-{name}-sgd"] = {"scenario": scenario_file("demo.toml"), "overrides": [*overrides, *more]}
         if kind == "qwen3":  # its norms of heads are summed once they are pushed
             owned = [*overrides, "plan.method=gs", "plan.tp=2"]
             cases[f"{kind}-owned-sgd"] = {"scenario": scenario_file("demo.toml"), "overrides": owned}
