@@ -43,7 +43,7 @@ from gssim.execution.files import locked, scratch_folder, write_text
 from gssim.result import BUSY_RATIO, DRIFT_RATIO, Result, file_name, read_result
 from gssim.scenario import Loaded, load_cluster, reduce_precision
 from gssim.scenario.sweep import SEPARATOR, Point, chosen, load_sweep, loaded_point, points_of
-from gssim.units import human_seconds
+from gssim.units import human_seconds, signed_percent
 
 LOCK = ".gsreal-validate.lock"
 ROUNDS = 3
@@ -444,7 +444,7 @@ def pair_line(predicted: Result, measured: Result) -> str:
     drifted = f"; the machine computed at {speed_ratio:.0%} of the calibrated rate"
     return (
         f"step predicted {human_seconds(predicted.step_time_s)}, measured {human_seconds(measured.step_time_s)} "
-        f"({step:+.1%}); peak memory {peaks[0] / peaks[1] - 1:+.1%}; "
+        f"({signed_percent(step)}%); peak memory {signed_percent(peaks[0] / peaks[1] - 1)}%; "
         f"collectives {'equal' if same else 'differ'}{drifted if abs(speed_ratio - 1) > DRIFT_RATIO else ''}"
     )
 

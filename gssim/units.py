@@ -595,6 +595,16 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
+def signed_percent(ratio: float) -> str:
+    """Return a ratio as a signed number of percent, without the unit. What rounds to zero has no sign.
+
+    >>> signed_percent(0.042), signed_percent(-0.5), signed_percent(-1e-6)
+    ('+4.2', '-50.0', '0.0')
+    """
+    rounded = round(100 * ratio, 1)
+    return f"{rounded:+.1f}" if rounded else "0.0"
+
+
 def human_seconds(time_s: float) -> str:
     """Return a time for people.
 

@@ -22,6 +22,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from analysis.compare.table import short_ids, threshold_words, told_apart
 from gssim.execution.files import write_bytes
 from gssim.plan import METHODS
+from gssim.units import signed_percent
 
 MARK_IN = 0.1
 """Half the width of a mark, with a margin."""
@@ -193,8 +194,7 @@ def percent(ratio: float) -> str:
     >>> percent(0.042), percent(-0.5), percent(-1e-6)
     ('+4.2 %', '\u221250.0 %', '0.0 %')
     """
-    rounded = round(100 * ratio, 1)
-    return f"{rounded:+.1f} %".replace("-", "\u2212") if rounded else "0.0 %"
+    return f"{signed_percent(ratio)} %".replace("-", "\u2212")
 
 
 def in_order(methods: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from analysis.compare.comparison import medians
 from analysis.compare.groups import ALL, Target, best_in_words, error_column, targets, worst_of
 from gssim.result import PHASES
 from gssim.terminal import fits_width, plain_console
-from gssim.units import human_bytes, human_seconds
+from gssim.units import human_bytes, human_seconds, signed_percent
 
 PIPE_WIDTH = 120
 DIFFERENCES_SHOWN = 4
@@ -144,7 +144,7 @@ def _print_effects(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             _densities(row, "measured"),
             f"{row['speed_up_predicted_ratio']:.2f}",
             f"{row['speed_up_measured_ratio']:.2f}",
-            "" if change is None else f"{100 * change:+.1f} %",
+            "" if change is None else f"{signed_percent(change)} %",
         )
     console.print(table)
     if not any(row["threshold"] == math.inf for row in rows):
@@ -239,15 +239,15 @@ def worst_explained(rows: Sequence[dict[str, Any]]) -> str:
     ]
     what = "the collectives are equal" if worst["collectives_equal"] else "the collectives differ"
     peak = worst["peak_error_ratio"]
-    memory = "its memory is not measured" if peak is None else f"the peak is {100 * peak:+.1f} % off"
+    memory = "its memory is not measured" if peak is None else f"the peak is {signed_percent(peak)} % off"
     return (
-        f"predicted worst: {worst['name']}, step {100 * worst['step_time_error_ratio']:+.1f} %: {what}, "
+        f"predicted worst: {worst['name']}, step {signed_percent(worst['step_time_error_ratio'])} %: {what}, "
         f"{memory}; predicted less measured: {', '.join(signs)}"
     )
 
 
 def _percent(ratio: float | None) -> str:
-    return "" if ratio is None else f"{100 * ratio:+.1f}"
+    return "" if ratio is None else signed_percent(ratio)
 
 
 def _bytes(size_bytes: float | None) -> str:

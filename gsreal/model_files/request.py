@@ -129,7 +129,7 @@ def traced_model(
         traced = trace_at_length(model, request.sequence_length, where=where, on_counted=on_counted)
     else:
         traced = trace(model, where=where, on_counted=on_counted)
-    return _with_variants(model, traced, request, where)
+    return _with_variants(model, traced, request, where, on_note)
 
 
 def _beside_layers(model: Model) -> list[str]:
@@ -141,16 +141,21 @@ def _beside_layers(model: Model) -> list[str]:
     ]
 
 
-def _with_variants(before: Model, traced: Model, request: Request, where: str) -> Model:
+def _with_variants(before: Model, traced: Model, request: Request, where: str, on_note: Callable[[str], None]) -> Model:
     """Return a traced model with its layers also traced under autocast, with frozen layers, and with adapters.
 
-    They are traced so if the request says it, or if the model had such costs `before`.
+    They are traced so if the request says it, or if the model had such costs `before`. `on_note` is called with a line
+    about costs with frozen layers that the model had and that cannot be traced again.
     """
+
+    def left_out(why: str) -> None:
+        on_note(f"{where}: left out: costs with frozen layers, which the file had: {why}")
+
     autocast = dict.fromkeys([*(each.precision for each in before.autocast), *request.autocast])
     traced = with_traced_autocast(replace(traced, autocast=()), list(autocast), where=where)
     traced = replace(traced, partly_trained=None)
     if request.frozen or before.partly_trained is not None:
-        traced = with_traced_frozen(traced, where=where)
+        traced = with_traced_frozen(traced, where=where, on_impossible=None if request.frozen else left_out)
     adapters = dict.fromkeys([*(each.role or ",".join(each.maps) for each in before.adapted), *request.adapters])
     return with_traced_adapters(replace(traced, adapted=()), list(adapters), where=where)
 

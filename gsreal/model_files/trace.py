@@ -270,16 +270,24 @@ def with_traced_autocast(model: Model, precisions: Sequence[str], *, where: str)
     return replace(model, autocast=tuple(found))
 
 
-def with_traced_frozen(model: Model, *, where: str) -> Model:
+def with_traced_frozen(model: Model, *, where: str, on_impossible: Callable[[str], None] | None = None) -> Model:
     """Return a traced model with the costs of its layers where only some are trained, in each way in which ranks divide
     them; see `gsreal.model_files.partial_backward`.
 
-    Raises UserError if its layers depend on one another otherwise than one after another.
+    If they cannot be traced (its layers depend on one another otherwise than one after another), raises UserError. With
+    `on_impossible`, which is called with the reason, returns the model without them instead.
     """
+
+    def without(why: str) -> Model:
+        if on_impossible is None:
+            raise UserError(f"{where}: --frozen: {why}; leave it out")
+        on_impossible(why)
+        return replace(model, partly_trained=None)
+
     missing = any(layer.untrained_buffers is None for layer in model.layers)
     why = unchained([instance.layer for instance in unrolled(model)], side_modules=True)
     if missing and why is not None:
-        raise UserError(f"{where}: --frozen: {why}: what it costs beside frozen layers is not modelled; leave it out")
+        return without(f"{why}: what it costs beside frozen layers is not modelled")
     lengths = _lengths_of(model)
     short, stack = with_fewer_blocks(model, where) or (model, None)
     fields: dict[str, tuple[LayerRoles, ...]] = {}
@@ -299,10 +307,7 @@ def with_traced_frozen(model: Model, *, where: str) -> Model:
         if [layer.modules for layer in grouped(whole)] == [layer.modules for layer in listed]:
             fields[name] = tuple(_roles_of(layer) for layer in grouped(whole))
     if missing and "layers" not in fields:
-        raise UserError(
-            f"{where}: --frozen: the operations of partly trained layers depend on the batch size or the sequence "
-            "length; leave it out"
-        )
+        return without("the operations of partly trained layers depend on the batch size or the sequence length")
     return replace(model, partly_trained=PartlyTrained(**fields))
 
 

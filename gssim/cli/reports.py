@@ -16,7 +16,7 @@ from gssim.planner import PLAN, Found, Outcome, memory_lack, reason
 from gssim.result import bound_by
 from gssim.scenario.support import Support
 from gssim.terminal import PIPE_WIDTH, expected_errors_of, fits_width, folding, plain_console
-from gssim.units import human_bytes, human_seconds
+from gssim.units import human_bytes, human_seconds, signed_percent
 
 UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
 """Unit of the column that an objective adds, and the factor that converts to this unit, by objective."""
@@ -99,7 +99,7 @@ def _compared(rival: Mapping[str, Any]) -> str:
     if rival.get("step_time_s") is None:
         return str(rival["why"])
     plan = in_words(PLAN.validate_python(tomllib.loads(rival["plan"])["plan"]))
-    difference = "" if rival["more_ratio"] is None else f", {rival['more_ratio']:+.1%}"
+    difference = "" if rival["more_ratio"] is None else f", {signed_percent(rival['more_ratio'])}%"
     return f"{human_seconds(rival['step_time_s'])}{difference}: {plan}\n  {rival['why']}"
 
 

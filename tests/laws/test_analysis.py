@@ -213,7 +213,7 @@ def test_the_worst_step_is_explained_by_what_is_sent_and_by_phases() -> None:
         make_result("measured", step_time_s=1.25, phase_shares=(0.32, 0.24, 0.0, 0.08, 0.36, 0.0)),
     )
     said = worst_explained([near, far])
-    assert ", step -20.0 %: the collectives are equal, the peak is +0.0 % off" in said
+    assert ", step -20.0 %: the collectives are equal, the peak is 0.0 % off" in said
     assert said.endswith("predicted less measured: exposed communication -250.0 ms")
 
 

@@ -19,7 +19,7 @@ from torch import nn
 import gsreal.model_files.trace as tracer
 from gsreal.model_files.recorder import Recorder
 from gsreal.model_files.repeated import KEPT, with_fewer_blocks
-from gsreal.model_files.request import traced_model
+from gsreal.model_files.request import Request, traced_model
 from gsreal.model_files.step import record_step
 from gssim.errors import UserError
 from gssim.scenario import load_model
@@ -345,6 +345,23 @@ def test_what_a_model_file_holds_is_traced_again_in_another_precision(tmp_path):
         f"gsreal trace {tmp_path / 'fp32.toml'}: --compile: left out, as compiled blocks are traced without: adapters "
         "at down, frozen layers"
     ]
+
+
+def test_costs_with_frozen_layers_that_cannot_be_traced_again_are_left_out_with_a_note(tmp_path):
+    """A user who traced a file again was told to leave out `--frozen`, which only the file's first trace was given."""
+    path, others = tmp_path / "small.toml", dict.fromkeys(tracer.DIVIDED_STEPS, lambda *_given: None)
+    with patch.dict(tracer.DIVIDED_STEPS, others):
+        small = traced_model(request_for("gsreal.models.gpt", **SMALL, frozen=True))
+        arguments = small.module.arguments | {"tied": True}  # the file says so from now on
+        tracer.write_model(path, replace(small, module=replace(small.module, arguments=arguments)))
+        request = Request(model=str(path), arguments=(), name=None, sequence_length=8)
+        notes: list[str] = []
+        assert traced_model(request, on_note=notes.append).partly_trained is None
+        with pytest.raises(UserError, match=r"--frozen: head shares a parameter .* is not modelled; leave it out"):
+            traced_model(replace(request, frozen=True))
+    (note,) = notes
+    assert "left out: costs with frozen layers, which the file had: head shares a parameter" in note
+    assert "--frozen" not in note
 
 
 def test_maps_that_get_no_adapters_are_named_with_the_option_and_its_value():
