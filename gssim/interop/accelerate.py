@@ -302,7 +302,11 @@ def _optimizer_of_deepspeed(keys: Keys, training: Training) -> None:
             training.optimizer_implementation = Value("fused", f"{training.optimizer.origin}: FusedAdam")
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay"), ("momentum", "momentum")):
         path = f"optimizer.params.{key}"
-        if keys.raw(path) == "auto":
+        open_state = key == "momentum" and training.optimizer is not None and training.optimizer.value == "sgd"
+        if open_state and keys.raw(path) == "auto":
+            why = "what it becomes is not in the file, and SGD with momentum keeps one more value for each parameter"
+            keys.refuse(path, why, replaced_by=["workload.optimizer"])
+        elif keys.raw(path) == "auto":
             keys.note(path, '"auto": changes neither step time nor memory')
         else:
             setattr(training, name, keys.number(path, sets=f"workload.{name}"))

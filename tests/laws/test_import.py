@@ -191,6 +191,19 @@ def test_sgd_with_momentum_keeps_it(tmp_path):
     assert "momentum" not in tables["workload"]
 
 
+def test_a_momentum_that_decides_the_memory_of_sgd_is_not_left_open(tmp_path):
+    """It was listed as without effect, and SGD then kept nothing."""
+    optimizer = {"type": "SGD", "params": {"lr": 0.1, "momentum": "auto"}}
+    said = refused(tmp_path, DEEPSPEED | {"optimizer": optimizer}, name="ds.json")
+    assert said.startswith('optimizer.params.momentum = "auto": what it becomes is not in the file')
+    assert said.endswith("; or --set workload.optimizer=...")
+    chosen = ["workload.optimizer=sgd-momentum"]
+    tables, _ = imported(tmp_path, DEEPSPEED | {"optimizer": optimizer}, name="ds.json", overrides=chosen)
+    assert tables["workload"]["optimizer"] == "sgd-momentum"
+    of_muon = {"type": "Muon", "params": {"lr": 0.1, "momentum": "auto"}}  # which has a momentum anyway
+    imported(tmp_path, DEEPSPEED | {"optimizer": of_muon, "zero_optimization": {"stage": 0}}, name="ds.json")
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
