@@ -406,7 +406,8 @@ def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
     """Return the heads and the rows of a table of ranks."""
     reserves = any(entry.fragmentation_ratio for entry in result.ranks)
     constants = list(dict.fromkeys(name for entry in result.ranks for name in entry.outside_bytes))
-    memory = ["peak allocated", *(["peak reserved", "unused of it"] if reserves else []), *constants]
+    memory = ["peak allocated", *(["peak reserved", "unused of it"] if reserves else [])]
+    memory += [name.replace("_", " ") for name in constants]
     phases = [name for name in result.phases_s if any(entry.phases_s[name] for entry in result.ranks)]
     imbalances_s = [result.imbalance_s(entry) for entry in result.ranks]
     least_s = SHOWN_IMBALANCE_RATIO * result.step_time_s

@@ -416,7 +416,8 @@ class Plan:
     tp_overlap: bool = False
     """With `sequence_parallel` on nccl, run all-gathers beside the matrix products that read what they bring, and
     reduce-scatters beside those that make what they send, in as many parts as there are ranks (Megatron-LM's
-    tp-comm-overlap, torch's asynchronous tensor parallelism; predicted only)."""
+    tp-comm-overlap, torch's asynchronous tensor parallelism; predicted only). Memory outside the allocator is that of
+    Transformer Engine's buffers with `gathered_inputs = "gathered-again"`, else of torch's workspace."""
     async_input_gradients: bool = False
     """On nccl, run the sum over the ranks of the axis tp of the gradient of a linear map's input (an all-reduce; with
     `sequence_parallel`, a reduce-scatter) beside the product that gives the weight's gradient, as Megatron-LM does

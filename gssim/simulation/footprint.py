@@ -293,12 +293,55 @@ def _with_overhead(footprint: MemoryFootprint, overheads: Sequence[AllocatorOver
 
 
 def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank: int) -> dict[str, float]:
-    """Return a rank's memory outside the allocator: the context, and a communicator for each of its groups."""
+    """Return a rank's memory outside the allocator: the context, a communicator for each of its groups, and buffers of
+    exchanges that run beside products.
+    """
     communicators = 0
     if scenario.cluster.backend == "nccl" and device.communicator_bytes:
         communicators = program.once(_communicators)[rank]
-    sizes = {"context": device.context_bytes, "communicators": communicators * device.communicator_bytes}
+    sizes = {
+        "context": device.context_bytes,
+        "communicators": communicators * device.communicator_bytes,
+        "exchange_buffers": _exchange_buffers_bytes(scenario, program, rank),
+    }
     return {name: size for name, size in sizes.items() if size}
+
+
+USERBUFFERS = 12
+"""Buffers of a gathered sequence that Transformer Engine keeps on every rank, one for each product of a block that has
+an exchange beside it: forward, and gradients of input and weight, of the maps of the attention and the perceptron.
+
+Source: transformer_engine/pytorch/module/base.py, initialize_ub (10 before gradients of weights of the last maps had
+their own), from the driver (common/comm_gemm_overlap/userbuffers/userbuffers-host.cpp).
+"""
+SYMMETRIC_CHUNKS = 2
+"""Parts of a gathered sequence in the workspace of a group of torch's asynchronous tensor parallelism.
+
+Source: torch/distributed/_symmetric_memory, _pipelined_produce_and_all2all; from the driver too.
+"""
+
+
+def _exchange_buffers_bytes(scenario: Scenario, program: Program, rank: int) -> float:
+    """Return the bytes of the buffers by which exchanges run beside products (`plan.tp_overlap`).
+
+    Megatron-LM, which gathers inputs again, keeps Transformer Engine's.
+    """
+    if not scenario.plan.tp_overlap:
+        return 0.0
+    largest_bytes = program.once(_largest_sequence_bytes)
+    if scenario.plan.gathered_inputs == "gathered-again":
+        return USERBUFFERS * largest_bytes[rank]
+    return SYMMETRIC_CHUNKS * largest_bytes[rank] / scenario.policies.tp
+
+
+def _largest_sequence_bytes(program: Program) -> dict[int, float]:
+    """Return the bytes of the largest gathered part of sequences of each rank; 0 for ranks that gather none."""
+    gathers = {id(each): each for name, each in program.communications.items() if name.op == "gather-sequence"}
+    largest: dict[int, float] = dict.fromkeys(range(len(program.role_of)), 0.0)
+    for gather in gathers.values():
+        for rank in chain.from_iterable(gather.groups):
+            largest[rank] = max(largest[rank], gather.size_bytes)
+    return largest
 
 
 def _communicators(program: Program) -> Counter[int]:

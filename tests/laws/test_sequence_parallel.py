@@ -313,6 +313,21 @@ def test_products_hide_their_part_of_an_exchange(ranks, least_ratio):
     assert step_s(1e15) == pytest.approx(step_s(1e15, tp_overlap=True), rel=1e-6)
 
 
+@pytest.mark.parametrize(("inputs", "sequences"), [("gathered-again", 12), ("kept", 2 / 4)])
+def test_exchanges_beside_products_have_buffers_outside_the_allocator(inputs, sequences):
+    """Twelve of a gathered micro-batch in Transformer Engine, two parts of one (of four) in torch."""
+    made = star(4, backend="nccl")
+    plan = DIVIDED | {"gathered_inputs": inputs, "micro_batches": 3}
+    after, beside = (
+        simulate(loaded_of(scenario_of(made, plan | more, model=GPT, sequence_length=64, global_batch_size=12))).result
+        for more in ({}, {"tp_overlap": True})
+    )
+    gathered_bytes = 4 * 4 * 64 * WIDTH
+    assert [each.outside_bytes.get("exchange_buffers") for each in after.ranks] == [None] * len(after.ranks)
+    assert {each.outside_bytes["exchange_buffers"] for each in beside.ranks} == {sequences * gathered_bytes}
+    assert [each.peak_allocated_bytes for each in beside.ranks] == [each.peak_allocated_bytes for each in after.ranks]
+
+
 @pytest.mark.parametrize(("key", "least_ratio"), [("tp_overlap", 0.7), ("async_input_gradients", 0.8)])
 def test_sums_of_norms_over_all_heads_are_no_exchanges_beside_products(key, least_ratio):
     """OLMo 2's exchanges hide what the products of its maps take, though the sums of its norms are between them.
