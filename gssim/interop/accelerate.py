@@ -116,11 +116,6 @@ DEEPSPEED: dict[str, Rule] = {
     **refused("Apex's amp cannot be simulated", "amp.enabled"),
     **refused("sparse gradients or attention cannot be simulated", "sparse_gradients sparse_attention.*"),
     **refused("gradients that are added up in another precision cannot be simulated", "data_types.grad_accum_dtype"),
-    **refused(
-        "another data type for communication cannot be simulated",
-        "seq_parallel_communication_data_type",
-        neutral=("fp32",),  # DeepSpeed's default, which nothing uses where no sequence is divided
-    ),
     **refused("what it would choose is not in the file", "autotuning.enabled elasticity.enabled"),
     **refused(
         "compression during training cannot be simulated", "compression_training.*enabled quantize_training.enabled"
@@ -164,6 +159,8 @@ def _precision_of_deepspeed(keys: Keys, training: Training) -> None:
     reduced = keys.choice(PRECISIONS, "communication_data_type", sets="workload.reduce_precision")
     if reduced is not None and reduced.value != training.precision.value:
         training.reduce_precision = reduced
+    key = "seq_parallel_communication_data_type"
+    training.divided_reduce_precision = keys.choice(PRECISIONS, key, sets="workload.reduce_precision")
 
 
 def deepspeed(keys: Keys) -> Training:
@@ -318,10 +315,9 @@ ACCELERATE: dict[str, Rule] = {
     **listed("offloading to a disk, which is off", "deepspeed_config.offload_*_nvme_path"),
     **refused("modules that are left out cannot be simulated", "fsdp_config.*ignored_modules"),
     **refused("units by size cannot be simulated", "fsdp_config.*min_num_params"),
-    **refused(
-        "its messages have the data's type here",
+    **listed(
+        "commands/launch.py passes no such key on; a DeepSpeed file that deepspeed_config_file names can say it",
         "deepspeed_config.seq_parallel_communication_data_type",
-        neutral=("fp32",),  # DeepSpeed's default, which nothing uses where no sequence is divided
     ),
     **listed("attention is that of the model file", "parallelism_config.*sp_attn_implementation"),
     **listed("of sequence or context parallelism, which is off or read by its degree", "parallelism_config.*"),
@@ -509,7 +505,7 @@ FILLED = ("train_*batch_size*", "gradient_accumulation_steps", "gradient_clippin
 
 OF_ENGINE = (
     *("sharding", "zero1_implementation", "bucket_elements", "overlap", "gradient_sync"),
-    *("offload", "reduce_precision", "schedule"),
+    *("offload", "reduce_precision", "divided_reduce_precision", "schedule"),
 )
 """Fields of a training that a DeepSpeed file decides, whatever the program's own file says."""
 

@@ -52,7 +52,7 @@ FLAG = re.compile(
 )
 """Options that take no value; a variable that follows one may hold further arguments."""
 DEEPSPEED_FILE = "deepspeed-config"
-MOST_NESTED = 5
+MOST_NESTED = 8
 
 Options = dict[str, Any]
 
@@ -100,6 +100,11 @@ def _of_commands(script: Script, file: str) -> Options:
     runs = [(each, _options_of(each.words, script)) for each in commands]
     runs = [(command, options) for command, options in runs if options.keys() & (BEGINS_TRAINING | OF_MODELS)]
     trainings = [run for run in runs if run[1].keys() & BEGINS_TRAINING] or runs
+    if others := [run for run in trainings if _program_without_training(run[0].words)]:
+        trainings = [run for run in trainings if run not in others]
+        if not trainings:
+            name = one_line(_program_without_training(others[0][0].words), 60)
+            raise UserError(f"{file}: runs {name}, which trains no model; give the script of a training")
     if trainings:
         return _joined(trainings)
     if pieces:
@@ -117,6 +122,16 @@ def _of_commands(script: Script, file: str) -> Options:
             f"{one_line(script.unread[0], 60)}, which cannot be read: put it beside the file, or give the command line"
         )
     return {}
+
+
+WITHOUT_TRAINING = re.compile(r"text_generation|inference|convert|evaluate|preprocess|prune|quantize")
+"""Part of the name of Megatron-LM's programs that take the options of a training, and do not train."""
+
+
+def _program_without_training(words: Sequence[str]) -> str:
+    """Return the name of the program that a command runs if it does not train; empty if it may."""
+    program = next((word for word in words if word.endswith(".py")), "").rpartition("/")[2]
+    return program if WITHOUT_TRAINING.search(program) else ""
 
 
 def _joined(runs: Sequence[tuple[Command, Options]]) -> Options:
@@ -160,7 +175,7 @@ def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options
         if branch is None or depth >= MOST_NESTED:
             label = written(name)
             reason = f"the file does not say what this variable is, which may hold arguments; {_hint(label)}"
-            _add(found, {label: Undecided("", reason)})
+            _add(found, {label: Undecided(label, reason)})
             continue
         choices = [_options_of((text or "").split(), script, depth + 1) for text in branch.alternatives]
         decided = _decided(branch)
@@ -171,10 +186,19 @@ def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options
 
 
 def _add(found: Options, more: Options) -> None:
-    """Add options; one that is already there with another value becomes `Undecided`."""
+    """Add options; one that is already there with another value becomes `Undecided`.
+
+    A condition on which a value depends does not matter if that is given anyway.
+    """
     for name, value in more.items():
         if name in found and found[name] != value:
-            value = _undecided((found[name], value), "as it is given twice: leave one")
+            values = (found[name], value)
+            sure = next((each for each in values if not isinstance(each, Undecided)), None)
+            others = {each for part in values if isinstance(part, Undecided) for each in part.alternatives}
+            if sure is not None and others and others <= {sure, None}:
+                value = sure
+            else:
+                value = _undecided(values, "as it is given twice: leave one")
         found[name] = value
 
 

@@ -353,7 +353,9 @@ class Keys:
             elif rule.harmless(value):
                 self.note(key, rule.reason if rule.no_effect else "off")
             else:
-                reason = f"{rule.reason}, and it {value.reason}" if isinstance(value, Undecided) else rule.reason
+                reason = rule.reason
+                if isinstance(value, Undecided):
+                    reason += f", and it {value.reason}" if value.alternatives else f"; {value.reason}"
                 self.refuse(key, reason, replaced_by=rule.replaced_by)
 
 

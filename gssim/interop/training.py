@@ -135,6 +135,8 @@ class Training:
     precision: Value | None = None
     gradient_precision: Value | None = None
     reduce_precision: Value | None = None
+    divided_reduce_precision: Value | None = None
+    """DeepSpeed's precision of reductions where ranks divide sequences; absent: fp32."""
     autocast: Value | None = None
     tf32: Value | None = None
     adapters: Value | None = None
@@ -444,20 +446,23 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
 
 
 def _reduce_divided_sequences(training: Training, keys: Keys, overrides: dict[str, Any]) -> None:
-    """Set the precision in which DeepSpeed reduces gradients where ranks divide sequences: fp32, whatever others are.
+    """Set the precision in which DeepSpeed reduces gradients where ranks divide sequences, by a key of its own.
 
     Source: DeepSpeed, runtime/engine.py: seq_parallel_communication_data_type.
     """
-    cp = training.cp
+    cp, said = training.cp, training.divided_reduce_precision
     is_divided = cp is not None and overrides.get("plan.cp", cp.value) > 1
     is_engine = training.zero1_implementation == "deepspeed"
-    if not is_engine or cp is None or not is_divided or _precision_of(training, overrides) == "fp32":
+    if said is not None and not (is_engine and is_divided):
+        keys.note(said.key, "no effect, as no sequence is divided")
+    precision = _precision_of(training, overrides)
+    if not is_engine or cp is None or not is_divided or precision == "fp32":
         return
+    found = said or Value("fp32", f"{cp.origin}: seq_parallel_communication_data_type is not given: fp32")
     given = training.reduce_precision
-    if given is not None and given.value != "fp32":
-        keys.note(given.key, "no effect beside divided sequences, whose gradients are reduced in fp32")
-    origin = f"{cp.origin}: seq_parallel_communication_data_type is not given: fp32"
-    training.reduce_precision = Value("fp32", origin)
+    if given is not None and given.value != found.value:
+        keys.note(given.key, f"no effect beside divided sequences, whose gradients are reduced in {found.value}")
+    training.reduce_precision = found if found.value != precision else None
 
 
 def _zero_implementation(

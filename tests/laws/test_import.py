@@ -328,6 +328,57 @@ def test_deepspeed_reduces_gradients_of_divided_sequences_in_fp32(tmp_path, stag
     assert tables["workload"].get("reduce_precision") == given
 
 
+@pytest.mark.parametrize("said", ["bf16", "fp32", "fp16"])
+def test_deepspeed_reduces_gradients_of_divided_sequences_as_their_own_key_says(tmp_path, said):
+    """Other values than fp32 were refused, also in a file of Accelerate, which does not pass them on."""
+    key = {"seq_parallel_communication_data_type": said}
+    divided = {"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 16}
+    tables, _ = imported(tmp_path, DEEPSPEED | key | divided, name="ds.json")
+    assert tables["workload"].get("reduce_precision") == (None if said == "bf16" else said)
+    tables, found = imported(tmp_path, DEEPSPEED | key, name="ds.json")
+    assert "reduce_precision" not in tables["workload"]
+    assert any("no effect, as no sequence is divided" in line for line in found.listed)
+    text = "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n"
+    text += f"  seq_parallel_communication_data_type: {said}\nparallelism_config:\n  parallelism_config_sp_size: 4\n"
+    tables, found = imported(tmp_path, text, name="a.yaml")
+    assert any("passes no such key on" in line for line in found.listed)
+    assert tables["workload"]["reduce_precision"] == "fp32"
+
+
+def test_a_flag_that_is_given_anyway_hangs_on_no_condition(tmp_path):
+    """Scripts of Pai-Megatron-Patch: it was `given or not given, as it is given twice`."""
+    text = "PR=$1\nif [ $PR = bf16 ]; then MORE=--bf16; fi\n"
+    text += "torchrun pretrain_gpt.py --micro-batch-size 1 --global-batch-size 8 --seq-length 128 $MORE --bf16\n"
+    tables, _ = imported(tmp_path, text, name="a.sh")
+    assert tables["workload"]["precision"] == "bf16"
+
+
+@pytest.mark.parametrize("program", ["tools/run_text_generation_server.py", "tools/checkpoint/convert.py"])
+def test_a_program_that_trains_no_model_is_refused(tmp_path, program):
+    """Scripts that serve a model were predicted as trainings of it."""
+    arguments = "--micro-batch-size 1 --seq-length 128 --tensor-model-parallel-size 1 --num-layers 32 --bf16"
+    with pytest.raises(UserError, match=rf"runs {program.rpartition('/')[2]}, which trains no model"):
+        imported(tmp_path, f"torchrun --nproc_per_node 8 {program} {arguments}\n", name="a.sh")
+    trains = f"torchrun {program} {arguments}\ntorchrun pretrain_gpt.py {arguments}\n"
+    assert imported(tmp_path, trains, name="a.sh")[0]["workload"]["precision"] == "bf16"
+
+
+def test_an_open_value_of_a_refused_key_is_said_in_a_sentence(tmp_path):
+    text = "torchrun pretrain_gpt.py --micro-batch-size 1 --seq-length 128 --bf16 --out-seq-length $1\n"
+    said = refused(tmp_path, text, name="a.sh")
+    assert "out-seq-length = $1: generation cannot be simulated; the file does not say what this variable is" in said
+
+
+def test_options_behind_a_chain_of_eight_conditions_are_read(tmp_path):
+    """They were one key named after the variable: `$AC = not given or not given or ...`."""
+    sizes = "".join(f"elif [ $SIZE = {n} ]; then N={n}\n" for n in range(1, 7))
+    text = f"AC=''\nif [ $SIZE = 0 ]; then N=0\n{sizes}elif [ $SIZE = 7 ]; then\nAC='--recompute-activations'\nfi\n"
+    text += "torchrun pretrain_gpt.py --micro-batch-size 1 --seq-length 128 --bf16 $AC\n"
+    said = refused(tmp_path, text, name="a.sh")
+    assert said.startswith("recompute-activations = ")
+    assert "$AC" not in said
+
+
 @pytest.mark.parametrize("said", ["distributed_type: MULTI_CPU", "distributed_type: MULTI_GPU\nuse_cpu: true"])
 def test_accelerates_training_on_processors_takes_a_cluster_of_them(tmp_path, said):
     """It was predicted on the cluster's GPUs."""
