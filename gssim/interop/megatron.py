@@ -8,6 +8,7 @@ import re
 from gssim.interop.accelerate import OF_ENGINE, deepspeed, deepspeed_file, read_ulysses
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Undecided, Value, listed, refused
 from gssim.interop.training import PRECISIONS, Training, optimizer_in
+from gssim.units import human_bytes
 
 KERNELS = "approximated: kernels are those that the model was traced with"
 EXPERTS = "mixtures of experts of this kind cannot be simulated"
@@ -37,6 +38,11 @@ MEGATRON: dict[str, Rule] = {
         "overlap-moe-expert-parallel-comm moe-shared-expert-overlap",
     ),
     **listed("the model's experts are those of --model", "moe-shared-expert-* moe-ffn-hidden-size moe-router-*"),
+    **listed(
+        "approximated: DeepEP's kernels send and permute in one, and keep buffers outside the allocator, which are not "
+        "counted",
+        "moe-enable-deepep moe-flex-dispatcher-backend",
+    ),
     **listed("of mixtures of experts, whose tokens go by all-to-alls", "moe-* expert-* *-expert-* router-*"),
     **refused("fp4 cannot be simulated", "fp4*"),
     **refused(
@@ -302,8 +308,30 @@ def megatron(keys: Keys) -> Training:
     default = "Megatron-LM sums gradients of inputs beside products"
     training.fused_maps = True
     training.async_input_gradients = Value(waits is None or not waits.value, waits.origin if waits else default)
+    _masks(keys, training)
     keys.close(MEGATRON)
     return training
+
+
+NOTED_MASK_BYTES = 2**28
+
+
+def _masks(keys: Keys, training: Training) -> None:
+    """Note attention masks that are not counted: a byte for each pair of positions, on the stages at both ends.
+
+    The data loader makes them unless it is told not to, and they live until a micro-batch's forward is done. Source:
+    pretrain_gpt.py, get_batch.
+    """
+    key = "no-create-attention-mask-in-dataloader"
+    if (off := keys.enabled(key)) is not None:
+        keys.note(off.key, "the loader's masks are not counted anyway")
+    samples, length, ranks = training.micro_batch, training.sequence, training.cp
+    if off is not None or samples is None or length is None:
+        return
+    size_bytes = samples.value * length.value**2 / (ranks.value if ranks is not None else 1)
+    if size_bytes >= NOTED_MASK_BYTES:
+        what = f"approximated: a mask of {human_bytes(size_bytes)}, which the first and last stage hold in a forward"
+        keys.listed.append((f"{key} is not given", f"{what}, is not counted"))
 
 
 DISPATCHER = "moe-token-dispatcher-type"

@@ -379,6 +379,30 @@ def test_options_behind_a_chain_of_eight_conditions_are_read(tmp_path):
     assert "$AC" not in said
 
 
+@pytest.mark.parametrize(("more", "size"), [("", "1.00 GiB"), (" --context-parallel-size 2", "512.00 MiB")])
+def test_large_masks_that_megatrons_loader_makes_are_noted(tmp_path, more, size):
+    """pretrain_gpt.py, get_batch: a byte for each pair of positions, unless the loader is told not to make them."""
+    text = f"torchrun pretrain_gpt.py --micro-batch-size 1 --global-batch-size 8 --seq-length 32768 --bf16{more}\n"
+    _, found = imported(tmp_path, text, name="a.sh", model="llama3.1-8b")
+    noted = [line for line in found.listed if "dataloader is not given" in line]
+    assert [f"approximated: a mask of {size}, " in line for line in noted] == [True]
+    for other in ("--no-create-attention-mask-in-dataloader --bf16", "--bf16 --seq-length 8192"):
+        text = f"torchrun pretrain_gpt.py --micro-batch-size 1 --global-batch-size 8 {other}{more}"
+        text += "" if "seq" in other else " --seq-length 32768"
+        _, found = imported(tmp_path, text + "\n", name="a.sh", model="llama3.1-8b")
+        assert not any("dataloader is not given" in line for line in found.listed)
+
+
+def test_deepeps_buffers_are_noted_as_not_counted(tmp_path):
+    text = (
+        "torchrun pretrain_gpt.py --micro-batch-size 1 --global-batch-size 8 --seq-length 1024 --bf16 --num-experts 8 "
+    )
+    text += "--moe-router-topk 2 --expert-model-parallel-size 8 --moe-token-dispatcher-type flex --moe-enable-deepep\n"
+    _, found = imported(tmp_path, text, name="a.sh", model="mixtral-8x7b")
+    (line,) = [line for line in found.listed if line.startswith("moe-enable-deepep")]
+    assert "approximated: DeepEP's kernels send and permute in one, and keep buffers outside the allocator" in line
+
+
 @pytest.mark.parametrize("said", ["distributed_type: MULTI_CPU", "distributed_type: MULTI_GPU\nuse_cpu: true"])
 def test_accelerates_training_on_processors_takes_a_cluster_of_them(tmp_path, said):
     """It was predicted on the cluster's GPUs."""
