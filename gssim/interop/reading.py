@@ -246,7 +246,8 @@ class Keys:
     def line(self, key: str) -> str:
         """Return a key and its value as messages show them."""
         name = one_line(key, 80)
-        return f"{name} = {shown(self.values[key])}" if key in self.values else name
+        value = shown(self.values[key]) if key in self.values else name
+        return name if value == name else f"{name} = {value}"  # a variable that may hold options is its own value
 
     def note(self, key: str, reason: str) -> None:
         """List a key as having no effect."""

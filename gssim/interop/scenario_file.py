@@ -168,6 +168,8 @@ SIGNS: dict[str, tuple[str, ...]] = {
 
 NOT_READ: dict[str, tuple[str, ...]] = {
     "nanotron": ("parallelism", "tokens"),
+    "PRIME-RL": ("trainer", "orchestrator"),
+    "PRIME-RL's supervised fine-tuning": ("model", "optim", "data"),
     "NeMo": ("trainer", "model"),
     "Hugging Face's Trainer (give its DeepSpeed or Accelerate file)": ("per_device_train_batch_size",),
     "LLaMA-Factory": ("model", "train_dataset"),
