@@ -8,6 +8,7 @@ the script leaves open are `Undecided`. Names of the launcher's arguments (befor
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,10 @@ def _of_commands(script: Script, file: str) -> Options:
     runs = [(each, _options_of(each.words, script)) for each in commands]
     runs = [(command, options) for command, options in runs if options.keys() & (BEGINS_TRAINING | OF_MODELS)]
     trainings = [run for run in runs if run[1].keys() & BEGINS_TRAINING] or runs
-    if others := [run for run in trainings if _program_without_training(run[0].words)]:
+    if others := [run for run in trainings if _reason_against(run[0].words)]:
         trainings = [run for run in trainings if run not in others]
         if not trainings:
-            name = one_line(_program_without_training(others[0][0].words), 60)
-            raise UserError(f"{file}: runs {name}, which trains no model; give the script of a training")
+            raise UserError(f"{file}: runs {_reason_against(others[0][0].words)}")
     if trainings:
         return _joined(trainings)
     if pieces:
@@ -128,10 +128,22 @@ WITHOUT_TRAINING = re.compile(r"text_generation|inference|convert|evaluate|prepr
 """Part of the name of Megatron-LM's programs that take the options of a training, and do not train."""
 
 
-def _program_without_training(words: Sequence[str]) -> str:
-    """Return the name of the program that a command runs if it does not train; empty if it may."""
+OF_SWIFT = ("sft", "pt", "rlhf")
+"""Subcommands of ms-swift's `megatron`, which train."""
+
+
+def _reason_against(words: Sequence[str]) -> str:
+    """Return the program that a command runs and why its options are no training by Megatron-LM; empty if they may."""
     program = next((word for word in words if word.endswith(".py")), "").rpartition("/")[2]
-    return program if WITHOUT_TRAINING.search(program) else ""
+    if WITHOUT_TRAINING.search(program):
+        return f"{one_line(program, 60)}, which trains no model; give the script of a training"
+    said = next((word for name, word in pairwise(words) if name == "megatron" and word in OF_SWIFT), None)
+    if said is not None:
+        return (
+            f"ms-swift's `megatron {said}`, whose options have other defaults than Megatron-LM's and are not read; "
+            "give Megatron-LM's arguments for the same training"
+        )
+    return ""
 
 
 def _joined(runs: Sequence[tuple[Command, Options]]) -> Options:

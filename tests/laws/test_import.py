@@ -363,6 +363,15 @@ def test_a_program_that_trains_no_model_is_refused(tmp_path, program):
     assert imported(tmp_path, trains, name="a.sh")[0]["workload"]["precision"] == "bf16"
 
 
+def test_swifts_command_is_no_training_by_megatrons_defaults(tmp_path):
+    """It was read with Megatron-LM's: in fp32, with whole optimizer states on every rank."""
+    text = (
+        "NPROC_PER_NODE=8 \\\nmegatron sft \\\n  --load mcore --micro_batch_size 1 --global_batch_size 16 --lr 1e-5\n"
+    )
+    with pytest.raises(UserError, match=r"runs ms-swift's `megatron sft`, whose options have other defaults"):
+        imported(tmp_path, text, name="a.sh")
+
+
 def test_an_open_value_of_a_refused_key_is_said_in_a_sentence(tmp_path):
     text = "torchrun pretrain_gpt.py --micro-batch-size 1 --seq-length 128 --bf16 --out-seq-length $1\n"
     said = refused(tmp_path, text.replace("--out", "$MORE --out"), name="a.sh")
@@ -860,7 +869,10 @@ def test_branches_of_a_script_are_asked_for_or_given(tmp_path):
         ),
         ("pretrain_gpt.py --micro-batch-size 2 --seq-length 1024\npretrain_gpt.py --micro-batch-size 4", "lines 1, 2"),
         ("pretrain_gpt.py --micro-batch-size 2 --seq-length `cat x`", "seq-length = `cat x`"),
-        ("pretrain_gpt.py --micro-batch-size 2 $tokenizer_moe_options", r"\$tokenizer_moe_options: the file does not say"),
+        (
+            "pretrain_gpt.py --micro-batch-size 2 $tokenizer_moe_options",
+            r"\$tokenizer_moe_options: the file does not say",
+        ),
         ("pretrain_gpt.py --micro-batch-size 2 --moe-layer-recompute", "recomputed alone"),
         ("pretrain_gpt.py --micro-batch-size 2 --overlap-moe-expert-parallel-comm", "overlap their messages"),
         ("pretrain_gpt.py --micro-batch-size 2 --megatron-fsdp-main-params-dtype bf16", "in 16 bits"),
