@@ -171,6 +171,7 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "PRIME-RL": ("trainer", "orchestrator"),
     "PRIME-RL's supervised fine-tuning": ("model", "optim", "data"),
     "NeMo": ("trainer", "model"),
+    "LitGPT": ("out_dir", "train"),
     "Hugging Face's Trainer (give its DeepSpeed or Accelerate file)": ("per_device_train_batch_size",),
     "LLaMA-Factory": ("model", "train_dataset"),
     "torchtune": ("checkpointer", "optimizer"),

@@ -905,6 +905,7 @@ def test_scripts_that_cannot_be_followed_are_refused_in_a_line(tmp_path, text, s
         ("x.yaml", "checkpointer: {a: 1}\noptimizer: {b: 2}\nbatch_size: 2\ndtype: bf16\n", "torchtune"),
         ("x.yaml", "actor_rollout_ref: {model: {path: x}}\ntrainer: {nnodes: 1}\n", "verl"),
         ("x.yaml", "model: {tensor_model_parallel_size: 2}\ntrain: {a: 1}\nddp: {b: 2}\n", "Megatron-Bridge"),
+        ("x.yaml", "model_name: Llama-3.1-8B\nout_dir: out\ntrain: {global_batch_size: 64}\n", "LitGPT"),
         ("x.toml", "[trainer.optim]\nlr = 1e-5\n[model]\nname = 'Qwen3-4B'\n[orchestrator]\n", "PRIME-RL"),
         ("x.toml", "max_steps = 9\n[model]\n[data]\n[optim]\nlr = 1e-5\n", "PRIME-RL's supervised fine-tuning"),
         ("x.yaml", "precision: amp_bf16\ndevice_train_microbatch_size: 4\n", "MosaicML Composer or OLMo"),
