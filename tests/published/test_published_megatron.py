@@ -79,6 +79,48 @@ def test_compared_norms_wait_for_each_rank_they_are_compared_with(tmp_path):
     assert host_s(run, checks_norms_over=None) == pytest.approx(operations * passes(run) * OVERHEAD_S, rel=1e-6)
 
 
+ON_CLOUD = "gpt3_mcore_te_tp1_pp2_resume_torch_dist_rope_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("platform", "test", "overhead_s"),
+    [
+        ("dev_dgx_h100", "gpt_small", OVERHEAD_S),
+        ("dev_dgx_h100", ON_CLOUD, 56e-6),
+        ("dev_dgx_h100_2nd", ON_CLOUD, OVERHEAD_S),
+        ("dev_dgx_h100", f"{ON_CLOUD}_interleaved", OVERHEAD_S),
+        ("dev_dgxh100_dgxc", "gpt_small", 56e-6),
+        ("dev_dgx_a100", ON_CLOUD, 57e-6),
+    ],
+)
+def test_hosts_in_the_cloud_launch_operations_more_slowly(tmp_path, platform, test, overhead_s):
+    run = run_of(tmp_path, test_case=test, platform=platform)
+    assert run.software.operation_overhead_s == overhead_s
+
+
+def test_fused_attention_has_its_own_rate(tmp_path):
+    """A block's attention takes 1 / 0.58 times as long on an H100 as its FLOP would at the rate of products."""
+    run = run_of(tmp_path)
+    flop = {}
+    for ratio in (1.0, 0.58):
+        model = tables_of(replace(run, software=replace(run.software, attention_ratio=ratio)))["workload"]["model"]
+        block = next(layer for layer in model["layers"] if layer["name"] == "blocks.0")
+        flop[ratio] = Polynomial.parse(block["forward_flop"]).at(b=1, s=run.shape.sequence_length)
+    assert run.software.attention_ratio == 0.58
+    attention = 2 * run.shape.sequence_length**2 * run.shape.hidden  # half of 2 products
+    assert flop[0.58] - flop[1.0] == pytest.approx(attention * (1 / 0.58 - 1), rel=1e-3)  # whole FLOP a score
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_gradients_are_clipped_and_in_fp16_checked(tmp_path, half):
+    """--clip-grad is 1 by default; every test with fp16 scales its loss dynamically."""
+    run = run_of(tmp_path, {"bf16": "", "fp16": "", half: "True"})
+    workload = tables_of(run)["workload"]
+    assert workload["precision"] == half
+    assert workload["clip_norm"] == 1.0
+    assert workload.get("loss_scale") == ("dynamic" if half == "fp16" else None)
+
+
 def test_a_compiled_loss_has_a_second_tensor_of_exponentials(tmp_path):
     change = {"seq-length": "512", "num-layers": "1", "vocab-size": "8000"}
     plain, compiled = (run_of(tmp_path, change, test_case=name) for name in ("gpt", "gpt_cross_entropy_loss_fusion"))
