@@ -7,7 +7,7 @@ import pytest
 from published_rows import MEGATRON_ROW, fields, run_of_row
 
 from analysis.literature.runs import Run
-from analysis.literature.scenarios import predict, tables_of
+from analysis.literature.scenarios import predict, stages_of, tables_of
 from gssim.workload import Polynomial
 
 ROW = MEGATRON_ROW | fields(
@@ -126,6 +126,41 @@ def test_a_compiled_loss_has_a_second_tensor_of_exponentials(tmp_path):
     plain, compiled = (run_of(tmp_path, change, test_case=name) for name in ("gpt", "gpt_cross_entropy_loss_fusion"))
     logits = 4 * 512 * compiled.shape.vocabulary // 2 * 4
     assert predict(compiled).allocated_bytes - predict(plain).allocated_bytes == pytest.approx(logits, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("test", "dropout", "compiled"),
+    [
+        ("gpt3_mcore_te_tp2_pp1_cp2", True, False),
+        ("gpt3_mcore_te_tp2_pp1_cp2_nondeterministic", False, False),
+        ("gpt3_mcore_te_tp2_pp2_cp2_calculate_per_token_loss", False, False),
+        ("gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion", True, True),
+        ("gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed", False, True),
+    ],
+)
+def test_names_tell_of_dropout_and_of_a_compiled_loss(tmp_path, test, dropout, compiled):
+    software = run_of(tmp_path, test_case=test).software
+    assert (software.dropout, software.compiled_loss) == (dropout, compiled)
+
+
+def test_no_mask_is_kept_without_dropout(tmp_path):
+    """Of a block: one byte for each element of what two residual sums drop, and none for what attention drops."""
+    kept, plain = (run_of(tmp_path, test_case=test) for test in ("gpt", "gpt_nondeterministic"))
+    masks = 2 * kept.shape.layers * kept.micro_batch * kept.shape.sequence_length * kept.shape.hidden
+    assert predict(kept).allocated_bytes - predict(plain).allocated_bytes == pytest.approx(masks, rel=0.05)
+
+
+def test_recomputed_modules_other_than_the_attention_are_kept(tmp_path):
+    change = {"recompute-granularity": "selective", "recompute-modules": "[layernorm moe_act]"}
+    assert run_of(tmp_path, change).recompute == "none"
+    for modules in ("", "[core_attn mlp]"):
+        assert run_of(tmp_path, change | {"recompute-modules": modules}).recompute == "selective"
+
+
+def test_a_layout_of_stages_tells_of_their_blocks(tmp_path):
+    change = {"num-layers": "16", "pipeline-model-parallel-size": "2"}
+    run = run_of(tmp_path, change, test_case="gpt_selective_recompute_experimental")
+    assert (run.chunks, stages_of(run)) == (4, (4, 2, 2, 2, 2, 2, 2, 3))  # embedding, and head with another block
 
 
 def test_deferred_gradients_of_the_output_layer_keep_two_micro_batches(tmp_path):

@@ -257,6 +257,7 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
     dp = divided(ranks, tp * pp * context, "GPUs")
     micro = needed(record, "micro-batch-size")
     shape = _shape(record, tp)
+    layout = next((blocks for part, blocks in LAYOUTS.items() if part in record["test_case"]), None)
     ep = count(record, "expert-model-parallel-size") or 1
     method = method_of(dp * context, tp, pp, _replicas(record, pp))
     median_s, least_s = positive(record, "iter_time_median_s"), positive(record, "iter_time_min_s")
@@ -279,7 +280,8 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
         pp=pp,
         ep=ep if shape.experts is not None else 1,
         etp=count(record, "expert-tensor-parallel-size"),
-        chunks=_chunks(record, shape.layers, pp),
+        chunks=len(layout) // pp if layout else _chunks(record, shape.layers, pp),
+        blocks_of_stages=layout,
         micro_batch=micro,
         micro_batches=micro_batches_of(needed(record, "global-batch-size"), dp, micro),
         recompute=_recompute(record),
@@ -340,6 +342,7 @@ OTHER_TESTS = {
 LATENT_TESTS = {
     "deepseek_proxy_fsdp_ep2_fsdp2_": (Latent(query_rank=256, kv_rank=128), 1, 1024),
     "deepseek_proxy_fsdp_ep2_fsdp2": (Latent(query_rank=256, kv_rank=128), 3, 1024),
+    "selective_recompute_experimental": (Latent(), 3, 1024),
     "tp2_pp2_ep4_etp1": (Latent(), 1, 1024),
     "deepseekv3_proxy": (Latent(), 3, 2048),
     "tp4_ep2_etp2_pp2": (None, 0, 512),
@@ -347,8 +350,15 @@ LATENT_TESTS = {
 """Features of tests that the table does not state, by a part of their names: attention, blocks without experts, width
 of the shared expert (Megatron-LM, tests/functional_tests/test_cases/moe, model_config.yaml).
 """
+LAYOUTS = {"selective_recompute_experimental": (3, 2, 2, 2, 2, 2, 2, 1)}
+"""Blocks of each stage, of virtual ones too, by a part of the test's name (`pipeline-model-parallel-layout` of its
+model_config.yaml)."""
 PREDICT_SEVERAL_TOKENS = ("ep4_etp1_memory_speed", "mtp_resume", "selective_recompute_experimental", "deepseekv3_proxy")
 """Parts of names of tests with `mtp-num-layers` of 1, of which the table has no column (model_config.yaml)."""
+NO_DROPOUT = ("nondeterministic", "pp2_cp2", "ep4_etp1", "deepseek", "reruns", "scoped_cudagraph", "15b_8t_release")
+"""Parts of names of tests with `hidden-dropout` and `attention-dropout` of 0 (model_config.yaml)."""
+COMPILED_LOSS = ("cross_entropy_loss_fusion", "ep4_etp1", "deepseekv3_proxy", "15b_8t_release_sm_gb200")
+"""Parts of names of tests with `cross-entropy-loss-fusion`, whose implementation is `native` (model_config.yaml)."""
 SEND_TOKENS = ("a2a", "alltoall", "etp2_pp2", "mixtral", "deepseek", "tp2_pp2_ep4_etp1")
 """Parts of names of tests whose `moe-token-dispatcher-type` is not the default, `allgather` (model_config.yaml)."""
 
@@ -458,7 +468,8 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         message_calls=MEGATRON_MESSAGE_CALLS,
         rotary_calls=rotary,
         checks_norms_over=compared,
-        compiled_loss="cross_entropy_loss_fusion" in test,
+        compiled_loss=any(part in test for part in COMPILED_LOSS),
+        dropout=not any(part in test for part in NO_DROPOUT),
         early_stop=False,
         float8_maps=bool(record["fp8-format"]),
         sequence_parallel=tp > 1 and record["sequence-parallel"] == "True",
@@ -483,9 +494,12 @@ def _chunks(record: Mapping[str, str], layers: int, pp: int) -> int:
 
 
 def _recompute(record: Mapping[str, str]) -> Literal["none", "selective", "full"]:
-    stated = record["recompute-granularity"]
+    """Return what is recomputed: of modules that are named, the attention alone is modelled."""
+    stated, modules = record["recompute-granularity"], record["recompute-modules"]
     if stated not in ("", "selective", "full"):
         raise SkippedError(f"recomputation '{stated}' is not known")
+    if stated == "selective" and modules and "core_attn" not in modules:
+        return "none"
     return stated or "none"  # type: ignore[return-value]
 
 
