@@ -73,6 +73,16 @@ def platform_of(gpu: str) -> Platform | None:
     return max(matches, key=lambda match: match[0])[1] if matches else None
 
 
+def attention_ratio_of(gpu: str) -> float:
+    """Return the rate of flash attention relative to linear layers; 1 for an unknown GPU.
+
+    >>> attention_ratio_of("A100-SXM-80GB"), attention_ratio_of("abacus")
+    (0.74, 1.0)
+    """
+    platform = platform_of(gpu)
+    return platform.attention_ratio if platform else 1.0
+
+
 def first_attention_ratio_of(gpu: str) -> float:
     """Return the rate of FlashAttention's first version relative to linear layers; 1 for an unknown GPU."""
     platform = platform_of(gpu)

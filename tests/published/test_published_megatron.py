@@ -7,7 +7,7 @@ import pytest
 from published_rows import MEGATRON_ROW, fields, run_of_row
 
 from analysis.literature.runs import Run
-from analysis.literature.scenarios import predict, tables_of
+from analysis.literature.scenarios import predict, stages_of, tables_of
 from gssim.workload import Polynomial
 
 ROW = MEGATRON_ROW | fields(
@@ -79,11 +79,88 @@ def test_compared_norms_wait_for_each_rank_they_are_compared_with(tmp_path):
     assert host_s(run, checks_norms_over=None) == pytest.approx(operations * passes(run) * OVERHEAD_S, rel=1e-6)
 
 
+ON_CLOUD = "gpt3_mcore_te_tp1_pp2_resume_torch_dist_rope_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("platform", "test", "overhead_s"),
+    [
+        ("dev_dgx_h100", "gpt_small", OVERHEAD_S),
+        ("dev_dgx_h100", ON_CLOUD, 56e-6),
+        ("dev_dgx_h100_2nd", ON_CLOUD, OVERHEAD_S),
+        ("dev_dgx_h100", f"{ON_CLOUD}_interleaved", OVERHEAD_S),
+        ("dev_dgxh100_dgxc", "gpt_small", 56e-6),
+        ("dev_dgx_a100", ON_CLOUD, 57e-6),
+    ],
+)
+def test_hosts_in_the_cloud_launch_operations_more_slowly(tmp_path, platform, test, overhead_s):
+    run = run_of(tmp_path, test_case=test, platform=platform)
+    assert run.software.operation_overhead_s == overhead_s
+
+
+def test_fused_attention_has_its_own_rate(tmp_path):
+    """A block's attention takes 1 / 0.58 times as long on an H100 as its FLOP would at the rate of products."""
+    run = run_of(tmp_path)
+    flop = {}
+    for ratio in (1.0, 0.58):
+        model = tables_of(replace(run, software=replace(run.software, attention_ratio=ratio)))["workload"]["model"]
+        block = next(layer for layer in model["layers"] if layer["name"] == "blocks.0")
+        flop[ratio] = Polynomial.parse(block["forward_flop"]).at(b=1, s=run.shape.sequence_length)
+    assert run.software.attention_ratio == 0.58
+    attention = 2 * run.shape.sequence_length**2 * run.shape.hidden  # half of 2 products
+    assert flop[0.58] - flop[1.0] == pytest.approx(attention * (1 / 0.58 - 1), rel=1e-3)  # whole FLOP a score
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_gradients_are_clipped_and_in_fp16_checked(tmp_path, half):
+    """--clip-grad is 1 by default; every test with fp16 scales its loss dynamically."""
+    run = run_of(tmp_path, {"bf16": "", "fp16": "", half: "True"})
+    workload = tables_of(run)["workload"]
+    assert workload["precision"] == half
+    assert workload["clip_norm"] == 1.0
+    assert workload.get("loss_scale") == ("dynamic" if half == "fp16" else None)
+
+
 def test_a_compiled_loss_has_a_second_tensor_of_exponentials(tmp_path):
     change = {"seq-length": "512", "num-layers": "1", "vocab-size": "8000"}
     plain, compiled = (run_of(tmp_path, change, test_case=name) for name in ("gpt", "gpt_cross_entropy_loss_fusion"))
     logits = 4 * 512 * compiled.shape.vocabulary // 2 * 4
     assert predict(compiled).allocated_bytes - predict(plain).allocated_bytes == pytest.approx(logits, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("test", "dropout", "compiled"),
+    [
+        ("gpt3_mcore_te_tp2_pp1_cp2", True, False),
+        ("gpt3_mcore_te_tp2_pp1_cp2_nondeterministic", False, False),
+        ("gpt3_mcore_te_tp2_pp2_cp2_calculate_per_token_loss", False, False),
+        ("gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion", True, True),
+        ("gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed", False, True),
+    ],
+)
+def test_names_tell_of_dropout_and_of_a_compiled_loss(tmp_path, test, dropout, compiled):
+    software = run_of(tmp_path, test_case=test).software
+    assert (software.dropout, software.compiled_loss) == (dropout, compiled)
+
+
+def test_no_mask_is_kept_without_dropout(tmp_path):
+    """Of a block: one byte for each element of what two residual sums drop, and none for what attention drops."""
+    kept, plain = (run_of(tmp_path, test_case=test) for test in ("gpt", "gpt_nondeterministic"))
+    masks = 2 * kept.shape.layers * kept.micro_batch * kept.shape.sequence_length * kept.shape.hidden
+    assert predict(kept).allocated_bytes - predict(plain).allocated_bytes == pytest.approx(masks, rel=0.05)
+
+
+def test_recomputed_modules_other_than_the_attention_are_kept(tmp_path):
+    change = {"recompute-granularity": "selective", "recompute-modules": "[layernorm moe_act]"}
+    assert run_of(tmp_path, change).recompute == "none"
+    for modules in ("", "[core_attn mlp]"):
+        assert run_of(tmp_path, change | {"recompute-modules": modules}).recompute == "selective"
+
+
+def test_a_layout_of_stages_tells_of_their_blocks(tmp_path):
+    change = {"num-layers": "16", "pipeline-model-parallel-size": "2"}
+    run = run_of(tmp_path, change, test_case="gpt_selective_recompute_experimental")
+    assert (run.chunks, stages_of(run)) == (4, (4, 2, 2, 2, 2, 2, 2, 3))  # embedding, and head with another block
 
 
 def test_deferred_gradients_of_the_output_layer_keep_two_micro_batches(tmp_path):

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from analysis.literature.platforms import first_attention_ratio_of, float8_ratio_of
+from analysis.literature.platforms import attention_ratio_of, first_attention_ratio_of, float8_ratio_of
 from analysis.literature.runs import (
+    MEGATRON_CLIP_NORM,
     MEGATRON_MESSAGE_CALLS,
     Decoder,
     Experts,
@@ -142,9 +143,54 @@ GRAPHED_TEST = "attn_cudagraph"
 """Part of the name of the test with CUDA graphs of the attention alone (model_config.yaml, `cuda-graph-modules`)."""
 OPERATION_OVERHEADS_S = {"A100-SXM-80GB": 57e-6, "H100-SXM-80GB": 33e-6, "GB200": 45e-6}
 """Host time to launch an operation on the machines of the tests, by GPU: each set by hand to one test."""
-OVERHEAD_TESTS = tuple(
-    f"gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather dev_dgx_{gpu}"
-    for gpu in GPUS
+CLOUD_TESTS = frozenset(
+    {
+        "te_tp1_pp1_dist_optimizer_fim_dataset",
+        "te_tp1_pp1_dist_optimizer_no_mmap_bin_files",
+        "te_tp1_pp1_resume_torch_dist_uniform_full_recompute",
+        "te_tp1_pp2_resume_torch_dist_rope_embeddings",
+        "te_tp1_pp2_resume_torch_dist_rope_embeddings_interleaved_no_fusion",
+        "te_tp1_pp4_resume_torch_dist_disable_bias_linear",
+        "te_tp1_pp4_resume_torch_dist_persistent_disable_bias_linear",
+        "te_tp1_pp4_resume_torch_dist_untie_embeddings_and_outputs",
+        "te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce_param_gather_overlap_optimizer",
+        "te_tp1_pp4_vp1_resume_torch_decoupled_lr",
+        "te_tp1_pp4_vp1_resume_torch_dist_calculate_per_token_loss",
+        "te_tp1_pp4_vp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce",
+        "te_tp1_pp4_vp1_uneven_pipeline",
+        "te_tp1_pp4_vp2_account_for_embedding_loss_in_pipeline_split",
+        "te_tp2_pp1_resume_torch_dist_multi_dist_optimizer_instances",
+        "te_tp2_pp2_mla",
+        "te_tp2_pp2_resume_torch_dist",
+        "te_tp2_pp2_resume_torch_dist_ddp_average_in_collective",
+        "te_tp4_pp1_dist_optimizer_overlap_grad_reduce_param_gather",
+        "te_tp4_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather",
+        "te_tp4_pp1_resume_torch_dist_qk_layernorm_test_mode",
+        "te_tp2_pp1_resume_torch_dist_te_8experts2parallel_dist_optimizer",
+        "te_tp2_pp1_resume_torch_dist_te_8experts2parallel_multi_dist_optimizer_instances",
+        "te_tp2_pp1_te_8experts2parallel_ddp_average_in_collective",
+        "te_tp2_pp1_te_8experts2parallel_overlap_grad_reduce_param_gather_groupedGEMM",
+        "te_tp2_pp1_te_a2a_ovlp_8experts_etp1_ep4",
+        "moe_mcore_te_ep8_resume_torch_dist_dist_muon",
+        "moe_mcore_te_ep8_resume_torch_dist_dist_optimizer",
+        "moe_mcore_te_ep8_resume_torch_dist_muon",
+        "moe_mcore_te_tp4_ep2_etp2_pp2_resume_torch_dist_dist_optimizer",
+        "moe_mcore_te_tp4_ep2_etp2_pp2_scoped_cudagraph",
+    }
+)
+"""Tests, by their names after `gpt3_mcore_` or `gpt3_`, whose figures for an H100 are evidently of the cloud machines
+that test pull requests. A platform's name says so (`dgxc`), but not that of the figures that Megatron-LM's commits
+5fe3f06658 and cd4afffa64 (May and July 2026) renewed: steps took 1.36 to 1.60 times as long as in the month before, as
+on `dgxc`. One more test of the first commit, which a nightly run renewed three weeks later, was as fast as before.
+"""
+CLOUD_OVERHEAD_S = 56e-6
+"""The same on these machines, set by hand to one test too."""
+OVERHEAD_TESTS = (
+    *(
+        f"gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather dev_dgx_{gpu}"
+        for gpu in GPUS
+    ),
+    "gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files dev_dgx_h100",
 )
 """The tests, with their platforms, that these were set to: they are not scored."""
 
@@ -211,6 +257,7 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
     dp = divided(ranks, tp * pp * context, "GPUs")
     micro = needed(record, "micro-batch-size")
     shape = _shape(record, tp)
+    layout = next((blocks for part, blocks in LAYOUTS.items() if part in record["test_case"]), None)
     ep = count(record, "expert-model-parallel-size") or 1
     method = method_of(dp * context, tp, pp, _replicas(record, pp))
     median_s, least_s = positive(record, "iter_time_median_s"), positive(record, "iter_time_min_s")
@@ -233,7 +280,8 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
         pp=pp,
         ep=ep if shape.experts is not None else 1,
         etp=count(record, "expert-tensor-parallel-size"),
-        chunks=_chunks(record, shape.layers, pp),
+        chunks=len(layout) // pp if layout else _chunks(record, shape.layers, pp),
+        blocks_of_stages=layout,
         micro_batch=micro,
         micro_batches=micro_batches_of(needed(record, "global-batch-size"), dp, micro),
         recompute=_recompute(record),
@@ -244,6 +292,9 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
         memory_bytes=positive(record, "mem_max_allocated_bytes"),
         memory_metric="allocated",
         memory_of="last",
+        # gradients of experts beside tensor slices are clipped (`workload.clip_norm`) only with sharded optimizers
+        clip_norm=None if tp > 1 and ep > 1 and shape.experts is not None and method != "zero1" else MEGATRON_CLIP_NORM,
+        scales_loss=record["fp16"] == "True",
         calibration=f"{record['test_case']} {record['platform']}" in OVERHEAD_TESTS,
     )
 
@@ -291,6 +342,7 @@ OTHER_TESTS = {
 LATENT_TESTS = {
     "deepseek_proxy_fsdp_ep2_fsdp2_": (Latent(query_rank=256, kv_rank=128), 1, 1024),
     "deepseek_proxy_fsdp_ep2_fsdp2": (Latent(query_rank=256, kv_rank=128), 3, 1024),
+    "selective_recompute_experimental": (Latent(), 3, 1024),
     "tp2_pp2_ep4_etp1": (Latent(), 1, 1024),
     "deepseekv3_proxy": (Latent(), 3, 2048),
     "tp4_ep2_etp2_pp2": (None, 0, 512),
@@ -298,8 +350,15 @@ LATENT_TESTS = {
 """Features of tests that the table does not state, by a part of their names: attention, blocks without experts, width
 of the shared expert (Megatron-LM, tests/functional_tests/test_cases/moe, model_config.yaml).
 """
+LAYOUTS = {"selective_recompute_experimental": (3, 2, 2, 2, 2, 2, 2, 1)}
+"""Blocks of each stage, of virtual ones too, by a part of the test's name (`pipeline-model-parallel-layout` of its
+model_config.yaml)."""
 PREDICT_SEVERAL_TOKENS = ("ep4_etp1_memory_speed", "mtp_resume", "selective_recompute_experimental", "deepseekv3_proxy")
 """Parts of names of tests with `mtp-num-layers` of 1, of which the table has no column (model_config.yaml)."""
+NO_DROPOUT = ("nondeterministic", "pp2_cp2", "ep4_etp1", "deepseek", "reruns", "scoped_cudagraph", "15b_8t_release")
+"""Parts of names of tests with `hidden-dropout` and `attention-dropout` of 0 (model_config.yaml)."""
+COMPILED_LOSS = ("cross_entropy_loss_fusion", "ep4_etp1", "deepseekv3_proxy", "15b_8t_release_sm_gb200")
+"""Parts of names of tests with `cross-entropy-loss-fusion`, whose implementation is `native` (model_config.yaml)."""
 SEND_TOKENS = ("a2a", "alltoall", "etp2_pp2", "mixtral", "deepseek", "tp2_pp2_ep4_etp1")
 """Parts of names of tests whose `moe-token-dispatcher-type` is not the default, `allgather` (model_config.yaml)."""
 
@@ -323,6 +382,11 @@ def _experts(record: Mapping[str, str]) -> tuple[Experts | None, Latent | None]:
         fused_permutation=latent is not None,
     )
     return experts, latent
+
+
+def _is_in_cloud(record: Mapping[str, str]) -> bool:
+    test = record["test_case"].removeprefix("gpt3_").removeprefix("mcore_")
+    return "dgxc" in record["platform"] or (record["platform"] == "dev_dgx_h100" and test in CLOUD_TESTS)
 
 
 def _gpu(platform: str) -> str:
@@ -395,14 +459,17 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         compared = tp + ranks // (tp * (count(record, "pipeline-model-parallel-size") or 1))
     ring = 2 if "a2a_p2p" in test else context  # two levels, one of which exchanges heads
     return Software(
+        precision="fp16" if record["fp16"] == "True" else "bf16",
         flash_attention=fused,
+        attention_ratio=attention_ratio_of(_gpu(record["platform"])),
         graphs_attention=GRAPHED_TEST in test,
         flash_calls=FLASH_CALLS + (RING_CALLS + RING_STEP_CALLS * (ring - 1) if context > 1 else 0) if fused else 1,
         receives_in_flight=True,
         message_calls=MEGATRON_MESSAGE_CALLS,
         rotary_calls=rotary,
         checks_norms_over=compared,
-        compiled_loss="cross_entropy_loss_fusion" in test,
+        compiled_loss=any(part in test for part in COMPILED_LOSS),
+        dropout=not any(part in test for part in NO_DROPOUT),
         early_stop=False,
         float8_maps=bool(record["fp8-format"]),
         sequence_parallel=tp > 1 and record["sequence-parallel"] == "True",
@@ -413,7 +480,9 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         in_place_loss=True,
         recomputes_attention=True,
         fused_projections=True,
-        operation_overhead_s=OPERATION_OVERHEADS_S.get(_gpu(record["platform"])),
+        operation_overhead_s=CLOUD_OVERHEAD_S
+        if _is_in_cloud(record)
+        else OPERATION_OVERHEADS_S[_gpu(record["platform"])],
     )
 
 
@@ -425,9 +494,12 @@ def _chunks(record: Mapping[str, str], layers: int, pp: int) -> int:
 
 
 def _recompute(record: Mapping[str, str]) -> Literal["none", "selective", "full"]:
-    stated = record["recompute-granularity"]
+    """Return what is recomputed: of modules that are named, the attention alone is modelled."""
+    stated, modules = record["recompute-granularity"], record["recompute-modules"]
     if stated not in ("", "selective", "full"):
         raise SkippedError(f"recomputation '{stated}' is not known")
+    if stated == "selective" and modules and "core_attn" not in modules:
+        return "none"
     return stated or "none"  # type: ignore[return-value]
 
 

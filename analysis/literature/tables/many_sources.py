@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from analysis.literature.platforms import float8_ratio_of, platform_of, sixteen_bits_of
+from analysis.literature.platforms import attention_ratio_of, float8_ratio_of, platform_of, sixteen_bits_of
 from analysis.literature.runs import (
     MEGATRON_CLIP_NORM,
     MEGATRON_MESSAGE_CALLS,
@@ -286,14 +286,14 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         return Software(precision="fp32", tensor_float=said == "tf32", flash_attention=False, dropout=False)
     # recipes of Megatron Bridge overlap the exchanges of dense models' tensor-parallel ranks (CommOverlapConfig)
     overlaps = tp > 1 and ("AsyncTP" in record["extras"] or _is_bridge(record))
-    platform, ratio, model = platform_of(record["gpu"]), float8_ratio_of(record["gpu"]), record["model"].lower()
+    ratio, model = float8_ratio_of(record["gpu"]), record["model"].lower()
     if float8 and ratio is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
     return Software(
         flash_attention=True,
         dropout=False,
         # attention within a short window counts as none
-        attention_ratio=(platform.attention_ratio if platform else 1.0) * (1 + model.startswith(HALF_WINDOWED)),
+        attention_ratio=attention_ratio_of(record["gpu"]) * (1 + model.startswith(HALF_WINDOWED)),
         compiled=record["compile"] == "yes" or _is_bridge(record),
         fused_projections=_is_bridge(record),
         sequence_parallel=tp > 1,
