@@ -60,7 +60,8 @@ class Event(NamedTuple):
     Of events at one position, allocations come before releases, except for `early` releases.
     """
 
-    position: int
+    position: float
+    """Position of an operation, or a half more: between that operation and the next."""
     size_bytes: float
     category: str
     tensors: Sequence[float] = ()

@@ -514,14 +514,14 @@ class Lowering:
         return f"communication {number % at_once}" if at_once > 1 else "communication"
 
     def staging(
-        self, device: DeviceType, exchange: Communication, position: int = 0, **event: Any
+        self, device: DeviceType, exchange: Communication, position: float = 0, **event: Any
     ) -> tuple[Event, ...]:
         """Return the staging memory that a collective allocates beside its tensors while it runs, from `position` on.
 
         `event`: further fields of the returned events.
         """
         size = collectives.staging_bytes(exchange, self.scenario.cluster.backend, kind=device.kind)
-        changes = enumerate((size, -size), start=position) if size else ()
+        changes = ((position, size), (position + 1, -size)) if size else ()
         return tuple(Event(place, change, "communication", **event) for place, change in changes)
 
     def sends_from_host(self, device: DeviceType) -> bool:
