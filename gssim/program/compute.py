@@ -146,6 +146,9 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
 
     [Note: accumulation] Where an earlier micro-batch left whole gradients, autograd adds each new gradient to the
     existing one and frees the new one at once. Where gradients are then copied into buckets, the sum is freed as well.
+    Where one pushed its gradients, an empty sparse tensor stands for each until a hook, after the first new gradient,
+    removes them. Autograd adds that one out of place: the sum is allocated before the new gradient is freed
+    (torch/csrc/autograd/functions/accumulate_grad.h).
     """
     samples, own = low.samples(rank, micro_batch), low.layers_of(rank)
     shared_layers = own.layers if low.policies.ep > 1 else low.layers
@@ -159,16 +162,21 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     autograd_adds = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds up gradients that it casts
     given_back = autograd_adds + in_buckets
     of_experts = given_back if low.policies.gradients == "push" else int(autograd_adds)  # else no bucket takes them
+    copies_first = low.adds_to_pushed(micro_batch)
     gradients: Mapping[tuple[int, str], Sequence[Event]] = {}
     if low.has_one_gradient_buffer:  # the matrix product itself accumulates into the buffer
         autograd_adds = False
     elif own.layers is low.layers:
-        gradients = _gradient_events(low, given_back, of_experts)
+        gradients = _gradient_events(low, given_back, of_experts, copies_first)
     else:
         gradients = gradient_events(
-            own.layers, value_bytes=low.value_bytes, given_back=given_back, given_back_of_experts=of_experts
+            own.layers,
+            value_bytes=low.value_bytes,
+            given_back=given_back,
+            given_back_of_experts=of_experts,
+            copies_first=copies_first,
         )
-    always_kept = _gradient_events(low, 0, 0)
+    always_kept = _gradient_events(low, 0, 0, False)
     buckets = _bucket_events(low, micro_batch)
 
     hook_s = hook_time_s(low, rank) if in_buckets else 0.0
@@ -293,13 +301,16 @@ class _PhaseTasks:
 
 
 @once_a_run
-def _gradient_events(low: Lowering, given_back: int, of_experts: int) -> Mapping[tuple[int, str], Sequence[Event]]:
+def _gradient_events(
+    low: Lowering, given_back: int, of_experts: int, copies_first: bool
+) -> Mapping[tuple[int, str], Sequence[Event]]:
     """Return the allocations and releases of the gradients of all layers; see `gradient_events`."""
     return gradient_events(
         low.layers,
         value_bytes=low.value_bytes,
         given_back=given_back,
         given_back_of_experts=of_experts,
+        copies_first=copies_first,
         split=low.splits_backward,
     )
 

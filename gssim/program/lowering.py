@@ -85,6 +85,7 @@ class ComputeKind(NamedTuple):
     """The layers that the rank owns (half-open range), where layers are assigned to ranks."""
     samples: int
     accumulates: bool
+    adds_to_pushed: bool
     sends_gradients: bool
     expert_position: int
     """First expert-parallel position that does the same as the rank's; see `expert_position`."""
@@ -579,6 +580,10 @@ class Lowering:
     def _split(self, samples: int, micro_batches: int) -> Sequence[int]:
         return splitting.split(samples, splitting.even(micro_batches))
 
+    def adds_to_pushed(self, micro_batch: MicroBatch) -> bool:
+        """Return whether an earlier micro-batch pushed its gradients, and left an empty sparse tensor for each."""
+        return self.policies.gradients == "push" and micro_batch.sent_before and not micro_batch.first
+
     def compute_kind(self, rank: int, micro_batch: MicroBatch) -> ComputeKind:
         """Return what a rank's forward and backward of a micro-batch depend on."""
         return ComputeKind(
@@ -587,6 +592,7 @@ class Lowering:
             self.owned_ranges[rank] if self.assigns_layers else None,
             self.samples(rank, micro_batch),
             micro_batch.accumulates,
+            self.adds_to_pushed(micro_batch),
             micro_batch.sends_gradients,
             self.expert_position(rank),
             self.ring_position(rank),
