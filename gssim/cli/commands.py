@@ -97,7 +97,7 @@ def run_command(
         said = (
             f"gssim: run: workload.model: '{model.name}' is traced in {model.traced_precision}, not in {precision}: "
             "bytes are scaled, also of what modules of Hugging Face compute in fp32 whatever the precision, and peaks "
-            f"were up to 12 % off; predict with a model file that `gsreal trace --precision {precision}` wrote"
+            f"were up to 27 % off; predict with a model file that `gsreal trace --precision {precision}` wrote"
         )
         print(one_line(said), file=sys.stderr)
     if timing:

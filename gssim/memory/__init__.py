@@ -22,4 +22,4 @@ from gssim.memory.lifetimes import (
     with_scratch,
     with_split_backward,
 )
-from gssim.memory.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers, rerun_positions
+from gssim.memory.recompute import CPU_RANDOM_STATE_BYTES, recomputation_begin, recomputed_buffers, rerun_positions

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gssim.cluster import DeviceType
 from gssim.scenario import layer_profile
-from gssim.workload import Buffer, ImageInput, Layer, LayerInstance, Model, Moment, Workload
+from gssim.workload import Buffer, ImageInput, Layer, LayerInstance, Model, Moment, Workload, gradient_order
 
 LARGEST_BLOCK_THREADS = 512
 WARP_THREADS = 32
@@ -60,7 +60,8 @@ class Event(NamedTuple):
     Of events at one position, allocations come before releases, except for `early` releases.
     """
 
-    position: int
+    position: float
+    """Position of an operation, or a half more: between that operation and the next."""
     size_bytes: float
     category: str
     tensors: Sequence[float] = ()
@@ -235,20 +236,24 @@ def gradient_events(
     value_bytes: int,
     given_back: int,
     given_back_of_experts: int | None = None,
+    copies_first: bool = False,
     split: bool = False,
 ) -> dict[tuple[int, str], list[Event]]:
     """Return the allocations of parameter gradients, and their releases when they are ready.
 
     `given_back`: how many gradients are released when one is ready: 0: none; 1: the new one, which is copied elsewhere
     or added to an earlier one; 2: the sum, too. `given_back_of_experts`: the same for divided experts; None: as for
-    all. `split`: whether the backward is; what its last layer would free in a later one is freed at that layer's end.
+    all. `copies_first`: whether autograd adds the gradient that is ready first to a sparse one: it allocates the sum,
+    and then frees the new one. `split`: whether the backward is; what its last layer would free in a later one is freed
+    at that layer's end.
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     by_parameter: dict[int, tuple[Event, list[Event]]] = {}
     last = layers[-1].index if layers else 0
+    first = next(iter(gradient_order(layers)), None) if copies_first else None
     for instance in layers:
         of_split = instance.layer.split if split else None
-        for parameter in of_split.parameters if of_split else instance.layer.parameters:
+        for place, parameter in enumerate(of_split.parameters if of_split else instance.layer.parameters):
             born, ready = parameter.born, parameter.ready
             if id(parameter) not in by_parameter:  # repetitions share their events
                 size = float(parameter.elements * value_bytes)
@@ -262,6 +267,10 @@ def gradient_events(
                 ]
                 by_parameter[id(parameter)] = Event(born.position, size, "gradients"), freed
             taken, freed = by_parameter[id(parameter)]
+            if (instance.index, place) == first:
+                size = taken.size_bytes
+                copy = [Event(ready.position, size, "gradients"), Event(ready.position, -size, "gradients", early=True)]
+                freed = [*copy, *freed]
             events[instance.index + born.layer_offset, born.phase].append(taken)
             if split and instance.index + ready.layer_offset > last:
                 freed = [each._replace(position=LAST) for each in freed]

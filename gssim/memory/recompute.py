@@ -16,7 +16,7 @@ stops early, are kept as long as the placeholders.
 
 [Note: first needed] Some operations of a block's backward may need only the gradient of the block's output: it is
 gathered where ranks divide sequences, and scaled where the block's last map has an adapter. They run before any saved
-tensor is needed, so their allocations exist while the block's forward runs again (`recompute_after`).
+tensor is needed, and so before the block's forward runs again (`recompute_after`).
 
 [Note: casts] torch.autocast keeps the casts of parameters until its outermost context ends, so that none is cast twice
 in a forward. The casts of the first forward stay there: those of all blocks are held until the loss is computed.
@@ -88,33 +88,26 @@ def recomputed_buffers(
         moved.append(Buffer(Moment("f"), _frame_released(layer, before), "activations", size))
         if again:
             moved.append(Buffer(Moment("r"), Moment("r", LAST), "temporaries", size))
-    return tuple(_before_recomputation(buffer, layer, before) for buffer in moved)
+    return tuple(_around_recomputation(buffer, layer, before) for buffer in moved)
 
 
-def _before_recomputation(buffer: Buffer, layer: Layer, before: Layer | None) -> Buffer:
-    """Return a buffer in which backward moments that precede the block's second forward are moved to the begin of that;
-    see [Note: first needed].
+def _around_recomputation(buffer: Buffer, layer: Layer, before: Layer | None) -> Buffer:
+    """Return a buffer that is released before the block's second forward if only operations before that use it; see
+    [Note: first needed].
 
     What is made in the forward and freed in the backward is an activation. A block's input was traced as a temporary if
     the block's backward does not need it: Llama's norm saves a cast of it.
     """
-    at_layer = {0: layer, -1: before}
-
-    def of(moment: Moment, *, is_release: bool = False) -> Moment:
-        block = at_layer.get(moment.layer_offset) if moment.phase == "b" else None
-        if block is None or not block.is_recomputed:
-            return moment
-        begin = block.recompute_after or 0
-        precedes = moment.position < begin or (is_release and moment.position == begin > 0)
-        return Moment("r", 0, moment.layer_offset) if precedes else moment
-
+    block = {0: layer, -1: before}.get(buffer.freed.layer_offset) if buffer.freed.phase == "b" else None
+    first = (block.recompute_after or 0) if block is not None and block.is_recomputed else 0
+    freed = buffer.freed
     # a gradient that only the last operation before the second forward needs is freed as that operation ends
-    is_own = buffer.born.phase == "b" and not buffer.freed.layer_offset
-    born, freed = of(buffer.born), of(buffer.freed, is_release=is_own)
-    kept = buffer.category == "temporaries" and born.phase == "f" and freed.phase in ("b", "r")
-    if born is buffer.born and freed is buffer.freed and not kept:
+    if buffer.born.phase == "b" and not freed.layer_offset and freed.position == first > 0:
+        freed = replace(freed, position=first - 1)
+    kept = buffer.category == "temporaries" and buffer.born.phase == "f" and freed.phase in ("b", "r")
+    if freed is buffer.freed and not kept:
         return buffer
-    return replace(buffer, born=born, freed=freed, category="activations" if kept else buffer.category)
+    return replace(buffer, freed=freed, category="activations" if kept else buffer.category)
 
 
 def _is_cached(buffer: Buffer, end: Moment, last: int) -> bool:
@@ -143,6 +136,14 @@ def rerun_positions(layer: Layer, recompute: Recompute) -> tuple[int, int]:
     if recompute == "selective" and layer.selective_rerun is not None:
         return layer.selective_rerun
     return 0, _positions(layer) - 1
+
+
+def recomputation_begin(layer: Layer) -> float:
+    """Return the place in a checkpointed block's backward at which its forward runs again: between two positions.
+
+    -0.5 if the backward begins with that, see [Note: first needed].
+    """
+    return (layer.recompute_after or 0) - 0.5
 
 
 def _freed_again(buffer: Buffer, layer: Layer) -> Moment:

@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from math import floor
 from typing import Any, Literal, NamedTuple
 
 from gssim import cost
@@ -20,6 +21,7 @@ from gssim.memory import (
     as_traced,
     footprint,
     gradient_events,
+    recomputation_begin,
     recomputed_buffers,
     with_scratch,
     with_split_backward,
@@ -37,7 +39,7 @@ from gssim.program.tensor_slices import (
     with_host_time,
 )
 from gssim.scenario.device_rates import has_host_times, layer_profile, pause_excess
-from gssim.workload import LayerInstance
+from gssim.workload import Layer, LayerInstance
 
 PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward", "i": "backward", "w": "backward"}
 """Phase of a step in which forward (f), recomputation (r) and backward (b; its parts: i, w) of a layer are counted."""
@@ -116,9 +118,23 @@ def pass_ends(tasks: Sequence[Task], name: Literal["forward", "backward"]) -> di
     }
 
 
+def _recomputation_begin(low: Lowering, layer: Layer) -> float:
+    """Return the place in a layer's backward before which its forward runs again; -0.5 too if it does not."""
+    return recomputation_begin(layer) if low.recomputes and layer.is_recomputed else -0.5
+
+
+def _backward_cuts(low: Lowering, layer: Layer, completions: Sequence[int]) -> tuple[float, ...]:
+    """Return the places at which a layer's backward is split, other than those of its collectives.
+
+    `completions`: positions at which buckets become complete.
+    """
+    begin = _recomputation_begin(low, layer)
+    return (*completions, begin) if begin > 0 else tuple(completions)
+
+
 def backward_begin(low: Lowering, layer: LayerInstance) -> TaskId:
     """Return the identity of the first task of a layer's backward."""
-    again = low.recomputes and layer.layer.is_recomputed
+    again = low.recomputes and layer.layer.is_recomputed and _recomputation_begin(low, layer.layer) < 0
     return TaskId("recompute", layer=layer.module) if again else backward_id(layer)
 
 
@@ -130,6 +146,9 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
 
     [Note: accumulation] Where an earlier micro-batch left whole gradients, autograd adds each new gradient to the
     existing one and frees the new one at once. Where gradients are then copied into buckets, the sum is freed as well.
+    Where one pushed its gradients, an empty sparse tensor stands for each until a hook, after the first new gradient,
+    removes them. Autograd adds that one out of place: the sum is allocated before the new gradient is freed
+    (torch/csrc/autograd/functions/accumulate_grad.h).
     """
     samples, own = low.samples(rank, micro_batch), low.layers_of(rank)
     shared_layers = own.layers if low.policies.ep > 1 else low.layers
@@ -143,16 +162,21 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     autograd_adds = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds up gradients that it casts
     given_back = autograd_adds + in_buckets
     of_experts = given_back if low.policies.gradients == "push" else int(autograd_adds)  # else no bucket takes them
+    copies_first = low.adds_to_pushed(micro_batch)
     gradients: Mapping[tuple[int, str], Sequence[Event]] = {}
     if low.has_one_gradient_buffer:  # the matrix product itself accumulates into the buffer
         autograd_adds = False
     elif own.layers is low.layers:
-        gradients = _gradient_events(low, given_back, of_experts)
+        gradients = _gradient_events(low, given_back, of_experts, copies_first)
     else:
         gradients = gradient_events(
-            own.layers, value_bytes=low.value_bytes, given_back=given_back, given_back_of_experts=of_experts
+            own.layers,
+            value_bytes=low.value_bytes,
+            given_back=given_back,
+            given_back_of_experts=of_experts,
+            copies_first=copies_first,
         )
-    always_kept = _gradient_events(low, 0, 0)
+    always_kept = _gradient_events(low, 0, 0, False)
     buckets = _bucket_events(low, micro_batch)
 
     hook_s = hook_time_s(low, rank) if in_buckets else 0.0
@@ -167,12 +191,14 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         events = [*timeline.at(instance.index, "w"), *gradients.get((instance.index, "w"), ())]
         tasks += of_phase(instance, "w", events, events)
     for instance in () if low.splits_backward else reversed(own.layers[own.deepest :]):
-        if low.recomputes and instance.layer.is_recomputed:
-            tasks += of_phase(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
         place = (instance.index, "b")
         events = [*timeline.at(*place), *gradients.get(place, ()), *buckets.get(place, ())]
         kept = [*traced.at(*place), *always_kept.get(place, ())]
-        tasks += of_phase(instance, "b", events, kept)
+        first, rest = of_phase.around_recomputation(instance, events, kept)
+        tasks += first
+        if low.recomputes and instance.layer.is_recomputed:
+            tasks += of_phase(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
+        tasks += rest
     tasks.append(Task(TaskId("backward-end"), "backward", need=footprint(timeline.end)))
     return tasks
 
@@ -195,15 +221,37 @@ class _PhaseTasks:
         """Positions at which backwards are split, by layer."""
         self.autograd_adds, self.hook_s = autograd_adds, hook_s
         self.excess = pause_excess(low.device(rank), low.scenario.workload)
-        self.once: dict[tuple[object, ...], tuple[list[Task], list[int]]] = {}
+        self.once: dict[tuple[object, ...], tuple[list[Task], list[float]]] = {}
 
     def __call__(
         self, instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]
     ) -> list[Task]:
         """Return the tasks of a phase with these events; `kept`: events of buffers that outlive the phase."""
+        return self._tasks(instance, phase, events, kept)[0]
+
+    def around_recomputation(
+        self, instance: LayerInstance, events: Sequence[Event], kept: Sequence[Event]
+    ) -> tuple[list[Task], list[Task]]:
+        """Return the tasks of a backward before the layer's forward runs again, and those after; arguments as above."""
+        tasks, ends = self._tasks(instance, "b", events, kept)
+        begin = _recomputation_begin(self.low, instance.layer)
+        parts_before = sum(end <= begin for end in ends)
+
+        def is_after(task: Task) -> bool:
+            # an exchange that overlaps with a product is a part of that operation, which needs what was saved
+            return task.stream == "slices" or (task.id.op == "backward" and (task.id.part or 0) >= parts_before)
+
+        place = next((i for i, task in enumerate(tasks) if is_after(task)), len(tasks))
+        return tasks[:place], tasks[place:]
+
+    def _tasks(
+        self, instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]
+    ) -> tuple[list[Task], list[float]]:
+        """Return the tasks of a phase, and the place at which each of its parts ends."""
         low, layer = self.low, instance.layer
         sums = sum_positions(layer, phase, low.scenario.plan.recompute)
-        cut = (*(self.cut_at.get(instance.index, ()) if phase == "b" else ()), *sums)
+        own = _backward_cuts(low, layer, self.cut_at.get(instance.index, ())) if phase == "b" else ()
+        cut = (*own, *sums)
         key = (phase, id(layer), instance.index == 0, cut, *map(id, events))
         if key not in self.once:
             self.once[key] = self._parts(instance, phase, events, kept, cut)
@@ -219,7 +267,9 @@ class _PhaseTasks:
             for part, task in enumerate(parts)
         ]
         summed = with_all_reduces(low, self.rank, instance, phase, named, ends, self.samples)
-        return [replace(task, after_pauses=self.excess) for task in summed] if self.excess else summed
+        if self.excess:
+            summed = [replace(task, after_pauses=self.excess) for task in summed]
+        return summed, ends
 
     def _parts(
         self,
@@ -227,8 +277,8 @@ class _PhaseTasks:
         phase: str,
         events: Sequence[Event],
         kept: Sequence[Event],
-        cut: Sequence[int],
-    ) -> tuple[list[Task], list[int]]:
+        cut: Sequence[float],
+    ) -> tuple[list[Task], list[float]]:
         """Return the parts of a phase that is split at the positions `cut`, and the last position of each."""
         low, rank, layer = self.low, self.rank, instance.layer
         taken, scratch = scratch_events(low, rank, instance, phase, self.samples, kept)
@@ -251,13 +301,16 @@ class _PhaseTasks:
 
 
 @once_a_run
-def _gradient_events(low: Lowering, given_back: int, of_experts: int) -> Mapping[tuple[int, str], Sequence[Event]]:
+def _gradient_events(
+    low: Lowering, given_back: int, of_experts: int, copies_first: bool
+) -> Mapping[tuple[int, str], Sequence[Event]]:
     """Return the allocations and releases of the gradients of all layers; see `gradient_events`."""
     return gradient_events(
         low.layers,
         value_bytes=low.value_bytes,
         given_back=given_back,
         given_back_of_experts=of_experts,
+        copies_first=copies_first,
         split=low.splits_backward,
     )
 
@@ -394,11 +447,11 @@ def beside_host(low: Lowering, rank: int, *, device_s: float, host_s: float) -> 
     return {"duration_s": host_s + device_s}
 
 
-def _operation_shares(events: Sequence[Event], ends: Sequence[int]) -> list[float]:
+def _operation_shares(events: Sequence[Event], ends: Sequence[float]) -> list[float]:
     """Return the fraction of a phase's operations in each part; one that only marks the phase's end adds none."""
-    before = ends[-2] if len(ends) > 1 else -1
+    before = floor(ends[-2]) if len(ends) > 1 else -1
     last = max([before + 1, *(event.position for event in events if event.position < LAST)])
-    bounds = (-1, *ends[:-1], last)
+    bounds = (-1, *map(floor, ends[:-1]), last)
     return [(end - before) / (bounds[-1] + 1) for before, end in pairwise(bounds)]
 
 
@@ -412,25 +465,25 @@ def _held_while_sent(events: Sequence[Event], positions: Collection[int]) -> Seq
     held = [event for event in events if event.size_bytes < 0 and event.position in after]
     if not held:
         return events
-    released = [event._replace(position=event.position + 1, early=True) for event in held]
+    released = [event._replace(position=event.position + 0.5) for event in held]
     others = [event for event in events if not (event.size_bytes < 0 and event.position in after)]
     return [*released, *others]
 
 
-def _split(phase: str, events: Sequence[Event], scratch: float, duration_s: float, ends: Sequence[int]) -> list[Task]:
-    """Return a layer's phase as parts that end at the given positions; its time is divided by number of operations.
+def _split(phase: str, events: Sequence[Event], scratch: float, duration_s: float, ends: Sequence[float]) -> list[Task]:
+    """Return a layer's phase as parts that end at the given places; its time is divided by number of operations.
 
     `scratch`: workspace in bytes that each part allocates at an unknown moment.
     """
     parts = []
-    before = -1
+    before: float = -1
     for end in ends:
         inside = [event for event in events if before < min(event.position, ends[-1]) <= end]
         parts.append(
             Task(
                 TaskId(PASSES[phase]),
                 PHASE_NAMES[phase],
-                duration_s=duration_s * (end - before) / (ends[-1] + 1) if len(ends) > 1 else duration_s,
+                duration_s=duration_s * (floor(end) - floor(before)) / (ends[-1] + 1) if len(ends) > 1 else duration_s,
                 need=with_scratch(footprint(inside), scratch),
             )
         )
@@ -457,7 +510,8 @@ class BackwardParts:
         """Return the index of the task in which the backward reaches `place` (layer, position)."""
         layer, position = place
         instance = self.low.layers[layer]
-        cuts = set(_completions(self.low).get(layer, ())) | set(sum_positions(instance.layer, "b", "none"))
+        own = _backward_cuts(self.low, instance.layer, _completions(self.low).get(layer, ()))
+        cuts = {*own, *sum_positions(instance.layer, "b", "none")}
         part = sum(1 for cut in cuts if cut < position)
         while backward_id(instance, part) not in self._index:
             part -= 1

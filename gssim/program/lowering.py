@@ -85,6 +85,7 @@ class ComputeKind(NamedTuple):
     """The layers that the rank owns (half-open range), where layers are assigned to ranks."""
     samples: int
     accumulates: bool
+    adds_to_pushed: bool
     sends_gradients: bool
     expert_position: int
     """First expert-parallel position that does the same as the rank's; see `expert_position`."""
@@ -514,14 +515,14 @@ class Lowering:
         return f"communication {number % at_once}" if at_once > 1 else "communication"
 
     def staging(
-        self, device: DeviceType, exchange: Communication, position: int = 0, **event: Any
+        self, device: DeviceType, exchange: Communication, position: float = 0, **event: Any
     ) -> tuple[Event, ...]:
         """Return the staging memory that a collective allocates beside its tensors while it runs, from `position` on.
 
         `event`: further fields of the returned events.
         """
         size = collectives.staging_bytes(exchange, self.scenario.cluster.backend, kind=device.kind)
-        changes = enumerate((size, -size), start=position) if size else ()
+        changes = ((position, size), (position + 1, -size)) if size else ()
         return tuple(Event(place, change, "communication", **event) for place, change in changes)
 
     def sends_from_host(self, device: DeviceType) -> bool:
@@ -579,6 +580,10 @@ class Lowering:
     def _split(self, samples: int, micro_batches: int) -> Sequence[int]:
         return splitting.split(samples, splitting.even(micro_batches))
 
+    def adds_to_pushed(self, micro_batch: MicroBatch) -> bool:
+        """Return whether an earlier micro-batch pushed its gradients, and left an empty sparse tensor for each."""
+        return self.policies.gradients == "push" and micro_batch.sent_before and not micro_batch.first
+
     def compute_kind(self, rank: int, micro_batch: MicroBatch) -> ComputeKind:
         """Return what a rank's forward and backward of a micro-batch depend on."""
         return ComputeKind(
@@ -587,6 +592,7 @@ class Lowering:
             self.owned_ranges[rank] if self.assigns_layers else None,
             self.samples(rank, micro_batch),
             micro_batch.accumulates,
+            self.adds_to_pushed(micro_batch),
             micro_batch.sends_gradients,
             self.expert_position(rank),
             self.ring_position(rank),

@@ -346,7 +346,7 @@ def _exchange(low: Lowering, unit: Unit, kind: str, size_bytes: float) -> Commun
     return low.communication(kind, "dp_shard", size_bytes, carried_as=carried_as)
 
 
-def _staging(low: Lowering, rank: int, communication: Communication, position: int) -> tuple[Event, ...]:
+def _staging(low: Lowering, rank: int, communication: Communication, position: float) -> tuple[Event, ...]:
     """Return the staging memory of a running collective, on its own stream, from `position` on."""
     return low.staging(low.device(rank), communication, position, number=STAGING, stream=communication.kind)
 

@@ -69,10 +69,10 @@ def with_all_reduces(
     instance: LayerInstance,
     phase: str,
     parts: Sequence[Task],
-    ends: Sequence[int],
+    ends: Sequence[float],
     samples: int,
 ) -> list[Task]:
-    """Return a layer's phase with its collectives inserted after `parts`; `ends`: the last position of each part."""
+    """Return a layer's phase with its collectives inserted after `parts`; `ends`: the place at which each part ends."""
     pending = list(enumerate(reductions_in(instance.layer, phase, low.scenario.plan.recompute)))
     if not pending:
         return list(parts)

@@ -208,7 +208,8 @@ class Workload:
     that each sample has exactly `expert_load`, whatever the router says (the router's weights then apply to the chosen
     experts). If ranks divide sequences and experts (`plan.cp`, or `plan.tp` with `plan.etp = 1`, beside `plan.ep`),
     each part of a sample has that load, so the training differs from that on one device, which applies it to the whole
-    sample."""
+    sample. A prediction is of `expert_load` in both: rows and peaks of a run with `router` differ as the router's load
+    does."""
     data: Data = "auto"
     """Training data; `auto`: for tokens bytes of Python's standard library, scikit-learn's digits for images."""
 

@@ -48,7 +48,7 @@ def _measured(precision: str, name: str, length: int | None) -> dict[str, dict[s
         pytest.skip("needs a C++ compiler to count bytes exactly")
     model, threads, dtype = load_model(MODELS / f"{name}.toml"), torch.get_num_threads(), DTYPES[precision]
     batches = {}
-    for samples in (1, 3, 6, 12):
+    for samples in (1, 2, 3, 6, 12):
         inputs, targets = example_batch(model, batch_size=samples, sequence_length=length)
         batches[samples] = (inputs if length else inputs.to(dtype), targets)
     torch.set_num_threads(1)  # as ranks have

@@ -133,6 +133,23 @@ def test_a_new_gradient_is_released_before_a_sum(given_back):
     assert released.count(True) * given_back == len(released)
 
 
+def test_the_first_gradient_after_a_push_is_added_out_of_place_and_no_other():
+    """It meets the placeholder of a pushed gradient, which is removed once the backward has shown itself by it."""
+    layers = unrolled(load_model(ROOT / "scenarios" / "models" / "gpt-byte-1m.toml"))
+    usual = gradient_events(layers, value_bytes=4, given_back=1)
+    copied = gradient_events(layers, value_bytes=4, given_back=1, copies_first=True)
+    changed = [place for place in usual if copied[place] != usual[place]]
+    head = next(each for each in layers if each.module == "head")
+    assert changed == [(head.index, "b")]
+    size = 4.0 * head.layer.parameters[0].elements
+    assert [(event.size_bytes, event.early) for event in copied[head.index, "b"]] == [
+        (size, False),
+        (size, False),  # the sum
+        (-size, True),  # a bucket that is begun at that moment comes after this
+        (-size, False),
+    ]
+
+
 @pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3"])
 def test_a_reduced_gradient_is_released_before_the_sum_to_which_it_is_added(method):
     plan = {"method": method, "micro_batches": 2, "gradient_sync": "micro-batch"}

@@ -423,3 +423,21 @@ def test_exchanges_beside_products_are_the_same_exchanges_in_less_time_and_as_mu
 def test_exchanges_that_nothing_can_hide_are_refused(plan, backend, said):
     with pytest.raises(UserError, match=said):
         scenario_of(star(2, backend=backend), DIVIDED | plan, model=GPT, sequence_length=64, global_batch_size=12)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_checkpointed_block_gathers_its_outputs_gradient_before_its_forward_runs_again(recompute):
+    """The gather needs no tensor that autograd saved, and the first operation that needs one runs the forward again.
+
+    Its buffers beside what the second forward makes would raise a stage's peak by a gathered tensor.
+    """
+    tasks = lower(scenario(DIVIDED | {"recompute": recompute})).tasks[0]
+    labels = [task.label for task in tasks]
+    for number in range(LAYERS):
+        name = f"blocks.{number}"
+        of_block = [label for label in labels if label.split(" part ")[0].endswith(name) and "forward" not in label]
+        gather, again = of_block.index(f"all-gather sequence backward {name}"), of_block.index(f"recompute {name}")
+        assert of_block.index(f"backward {name}") < gather < again
+        rest = [label for label in of_block[again:] if label.startswith(f"backward {name} part ")]
+        assert rest
+        assert of_block.index(rest[0]) > max(i for i, label in enumerate(of_block) if "recompute" in label)

@@ -28,7 +28,14 @@ from gsreal.model_files.request import Request, traced_model
 from gsreal.model_files.step import without_values
 from gsreal.model_files.trace import trace, with_traced_frozen, write_model
 from gssim.errors import UserError
-from gssim.memory import CPU_RANDOM_STATE_BYTES, activation_timeline, as_traced, gradient_events, recomputed_buffers
+from gssim.memory import (
+    CPU_RANDOM_STATE_BYTES,
+    activation_timeline,
+    as_traced,
+    gradient_events,
+    recomputation_begin,
+    recomputed_buffers,
+)
 from gssim.scenario import load_model
 from gssim.workload import HuggingFace, ImageInput, Module, TokenInput, gradient_order, unrolled
 
@@ -287,12 +294,20 @@ def replayed_peak_bytes(model, shape, *, recompute="none"):
     timeline = activation_timeline(layers, batch_size=shape[0], sequence_length=shape[1] or 1, lives=lives)
     gradients = gradient_events(layers, value_bytes=4, given_back=0)
     held = peak = 0.0
-    backward = [(i, phase) for i in reversed(range(len(layers))) for phase in "rb"]
-    for layer, phase in [*((i, "f") for i in range(len(layers))), *backward]:
+
+    def events_of(layer, phase):
         events = [*timeline.at(layer, phase), *(gradients.get((layer, phase), ()) if phase == "b" else ())]
-        for event in sorted(events, key=lambda e: (e.position, e.size_bytes < 0)):
-            held += event.size_bytes
-            peak = max(peak, held)
+        return sorted(events, key=lambda e: (e.position, e.size_bytes < 0))
+
+    ordered = [event for layer in range(len(layers)) for event in events_of(layer, "f")]
+    for layer in reversed(range(len(layers))):
+        backward, begin = events_of(layer, "b"), recomputation_begin(layers[layer].layer)
+        ordered += [event for event in backward if event.position < begin]
+        ordered += events_of(layer, "r")
+        ordered += [event for event in backward if event.position > begin]
+    for event in ordered:
+        held += event.size_bytes
+        peak = max(peak, held)
     return peak
 
 

@@ -49,6 +49,11 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
         [*GPT, *ADAMW64, *gs, "plan.push.threshold=0", 'plan.push.encoding="coo"', *EACH],
     )
     found["gs-bert-uneven-sgd"] = ("small-bert.toml", [*GPT, *SGD, *gs, *few])
+    head = ['workload.frozen=["tokens","blocks.*"]', "plan.method=gs_z3", "plan.micro_batches=3", *EACH]
+    found["gs-z3-head-each-sgd"] = (  # where little else is held, a head's gradient is added to one that was pushed
+        "small-demo.toml",
+        [*GPT, *SGD, *head, f"workload.global_batch_size={3 * ranks}"],
+    )
     whole = ["plan.method=gs", "plan.micro_batches=2", *STEP]  # all in one bucket, which the first sum of a step starts
     found["gs-one-bucket-each-sum-sgd"] = ("small-demo.toml", [*GPT, *SGD, *whole, f"workload.model={LLAMA}"])
     found["zero3-recompute-sgd"] = (
@@ -70,6 +75,7 @@ world = by_ranks(cases_for)
 FEW = [
     "zero1-each-sgd",
     "gs-coo-uneven-adamw",
+    "gs-z3-head-each-sgd",
     "zero3-recompute-sgd",
 ]
 PAIRS = [slow_where(ranks, name, slow=[3], few=FEW) for ranks in (2, 3) for name in cases_for(ranks)]

@@ -33,6 +33,7 @@ FULL, GPIPE, INTERLEAVED = (
     ["plan.schedule=gpipe"],
     ["plan.schedule=interleaved", "plan.micro_batches=4"],
 )
+ONE = [*PIPELINE, *GPIPE, "plan.micro_batches=1"]
 UNEVEN = ["plan.method=gs_tp", *CUT, "plan.shares.shards=[0.75,0.25]"]
 
 FOUR = {
@@ -47,6 +48,10 @@ FOUR = {
     "gpt-sequence-interleaved-sgd": [*USUAL, *SGD, *PIPELINE, *SEQUENCE, *INTERLEAVED, "plan.stages=[1,1,1,2]"],
     "llama-sequence-embedding-alone-full-sgd": [
         *USUAL, *SGD, *PIPELINE, *SEQUENCE, *LLAMA, *FULL, "plan.stages=[2,4]"
+    ],
+    "llama-sequence-one-batch-full-sgd": [*USUAL, *SGD, *ONE, *SEQUENCE, *LLAMA, *FULL, "plan.stages=[3,3]"],
+    "gemma-sequence-one-batch-selective-sgd": [
+        *USUAL, *SGD, *ONE, *SEQUENCE, *GEMMA, "plan.recompute=selective", "plan.stages=[3,3]"
     ],
     "llama-sequence-sgd": [*USUAL, *SGD, *PIPELINE, *SEQUENCE, *LLAMA, "plan.stages=[3,3]"],
     "llama-stages-of-one-block-sgd": [
@@ -108,6 +113,7 @@ FEW = {
         "gpt2-tied-vocabulary-sgd",
         "gpt-sequence-embedding-alone-sgd",
         "llama-sequence-embedding-alone-full-sgd",
+        "llama-sequence-one-batch-full-sgd",
         "gpt-sequence-full-clipped-adamw",
         "gs-ring-full-adamw",
     )

@@ -9,7 +9,16 @@ from math import ceil, prod
 
 from gssim.collectives import Communication
 from gssim.execution.cache import Same
-from gssim.memory import Lives, Timeline, activation_timeline, as_traced, input_bytes, recomputed_buffers
+from gssim.memory import (
+    Event,
+    Lives,
+    Timeline,
+    activation_timeline,
+    as_traced,
+    input_bytes,
+    recomputation_begin,
+    recomputed_buffers,
+)
 from gssim.plan import Plan, Policies, splitting
 from gssim.plan.pipeline_schedule import INTERLEAVED, schedule
 from gssim.planner.bounds.parts import ModelParts, Part
@@ -506,13 +515,23 @@ def _phases_in_order(layers: Sequence[LayerInstance]) -> list[tuple[int, str]]:
 
 
 def _held_bytes(layers: Sequence[LayerInstance], timeline: Timeline) -> list[float]:
-    """Return the peak of bytes in each phase of the layers, in the order of `_phases_in_order`."""
+    """Return the peak of bytes in each phase of the layers, in the order of `_phases_in_order`.
+
+    The part of a backward that comes before the recomputation counts as part of that.
+    """
+
+    def order(event: Event) -> tuple[float, bool]:
+        return event.position, event.size_bytes < 0 and not event.early
+
     held, found = 0.0, []
     for place, phase in _phases_in_order(layers):
-        peak = held
-        for event in sorted(
-            timeline.at(layers[place].index, phase), key=lambda e: (e.position, e.size_bytes < 0 and not e.early)
-        ):
+        instance, peak = layers[place], held
+        events = sorted(timeline.at(instance.index, phase), key=order)
+        if phase in ("r", "b") and (begin := recomputation_begin(instance.layer)) > 0:
+            backward = sorted(timeline.at(instance.index, "b"), key=order)
+            first = bisect_left(backward, begin, key=lambda event: event.position)
+            events = [*backward[:first], *events] if phase == "r" else backward[first:]
+        for event in events:
             held += event.size_bytes
             peak = max(peak, held)
         found.append(peak)
