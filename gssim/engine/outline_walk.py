@@ -494,10 +494,11 @@ class OutlineWalk:
                 times = [(each.delays_s, tuple(each.seconds.items()), each.pieces) for each in own.values()]
                 first[index] = number, tuple(times)
         colours, distinct = _numbered(first), {id(each): each for each in self._instances_of_number}
-        shapes = {key: self._shape(by_class) for key, by_class in distinct.items()}
+        is_alone = max(colours) + 1 == len(colours)  # each class
+        shapes = dict.fromkeys(map(self._shape, () if is_alone else distinct.values()))
         while True:
             met: list[list[Hashable]] = [[colour] for colour in colours]
-            for shape in dict.fromkeys(shapes.values()):
+            for shape in shapes:
                 for indices, kind in shape:
                     meeting = frozenset([colours[index] for index in indices]), kind
                     for index in indices:
