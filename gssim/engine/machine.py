@@ -13,7 +13,7 @@ import simpy
 from gssim.cluster import Cluster, Conditions
 from gssim.engine.fast_path import can_run_ahead, is_independent, run_ahead
 from gssim.engine.memory_tracker import memory_after
-from gssim.engine.outline_walk import OutlineWalk, can_walk_outlines
+from gssim.engine.outline_walk import OutlineWalk, UnequalClassesError, can_walk_outlines
 from gssim.engine.rendezvous import RunningCollectives
 from gssim.engine.state import MachineState, TaskSpan
 from gssim.engine.vectorised_walk import VectorisedWalk, vectorised_walk_of
@@ -142,6 +142,10 @@ class Machine(MachineState):
         """Execute the program chunk by chunk; see [Note: outline] in `outline_walk`."""
         self.outline_walk = OutlineWalk(self, steps)
         try:
+            self.outline_walk.run()
+        except UnequalClassesError:
+            super().__init__(self.cluster, self.program, *self._settings, seed=self.seed)  # from the beginning
+            self.outline_walk = OutlineWalk(self, steps, merges_classes=False)
             self.outline_walk.run()
         except RuntimeError:
             self._task_by_task()  # raises the error that names the ranks that wait for ever

@@ -15,10 +15,17 @@ between collectives ([Note: ahead] in `fast_path`) and only compute streams allo
 but wait. Then the second step begins as the first did: that ranks wait already does not make them meet others earlier.
 It takes as long from the latest end as the first step took from its beginning, and so do all later steps. Only ranks
 that ended earlier wait longer for their first message. Most pipelines behave so, as their first stage ends last.
+
+[Note: merged classes] Classes of one role often differ in nothing but the links that their reduction of gradients
+crosses: the ends of a ring or a tree, and the ranks inside. Suppose that their chunks take equally long, that each
+joins every collective with the same other classes, or with such as are merged with these, and that it takes as long on
+idle links. Then all of them do the same at the same times, as long as their collectives, which begin together, end
+together. They are executed as one, with the collectives of each: the network is simulated as without merging. If two
+collectives end at different times, as others use the links of only one, the program is run again without merging.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from math import inf
@@ -104,9 +111,12 @@ class _Operation(NamedTuple):
 
 @dataclass(eq=False)
 class _Rank:
-    """Progress of a class of ranks through the steps."""
+    """Progress of merged classes of ranks through the steps; see [Note: merged classes]."""
 
     index: int
+    """Index of the first of the classes."""
+    classes: Sequence[int]
+    """Indices of all of them."""
     priced: Mapping[int, _Priced]
     """Times of its chunks, by `id` of the template."""
     slots: int
@@ -114,7 +124,7 @@ class _Rank:
     known_s: Mapping[str, float]
     """Seconds that the compute stream spends in chunks, by phase; the same in every step."""
     instances: Sequence[CollectiveInstance]
-    """Collectives inside a step's chunks, each listed as often as it is carried out."""
+    """Collectives inside a step's chunks, of all its classes, each listed as often as it is carried out."""
     ends_s: list[float] = field(default_factory=list)
     ended_s: list[list[float | None]] = field(init=False)
     """End of the task of each slot, by step."""
@@ -132,9 +142,33 @@ class _Rank:
         self.seconds = [dict.fromkeys(PHASES, 0.0) | dict(self.known_s) for _ in range(self.steps)]
 
 
+@dataclass(frozen=True, eq=False)
+class _Meeting:
+    """Instances of a collective that the same ranks join, for different ones of their merged classes."""
+
+    instances: tuple[CollectiveInstance, ...]
+    ranks: int
+    """Number of ranks."""
+
+
+@dataclass(eq=False, slots=True)
+class _Carried:
+    """Instances of a meeting that have begun together."""
+
+    streams: Sequence["_Stream"]
+    left: int
+    """Number of instances that have not ended."""
+    end_s: float = inf
+    """Time at which the first ended."""
+
+
+class UnequalClassesError(Exception):
+    """Collectives of merged classes did not end together; see [Note: merged classes]."""
+
+
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """Progress of one stream of a class of ranks."""
+    """Progress of one stream of merged classes of ranks."""
 
     rank: _Rank
     computes: bool
@@ -268,14 +302,14 @@ def _role_of(program: Program, role: int) -> _Role:
 class OutlineWalk:
     """Executes the outlines of all classes of a machine."""
 
-    def __init__(self, machine: MachineState, steps: int) -> None:
-        self.machine, self.steps, self.env = machine, steps, machine.env
+    def __init__(self, machine: MachineState, steps: int, *, merges_classes: bool = True) -> None:
+        self.machine, self.steps, self.env, self.merges_classes = machine, steps, machine.env, merges_classes
         self.finished = machine.env.event()
         self._ready: deque[_Stream] = deque()
         self._is_running = False
         """Whether ready streams are being executed, so that what they end makes others ready without recursion."""
-        self._met: dict[tuple[int, int, int], list[_Stream]] = {}
-        """Streams that have arrived at a collective, by step, collective and instance."""
+        self._met: dict[tuple[int, int, _Meeting], list[_Stream]] = {}
+        """Streams that have arrived at a collective, by step, collective and meeting."""
         self._times: list[dict[CollectiveInstance, int]] = [defaultdict(int) for _ in range(steps)]
         """How often each instance was carried out in each step; instances that count themselves are in `_counted`."""
         self._counted: dict[CollectiveInstance, int] = defaultdict(int)
@@ -296,6 +330,8 @@ class OutlineWalk:
         self._numbers: dict[TaskId | MessageName, int] = {}
         self._instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
         """`_instances` by number of the collective."""
+        self._meetings: list[Mapping[int, _Meeting]] = []
+        """Where ranks meet (by index), by number of the collective."""
         self._owner_of_link = self._link_owners()
         self._own_links: dict[int, frozenset[int]] = {}
         """For each class, the classes of links that only its compute stream uses."""
@@ -407,33 +443,90 @@ class OutlineWalk:
         by_role: dict[int, list[int]] = defaultdict(list)
         for each in machine.classes:
             by_role[machine.roles[each.index]].append(each.index)
-        for role_number, indices in by_role.items():
-            role = machine.program.once(_role_of, role_number)
-            priced: dict[int, dict[int, _Priced]] = {index: {} for index in indices}
-            for key, template in role.templates.items():
-                found = [one for index in indices if (one := self._priced(template, index)) is not None]
-                if len(found) == len(indices):
-                    for index, one in zip(indices, found, strict=True):
-                        priced[index][key] = one
-            idle = {
-                key
-                for key in priced[indices[0]]
-                if not any(own.delays_s or own.pieces or own.instances for own in (priced[i][key] for i in indices))
-            }
-            operations, slots = role.operations(set(priced[indices[0]]), idle, self._number)
+        made = [self._operations_of(number, indices) for number, indices in by_role.items()]
+        merged = self._merged([priced for priced, _, _ in made])
+        for priced, operations, slots in made:
             counts = Counter(each.template for each in operations["compute"] if each.template >= 0)
-            for index in indices:
+            for classes in dict.fromkeys(merged[index] for index in priced):
                 seconds: dict[str, float] = defaultdict(float)
                 instances: list[CollectiveInstance] = []
-                for number, count in counts.items():
-                    own = priced[index][number]
-                    instances += own.instances * count
+                for template, count in counts.items():
+                    instances += [each for index in classes for each in priced[index][template].instances] * count
+                    own = priced[classes[0]][template]
                     for phase, value in own.seconds.items() if not own.pieces else ():
                         seconds[phase] += count * value
-                rank = _Rank(index, priced[index], slots, self.steps, seconds, instances)
+                rank = _Rank(classes[0], classes, priced[classes[0]], slots, self.steps, seconds, instances)
                 ranks.append(rank)
                 streams += [_Stream(rank, name == "compute", several) for name, several in operations.items()]
         return sorted(ranks, key=lambda rank: rank.index), streams
+
+    def _operations_of(
+        self, role_number: int, indices: Sequence[int]
+    ) -> tuple[Mapping[int, Mapping[int, _Priced]], Mapping[str, Sequence[_Operation]], int]:
+        """Return a role's times of templates (by `id`) for each of its classes, its operations by stream, and the
+        number of slots.
+        """
+        role = self.machine.program.once(_role_of, role_number)
+        priced: dict[int, dict[int, _Priced]] = {index: {} for index in indices}
+        for key, template in role.templates.items():
+            found = [one for index in indices if (one := self._priced(template, index)) is not None]
+            if len(found) == len(indices):
+                for index, one in zip(indices, found, strict=True):
+                    priced[index][key] = one
+        idle = {
+            key
+            for key in priced[indices[0]]
+            if not any(own.delays_s or own.pieces or own.instances for own in (priced[i][key] for i in indices))
+        }
+        operations, slots = role.operations(set(priced[indices[0]]), idle, self._number)
+        return priced, operations, slots
+
+    def _merged(self, by_role: Sequence[Mapping[int, Mapping[int, _Priced]]]) -> Sequence[tuple[int, ...]]:
+        """Return, for each class, those that it is merged with, itself included, and set up their meetings; see
+        [Note: merged classes].
+
+        Classes are coloured by role and times of templates, then by the colours with which they join collectives, until
+        no more of them differ.
+        """
+        first: list[Hashable] = list(range(len(self.machine.classes)))
+        for number, priced in enumerate(by_role if self.merges_classes else ()):
+            for index, own in priced.items():
+                times = [(each.delays_s, tuple(each.seconds.items()), each.pieces) for each in own.values()]
+                first[index] = number, tuple(times)
+        colours, distinct = _numbered(first), {id(each): each for each in self._instances_of_number}
+        is_alone = max(colours) + 1 == len(colours)  # each class
+        shapes = dict.fromkeys(map(self._shape, () if is_alone else distinct.values()))
+        while True:
+            met: list[list[Hashable]] = [[colour] for colour in colours]
+            for shape in shapes:
+                for indices, kind in shape:
+                    meeting = frozenset([colours[index] for index in indices]), kind
+                    for index in indices:
+                        met[index].append(meeting)
+            finer = _numbered(map(tuple, met))
+            if max(finer) == max(colours):
+                break
+            colours = finer
+        meetings = {key: _meetings_of(by_class, colours) for key, by_class in distinct.items()}
+        self._meetings = [meetings[id(each)] for each in self._instances_of_number]
+        return [tuple([index for index, other in enumerate(colours) if other == colour]) for colour in colours]
+
+    def _shape(self, by_class: Mapping[int, tuple[int, CollectiveInstance]]) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """Return the classes of each instance of a collective, and a number that is equal if they take as long on
+        idle links, as far as that is known beforehand.
+        """
+        instances = dict(by_class.values())
+        times: list[Hashable] = []
+        for each in instances.values():
+            known = self._prepare(each)
+            if known is None:
+                times.append(None)
+                continue
+            delays_s, prepared, reduction_s = known
+            sizes = None if prepared.sizes is None else prepared.sizes.tobytes()
+            times.append((delays_s, sizes, prepared.processor_s, reduction_s))
+        classes = [tuple([each.index for each in instance.classes]) for instance in instances.values()]
+        return tuple(zip(classes, _numbered(times), strict=True))
 
     def _number(self, task: Task | Posted) -> int:
         """Return the number of the collective that a task joins."""
@@ -572,40 +665,62 @@ class OutlineWalk:
 
     def _arrive(self, stream: _Stream, meeting: int) -> None:
         """Let a class join a collective; the last arrival starts it."""
-        number, instance = self._instances_of_number[meeting][stream.rank.index]
-        key = (stream.step, meeting, number)
+        place = self._meetings[meeting][stream.rank.index]
+        key = (stream.step, meeting, place)
         streams = self._met.setdefault(key, [])
         streams.append(stream)
-        if len(streams) == len(instance.classes):
+        if len(streams) == place.ranks:
             del self._met[key]
-            self._start(instance, streams, max([each.now_s for each in streams]))
+            self._start(place.instances, streams, max([each.now_s for each in streams]))
 
-    def _start(self, instance: CollectiveInstance, streams: Sequence[_Stream], start_s: float) -> None:
-        """Carry out a collective, starting at its last arrival."""
-        known, step = self._prepare(instance), streams[0].step
+    def _start(self, instances: Sequence[CollectiveInstance], streams: Sequence[_Stream], start_s: float) -> None:
+        """Carry out the instances of a meeting, starting at its last arrival."""
+        known, step = self._prepare(instances[0]), streams[0].step  # equal for all instances
+        ended = partial(self._end, streams)
+        if len(instances) > 1:
+            ended = partial(self._end_one, _Carried(streams, len(instances)))
         if step:
             self._further_s = min(self._further_s, start_s if known is not None else 0.0)  # it rules out repetition
         if known is None:
-            self._counted[instance] += not step
-            self.env.process(self._carry_out(instance, streams, start_s))
+            for each in instances:
+                self._counted[each] += not step
+                self.env.process(self._carry_out(each, start_s, ended))
             return
-        self._times[step][instance] += 1
-        delays_s, prepared, reduction_s = known
-        transfer = partial(carry_prepared, self.machine, prepared, reduction_s, partial(self._end, streams))
-        begin_s = reduce(add, delays_s, start_s)
+        times = self._times[step]
+        for each in instances:
+            times[each] += 1
+        begin_s = reduce(add, known[0], start_s)
+        transfer = partial(self._transfer, instances, ended)
         if begin_s > self.env.now:
             call_at(self.env, begin_s, transfer)
         else:
             transfer()
 
+    def _transfer(self, instances: Sequence[CollectiveInstance], ended: Callable[[], None]) -> None:
+        """Carry the bytes of prepared instances from now on; `ended` is called at the end of each."""
+        for each in instances:
+            known = self._prepared[each]
+            assert known is not None
+            _, prepared, reduction_s = known
+            carry_prepared(self.machine, prepared, reduction_s, ended)
+
     def _carry_out(
-        self, instance: CollectiveInstance, streams: Sequence[_Stream], start_s: float
+        self, instance: CollectiveInstance, start_s: float, ended: Callable[[], None]
     ) -> Generator[simpy.Event, Any, None]:
         """Carry out a collective of several stages."""
         if start_s > self.env.now:
             yield self.env.at(start_s)
         yield from carry_out(self.machine, instance)
-        self._end(streams)
+        ended()
+
+    def _end_one(self, carried: _Carried) -> None:
+        """End one of several instances that began together."""
+        carried.left -= 1
+        carried.end_s = min(carried.end_s, self.env.now)
+        if carried.end_s < self.env.now:
+            raise UnequalClassesError
+        if not carried.left:
+            self._end(carried.streams)
 
     def _end(self, streams: Sequence[_Stream]) -> None:
         """End a collective for its members, which then go on."""
@@ -645,12 +760,40 @@ class OutlineWalk:
                 phase: value * (length_s / sum(rank.seconds[step].values()))
                 for phase, value in rank.seconds[step].items()
             }
-            for rank, length_s in zip(self.ranks, (end_s - start_s for start_s, end_s in ends_s), strict=True)
+            for rank, length_s in zip(self._by_class, (end_s - start_s for start_s, end_s in ends_s), strict=True)
         ]
 
     def ends_s(self) -> Iterator[list[float]]:
         """Yield the end times of each class's steps."""
-        return (rank.ends_s for rank in self.ranks)
+        return (rank.ends_s for rank in self._by_class)
+
+    @property
+    def _by_class(self) -> Sequence[_Rank]:
+        """The rank that stands for each class."""
+        rank_of = {index: rank for rank in self.ranks for index in rank.classes}
+        return [rank_of[index] for index in range(len(rank_of))]
+
+
+def _numbered(values: Iterable[Hashable]) -> list[int]:
+    """Return the number of each value among the distinct ones."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
+
+
+def _meetings_of(
+    by_class: Mapping[int, tuple[int, CollectiveInstance]], colours: Sequence[int]
+) -> Mapping[int, _Meeting]:
+    """Return the meeting of each class at a collective; `by_class`: the instance that it joins, and its number."""
+    joined: dict[frozenset[int], dict[int, CollectiveInstance]] = defaultdict(dict)
+    for number, instance in by_class.values():
+        joined[frozenset([colours[each.index] for each in instance.classes])][number] = instance
+    meeting_of = {
+        colour: meeting
+        for members, several in joined.items()
+        for meeting in [_Meeting(tuple(several.values()), len(members))]
+        for colour in members
+    }
+    return {index: meeting_of[colours[index]] for index in by_class}
 
 
 def _meetings(

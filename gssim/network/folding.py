@@ -267,8 +267,11 @@ def _groups(
     session: Ints, link: Ints, load: Floats, own_load: Floats, unit_bytes: Floats, latency_s: Floats
 ) -> list[Sessions]:
     """Return the sessions grouped by latency, which is when they start."""
+    latencies_s = distinct(latency_s)
+    if len(latencies_s) == 1:
+        return [Sessions(float(latencies_s[0]), session, link, load, own_load, unit_bytes)]
     groups = []
-    for late in distinct(latency_s):
+    for late in latencies_s:
         members = np.flatnonzero(latency_s == late)
         inside = np.isin(session, members)
         local = np.searchsorted(members, session[inside])

@@ -293,7 +293,10 @@ def _extrapolated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: boo
     scenario, longer = loaded.scenario, 1
     while (counts := simulated_counts(scenario, longer=longer)) is not None:
         *shorter, longest = (replace(loaded, scenario=with_micro_batches(scenario, count)) for count in counts)
-        few = [_steady(each, unfolded, shared, spread=spread, sized=False).result for each in shorter]
+        few = [  # the last but one is extrapolated from; the first only shows whether the pace has settled
+            _steady(each, unfolded, shared, spread=spread, sized=False, listed=each is shorter[-1]).result
+            for each in shorter
+        ]
         if is_settled(few):
             further = further_peaks(
                 program_of(longest, shared, unfolded=unfolded), _program_for_memory(loaded, shared, unfolded=unfolded)

@@ -69,8 +69,15 @@ def assert_equal(found, expected, path="", *, exactly=True):
         assert found == expected, path
 
 
+EIGHT = cluster((8, "gpu", 2))
+"""Tensor groups of two have a server of their own; of four replicas, only two are at the ends of a ring or a tree."""
+NARROW = cluster((16, "gpu", 2)).replace(
+    "servers_per_leaf=1, spines=2", "servers_per_leaf=6, spines=1, oversubscription=4"
+)
+"""Messages of some replicas share a narrow link between leaf switches, those of others have none to cross."""
 MANY = ("plan.micro_batches=4", "workload.global_batch_size=16")
 THREE = ("plan.method=ddp", "plan.tp=2", "plan.pp=2", "plan.dp_replicate=2", *MANY)
+FOUR = (*THREE, "plan.dp_replicate=4", "workload.global_batch_size=32")
 TWO = ("plan.method=ddp", "plan.pp=4", "plan.dp_replicate=2", *MANY)
 
 PUSHED = ("plan.method=gs", "plan.pp=4", "plan.dp_shard=2", *MANY)
@@ -129,6 +136,9 @@ def combined(*changes):
             *THREE,
             'network.traffic=[{between=["server0/gpu0", "server1/gpu0"], bytes_per_s="5 GB/s"}]',
         ),
+        (EIGHT, *FOUR, "plan.overlap=false"),
+        combined(EIGHT, *FOUR, "plan.method=zero1"),
+        combined(NARROW, *FOUR, "plan.pp=4", "plan.overlap=false"),
     ],
 )
 def test_chunk_by_chunk_as_task_by_task(changes, monkeypatch):
@@ -155,6 +165,33 @@ def test_a_step_of_which_only_waiting_begins_before_the_latest_end_is_repeated(c
         load_scenario(SCENARIOS / "gpt-pipeline.toml", (PAIRS, *THREE, *changes))
     ).typical.machine.outline_walk
     assert (walk.repeated_s is not None) is is_repeated
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks"),
+    [
+        ((EIGHT, *FOUR), 2),  # one of each stage
+        ((NARROW, *FOUR, "plan.pp=4", "plan.overlap=false"), 16),  # messages of merged classes did not end together
+        (
+            (
+                EIGHT,
+                *FOUR,
+                "plan.overlap=false",
+                'network.traffic=[{between=["server0/gpu0", "server4/gpu0"], bytes_per_s="15 GB/s"}]',
+            ),
+            12,
+        ),
+    ],
+    ids=["alike", "narrow", "traffic"],
+)
+def test_classes_that_do_the_same_at_the_same_times_are_walked_as_one(changes, ranks, monkeypatch):
+    (chunks, result, spans), (tasks, expected, single_spans) = both_ways(changes, monkeypatch)
+    found = chunks.typical.machine
+    assert len(found.outline_walk.ranks) == ranks
+    assert len(found.classes) == max(ranks, 4)
+    assert chunks.typical.ends_s == tasks.typical.ends_s
+    assert_equal(result, expected)
+    assert spans == single_spans
 
 
 DIVIDED = "plan.sequence_parallel=true"
