@@ -149,3 +149,21 @@ def test_error_feedback_and_estimates_take_time_in_compression():
     assert threshold_s(kind="relative") > plain
     for steps in (1, 2):  # step 3 estimates, or follows a sample
         assert threshold_s(kind="target-density", reestimate_steps=steps) > plain
+
+
+def test_an_owners_range_is_compared_only_with_thresholds_of_tensors_that_lie_in_it():
+    """As `clip_ranges` cuts them in real runs, not with those of all six tensors of the bucket for every owner."""
+    overhead_s = 1e-3
+    cluster = star(RANKS, types={"fast": device_type(operation_overhead_s=overhead_s)})
+
+    def threshold_s(kind: str) -> float:
+        push = {"threshold": 0.0, "kind": kind}  # both send everything
+        tasks = program(scenario_of(cluster, {"method": "gs", "push": push}, optimizer="adamw")).tasks[0]
+        return sum(task.duration_s for task in tasks if task.label.startswith("threshold"))
+
+    tensors = (64, 16, 4, 16, 4, 64)
+    others = ((42, 84, 3), (84, 126, 3), (126, 168, 1))  # range of an owner, and tensors that lie in it
+    assert sum(tensors) == ELEMENTS == others[-1][1]
+    means_s = 2 * overhead_s * len(tensors) + 4 * ELEMENTS / 1e9
+    further = sum(pieces - 1 for _, _, pieces in others)  # beyond one comparison for each owner
+    assert threshold_s("relative") - threshold_s("absolute") == pytest.approx(means_s + 4 * overhead_s * further)
