@@ -199,7 +199,7 @@ def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
             every = not low.push.selects
             entries[:, number] = pieces.elements_owned if every else pieces.entries(_push_ratios(low, kind))
     messages = messages_of(low, low.push.encoding, pieces.elements_owned[:, None], entries)
-    parts = np.ones_like(pieces.elements_owned) if low.push.kind == "absolute" else pieces.counts
+    parts = pieces.counts if low.compares_by_tensor else np.ones_like(pieces.elements_owned)
     return PushSizes(pieces.kinds, np.array(numbers), pieces.runs, messages, parts)
 
 
