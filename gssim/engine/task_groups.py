@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gssim.program import Program, Task, TaskId
-from gssim.units import Floats, Ints
+from gssim.units import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +27,13 @@ class Segment:
     after: tuple[TaskId, ...]
     """Tasks of other streams on which the first task depends."""
     communication: TaskId | None
+    issues: bool
+    """Whether the host issues some of the tasks."""
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """Positions of the tasks before the collective."""
+        return self.tasks if self.communication is None else self.tasks[:-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +47,6 @@ class TaskGroup:
     """By task and role."""
     host_s: Floats
     """Host time to issue each task, by task and role; 0 if it needs none."""
-    issued: frozenset[int]
-    """Places of the tasks that the host issues."""
     streams: Mapping[str, tuple[Segment, ...]]
     segments: tuple[Segment, ...]
     waiting: Mapping[int, tuple[int, ...]]
@@ -102,7 +107,6 @@ def _task_group(program: Program, roles: Sequence[int]) -> TaskGroup:
         tuple(roles),
         np.array([[task.duration_s for task in program.tasks[role]] for role in roles]).T.copy(),
         np.array([[task.issue.host_s if task.issue else 0.0 for task in program.tasks[role]] for role in roles]).T,
-        frozenset(place for place, task in enumerate(tasks) if task.issue is not None),
         streams,
         tuple(segments),
         {number: tuple(found) for number, found in waiting.items()},
@@ -120,7 +124,14 @@ def _segments(tasks: Sequence[Task], stream: str, first: int) -> list[Segment]:
             parts.append([])
         parts[-1].append(place)
     return [
-        Segment(first + i, stream, tuple(part), tasks[part[0]].after, tasks[part[-1]].communication)
+        Segment(
+            first + i,
+            stream,
+            tuple(part),
+            tasks[part[0]].after,
+            tasks[part[-1]].communication,
+            any([tasks[place].issue is not None for place in part]),
+        )
         for i, part in enumerate(parts)
     ]
 
@@ -130,30 +141,11 @@ Index = slice | Ints
 EVERYBODY = slice(None)
 
 
-@dataclass(frozen=True, eq=False)
-class Work:
-    """The tasks of a segment up to its collective, as rows of the times of all tasks of the group."""
-
-    count: int
-    places: slice | Ints
-    """Their positions in the step."""
-    duration_s: Floats
-    """By task and rank."""
-    issues: bool
-    """Whether the host issues some of them."""
-
-    def rows(self, some: Index) -> tuple[Index, Index]:
-        """Return their rows, and the columns of some ranks, as an index into times by task and rank."""
-        if isinstance(self.places, slice) or isinstance(some, slice):
-            return self.places, some
-        return self.places[:, None], some
-
-
 class Ranks:
     """Classes of a task group as positions in vectors, with the begin and end of every task in every step."""
 
     def __init__(self, task_group: TaskGroup, classes: Sequence[int], columns: Sequence[int], steps: int) -> None:
-        count, segments = len(classes), len(task_group.segments)
+        count = len(classes)
         self.task_group, self.classes, self.columns = task_group, np.array(classes), columns
         self.everybody = np.arange(count)
         """Positions of all of them."""
@@ -168,26 +160,42 @@ class Ranks:
         self.awaited = np.full((steps, len(task_group.tasks), count), -1)
         """Index of the dependency that was waited for; -1: none."""
         self.place = task_group.place_of
-        needed = np.array([len(each.after) for each in task_group.segments])
-        self.needed = np.broadcast_to(needed[None, :, None], (steps, segments, count)).copy()
-        """Number of dependencies that have not ended, by step and segment."""
+        pending = [[len(each.after) for each in task_group.segments] for _ in range(steps)]
         for stream in task_group.streams.values():
-            self.needed[1:, stream[0].number] += 1
-            for segment in stream[1:]:
-                self.needed[:, segment.number] += 1
-        self._work: dict[int, Work] = {}
+            for step, of_segments in enumerate(pending):
+                for segment in stream if step else stream[1:]:  # that wait for the one before it
+                    of_segments[segment.number] += 1
+        self._pending = pending
+        """By step and segment: number of dependencies that have not ended for all ranks at once."""
+        self._ended_for: dict[tuple[int, int], Ints] = {}
+        """By step and segment: number of dependencies that ended for some ranks only, by rank."""
 
     def index_of(self, members: Ints) -> Index:
         """Return the positions of some ranks as an index."""
         return EVERYBODY if members is self.everybody else members
 
-    def work_of(self, segment: Segment) -> Work:
-        """Return the tasks of a segment up to its collective."""
-        if segment.number not in self._work:
-            places = segment.tasks if segment.communication is None else segment.tasks[:-1]
-            rows: slice | Ints = slice(places[0], places[-1] + 1) if places else slice(0)
-            if places and places[-1] - places[0] >= len(places):  # others lie between them
-                rows = np.array(places, dtype=np.int64)
-            issues = not self.task_group.issued.isdisjoint(places)
-            self._work[segment.number] = Work(len(places), rows, self.duration_s[rows], issues)
-        return self._work[segment.number]
+    def release(self, step: int, segment: Segment, members: Ints) -> Ints:
+        """Count down a pending dependency of a segment for some ranks; return those for which it was the last one."""
+        pending, key = self._pending[step], (step, segment.number)
+        ended_for = self._ended_for.get(key)
+        if members is self.everybody:
+            pending[segment.number] -= 1
+            if ended_for is None:
+                return members if not pending[segment.number] else members[:0]
+            return members[np.equal(ended_for, pending[segment.number])]
+        if ended_for is None:
+            ended_for = self._ended_for[key] = np.zeros(len(self.classes), np.int64)
+        ended_for[members] += 1
+        return members[np.equal(ended_for[members], pending[segment.number])]
+
+    def is_pending(self, step: int, segment: Segment) -> Bools:
+        """Return for each rank whether dependencies of a segment have not ended."""
+        ended_for = self._ended_for.get((step, segment.number), np.zeros(len(self.classes), np.int64))
+        return np.less(ended_for, self._pending[step][segment.number])
+
+    def rows_of(self, places: Sequence[int], some: Index) -> tuple[slice | Ints, Index]:
+        """Return an index into times, by task and rank, for tasks of a stream and some ranks."""
+        if places[-1] - places[0] < len(places):
+            return slice(places[0], places[-1] + 1), some
+        rows = np.array(places, dtype=np.int64)  # others lie between them
+        return (rows, some) if isinstance(some, slice) else (rows[:, None], some)

@@ -78,6 +78,8 @@ class _KnownTimes:
         return ends_s
 
 
+MOST_ONE_BY_ONE = 4
+"""Largest number of tasks whose times are added up one by one: for a few, that is faster than to add up rows."""
 Instances = tuple[CollectiveInstance, ...]
 """The instances of a collective; equal collectives have the same."""
 
@@ -103,9 +105,10 @@ class VectorisedWalk:
     def __init__(self, machine: MachineState, ranks: Sequence[Ranks], steps: int) -> None:
         self.machine, self.ranks, self.steps = machine, ranks, steps
         self.finished = machine.env.event()
-        self._remaining = sum(each.needed.size for each in ranks)
-        self._left_in_first = sum(each.needed[0].size for each in ranks)
+        self._left_in_first = sum(len(each.task_group.segments) * len(each.classes) for each in ranks)
         """Segments of the first step, each once for every rank, that have not ended."""
+        self._remaining = steps * self._left_in_first
+        """The same of all steps."""
         self.repeats = False
         """Whether all steps after the first are known to repeat it; see [Note: equal steps] in `repeated_step`."""
         self._further_begun_s = math.inf
@@ -179,20 +182,30 @@ class VectorisedWalk:
         now_s = ranks.now_s[segment.stream][some]
         if segment.after:
             now_s = self._dependencies_end(ranks, step, segment, some, now_s)
-        work = ranks.work_of(segment)
-        if work.issues:
+        if segment.issues:
             now_s = self._issue(ranks, step, segment, some, now_s)
-        elif work.count:
-            # one after another, as for a rank alone
-            times_s = np.add.accumulate(np.concatenate([now_s[None], work.duration_s[:, some]]))
-            ranks.began_s[step][work.rows(some)] = times_s[:-1]
-            ranks.ended_s[step][work.rows(some)] = times_s[1:]
-            now_s = times_s[-1]
+        elif places := segment.computed:
+            now_s = self._compute(ranks, step, places, some, now_s)
         if segment.communication is None:
             self._end(ranks, step, segment, members, now_s)
             return
         ranks.began_s[step, segment.tasks[-1], some] = now_s
         self._arrive(ranks, step, segment, members, now_s)
+
+    def _compute(self, ranks: Ranks, step: int, places: Sequence[int], some: Index, now_s: Floats) -> Floats:
+        """Add up the times of consecutive tasks, one after another as for a rank alone; return the end of the last."""
+        began_s, ended_s = ranks.began_s[step], ranks.ended_s[step]
+        if len(places) > MOST_ONE_BY_ONE:
+            rows = ranks.rows_of(places, some)
+            times_s = np.add.accumulate(np.concatenate([now_s[None], ranks.duration_s[rows]]))
+            began_s[rows], ended_s[rows] = times_s[:-1], times_s[1:]
+            last_s: Floats = times_s[-1]
+            return last_s
+        for place in places:
+            began_s[place, some] = now_s
+            now_s = now_s + ranks.duration_s[place, some]
+            ended_s[place, some] = now_s
+        return now_s
 
     def _issue(self, ranks: Ranks, step: int, segment: Segment, some: Index, now_s: Floats) -> Floats:
         """Add up the times of a segment's tasks, some of which the host issues; return the end of the last one before
@@ -218,12 +231,13 @@ class VectorisedWalk:
         """
         ends_s = [ranks.ended_s[step, ranks.place[each], some] for each in segment.after]
         latest_s = reduce(np.maximum, ends_s)
-        waits = latest_s > now_s
-        if segment.stream == "compute" and waits.any():
-            late = len(ends_s) - 1 - np.argmax(np.greater(ends_s[::-1], now_s), axis=0)
-            ranks.wait_s[step, segment.tasks[0], some] = now_s
-            ranks.awaited[step, segment.tasks[0], some] = np.where(waits, late, -1)
-        return np.where(waits, latest_s, now_s)
+        if segment.stream == "compute":
+            waits = latest_s > now_s
+            if waits.any():
+                late = len(ends_s) - 1 - np.argmax(np.greater(ends_s[::-1], now_s), axis=0) if len(ends_s) > 1 else 0
+                ranks.wait_s[step, segment.tasks[0], some] = now_s
+                ranks.awaited[step, segment.tasks[0], some] = np.where(waits, late, -1)
+        return np.maximum(latest_s, now_s)
 
     def _end(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats | float) -> None:
         """End a segment, and make ready the segments for which it was the last pending dependency."""
@@ -241,14 +255,7 @@ class VectorisedWalk:
 
     def _release(self, ranks: Ranks, step: int, segment: Segment, members: Ints) -> None:
         """Count down a pending dependency of a segment; ranks for which it was the last one are ready."""
-        needed = ranks.needed[step, segment.number]
-        if members is ranks.everybody:
-            needed -= 1
-            pending = np.count_nonzero(needed)
-            ready = members if not pending else members[needed == 0] if pending < len(members) else members[:0]
-        else:
-            needed[members] -= 1
-            ready = members[needed[members] == 0]
+        ready = ranks.release(step, segment, members)
         if len(ready):
             self._ready.append((ranks, step, segment, ready))
 
@@ -266,31 +273,40 @@ class VectorisedWalk:
     def _arrive(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> None:
         """Record the arrival of ranks at a collective; the last arrivals start it."""
         meeting = self._meeting(ranks, segment)
-        instances, delays_s = meeting.instances, meeting.delays_s
-        if delays_s is not None and len(instances) > 1:
+        if meeting.delays_s is not None and len(meeting.instances) > 1:
             self._arrive_at_known(meeting, ranks, step, segment, members, now_s)
             return
+        if meeting.only is not None:
+            self._join(meeting, meeting.only, ranks, step, segment, members, now_s)
+            return
         numbers = meeting.numbers[members]
-        for number in distinct(numbers).tolist() if meeting.only is None else (meeting.only,):
-            key = (step, meeting.name, number)
-            arrivals = self._arrivals.setdefault(key, _Arrivals(len(instances[number].classes)))
-            inside = slice(None) if meeting.only is not None else numbers == number
-            arriving = members if meeting.only is not None else members[inside]
-            arrivals.missing -= len(arriving)
-            arrivals.latest_s = max(arrivals.latest_s, float(now_s[inside].max()))
-            arrivals.arrived.append((ranks, step, segment, arriving))
-            if arrivals.missing:
-                continue
-            del self._arrivals[key]
-            if delays_s is None:
-                self._start(instances[number], step, arrivals)
-                continue
-            end_s = arrivals.latest_s
-            for delay_s in delays_s[:, 0].tolist():  # as by the clock
-                end_s += delay_s
-            self._end_instance(arrivals, end_s)
-            self._count(instances[number])
-            self._ahead[instances[number]] += step > 0
+        for number in distinct(numbers).tolist():
+            inside = numbers == number
+            self._join(meeting, number, ranks, step, segment, members[inside], now_s[inside])
+
+    def _join(
+        self, meeting: _Meeting, number: int, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats
+    ) -> None:
+        """Record the arrival of ranks at an instance of a collective; the last arrivals start it."""
+        key, instance, delays_s = (step, meeting.name, number), meeting.instances[number], meeting.delays_s
+        arrivals = self._arrivals.get(key)
+        if arrivals is None:
+            arrivals = self._arrivals[key] = _Arrivals(len(instance.classes))
+        arrivals.missing -= len(members)
+        arrivals.latest_s = max(arrivals.latest_s, float(np.maximum.reduce(now_s)))
+        arrivals.arrived.append((ranks, step, segment, members))
+        if arrivals.missing:
+            return
+        del self._arrivals[key]
+        if delays_s is None:
+            self._start(instance, step, arrivals)
+            return
+        end_s = arrivals.latest_s
+        for delay_s in delays_s[:, 0].tolist():  # as by the clock
+            end_s += delay_s
+        self._end_instance(arrivals, end_s)
+        self._count(instance)
+        self._ahead[instance] += step > 0
 
     @cached_property
     def _links_in_turn(self) -> frozenset[int]:
@@ -451,9 +467,9 @@ class VectorisedWalk:
         texts = []
         for ranks in self.ranks:
             for stream, segments in ranks.task_group.streams.items():
-                waits = np.array([ranks.needed[:, each.number] for each in segments]).swapaxes(0, 1)
+                waits = np.array([ranks.is_pending(step, each) for step in range(self.steps) for each in segments])
                 for i, index in enumerate(ranks.classes.tolist()):
-                    left = np.flatnonzero(waits[:, :, i].reshape(-1) > 0)
+                    left = np.flatnonzero(waits[:, i])
                     task = ranks.task_group.tasks[segments[left[0] % len(segments)].tasks[0]] if len(left) else None
                     if task is not None and task.after:
                         rank, after = (

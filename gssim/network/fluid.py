@@ -154,6 +154,10 @@ class _Transfer:
         """Set the rate of each session, and the link that limits it."""
         self.rate, self.limit = (rates.tolist(), limit.tolist()) if self.single else (rates, limit)
 
+    def share_alone(self, rate: float, limit: int) -> None:
+        """Set the rate of the only session, and the link that limits it."""
+        self.rate, self.limit = [rate], [limit]
+
     def advance(self, now_s: float) -> None:
         """Reduce the remaining bytes by those carried since the last change."""
         if now_s > self.last_s:
@@ -244,6 +248,8 @@ class Network:
         """Time until which the processors of sessions' ends are busy with the bytes of earlier messages."""
         self._alone: dict[Sessions, tuple[Floats, Ints]] = {}
         """Cached rate and limiting link of single sessions without any other traffic."""
+        self._of_whole: dict[tuple[Sessions, ...], Sequence[tuple[float, int]]] = {}
+        """Cached rate and limiting link of each of several single sessions, none of which has ended."""
         for stage, stream in zip(streams, conditions.traffic, strict=True):
             self._start_stream(stage, stream.bytes_per_s)
 
@@ -605,15 +611,26 @@ class Network:
         now_s = self.env.now
         for transfer in transfers:
             transfer.advance(now_s)
-        is_whole = all([each.single and each.remaining[0] > 0 for each in transfers])
-        going = None if is_whole else [each.unfinished for each in transfers]
-        rates, limit = self._rates([each.sessions for each in transfers], going)
+        if all([each.single and each.remaining[0] > 0 for each in transfers]):
+            for transfer, alone in zip(transfers, self._rates_of_whole(transfers), strict=True):
+                transfer.share_alone(*alone)
+            self._plan(transfers)
+            return
+        rates, limit = self._rates([each.sessions for each in transfers], [each.unfinished for each in transfers])
         start = 0
         for transfer in transfers:
             end = start + len(transfer.remaining)
             transfer.share(rates[start:end], limit[start:end])
             start = end
         self._plan(transfers)
+
+    def _rates_of_whole(self, transfers: Sequence[_Transfer]) -> Sequence[tuple[float, int]]:
+        """Return the rate and the limiting link of single sessions that have not ended."""
+        key = tuple([each.sessions for each in transfers])
+        if key not in self._of_whole:
+            rates, limit = self._rates(key)
+            self._of_whole[key] = list(zip(rates.tolist(), limit.tolist(), strict=True))
+        return self._of_whole[key]
 
     def _plan(self, transfers: Sequence[_Transfer]) -> None:
         """Schedule the next end of a transfer, or of a session whose link others can use; rates stay until then."""
@@ -650,14 +667,10 @@ class Network:
 
     def _change(self, transfer: _Transfer) -> None:
         """End the sessions that are over, and recompute the rates of others that their links limit."""
-        touched = self._touching(transfer)
+        touched, now_s = self._touching(transfer), self.env.now
         for other in touched:
-            other.advance(self.env.now)
-        freed = np.zeros(len(self.capacity) + 1, dtype=bool)
-        for other in touched:
-            links = other.settle(self.env.now)
-            if len(links):
-                freed[links] = True
+            other.advance(now_s)
+        freed = [other.settle(now_s) for other in touched]
         left: list[_Transfer] = []
         ended: list[_Transfer] = []
         for other in touched:
@@ -666,9 +679,17 @@ class Network:
                 ended.append(other)
             else:
                 left.append(other)
-        if any(other.is_limited_by(freed) for other in left):
+        if left and self._are_limited_by(freed, left):
             self._share(left)
         elif left:  # all other sessions keep their rates: their limiting links are as full as before
             self._plan(left)
         for other in ended:  # once the others go on, since what follows may begin new transfers
             other.then()
+
+    def _are_limited_by(self, freed: Sequence[Ints], transfers: Sequence[_Transfer]) -> bool:
+        """Return whether one of the links that were freed limits an unfinished session."""
+        is_freed = np.zeros(len(self.capacity) + 1, dtype=bool)  # the last mark is for `NOWHERE`
+        for links in freed:
+            if len(links):
+                is_freed[links] = True
+        return any([each.is_limited_by(is_freed) for each in transfers])

@@ -34,9 +34,11 @@ def _classes_of(low: Lowering) -> Ints:
     for place in range(low.places):
         pieces, sending = owned_pieces(low, place), [each for each in low.micro_batches if each.sends_gradients]
         pushes = [push_sizes(low, micro_batch, place) for micro_batch in sending] if is_thresholded(low) else []
-        # what distinguishes runs of owners: elements owned, and entries received of each kind of sender, by bucket
+        # what distinguishes runs of owners: elements owned, entries received of each kind of sender, and parts with
+        # thresholds of their own, by bucket
         by_run = [pieces.elements_owned]
         by_run += [push.messages.entries.reshape(-1, len(pieces.members)) for push in pushes]
+        by_run += [push.parts for push in pushes]
         by_run += [published(low, place).entries] if low.thresholds_publish else []
         values = np.concatenate(by_run)
         differs = np.r_[True, (values[:, 1:] != values[:, :-1]).any(axis=0)]  # each run from the one before

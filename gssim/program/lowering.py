@@ -382,6 +382,11 @@ class Lowering:
         """Whether message sizes depend on the data: on the step, and on the tensors in each owner's range."""
         return self.policies.gradients == "push" and self.scenario.plan.sends_by_data
 
+    @cached_property
+    def compares_by_tensor(self) -> bool:
+        """Whether each tensor has a threshold of its own, so that time depends on the tensors in each owner's range."""
+        return self.policies.gradients == "push" and self.push.threshold is not None and self.push.kind != "absolute"
+
     def owning(self, bucket: Bucket) -> "Lowering":
         """Return the lowering of the owners of a bucket: this one, or of experts that ranks divide.
 

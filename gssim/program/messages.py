@@ -81,6 +81,9 @@ class PushSizes:
     """Run of owners to which each node's rank belongs; see `OwnedPieces`."""
     messages: Messages
     """Messages by kind of bucket, class of senders, and run of owners."""
+    parts: Floats
+    """Parts of an owner's range with a threshold each, by kind of bucket and run: its pieces of tensors, or the whole.
+    """
 
     def matrix(self, bucket: Bucket) -> Pairs:
         """Return the bytes from each node's rank to each owner for a bucket."""
@@ -107,12 +110,12 @@ class PushSizes:
 
     @cached_property
     def alike(self) -> Ints:
-        """A number by kind of bucket and run. Neighbours with equal numbers own as many elements and receive the same
-        in a bucket.
+        """A number by kind of bucket and run. Neighbours with equal numbers own as many elements in as many parts and
+        receive the same in a bucket.
 
         They then also send the same to all others, in the same order: see [Note: neighbours] in `equal_messages`.
         """
-        by_run = np.concatenate([self.messages.entries, self.messages.elements], axis=1)
+        by_run = np.concatenate([self.messages.entries, self.messages.elements, self.parts[:, None]], axis=1)
         changes = (by_run[..., 1:] != by_run[..., :-1]).any(axis=1)
         return np.cumsum(np.pad(changes, ((0, 0), (1, 0))), axis=1)
 
@@ -196,7 +199,8 @@ def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
             every = not low.push.selects
             entries[:, number] = pieces.elements_owned if every else pieces.entries(_push_ratios(low, kind))
     messages = messages_of(low, low.push.encoding, pieces.elements_owned[:, None], entries)
-    return PushSizes(pieces.kinds, np.array(numbers), pieces.runs, messages)
+    parts = pieces.counts if low.compares_by_tensor else np.ones_like(pieces.elements_owned)
+    return PushSizes(pieces.kinds, np.array(numbers), pieces.runs, messages, parts)
 
 
 class Sender(NamedTuple):
@@ -278,6 +282,12 @@ class OwnedPieces:
     def members(self) -> Ints:
         """Number of owners of each run."""
         return np.bincount(self.runs)
+
+    @cached_property
+    def counts(self) -> Floats:
+        """Number of pieces in an owner's range, by kind of bucket and run."""
+        whole = self.elements_owned
+        return np.bincount(self.owner, minlength=whole.size).reshape(whole.shape).astype(np.float64)
 
     def entries(self, ratios: Mapping[str, sparsity.Ratios]) -> Floats:
         """Return the number of entries that are sent of every range, given the fraction sent of each tensor."""

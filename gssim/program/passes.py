@@ -292,7 +292,8 @@ class Steps:
         tensors: list[Callable[[], Tensors]] = []
         roles = np.zeros(self.scenario.ranks, np.int64)
         for low in lowerings:
-            message_class = message_classes(low) if low.sends_by_data and not self.unfolded else None
+            differ = low.sends_by_data or low.compares_by_tensor
+            message_class = message_classes(low) if differ and not self.unfolded else None
             role_of_rank, representatives = low.roles(unfolded=self.unfolded, by_data=message_class)
             for number in range(self._copies):
                 roles[np.array(low.group) + number] = role_of_rank + len(tasks)

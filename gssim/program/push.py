@@ -306,10 +306,7 @@ def _selecting_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type
     """
     sizes, device = push_sizes(low, micro_batch, place), low.scenario.cluster.device_types[device_type]
     messages, value = sizes.messages, low.value_bytes
-    parts = [len(bucket.members) if low.push.kind != "absolute" else 1 for bucket in first_of_kinds(low)]
-    times_s = cost.select_time_s(
-        device, elements=messages.elements, parts=np.array(parts, dtype=float)[:, None, None], value=value
-    )
+    times_s = cost.select_time_s(device, elements=messages.elements, parts=sizes.parts[:, None], value=value)
     times_s = times_s + messages.priced(
         partial(cost.pack_time_s, device, value=value, clears=bool(low.push.error_feedback))
     )

@@ -1,5 +1,6 @@
 """Effect of the push options on a prediction: bytes sent, memory, and dense steps."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from tasks import communications_by_label
 
 from gssim.plan import Push, resolved_push, scratch_elements
 from gssim.program import Program, lower
+from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 
 THRESHOLD = 1e-3
@@ -149,3 +151,48 @@ def test_error_feedback_and_estimates_take_time_in_compression():
     assert threshold_s(kind="relative") > plain
     for steps in (1, 2):  # step 3 estimates, or follows a sample
         assert threshold_s(kind="target-density", reestimate_steps=steps) > plain
+
+
+def test_an_owners_range_is_compared_only_with_thresholds_of_tensors_that_lie_in_it():
+    """As `clip_ranges` cuts them in real runs, not with those of all six tensors of the bucket for every owner."""
+    overhead_s = 1e-3
+    cluster = star(RANKS, types={"fast": device_type(operation_overhead_s=overhead_s)})
+
+    def threshold_s(kind: str) -> float:
+        push = {"threshold": 0.0, "kind": kind}  # both send everything
+        tasks = program(scenario_of(cluster, {"method": "gs", "push": push}, optimizer="adamw")).tasks[0]
+        return sum(task.duration_s for task in tasks if task.label.startswith("threshold"))
+
+    tensors = (64, 16, 4, 16, 4, 64)
+    others = ((42, 84, 3), (84, 126, 3), (126, 168, 1))  # range of an owner, and tensors that lie in it
+    assert sum(tensors) == ELEMENTS == others[-1][1]
+    means_s = 2 * overhead_s * len(tensors) + 4 * ELEMENTS / 1e9
+    further = sum(pieces - 1 for _, _, pieces in others)  # beyond one comparison for each owner
+    assert threshold_s("relative") - threshold_s("absolute") == pytest.approx(means_s + 4 * overhead_s * further)
+
+
+@pytest.mark.parametrize("push", [{"kind": "relative", "threshold": 0.0}, {"kind": "target-density", "threshold": 1.0}])
+def test_ranks_that_compare_with_unequal_numbers_of_thresholds_are_told_apart_though_all_is_sent(push):
+    cluster = star(RANKS, types={"fast": device_type(operation_overhead_s=1e-3)})
+    loaded = loaded_of(scenario_of(cluster, {"method": "gs", "push": push}, optimizer="adamw"))
+    folded, unfolded = (simulate(loaded, unfolded=each).result for each in (False, True))
+    assert folded.step_time_s == unfolded.step_time_s
+    assert folded.phases_s == pytest.approx(unfolded.phases_s)
+
+
+def test_a_tenth_of_the_steps_take_no_longer_than_the_median_though_one_that_sends_less_may():
+    scenarios = Path(__file__).resolve().parents[2] / "scenarios"
+    question = [
+        f"cluster={scenarios / 'clusters/dgx-a100.toml'}",
+        f"workload.model={scenarios / 'models/llama3.2-1b.toml'}",
+        "workload.global_batch_size=64",
+        "workload.sequence_length=512",
+        "workload.learning_rate=1e-4",
+        "plan.push={threshold=1e-4, error_feedback=true}",
+        "plan.publish.threshold=1e-6",
+        "plan.micro_batches=2",
+        "run.steps=6",
+        "run.warmup_steps=3",
+    ]
+    result = simulate(load_scenario(scenarios / "gpt3-gs.toml", question), banded=False).result
+    assert result.step_time_p10_s <= result.step_time_s
