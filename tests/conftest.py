@@ -90,6 +90,14 @@ def _trusted_code():
     os.environ["GSREAL_TRUST_CODE"] = "1"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_activity():
+    """Let commands that run in this process say nothing of how long they take: tests compare all that they say."""
+    from gssim import terminal  # not before the number of threads is set
+
+    terminal.SILENT_S = 1e6
+
+
 @pytest.fixture
 def gssim(monkeypatch, capsys):
     """Return a function that runs the command line in this process: (exit code, stdout, stderr)."""
