@@ -660,10 +660,14 @@ def activity(command: str) -> Iterator[Callable[[str], None]]:
     now = ""
     timer: threading.Timer | None = None
 
-    def report(what: str) -> None:
-        nonlocal now, timer
+    def end_report() -> None:
         if timer is not None:
             timer.cancel()
+            timer.join()  # it may have begun to print: after this, stderr may be another or closed
+
+    def report(what: str) -> None:
+        nonlocal now, timer
+        end_report()
         now = what
         timer = threading.Timer(SILENT_S, print, (f"{command}: {what} ...",), {"file": sys.stderr, "flush": True})
         timer.daemon = True
@@ -675,5 +679,4 @@ def activity(command: str) -> Iterator[Callable[[str], None]]:
         print(f"{command}: interrupted{f' while {now}' if now else ''}", file=sys.stderr)
         raise
     finally:
-        if timer is not None:
-            timer.cancel()
+        end_report()

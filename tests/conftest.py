@@ -42,15 +42,17 @@ gc.set_threshold(2**21, 20, 100)
 
 
 def pytest_collection_modifyitems(items):
-    """Spread the files of real runs over the first four fifths of all, but for the very first.
+    """Spread the files of real runs over the first four fifths of all, but for the very first; the laws are last.
 
-    Of two processes that share the files, then mostly one has ranks on the cores, and what ends the run is short. When
-    the first real run begins, the process that its ranks are forked from has imported torch.
+    Of two processes that share the files, then mostly one has ranks on the cores, and what ends the run is short: files
+    of laws are, beside the longest of torch's oracles. When the first real run begins, the process that its ranks are
+    forked from has imported torch.
     """
     files = dict.fromkeys(item.path for item in items)
     place = {}
     for is_real, since, until in ((True, 0.04, 0.8), (False, 0.0, 1.0)):
         kind = [path for path in files if (path.parent.name == "real") == is_real]
+        kind.sort(key=lambda path: path.parent.name == "laws")
         place |= {path: since + (until - since) * i / len(kind) for i, path in enumerate(kind)}
     items.sort(key=lambda item: place[item.path])
 
@@ -88,6 +90,14 @@ def _shared_folder(tmp_path_factory):
 def _trusted_code():
     """Trust the factories of tests again, where a command of an earlier test did not."""
     os.environ["GSREAL_TRUST_CODE"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_activity():
+    """Let commands that run in this process say nothing of how long they take: tests compare all that they say."""
+    from gssim import terminal  # not before the number of threads is set
+
+    terminal.SILENT_S = 1e6
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 """Sizes that nobody waits for, numbers out of any range, texts that are no plain text: refused, or shown as they are."""
 
 import csv
+import io
 import json
 import re
+import threading
 import time
 import tracemalloc
 
@@ -179,6 +181,25 @@ def test_what_takes_long_says_what_it_does_and_an_interrupt_is_one_line(monkeypa
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert capsys.readouterr().err == "gssim: run: interrupted while simulating 2 ranks\n"
+
+
+def test_what_is_said_of_long_work_is_said_before_the_command_ends(monkeypatch):
+    """A line that had begun was written after the end, into a stream that a program in the same process had closed."""
+    begun, written = threading.Event(), []
+
+    class Slow(io.StringIO):
+        def write(self, text):
+            begun.set()
+            time.sleep(0.2)
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr(ending, "SILENT_S", 0.01)
+    monkeypatch.setattr("sys.stderr", Slow())
+    with ending.activity("gssim: run") as doing:
+        doing("simulating 2 ranks")
+        assert begun.wait(timeout=60)
+    assert "".join(written) == "gssim: run: simulating 2 ranks ...\n"
 
 
 def test_no_cell_of_a_table_is_a_formula():

@@ -170,6 +170,22 @@ def test_rates_of_kernels_are_as_a_cluster_file_has_them(measured_on_two_ranks: 
     assert device.kernels == (rates,)
 
 
+def test_a_pause_of_the_machine_does_not_make_a_kernels_time_that_of_a_single_call(monkeypatch: pytest.MonkeyPatch):
+    """A pause in the one call by which calls are counted made each run one call, whose clock alone takes as long."""
+    clock_s = [0.0]
+
+    def call():
+        clock_s[0] += 1e-5
+
+    def now(_device):
+        clock_s[0] += 1e-6  # reading it
+        return clock_s[0]
+
+    monkeypatch.setattr(kernels, "now", now)
+    paused = SimpleNamespace(device=torch.device("cpu"), finish=lambda: None, time_s=lambda *_call, **_how: 0.01)
+    assert kernels._call_s(paused, [call]) == pytest.approx(1e-5, rel=0.01)
+
+
 def test_products_that_do_not_fit_have_the_rate_of_those_smaller_in_their_largest_size(monkeypatch):
     def rates(_bench, _dtype, m, k, n):
         return dict.fromkeys(("forward", "input_gradient", "weight_gradient"), n * 1e12) if k < 16384 else None
