@@ -2,6 +2,8 @@
 of memory, steps of models at usual batch sizes, and steps of models that were not profiled.
 """
 
+import csv
+import os
 import tarfile
 import tomllib
 from functools import cache
@@ -76,12 +78,16 @@ def measured_in(file: str, folder: Path) -> Result:
     return read_result(folder / name)
 
 
+def calibration_of(archive: str, model: str) -> str:
+    """Return the name of the calibration for an archive's Results of a model."""
+    return CLUSTERS[archive] + {"gpt2-124m": "-bf16", "llama3.2-1b": "-llama"}.get(model, "")
+
+
 @cache
 def calibrated(archive: str, model: str) -> dict:
     """Return the device types of the calibration for an archive's Results."""
-    of_model = {"gpt2-124m": "-bf16", "llama3.2-1b": "-llama"}
-    file = f"{CLUSTERS[archive]}{of_model.get(model, '')}.toml"
-    return tomllib.loads((MEASURED / archive).with_name(file).read_text(encoding="utf-8"))["device_types"]
+    file = (MEASURED / archive).with_name(f"{calibration_of(archive, model)}.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8"))["device_types"]
 
 
 def model_of(result: Result) -> str:
@@ -151,6 +157,29 @@ def test_steps_that_keep_a_gpu_busy_are_as_measured(file):
     measured, found = as_calibrated(file)
     most = FURTHER_OFF.get(file.rpartition("/")[2].removesuffix(".measured.json"), 0.066)
     assert found.step_time_s == pytest.approx(measured.step_time_s, rel=most)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=() if file in AS_TRAINED else pytest.mark.slow) for file in FILES if "/results" in file],
+)
+def test_committed_comparisons_are_of_todays_predictions(file):
+    """With GSSIM_UPDATE_GOLDEN=1, both Results are written to a folder below `out`, named after the comparison: run
+    `python -m analysis compare` there, and commit its table.
+    """
+    measured, found = as_calibrated(file)
+    archive, _, name = file.rpartition("/")
+    table = MEASURED / archive
+    table = table.with_name(calibration_of(archive, model_of(measured)).replace("cluster", "comparison") + ".csv")
+    if os.environ.get("GSSIM_UPDATE_GOLDEN"):
+        folder = SCENARIOS.parent / "out" / "measured" / table.relative_to(MEASURED).with_suffix("")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(measured.to_json(), encoding="utf-8")
+        (folder / name.replace(".measured.", ".predicted.")).write_text(found.to_json(), encoding="utf-8")
+        return
+    with table.open(encoding="utf-8") as rows:
+        committed_s = {row["scenario_id"]: float(row["step_time_predicted_s"]) for row in csv.DictReader(rows)}
+    assert committed_s[name.split(".")[1]] == pytest.approx(found.step_time_s, rel=0.01)
 
 
 @pytest.mark.parametrize("file", [file for file in AS_TRAINED if "/one--" in file])
