@@ -26,9 +26,11 @@ from gssim.interop.reading import (
     read_bounded,
 )
 from gssim.interop.torchtitan import torchtitan
+from gssim.interop.trainer import trainer
 from gssim.interop.training import Entry, Training, scenario_of
 from gssim.scenario import load_cluster, load_scenario
 from gssim.scenario.overrides import parsed_override, toml
+from gssim.workload import Model
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def import_scenario(
     keys = Keys(str(path), values, frozenset(replaced), ignored)
     model_file = find_model(model)
     its_cluster = load_cluster(cluster)
-    training = _read(name, keys, its_cluster)
+    training = _read(name, keys, its_cluster, model_file.model)
     entries = scenario_of(training, keys, model_file.model, its_cluster, replaced)
     listed = tuple(f"{line}: {reason}" for line, reason in keys.listed)
     if keys.refused:
@@ -137,7 +139,7 @@ def _content(path: Path, text: str, form: str | None, variables: dict[str, str])
         case _:
             arguments = arguments_in(text, file=file, variables=variables, folder=path.parent)
             if not arguments or form not in (None, "megatron"):
-                hint = "those of Hugging Face's Trainer are not read: give its DeepSpeed or Accelerate file; "
+                hint = "those of Hugging Face's Trainer are read from YAML or JSON: write them so; "
                 raise UserError(
                     f"{file}: holds no arguments such as --micro-batch-size 1; "
                     f"{hint if 'per_device_train_batch_size' in text else ''}{_allowed()}"
@@ -157,6 +159,7 @@ def _allowed() -> str:
 
 
 SIGNS: dict[str, tuple[str, ...]] = {
+    "trainer": ("per_device_train_batch_size", "model_name_or_path", "finetuning_type"),
     "accelerate": ("distributed_type", "compute_environment", "fsdp_config.fsdp_version"),
     "axolotl": ("base_model",),
     "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16"),
@@ -172,8 +175,11 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "PRIME-RL's supervised fine-tuning": ("model", "optim", "data"),
     "NeMo": ("trainer", "model"),
     "LitGPT": ("out_dir", "train"),
-    "Hugging Face's Trainer (give its DeepSpeed or Accelerate file)": ("per_device_train_batch_size",),
-    "LLaMA-Factory": ("model", "train_dataset"),
+    "LLaMA-Factory's version 1": ("model", "train_dataset"),
+    "LLaMA-Factory with Megatron-LM (give Megatron-LM's arguments)": (
+        "pipeline_model_parallel_size",
+        "model_name_or_path",
+    ),
     "torchtune": ("checkpointer", "optimizer"),
     "verl": ("actor_rollout_ref",),
     "Megatron-Bridge (give its sizes and batch as Megatron-LM's arguments)": ("model", "train", "ddp"),
@@ -199,7 +205,7 @@ def _looks_like(data: Any, file: str) -> str | None:
     return next((name for name, signs in SIGNS.items() if any(sign in data for sign in signs)), None)
 
 
-def _read(name: str, keys: Keys, cluster: Cluster) -> Training:
+def _read(name: str, keys: Keys, cluster: Cluster, model: Model) -> Training:
     match name:
         case "deepspeed":
             return deepspeed(keys)
@@ -211,6 +217,8 @@ def _read(name: str, keys: Keys, cluster: Cluster) -> Training:
             return torchtitan(keys)
         case "automodel":
             return automodel(keys)
+        case "trainer":
+            return trainer(keys, cluster, model)
         case _:
             return axolotl(keys, cluster)
 
