@@ -537,6 +537,8 @@ def deepspeed_file(keys: Keys, key: str, name: str, *, fills: str = "", precisio
     if fills and precision and not inner.values.keys() & {"bf16.enabled", "fp16.enabled"}:
         inner.values[f"{precision}.enabled"] = True
     found = deepspeed(inner)
+    if fills and found.clip_norm is None and content.get("gradient_clipping") != "auto":
+        found.clip_norm = Value(0.0, f"{path.name}: gradient_clipping is not given: none")  # the engine clips
     keys.listed += [(f"{path.name}: {line}", reason) for line, reason in inner.listed]
     keys.refused += [(f"{path.name}: {line}", reason) for line, reason in inner.refused]
     keys.read.add(key)

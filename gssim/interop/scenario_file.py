@@ -180,6 +180,8 @@ NOT_READ: dict[str, tuple[str, ...]] = {
         "pipeline_model_parallel_size",
         "model_name_or_path",
     ),
+    "open-instruct": ("with_tracking", "model_name_or_path"),
+    "ms-swift": ("tuner_type", "model"),
     "torchtune": ("checkpointer", "optimizer"),
     "verl": ("actor_rollout_ref",),
     "Megatron-Bridge (give its sizes and batch as Megatron-LM's arguments)": ("model", "train", "ddp"),

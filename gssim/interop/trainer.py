@@ -45,16 +45,14 @@ PREFERENCES = "pairs of answers, or a reference model beside the trained one, ca
 GENERATION = "reinforcement learning, which generates text beside training, cannot be simulated"
 OPTIMIZER_OF_FACTORY = "no such optimizer here: its state and its update are not modelled"
 
-DATA = (
-    "dataset* eval_dataset* data_* train_file validation_file val_size max_samples max_train_samples max_eval_samples"
-)
+DATA = "dataset* eval_dataset* data_* *_file val_size max_samples max_*_samples formatting messages *_tag"
 TRAINER: dict[str, Rule] = {
     **refused(GENERATION, "num_generations reward_* use_vllm vllm_mode max_completion_length num_iterations ppo_*"),
     **refused(
         GENERATION, "temperature top_p top_k min_p scale_rewards mask_truncated_completions code_* e2b_* epsilon*"
     ),
     **refused(PREFERENCES, "beta rpo_alpha ref_model* reference_* precompute_ref* max_prompt_length use_asft_loss"),
-    **refused(PREFERENCES, "desirable_weight undesirable_weight simpo_gamma cpo_alpha"),
+    **refused(PREFERENCES, "desirable_weight undesirable_weight simpo_gamma gamma_beta_ratio cpo_alpha"),
     **refused(WHOLE_MODEL_COMPILED, "torch_compile torch_compile_backend torch_compile_mode"),
     **refused(FUSED_KERNELS, "use_liger_kernel enable_liger_kernel use_liger use_unsloth use_v1_kernels use_ipex"),
     **refused("activations that are offloaded cannot be simulated", "activation_offloading use_unsloth_gc"),
@@ -93,7 +91,7 @@ TRAINER: dict[str, Rule] = {
     **listed(
         "samples are of the longest length here, packed or not",
         "packing packing_strategy eval_packing neat_packing padding_free pad_to_multiple_of group_by_length "
-        "length_column_name truncation_mode pad_to_max_length group_texts",
+        "length_column_name truncation_mode pad_to_max_length train_sampling_strategy",
     ),
     **listed(
         MODEL,
@@ -104,7 +102,7 @@ TRAINER: dict[str, Rule] = {
     ),
     **listed(
         NUMERICS,
-        "lr_* warmup_* adam_* optim_args optim_target_modules label_smoothing_factor neftune_noise_alpha seed_* "
+        "lr_* warmup_* adam_* tf32 optim_args optim_target_modules label_smoothing_factor neftune_noise_alpha seed_* "
         "num_cycles use_rslora pissa_* loraplus_* lora_task_type use_dft_loss use_eaft_loss eaft_alpha asft_alpha "
         "train_on_prompt mask_history completion_only_loss assistant_only_loss train_on_inputs "
         "ignore_pad_token_for_loss early_stopping_steps enable_thinking preserve_thinking",
@@ -125,7 +123,7 @@ TRAINER: dict[str, Rule] = {
     ),
     **listed(
         LAUNCHER,
-        "ddp_timeout ddp_find_unused_parameters ddp_broadcast_buffers local_rank debug ray_* resources_per_worker "
+        "ddp_timeout ddp_find_unused_parameters ddp_broadcast_buffers local_rank debug ray_* resources_per_worker* "
         "placement_strategy no_cuda use_mps_device log_on_each_node jit_mode_eval xpu_backend env.* mp_parameters "
         "fp8_backend fp16_opt_level infer_backend infer_dtype offload_folder vllm_*",
     ),
@@ -161,6 +159,9 @@ SIGNS = {
     ),
 }
 """Keys that only one of the programs has."""
+UNPACKED = (
+    "approximated: all samples are this long; without packing there are shorter ones, padded to a batch's longest"
+)
 WITH_ACCELERATE = (
     "approximated: replicas; if an Accelerate file starts the training, give its sharding by --set plan.method=zero3 "
     "(or zero1, zero2) and --set workload.precision=bf16"
@@ -217,16 +218,23 @@ def _batch_in(keys: Keys, training: Training, program: str) -> None:
     training.accumulation = keys.integer(accumulation, sets="plan.micro_batches")
     if training.accumulation is None:
         training.accumulation = Value(1, f"{accumulation} is not given: 1")
+    _length_in(keys, training, program)
+
+
+def _length_in(keys: Keys, training: Training, program: str) -> None:
+    """Read the length of samples, and list whether all have it."""
+    packs = any([keys.enabled(name) is not None for name in ("packing", "neat_packing")])
     names, usual = LENGTHS[program]
     training.sequence = keys.integer(*names, sets="workload.sequence_length")
-    if training.sequence is not None:
-        return
-    no_limit = next((each for each in names if each in keys.values), None)
-    if no_limit is not None:
+    no_limit = next((each for each in names if each in keys.values and not keys.has(each)), None)
+    if training.sequence is None and no_limit is not None:
         reason = "of no limit: the length of samples is not in the file"
         keys.refuse(no_limit, reason, replaced_by=["workload.sequence_length"])
-    elif usual is not None:
+    elif training.sequence is None and usual is not None:
         training.sequence = Value(usual, f"{names[0]} is not given: {usual} ({program}'s default)")
+    packs_itself = program == FACTORY and keys.values.get("stage") == "pt"
+    if training.sequence is not None and not packs and not packs_itself:
+        keys.listed.append((training.sequence.origin, UNPACKED))
 
 
 def _devices_in(keys: Keys, training: Training, cluster: Cluster) -> None:
@@ -267,7 +275,7 @@ def _task_in(keys: Keys, program: str) -> None:
 
 
 def _attention_in(keys: Keys) -> None:
-    for name in ("attn_implementation", "flash_attn"):
+    for name in ("attn_implementation", "flash_attn", "use_flash_attention_2"):
         if keys.raw(name) in ("eager", "disabled", "off"):
             keys.refuse(name, "attention whose scores are kept is not what shipped models have: see --model")
         elif keys.has(name):
@@ -386,18 +394,28 @@ def _deepspeed_in(keys: Keys, training: Training, file: str, program: str) -> No
     found = deepspeed_file(keys, "deepspeed", file, fills=program, precision=on[0] if on else "")
     if found is None:
         return
-    for name in OF_ENGINE:
-        setattr(training, name, getattr(found, name))
-    for name in ("dp_shard", "tp", "loss_scale"):
-        setattr(training, name, getattr(training, name, None) or getattr(found, name))
-    if found.optimizer is not None:  # the Trainer makes none of its own then
-        for name in ("optimizer", "optimizer_implementation", "optimizer_state_precision"):
-            setattr(training, name, getattr(found, name))
+    _engine_in(keys, training, found, file)
     for name in ("micro_batch", "accumulation", "cp"):
         ours, theirs = getattr(training, name), getattr(found, name)
         if theirs is not None and theirs.value != (ours.value if ours is not None else 1):
             said = ours.origin if ours is not None else "the recipe, which has none"
             keys.refuse("deepspeed", f"its {theirs.origin} contradicts {said}")
+
+
+def _engine_in(keys: Keys, training: Training, found: Training, file: str) -> None:
+    """Set what DeepSpeed's engine decides; `found`: the training in its file."""
+    for name in OF_ENGINE:
+        setattr(training, name, getattr(found, name))
+    for name in ("dp_shard", "tp", "loss_scale"):
+        setattr(training, name, getattr(training, name, None) or getattr(found, name))
+    if found.clip_norm is not None:
+        training.clip_norm = found.clip_norm
+    if found.optimizer is not None:  # the Trainer makes none of its own then
+        for name in ("optim", "optimizer"):
+            if keys.has(name):
+                keys.note(name, f"the optimizer of {file} takes its place")
+        for name in ("optimizer", "optimizer_implementation", "optimizer_state_precision"):
+            setattr(training, name, getattr(found, name))
 
 
 def add_adapters(

@@ -2128,6 +2128,9 @@ def test_trainers_arguments_of_llama_factory(tmp_path):
     (tmp_path / "configs" / "ds.json").write_text(json.dumps(auto | {"optimizer": {"type": "Adam"}}))
     tables, _ = imported(tmp_path / "recipes", f"{text}optim: sgd\n", name="x.yaml")
     assert tables["workload"]["optimizer"] == "adamw"  # the engine's own takes the place of the Trainer's
+    (tmp_path / "configs" / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    tables, _ = imported(tmp_path / "recipes", text, name="x.yaml")
+    assert "clip_norm" not in tables["workload"]  # the engine clips, and is not told to
     assert "no such file" in refused(tmp_path, f"{FACTORY}deepspeed: none.json\n", name="x.yaml")
 
 
