@@ -1,8 +1,8 @@
 """Importer of the arguments of Hugging Face's Trainer: YAML or JSON of LLaMA-Factory, of TRL's supervised fine-tuning
 (and so of alignment-handbook and open-r1), and of scripts of transformers.
 
-Keys and defaults are those of transformers 4.57, TRL 0.25 and LLaMA-Factory 0.9.4. What the axolotl importer reads in
-the same way is here too, as axolotl's trainer is this one.
+Keys and defaults are those of transformers 5, TRL 1 and LLaMA-Factory 0.9.5; names of earlier releases are read too.
+What the axolotl importer reads in the same way is here, as axolotl's trainer is this one.
 """
 
 from pathlib import Path
@@ -35,7 +35,15 @@ from gssim.interop.reading import (
     refused,
 )
 from gssim.interop.torchtitan import PURE_16_BIT
-from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in, sizes_in
+from gssim.interop.training import (
+    OTHER_OPTIMIZER,
+    PRECISIONS,
+    WHOLE_MODEL_COMPILED,
+    Training,
+    bucket_in,
+    optimizer_in,
+    sizes_in,
+)
 from gssim.workload import Model
 
 LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
@@ -43,7 +51,7 @@ ATTENTION = "attention is that of the model file"
 FUSED_KERNELS = "fused kernels (Liger, cut cross-entropy, ...) are not modelled"
 PREFERENCES = "pairs of answers, or a reference model beside the trained one, cannot be simulated"
 GENERATION = "reinforcement learning, which generates text beside training, cannot be simulated"
-OPTIMIZER_OF_FACTORY = "no such optimizer here: its state and its update are not modelled"
+AXOLOTL = "axolotl"
 
 DATA = "dataset* eval_dataset* data_* *_file val_size max_samples max_*_samples formatting messages *_tag"
 TRAINER: dict[str, Rule] = {
@@ -53,14 +61,14 @@ TRAINER: dict[str, Rule] = {
     ),
     **refused(PREFERENCES, "beta rpo_alpha ref_model* reference_* precompute_ref* max_prompt_length use_asft_loss"),
     **refused(PREFERENCES, "desirable_weight undesirable_weight simpo_gamma gamma_beta_ratio cpo_alpha"),
-    **refused(WHOLE_MODEL_COMPILED, "torch_compile torch_compile_backend torch_compile_mode"),
+    **refused(WHOLE_MODEL_COMPILED, "torch_compile torch_compile_backend torch_compile_mode torchdynamo"),
     **refused(FUSED_KERNELS, "use_liger_kernel enable_liger_kernel use_liger use_unsloth use_v1_kernels use_ipex"),
     **refused("activations that are offloaded cannot be simulated", "activation_offloading use_unsloth_gc"),
     **refused(LORA, "use_dora lora_target_parameters lora_modules_to_save additional_target adapter_name_or_path"),
     **refused("blocks that are added to the model cannot be simulated", "use_llama_pro"),
     **refused("layers that tokens leave out cannot be simulated", "mixture_of_depths"),
     **refused("other attention than that of the model file cannot be simulated", "shift_attn"),
-    **refused(OPTIMIZER_OF_FACTORY, "use_galore use_apollo use_badam use_adam_mini use_muon adafactor"),
+    **refused(OTHER_OPTIMIZER, "use_galore use_apollo use_badam use_adam_mini use_muon adafactor"),
     **refused("experts on the processors of the host cannot be simulated", "use_kt"),
     **refused("its keys are not read: give Megatron-LM's arguments", "use_mca use_megatron_* megatron_*"),
     **refused("the sizes of its mesh are not read from here", "parallelism_config* use_hyper_* hyper_parallel_*"),
@@ -75,6 +83,7 @@ TRAINER: dict[str, Rule] = {
     **refused("kernels that are chosen to be deterministic cannot be simulated", "full_determinism"),
     **refused("Apex's amp cannot be simulated", "half_precision_backend fp16_backend", neutral=("auto", "cuda_amp")),
     **refused("this sharding of FairScale's cannot be simulated", "sharded_ddp"),
+    **refused("several GPUs of a process (DataParallel) cannot be simulated", "_n_gpu", neutral=(1,)),
     **refused("give it as a file that the key names", "deepspeed.*"),
     **refused("units by size cannot be simulated", "fsdp_min_num_params"),
     **refused("PyTorch/XLA cannot be simulated", "fsdp_config.xla* tpu_*"),
@@ -146,7 +155,7 @@ NO_FSDP = listed("of FSDP, which is off", "fsdp_config*")
 
 FACTORY, TRL, PLAIN = "LLaMA-Factory", "TRL", "transformers"
 SIGNS = {
-    FACTORY: ("finetuning_type", "stage", "cutoff_len"),
+    FACTORY: ("finetuning_type", "stage", "cutoff_len", "infer_backend", "export_dir"),
     TRL: (
         *("max_length", "max_seq_length", "use_peft", "dataset_mixture", "dataset_mixer", "dataset_num_proc"),
         *(
@@ -159,12 +168,22 @@ SIGNS = {
     ),
 }
 """Keys that only one of the programs has."""
+REPLICAS = "neither fsdp nor deepspeed"
 UNPACKED = (
     "approximated: all samples are this long; without packing there are shorter ones, padded to a batch's longest"
 )
 WITH_ACCELERATE = (
     "approximated: replicas; if an Accelerate file starts the training, give its sharding by --set plan.method=zero3 "
     "(or zero1, zero2) and --set workload.precision=bf16"
+)
+NO_PREFETCH = "approximated: the next unit's parameters are gathered beside the backward; the Trainer prefetches none"
+LOADED_IN_FP32 = (
+    "approximated: weights are loaded in fp32, as before transformers 5, which loads them as the checkpoint has them: "
+    "--set workload.precision=bf16"
+)
+GATHERED_AGAIN = (
+    "approximated: FSDP1 gathers parameters once more for what gradient_checkpointing recomputes; "
+    "fsdp_config.activation_checkpointing does not"
 )
 STAGES = {
     **dict.fromkeys(("pt", "sft"), None),
@@ -197,8 +216,9 @@ def trainer(keys: Keys, cluster: Cluster, model: Model) -> Training:
     _attention_in(keys)
     _loss_in(keys, training, program)
     shards = sharding_in(keys, training, cluster, program=program)
-    if training.sharding is not None and training.sharding.key == "neither fsdp nor deepspeed":
-        keys.listed.append((training.sharding.origin, WITH_ACCELERATE))
+    unsharded = training.sharding is not None and training.sharding.key == REPLICAS
+    if unsharded and "plan.method" not in keys.overridden:
+        keys.listed.append((REPLICAS, WITH_ACCELERATE))
     if program == FACTORY:
         _factory_in(keys, training, model)
     else:
@@ -322,16 +342,16 @@ def sharding_in(keys: Keys, training: Training, cluster: Cluster, *, program: st
     """Read the sharding, and return whether FSDP is on."""
     file = keys.raw("deepspeed")
     on = _words(keys.raw("fsdp"))
-    if isinstance(keys.raw("fsdp_config"), str):
+    if on and isinstance(keys.raw("fsdp_config"), str):
         _read_fsdp_file(keys)
     config = any(key.startswith("fsdp_config.") and keys.has(key) for key in keys.values)
-    shards = bool(on) or (config and program not in (FACTORY, TRL, PLAIN))  # axolotl's key fsdp may be missing
+    shards = bool(on) or (config and program == AXOLOTL)  # axolotl's key fsdp may be missing
     if file and shards:
         keys.refuse("deepspeed", "contradicts fsdp: it is one or the other")
     elif file:
         _deepspeed_in(keys, training, str(file), program)
     elif shards:
-        _fsdp_in(keys, training, cluster, on)
+        _fsdp_in(keys, training, cluster, on, program)
         # the Trainer leaves gradients whole until the last micro-batch (accelerate's no_sync)
         each = keys.enabled("accelerator_config.gradient_accumulation_kwargs.sync_each_batch")
         if each is not None:
@@ -339,7 +359,7 @@ def sharding_in(keys: Keys, training: Training, cluster: Cluster, *, program: st
         elif training.accumulation is not None and training.accumulation.value > 1:
             training.gradient_sync = Value("step", f"{training.accumulation.origin}: the Trainer's no_sync")
     else:
-        training.sharding = Value("none", "neither fsdp nor deepspeed")
+        training.sharding = Value("none", REPLICAS)
     return shards
 
 
@@ -347,10 +367,10 @@ def _words(on: Any) -> list[str]:
     """Return the options of the key `fsdp`: a list, a text of words, or true.
 
     >>> _words("full_shard auto_wrap"), _words(["shard_grad_op"]), _words(True), _words("")
-    (['full_shard', 'auto_wrap'], ['shard_grad_op'], ['full_shard', 'auto_wrap'], [])
+    (['full_shard', 'auto_wrap'], ['shard_grad_op'], ['full_shard'], [])
     """
     if on is True or str(on).lower() == "true":
-        return ["full_shard", "auto_wrap"]
+        return ["full_shard"]
     words = on.replace(",", " ").split() if isinstance(on, str) else on if isinstance(on, list) else []
     return [str(word).lower() for word in words]
 
@@ -365,16 +385,18 @@ def _read_fsdp_file(keys: Keys) -> None:
     keys.values = keys.values | {f"fsdp_config.{key}": value for key, value in content.items()}
 
 
-def _fsdp_in(keys: Keys, training: Training, cluster: Cluster, on: list[str]) -> None:
+def _fsdp_in(keys: Keys, training: Training, cluster: Cluster, on: list[str], program: str) -> None:
     """Read FSDP's keys, all of which may have a prefix; `on`: the options in `fsdp`."""
     prefixed = (key for key in keys.values if key.startswith("fsdp_config.fsdp_") and key != "fsdp_config.fsdp_version")
     prefix = "fsdp_config.fsdp_" if any(prefixed) else "fsdp_config."
     read_fsdp(keys, training, cluster, prefix=prefix)
-    options = [word for word in on if word in SHARDINGS]
-    if options and not keys.has(f"{prefix}reshard_after_forward"):
-        shard_by(keys, training, cluster, Value(SHARDINGS[options[0]], keys.line("fsdp")), "fsdp")
-    if on and "auto_wrap" not in on and not keys.has(f"{prefix}auto_wrap_policy"):
-        keys.refuse("fsdp", f"without auto_wrap the whole model is one unit; {UNITS}")
+    if program == AXOLOTL:  # which sets Accelerate's variables by the keys of the table
+        options = [word for word in on if word in SHARDINGS]
+        said = any(keys.has(f"{prefix}{name}") for name in ("reshard_after_forward", "sharding_strategy"))
+        if options and not said:
+            shard_by(keys, training, cluster, Value(SHARDINGS[options[0]], keys.line("fsdp")), "fsdp")
+    else:
+        _units_in(keys, training, cluster, on, prefix)
     unknown = [word for word in on if word not in (*SHARDINGS, "auto_wrap", "offload")]
     if unknown:
         keys.refuse("fsdp", f"what {unknown[0]} does is not known")
@@ -386,6 +408,31 @@ def _fsdp_in(keys: Keys, training: Training, cluster: Cluster, on: list[str]) ->
     precision = keys.raw(f"{prefix}mixed_precision_policy")
     if precision is not None and keys.values.get(str(precision)) not in (True, "auto", "true"):
         keys.refuse(f"{prefix}mixed_precision_policy", "contradicts the recipe's own precision")
+
+
+def _units_in(keys: Keys, training: Training, cluster: Cluster, on: list[str], prefix: str) -> None:
+    """Read how the Trainer shards and wraps: by its own options, and in FSDP2 by `reshard_after_forward`.
+
+    Source: transformers, training_args.py, _process_fsdp_args.
+    """
+    options = [word for word in on if word in SHARDINGS]
+    reshard, strategy = (f"{prefix}{name}" for name in ("reshard_after_forward", "sharding_strategy"))
+    versions = [name for name in ("fsdp_config.version", "fsdp_config.fsdp_version") if keys.has(name)]
+    if versions and str(keys.raw(versions[0])) == "2":
+        if not keys.has(reshard):
+            line = f"{keys.line(versions[0])}: reshard_after_forward is not given: false"
+            shard_by(keys, training, cluster, Value(SHARDINGS["false"], line), "fsdp")
+    else:
+        shard_by(keys, training, cluster, Value(SHARDINGS[(*options, "full_shard")[0]], keys.line("fsdp")), "fsdp")
+        for name in (reshard, strategy):
+            if keys.has(name):
+                keys.note(name, "the Trainer reads its key fsdp instead")
+        if not keys.has(f"{prefix}backward_prefetch"):
+            keys.listed.append((keys.line("fsdp"), NO_PREFETCH))
+        if training.recompute is not None and training.recompute.value == "full":
+            keys.listed.append((training.recompute.origin, GATHERED_AGAIN))
+    if "auto_wrap" not in on:
+        keys.refuse("fsdp", f"without auto_wrap the whole model is one unit; {UNITS}")
 
 
 def _deepspeed_in(keys: Keys, training: Training, file: str, program: str) -> None:
@@ -493,6 +540,9 @@ def _peft_in(keys: Keys, training: Training) -> None:
     if keys.enabled("use_peft") is None:
         for _, flag in on:
             keys.refuse(flag.key, "quantized weights without adapters cannot be simulated")
+        if "use_peft" not in keys.values and keys.has("lora_r"):
+            reason = "whether there are adapters is up to use_peft, which is not in the file: add it"
+            keys.refuse("lora_r", reason, replaced_by=["workload.adapters"])
         return
     if not keys.has("lora_target_modules"):
         reason = "needs lora_target_modules here: PEFT's own choice is not in the file"
@@ -551,4 +601,6 @@ def _precision_in(keys: Keys, training: Training, program: str) -> None:
         kinds: dict[str, str | None] = {**PRECISIONS, "auto": None}
         found = keys.choice(kinds, "dtype", "torch_dtype", sets="workload.precision", why="no such precision here")
         loaded = found or loaded
+    elif program == PLAIN and on is not None and training.sharding is not None and training.sharding.origin == REPLICAS:
+        keys.listed.append((on.origin, LOADED_IN_FP32))
     precision_in(keys, training, on, loaded)

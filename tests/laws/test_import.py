@@ -905,6 +905,8 @@ def test_scripts_that_cannot_be_followed_are_refused_in_a_line(tmp_path, text, s
             "LLaMA-Factory with Megatron-LM",
         ),
         ("x.yaml", "model: Qwen/Qwen3-4B\ntrain_dataset: d.yaml\nmicro_batch_size: 1\nbf16: true\n", "LLaMA-Factory"),
+        ("x.yaml", "model: Qwen/Qwen3-4B\ntuner_type: lora\nper_device_train_batch_size: 1\n", "ms-swift"),
+        ("x.yaml", "model_name_or_path: a/b\nwith_tracking: true\nlearning_rate: 1e-5\n", "open-instruct"),
         ("x.yaml", "checkpointer: {a: 1}\noptimizer: {b: 2}\nbatch_size: 2\ndtype: bf16\n", "torchtune"),
         ("x.yaml", "actor_rollout_ref: {model: {path: x}}\ntrainer: {nnodes: 1}\n", "verl"),
         ("x.yaml", "model: {tensor_model_parallel_size: 2}\ntrain: {a: 1}\nddp: {b: 2}\n", "Megatron-Bridge"),
@@ -2224,7 +2226,10 @@ def test_trainers_arguments_of_recipes(tmp_path):
         ("fsdp: [shard_grad_op, auto_wrap]\nfsdp_config: {transformer_layer_cls_to_wrap: X}\n", "zero2"),
         ("fsdp: full_shard auto_wrap\nfsdp_config: {version: 2, reshard_after_forward: false}\n", "zero2"),
         ("fsdp: full_shard auto_wrap offload\nfsdp_config: f.json\n", "zero3"),
+        ("fsdp: full_shard auto_wrap\nfsdp_config: {version: 2}\n", "zero2"),  # its own default of FSDP2
+        ("fsdp: shard_grad_op auto_wrap\nfsdp_config: {reshard_after_forward: FULL_SHARD}\n", "zero2"),
         ("fsdp: full_shard\n", "the whole model is one unit"),
+        ("fsdp: true\n", "the whole model is one unit"),
         ("fsdp: full_shard auto_wrap\nfsdp_config: {xla: true}\n", "XLA"),
         ("fsdp: full_shard auto_wrap\nfsdp_config: g.json\n", "no such file"),
     ],
@@ -2235,10 +2240,18 @@ def test_the_trainers_fsdp(tmp_path, fsdp, method):
     if not method.startswith("zero"):
         assert method in refused(tmp_path, text, name="x.yaml")
         return
-    tables, _ = imported(tmp_path, text, name="x.yaml")
+    tables, found = imported(tmp_path, text, name="x.yaml")
     plan = {"method": method, "gradient_sync": "step", "offload": "parameters" if "offload" in fsdp else None}
     assert subset(tables["plan"], plan) == plan
     assert tables["workload"]["precision"] == "bf16"
+    assert any("gathers parameters once more" in line for line in found.listed) == ("version: 2" not in fsdp)
+
+
+def test_axolotls_options_of_fsdp(tmp_path):
+    """Before, `shard_grad_op` in the key fsdp was taken for `full_shard`."""
+    without = AXOLOTL[: AXOLOTL.index("fsdp_version")]
+    tables, _ = imported(tmp_path, f"{without}fsdp: [shard_grad_op, auto_wrap]\n", name="x.yml")
+    assert tables["plan"]["method"] == "zero2"
 
 
 @pytest.mark.parametrize(
@@ -2247,6 +2260,7 @@ def test_the_trainers_fsdp(tmp_path, fsdp, method):
         (FACTORY.replace("stage: sft", "stage: dpo"), "a reference model"),
         (FACTORY.replace("stage: sft", "stage: ppo"), "reinforcement learning"),
         (FACTORY.replace("do_train: true", ""), "nothing is trained"),
+        ("model_name_or_path: a/b\ntemplate: llama3\ninfer_backend: vllm\n", "nothing is trained"),
         (FACTORY.replace("finetuning_type: full", "finetuning_type: oft"), "adapters of this kind"),
         (f"{FACTORY}quantization_bit: 4\n", "under adapters"),
         (f"{FACTORY}flash_attn: disabled\n", "attention whose scores are kept"),
@@ -2261,6 +2275,7 @@ def test_the_trainers_fsdp(tmp_path, fsdp, method):
         (f"{RECIPE}num_generations: 8\n", "reinforcement learning"),
         (f"{RECIPE}torch_compile: true\n", "the whole model is compiled"),
         (f"{RECIPE}load_in_8bit: true\n", "without adapters"),
+        (f"{RECIPE}lora_r: 8\n", "up to use_peft"),
         (f"{RECIPE}auto_find_batch_size: true\n", "batch that it finds"),
         (RECIPE.replace("max_length: 2048", "max_length: null"), "of no limit"),
         (RECIPE.replace("bf16: true", "fp16: true").replace("bfloat16", "float16"), "scales no loss"),
