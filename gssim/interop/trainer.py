@@ -78,7 +78,8 @@ TRAINER: dict[str, Rule] = {
     **refused(
         "weights that are quantized otherwise cannot be simulated", "bnb_4bit_quant_storage quantization_device*"
     ),
-    **refused("the batch that it finds is not in the file", "auto_find_batch_size accelerator_config.split_batches"),
+    **refused("the batch that it finds is not in the file", "auto_find_batch_size"),
+    **refused("the batch is then that of all devices: give it so", "accelerator_config.split_batches"),
     **refused("when the allocator is emptied cannot be simulated", "torch_empty_cache_steps"),
     **refused("kernels that are chosen to be deterministic cannot be simulated", "full_determinism"),
     **refused("Apex's amp cannot be simulated", "half_precision_backend fp16_backend", neutral=("auto", "cuda_amp")),
@@ -158,16 +159,12 @@ SIGNS = {
     FACTORY: ("finetuning_type", "stage", "cutoff_len", "infer_backend", "export_dir"),
     TRL: (
         *("max_length", "max_seq_length", "use_peft", "dataset_mixture", "dataset_mixer", "dataset_num_proc"),
-        *(
-            "dataset_text_field",
-            "completion_only_loss",
-            "assistant_only_loss",
-            "num_generations",
-            "attn_implementation",
-        ),
+        *("dataset_text_field", "completion_only_loss", "assistant_only_loss", "attn_implementation"),
     ),
 }
 """Keys that only one of the programs has."""
+OPTIONS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+"""How the Trainer's key `fsdp` shards."""
 REPLICAS = "neither fsdp nor deepspeed"
 UNPACKED = (
     "approximated: all samples are this long; without packing there are shorter ones, padded to a batch's longest"
@@ -217,7 +214,7 @@ def trainer(keys: Keys, cluster: Cluster, model: Model) -> Training:
     _loss_in(keys, training, program)
     shards = sharding_in(keys, training, cluster, program=program)
     unsharded = training.sharding is not None and training.sharding.key == REPLICAS
-    if unsharded and "plan.method" not in keys.overridden:
+    if unsharded and not {"plan.method", "workload.precision"} <= keys.overridden:
         keys.listed.append((REPLICAS, WITH_ACCELERATE))
     if program == FACTORY:
         _factory_in(keys, training, model)
@@ -309,7 +306,7 @@ def _loss_in(keys: Keys, training: Training, program: str) -> None:
         keys.note("loss_type", "approximated: the loss of all tokens, and logits are multiplied again in the backward")
     elif loss is not None and loss not in ("nll", "dft"):
         keys.refuse("loss_type", PREFERENCES)
-    elif loss is None and program == TRL:
+    elif loss is None and program == TRL and "workload.fused_loss" not in keys.overridden:
         usual = "is not given: nll; newer releases of TRL, whose default is chunked_nll: --set workload.fused_loss=true"
         keys.listed.append(("loss_type", usual))
 
@@ -391,13 +388,13 @@ def _fsdp_in(keys: Keys, training: Training, cluster: Cluster, on: list[str], pr
     prefix = "fsdp_config.fsdp_" if any(prefixed) else "fsdp_config."
     read_fsdp(keys, training, cluster, prefix=prefix)
     if program == AXOLOTL:  # which sets Accelerate's variables by the keys of the table
-        options = [word for word in on if word in SHARDINGS]
+        options = [word for word in on if word in OPTIONS]
         said = any(keys.has(f"{prefix}{name}") for name in ("reshard_after_forward", "sharding_strategy"))
         if options and not said:
             shard_by(keys, training, cluster, Value(SHARDINGS[options[0]], keys.line("fsdp")), "fsdp")
     else:
         _units_in(keys, training, cluster, on, prefix)
-    unknown = [word for word in on if word not in (*SHARDINGS, "auto_wrap", "offload")]
+    unknown = [word for word in on if word not in (*OPTIONS, "auto_wrap", "offload")]
     if unknown:
         keys.refuse("fsdp", f"what {unknown[0]} does is not known")
     if "offload" in on:
@@ -415,7 +412,7 @@ def _units_in(keys: Keys, training: Training, cluster: Cluster, on: list[str], p
 
     Source: transformers, training_args.py, _process_fsdp_args.
     """
-    options = [word for word in on if word in SHARDINGS]
+    options = [word for word in on if word in OPTIONS]
     reshard, strategy = (f"{prefix}{name}" for name in ("reshard_after_forward", "sharding_strategy"))
     versions = [name for name in ("fsdp_config.version", "fsdp_config.fsdp_version") if keys.has(name)]
     if versions and str(keys.raw(versions[0])) == "2":
@@ -427,9 +424,10 @@ def _units_in(keys: Keys, training: Training, cluster: Cluster, on: list[str], p
         for name in (reshard, strategy):
             if keys.has(name):
                 keys.note(name, "the Trainer reads its key fsdp instead")
-        if not keys.has(f"{prefix}backward_prefetch"):
+        gathers = training.sharding is not None and training.sharding.value == "zero3"  # in the backward too
+        if gathers and not keys.has(f"{prefix}backward_prefetch"):
             keys.listed.append((keys.line("fsdp"), NO_PREFETCH))
-        if training.recompute is not None and training.recompute.value == "full":
+        if gathers and training.recompute is not None and training.recompute.value == "full":
             keys.listed.append((training.recompute.origin, GATHERED_AGAIN))
     if "auto_wrap" not in on:
         keys.refuse("fsdp", f"without auto_wrap the whole model is one unit; {UNITS}")
@@ -437,10 +435,14 @@ def _units_in(keys: Keys, training: Training, cluster: Cluster, on: list[str], p
 
 def _deepspeed_in(keys: Keys, training: Training, file: str, program: str) -> None:
     """Read the DeepSpeed file; batch and precision are those of the recipe."""
-    on = [kind for kind in ("bf16", "fp16") if keys.values.get(kind) in (True, "auto", "true")]
-    found = deepspeed_file(keys, "deepspeed", file, fills=program, precision=on[0] if on else "")
+    flags = ("bf16", "bfloat16", "fp16", "float16")
+    on = [PRECISIONS[flag] for flag in flags if keys.values.get(flag) in (True, "auto", "true")]
+    precision = (*on, "bf16" if program == TRL and not keys.has("bf16") else "")[0]
+    found = deepspeed_file(keys, "deepspeed", file, fills=program, precision=precision)
     if found is None:
         return
+    if found.precision is not None and found.precision.value not in ("fp32", precision):
+        keys.refuse("deepspeed", f"its {found.precision.origin} contradicts the recipe: {precision or 'fp32'}")
     _engine_in(keys, training, found, file)
     for name in ("micro_batch", "accumulation", "cp"):
         ours, theirs = getattr(training, name), getattr(found, name)

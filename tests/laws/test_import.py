@@ -2133,6 +2133,14 @@ def test_trainers_arguments_of_llama_factory(tmp_path):
     (tmp_path / "configs" / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     tables, _ = imported(tmp_path / "recipes", text, name="x.yaml")
     assert "clip_norm" not in tables["workload"]  # the engine clips, and is not told to
+    (tmp_path / "configs" / "ds.json").write_text(json.dumps(auto | {"bf16": {"enabled": True}}))
+    other = text.replace("bf16: true", "bf16: false")
+    assert "bf16.enabled = true contradicts the recipe: fp32" in refused(tmp_path / "recipes", other, name="x.yaml")
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "configs" / "ds.json").write_text(json.dumps(auto | {"zero_optimization": offload}))
+    recipe = "dataset_num_proc: 4\nmodel_name_or_path: meta-llama/Meta-Llama-3-8B\ndeepspeed: configs/ds.json\n"
+    tables, _ = imported(tmp_path / "recipes", recipe, name="x.yaml")  # TRL's default is bf16
+    assert (tables["workload"]["precision"], tables["plan"]["offload"]) == ("bf16", "optimizer")
     assert "no such file" in refused(tmp_path, f"{FACTORY}deepspeed: none.json\n", name="x.yaml")
 
 
@@ -2230,6 +2238,7 @@ def test_trainers_arguments_of_recipes(tmp_path):
         ("fsdp: shard_grad_op auto_wrap\nfsdp_config: {reshard_after_forward: FULL_SHARD}\n", "zero2"),
         ("fsdp: full_shard\n", "the whole model is one unit"),
         ("fsdp: true\n", "the whole model is one unit"),
+        ("fsdp: full_shard auto_wrap '3'\n", "what '3' does"),
         ("fsdp: full_shard auto_wrap\nfsdp_config: {xla: true}\n", "XLA"),
         ("fsdp: full_shard auto_wrap\nfsdp_config: g.json\n", "no such file"),
     ],
@@ -2244,7 +2253,7 @@ def test_the_trainers_fsdp(tmp_path, fsdp, method):
     plan = {"method": method, "gradient_sync": "step", "offload": "parameters" if "offload" in fsdp else None}
     assert subset(tables["plan"], plan) == plan
     assert tables["workload"]["precision"] == "bf16"
-    assert any("gathers parameters once more" in line for line in found.listed) == ("version: 2" not in fsdp)
+    assert any("gathers parameters once more" in line for line in found.listed) == (method == "zero3")
 
 
 def test_axolotls_options_of_fsdp(tmp_path):
