@@ -11,7 +11,7 @@ from typing import Any
 from gssim.cluster import Cluster
 from gssim.errors import UserError, one_line
 from gssim.interop.accelerate import accelerate, deepspeed
-from gssim.interop.arguments import arguments_in, arguments_of
+from gssim.interop.arguments import OF_TRAINER, arguments_in, arguments_of
 from gssim.interop.automodel import automodel
 from gssim.interop.axolotl import axolotl
 from gssim.interop.formats import FORMATS
@@ -137,14 +137,7 @@ def _content(path: Path, text: str, form: str | None, variables: dict[str, str])
         case _ if text.lstrip().startswith("{"):
             data = parsed_json(text, file=file)
         case _:
-            arguments = arguments_in(text, file=file, variables=variables, folder=path.parent)
-            if not arguments or form not in (None, "megatron"):
-                hint = "those of Hugging Face's Trainer are read from YAML or JSON: write them so; "
-                raise UserError(
-                    f"{file}: holds no arguments such as --micro-batch-size 1; "
-                    f"{hint if 'per_device_train_batch_size' in text else ''}{_allowed()}"
-                )
-            return "megatron", arguments
+            return _of_script(path, text, form, variables)
     if variables:
         raise UserError(f"{file}: --variable {next(iter(variables))}: is for scripts, and this is none")
     looks = _looks_like(data, file)
@@ -152,6 +145,17 @@ def _content(path: Path, text: str, form: str | None, variables: dict[str, str])
     if name is None:
         raise UserError(f"{file}: is of no known format; say --format; {_allowed()}")
     return name, arguments_of(data, file=file) if name == "megatron" else flattened(data, file=file)
+
+
+def _of_script(path: Path, text: str, form: str | None, variables: dict[str, str]) -> tuple[str, dict[str, Any]]:
+    """Return the program whose arguments a script or command line has, and these."""
+    arguments = arguments_in(text, file=str(path), variables=variables, folder=path.parent)
+    name = "trainer" if arguments.keys() & OF_TRAINER else "megatron"
+    if not arguments or form not in (None, name):
+        raise UserError(f"{path}: holds no arguments such as --micro-batch-size 1; {_allowed()}")
+    if name == "trainer":  # whose names have underscores
+        arguments = {key.replace("-", "_"): value for key, value in arguments.items()}
+    return name, arguments
 
 
 def _allowed() -> str:

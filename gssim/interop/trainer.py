@@ -1,5 +1,7 @@
-"""Importer of the arguments of Hugging Face's Trainer: YAML or JSON of LLaMA-Factory, of TRL's supervised fine-tuning
-(and so of alignment-handbook and open-r1), and of scripts of transformers.
+"""Importer of the arguments of Hugging Face's Trainer, in YAML, JSON or a script.
+
+These are arguments of LLaMA-Factory, of TRL's supervised fine-tuning (and so of alignment-handbook and open-r1), and of
+scripts of transformers.
 
 Keys and defaults are those of transformers 5, TRL 1 and LLaMA-Factory 0.9.5; names of earlier releases are read too.
 What the axolotl importer reads in the same way is here, as axolotl's trainer is this one.
@@ -53,7 +55,7 @@ PREFERENCES = "pairs of answers, or a reference model beside the trained one, ca
 GENERATION = "reinforcement learning, which generates text beside training, cannot be simulated"
 AXOLOTL = "axolotl"
 
-DATA = "dataset* eval_dataset* data_* *_file val_size max_samples max_*_samples formatting messages *_tag"
+DATA = "dataset* eval_dataset* data_* *_file val_size max_samples max_*_samples formatting messages *_tag lazy_*"
 TRAINER: dict[str, Rule] = {
     **refused(GENERATION, "num_generations reward_* use_vllm vllm_mode max_completion_length num_iterations ppo_*"),
     **refused(
@@ -87,6 +89,12 @@ TRAINER: dict[str, Rule] = {
     **refused("several GPUs of a process (DataParallel) cannot be simulated", "_n_gpu", neutral=(1,)),
     **refused("give it as a file that the key names", "deepspeed.*"),
     **refused("units by size cannot be simulated", "fsdp_min_num_params"),
+    **refused(
+        "it says how the training is sharded, and is not read",
+        "launcher:*config_file launcher:*use_deepspeed launcher:*use_fsdp launcher:*zero* launcher:*fsdp_*",
+        or_set=("plan.method",),
+    ),
+    **refused("the number of ranks is not read from it", "launcher:*num_processes", or_set=("plan.ranks",)),
     **refused("PyTorch/XLA cannot be simulated", "fsdp_config.xla* tpu_*"),
     **refused("inputs of images, videos or sounds cannot be simulated", "image_* video_* audio_* media_dir crop_to_*"),
     **refused(
@@ -96,7 +104,7 @@ TRAINER: dict[str, Rule] = {
     **listed("approximated: one number more is summed over the ranks", "average_tokens_across_devices"),
     **listed(
         "units are the model's blocks, whichever way their activations are recomputed",
-        "gradient_checkpointing_kwargs.use_reentrant use_reentrant_gc fsdp_transformer_layer_cls_to_wrap",
+        "gradient_checkpointing_kwargs* use_reentrant_gc fsdp_transformer_layer_cls_to_wrap",
     ),
     **listed(
         "samples are of the longest length here, packed or not",
@@ -133,7 +141,8 @@ TRAINER: dict[str, Rule] = {
     ),
     **listed(
         LAUNCHER,
-        "ddp_timeout ddp_find_unused_parameters ddp_broadcast_buffers local_rank debug ray_* resources_per_worker* "
+        "launcher:* ddp_timeout ddp_find_unused_parameters ddp_broadcast_buffers local_rank debug ray_* "
+        "resources_per_worker* "
         "placement_strategy no_cuda use_mps_device log_on_each_node jit_mode_eval xpu_backend env.* mp_parameters "
         "fp8_backend fp16_opt_level infer_backend infer_dtype offload_folder vllm_*",
     ),
@@ -255,8 +264,14 @@ def _length_in(keys: Keys, training: Training, program: str) -> None:
 
 
 def _devices_in(keys: Keys, training: Training, cluster: Cluster) -> None:
-    """Read the number of Ray's workers; refuse another backend, or other devices, than the cluster's."""
+    """Read the number of ranks; refuse another backend, or other devices, than the cluster's."""
     training.world = keys.integer("ray_num_workers", sets="plan.ranks")
+    ranks, hosts = (keys.integer(name, sets="plan.ranks") for name in ("nproc_per_node", "nnodes"))  # of torchrun
+    if ranks is not None:
+        count = hosts.value if hosts is not None else 1
+        training.world = Value(
+            ranks.value * count, ranks.origin if hosts is None else f"{ranks.origin}; {hosts.origin}"
+        )
     backend = keys.raw("ddp_backend")
     if backend is not None and backend != cluster.backend:
         keys.refuse("ddp_backend", f"the backend of --cluster is {cluster.backend}")
@@ -436,7 +451,7 @@ def _units_in(keys: Keys, training: Training, cluster: Cluster, on: list[str], p
 def _deepspeed_in(keys: Keys, training: Training, file: str, program: str) -> None:
     """Read the DeepSpeed file; batch and precision are those of the recipe."""
     flags = ("bf16", "bfloat16", "fp16", "float16")
-    on = [PRECISIONS[flag] for flag in flags if keys.values.get(flag) in (True, "auto", "true")]
+    on = [PRECISIONS[flag] for flag in flags if str(keys.values.get(flag)).lower() in ("true", "auto")]
     precision = (*on, "bf16" if program == TRL and not keys.has("bf16") else "")[0]
     found = deepspeed_file(keys, "deepspeed", file, fills=program, precision=precision)
     if found is None:
@@ -486,7 +501,7 @@ def _targets(given: Any) -> str | list[str]:
     >>> _targets("all"), _targets(["all-linear"]), _targets("q_proj,v_proj")
     ('all-linear', 'all-linear', ['q_proj', 'v_proj'])
     """
-    names = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else [given]
+    names = given.replace(",", " ").split() if isinstance(given, str) else given if isinstance(given, list) else [given]
     targets = [str(each).strip() for each in names]
     return "all-linear" if targets in (["all"], ["all-linear"]) else targets
 

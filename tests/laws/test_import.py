@@ -879,10 +879,6 @@ def test_branches_of_a_script_are_asked_for_or_given(tmp_path):
         ("pretrain_gpt.py --micro-batch-size 2 --use-mp-args-from-checkpoint-args", "parallel sizes of a checkpoint"),
         ("if true; then pretrain_gpt.py --micro-batch-size 2", "line 1: 'fi' is missing"),
         ("pretrain_gpt.py --micro-batch-size '2", "line 1: a quotation has no end"),
-        (
-            "torchrun run_clm.py --per_device_train_batch_size 4",
-            "Trainer are read from YAML or JSON",
-        ),
         ("f() { f; }\nf\npretrain_gpt.py --micro-batch-size 2", "nested too deep"),
         ("A=1\n" + "A=$A$A\n" * 60 + "pretrain_gpt.py --micro-batch-size $A", "micro-batch-size"),
         ("for i in 1 2 3; do " * 12 + "x;" + "done; " * 12 + "\npretrain_gpt.py --micro-batch-size 2", "too long"),
@@ -2254,6 +2250,28 @@ def test_the_trainers_fsdp(tmp_path, fsdp, method):
     assert subset(tables["plan"], plan) == plan
     assert tables["workload"]["precision"] == "bf16"
     assert any("gathers parameters once more" in line for line in found.listed) == (method == "zero3")
+
+
+def test_the_trainers_arguments_in_a_script(tmp_path):
+    """Before, they were refused: only Megatron-LM's were read from scripts."""
+    text = "B=2\ntorchrun --nproc_per_node=4 train.py --model_name_or_path a/b --per_device_train_batch_size $B \\\n"
+    text += '  --bf16 True --fsdp "full_shard auto_wrap" --model_max_length 1024 --gradient_checkpointing True'
+    tables, _ = imported(tmp_path, text, name="x.sh")
+    assert subset(tables["plan"], ("method", "ranks", "recompute")) == {
+        "method": "zero3",
+        "ranks": 4,
+        "recompute": "full",
+    }
+    workload = {"global_batch_size": 8, "sequence_length": 1024, "precision": "bf16"}
+    assert subset(tables["workload"], workload) == workload
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}))
+    text = "deepspeed train.py --deepspeed ds.json --per_device_train_batch_size 1 --bf16 --model_max_length 512"
+    tables, _ = imported(tmp_path, text, name="x.sh")
+    assert (tables["plan"]["method"], tables["workload"]["precision"]) == ("zero2", "bf16")
+    text = "accelerate launch --config_file zero3.yaml train.py --per_device_train_batch_size 1 --bf16 True"
+    assert "how the training is sharded" in refused(tmp_path, text, name="x.sh")
+    text = "torchrun --nproc_per_node=$GPUS train.py --per_device_train_batch_size 1"
+    assert "nproc_per_node" in refused(tmp_path, text, name="x.sh")
 
 
 def test_axolotls_options_of_fsdp(tmp_path):
