@@ -593,7 +593,7 @@ def precision_in(keys: Keys, training: Training, on: Value | None, loaded: Value
     elif half.value == "fp32":
         training.tf32 = keys.enabled("tf32")
     elif training.adapters is not None or training.trained is not None:
-        beside = "approximated beside frozen weights: all weights are in it, and autocast casts none"
+        beside = "approximated: beside frozen weights all weights are in it, and autocast casts none"
         keys.listed.append((half.origin, beside))
     elif loaded.value == "fp32":
         under_autocast(training, half)
