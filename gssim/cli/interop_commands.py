@@ -53,7 +53,8 @@ def import_command(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Scenario file to write; by default it is printed.")] = None,
 ) -> None:
-    """Make a scenario of a DeepSpeed, Accelerate, Megatron-LM, torchtitan, Automodel or axolotl file.
+    """Make a scenario of a DeepSpeed, Accelerate, Megatron-LM, torchtitan, Automodel or axolotl file, or of arguments
+    of Hugging Face's Trainer (LLaMA-Factory, TRL).
 
     Keys without an effect and defaults are listed on stderr. A key that changes the answer and cannot be simulated is
     refused, and nothing is written; --set gives what it would have said, --ignore leaves it out.

@@ -510,15 +510,23 @@ OF_ENGINE = (
 """Fields of a training that a DeepSpeed file decides, whatever the program's own file says."""
 
 
+def places_of(keys: Keys, name: str) -> list[Path]:
+    """Return where a file that a key names may be: beside the file, in the working directory, or in a folder above.
+
+    Names are often relative to the project's folder.
+    """
+    beside, *above = Path(keys.file).absolute().parents
+    return [folder / name for folder in (beside, Path(), *above)]
+
+
 def deepspeed_file(keys: Keys, key: str, name: str, *, fills: str = "", precision: str = "") -> Training | None:
-    """Return the training in a DeepSpeed file that a key names, searched beside the file or in the working directory.
+    """Return the training in a DeepSpeed file that a key names, searched by `places_of`.
 
     `fills`: the program whose own keys replace "auto" in it. `precision`: the precision that these keys give.
     """
-    places = [Path(keys.file).parent / name, Path(name)]
-    path = next((place for place in places if place.is_file()), None)
+    path = next((place for place in places_of(keys, name) if place.is_file()), None)
     if path is None:
-        keys.refuse(key, "no such file, beside the file or in the working directory")
+        keys.refuse(key, "no such file, beside the file, in a folder above it, or in the working directory")
         return None
     content = flattened(parsed_json(read_bounded(path), file=str(path)), file=str(path))
     inner = Keys(str(path), content, keys.overridden, keys.ignored)
@@ -529,6 +537,8 @@ def deepspeed_file(keys: Keys, key: str, name: str, *, fills: str = "", precisio
     if fills and precision and not inner.values.keys() & {"bf16.enabled", "fp16.enabled"}:
         inner.values[f"{precision}.enabled"] = True
     found = deepspeed(inner)
+    if fills and found.clip_norm is None and content.get("gradient_clipping") != "auto":
+        found.clip_norm = Value(0.0, f"{path.name}: gradient_clipping is not given: none")  # the engine clips
     keys.listed += [(f"{path.name}: {line}", reason) for line, reason in inner.listed]
     keys.refused += [(f"{path.name}: {line}", reason) for line, reason in inner.refused]
     keys.read.add(key)
@@ -545,14 +555,7 @@ def read_fsdp(keys: Keys, training: Training, cluster: Cluster, *, prefix: str) 
     for name in names:  # the other name has no effect in this generation of FSDP
         if keys.has(name) and name not in keys.read:
             keys.note(name, "of the other generation of FSDP")
-    sharding, inside = strategy.value if strategy is not None else ("zero3", False)
-    origin = strategy.origin if strategy is not None else "FSDP shards all, where the file does not say"
-    training.sharding = Value(sharding, origin)
-    if inside:
-        hosts = Counter(device.host for device in cluster.devices)
-        if len(set(hosts.values())) > 1:
-            keys.refuse(names[1], "the cluster's hosts have unequal numbers of devices", replaced_by=["plan.dp_shard"])
-        training.dp_shard = Value(next(iter(hosts.values())), f"{origin}: the devices of a host")
+    shard_by(keys, training, cluster, strategy, names[1])
     offload_keys = (f"{prefix}offload_params", "fsdp_config.fsdp_offload_params", "fsdp_config.offload_params")
     if (offload := keys.enabled(*offload_keys)) is not None:
         training.offload = Value("parameters", offload.origin)
@@ -562,3 +565,15 @@ def read_fsdp(keys: Keys, training: Training, cluster: Cluster, *, prefix: str) 
     wrap = keys.raw(f"{prefix}auto_wrap_policy")
     if wrap is not None and str(wrap).upper() != "TRANSFORMER_BASED_WRAP":
         keys.refuse(f"{prefix}auto_wrap_policy", UNITS)
+
+
+def shard_by(keys: Keys, training: Training, cluster: Cluster, strategy: Value | None, blamed: str) -> None:
+    """Set the sharding by one of `SHARDINGS`, if the file says one; `blamed`: the key that it is read from."""
+    sharding, inside = strategy.value if strategy is not None else ("zero3", False)
+    origin = strategy.origin if strategy is not None else "FSDP shards all, where the file does not say"
+    training.sharding = Value(sharding, origin)
+    if inside:
+        hosts = Counter(device.host for device in cluster.devices)
+        if len(set(hosts.values())) > 1:
+            keys.refuse(blamed, "the cluster's hosts have unequal numbers of devices", replaced_by=["plan.dp_shard"])
+        training.dp_shard = Value(next(iter(hosts.values())), f"{origin}: the devices of a host")

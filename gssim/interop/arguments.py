@@ -1,8 +1,8 @@
-"""Arguments of Megatron-LM, from a command line, a script that is followed, a file of arguments, or a YAML file.
+"""Arguments of Megatron-LM, or of Hugging Face's Trainer: a command line, a script that is followed, or a file of them.
 
-Names are written with hyphens, without the leading ones. In a script, only the command that trains counts. Values that
-the script leaves open are `Undecided`. Names of the launcher's arguments (before the program's name) begin with
-`launcher:`.
+A YAML file may hold Megatron-LM's too. Names are written with hyphens, without the leading ones. In a script, only the
+command that trains counts. Values that the script leaves open are `Undecided`. Names of the launcher's arguments
+(before the program's name) begin with `launcher:`.
 """
 
 import json
@@ -27,8 +27,9 @@ BEGINS_TRAINING = {
     "train-tokens",
     "batch-size",
     "lr",
+    *(OF_TRAINER := {"per-device-train-batch-size"}),
 }
-"""Options that mark a command as one that trains."""
+"""Options that mark a command as one that trains; `OF_TRAINER`: by Hugging Face's Trainer."""
 OF_MODELS = {
     "num-layers",
     "hidden-size",

@@ -1,10 +1,7 @@
 """Importer of axolotl's YAML, which builds on Accelerate and DeepSpeed; keys as of axolotl 0.13."""
 
-from pathlib import Path
-from typing import Any
-
 from gssim.cluster import Cluster
-from gssim.interop.accelerate import ACCELERATE, OF_ENGINE, deepspeed_file, read_fsdp, under_autocast
+from gssim.interop.accelerate import ACCELERATE
 from gssim.interop.reading import (
     LAUNCHER,
     LOGGING,
@@ -14,14 +11,20 @@ from gssim.interop.reading import (
     Rule,
     Value,
     listed,
-    parsed_json,
-    read_bounded,
     refused,
 )
-from gssim.interop.torchtitan import PURE_16_BIT
-from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in, sizes_in
+from gssim.interop.trainer import (
+    ATTENTION,
+    FUSED_KERNELS,
+    LORA,
+    add_adapters,
+    base_model_in,
+    precision_in,
+    sharding_in,
+    step_in,
+)
+from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in
 
-LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
 DEEP_EP = "approximated: rows of experts are exchanged by all-to-alls, not by the kernels of DeepEP"
 AXOLOTL: dict[str, Rule] = {
     **refused(
@@ -40,7 +43,7 @@ AXOLOTL: dict[str, Rule] = {
     **refused("shards that are gathered in 8 bits cannot be simulated", "fp8_*"),
     **refused(WHOLE_MODEL_COMPILED, "torch_compile"),
     **refused(
-        "fused kernels (Liger, cut cross-entropy, ...) are not modelled",
+        FUSED_KERNELS,
         "liger_* use_kernels lora_*_kernel unsloth_* tiled_mlp flash_attn_* fused_attn_kernel flash_optimum",
     ),
     **refused("activations that are offloaded cannot be simulated", "activation_offloading"),
@@ -57,7 +60,7 @@ AXOLOTL: dict[str, Rule] = {
         "approximated: keys and values pass in a ring of shifts, whichever function does it",
         "ring_attn_func heads_k_stride",
     ),
-    **listed("attention is that of the model file", "gemma4_hybrid_attn_impl *multipack_attn"),
+    **listed(ATTENTION, "gemma4_hybrid_attn_impl *multipack_attn"),
     **listed(MODEL, "model_config.* cls_model_config torch_dtype reinit_weights"),
     **listed(NUMERICS, "loraplus_* use_eaft eaft_* jagged_* default_system_message optim_target_mod*"),
     **listed(LOGGING, "total_num_tokens evaluation_strategy use_otel* otel_* use_wandb use_comet"),
@@ -65,7 +68,7 @@ AXOLOTL: dict[str, Rule] = {
         LAUNCHER,
         "ddp ddp_broadcast_buffers full_finetune batch_flattening ddp_timeout ddp_find_unused_parameters local_rank",
     ),
-    **listed("attention is that of the model file", "*attention* attn_implementation sdp_* flex_attn_*"),
+    **listed(ATTENTION, "*attention* attn_implementation sdp_* flex_attn_*"),
     **listed(
         "of a feature that is off, or refused above",
         "lora_* gptq* trl.* ebft.* vllm.* bnb_* torch_compile_* adapter_* gdpo* kd_* dpo_*",
@@ -125,41 +128,25 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
     }
     for name, (key, sets) in sizes.items():
         setattr(training, name, keys.integer(key, sets=sets))
-    _axolotl_model(keys, training)
+    base_model_in(keys, training, "base_model")
     _axolotl_parts(keys, training)
     _axolotl_experts(keys, training)
     _axolotl_batch(keys, training)
     optimizer_in(keys, training, "optimizer")
-    for name, key in (("learning_rate", "learning_rate"), ("weight_decay", "weight_decay")):
-        setattr(training, name, keys.number(key, sets=f"workload.{name}"))
-    training.clip_norm = keys.number("max_grad_norm") or Value(1.0, "max_grad_norm = 1.0 (the Trainer's default)")
-    training.seed = keys.integer("seed", least=0)
+    step_in(keys, training)
     if keys.raw("gradient_checkpointing") in ("offload", "offload_disk"):
         keys.refuse("gradient_checkpointing", "activations that are offloaded cannot be simulated")
     elif (checkpointing := keys.flag("gradient_checkpointing")) is not None:
         training.recompute = Value("full" if checkpointing.value else "none", checkpointing.origin)
-    shards = _axolotl_sharding(keys, training, cluster)
+    shards = sharding_in(keys, training, cluster, program="axolotl")
+    if keys.has("deepspeed") and training.cp is not None and training.cp.value > 1:
+        heads = "approximated: a ring; newer releases exchange heads under DeepSpeed: plan.context_exchange=all-to-all"
+        keys.note(training.cp.key, heads)
     _axolotl_adapters(keys, training)
     _axolotl_loss(keys, training)
     _axolotl_precision(keys, training)
     keys.close((FSDP if shards else NO_FSDP) | AXOLOTL)
     return training
-
-
-def _axolotl_model(keys: Keys, training: Training) -> None:
-    """Read the name of the base model, and its sizes where it is a folder with a config."""
-    name = keys.raw("base_model")
-    if name is None:
-        return
-    line = keys.line("base_model")
-    training.base_model = Value(name, line)
-    places = [folder / str(name) / "config.json" for folder in (Path(keys.file).parent, Path())]
-    config = next((place for place in places if place.is_file()), None)
-    if config is None:
-        keys.note("base_model", "the model is --model, of as many parameters where the name says how many")
-        return
-    for size, value in sizes_in(parsed_json(read_bounded(config), file=str(config))).items():
-        training.architecture[size] = Value(value, line)
 
 
 def _axolotl_parts(keys: Keys, training: Training) -> None:
@@ -229,19 +216,11 @@ def _axolotl_adapters(keys: Keys, training: Training) -> None:
     if rank is None or not (targets or linear):
         keys.refuse("adapter", "needs lora_r, and lora_target_modules or lora_target_linear")
         return
-    dropout = keys.number("lora_dropout")
-    if dropout is not None and dropout.value:
-        keys.note("lora_dropout", "approximated: the masks of dropout in adapters are not counted")
-    table: dict[str, object] = {"rank": rank.value}
-    if alpha is not None:
-        table["alpha"] = alpha.value
-    if linear is not None:
-        table["targets"] = "all-linear"
-    else:
-        table["targets"] = [targets] if isinstance(targets, str) else [str(each) for each in targets]
+    names = [targets] if isinstance(targets, str) else [str(each) for each in targets or ()]
+    chosen = "all-linear" if linear is not None else names
+    add_adapters(keys, training, "adapter", rank=rank, alpha=alpha, targets=chosen)
     if keys.raw("lora_target_parameters"):
         keys.refuse("lora_target_parameters", LORA)
-    training.adapters = Value(table, keys.line("adapter"))
 
 
 PLUGINS = {
@@ -272,65 +251,6 @@ def _axolotl_loss(keys: Keys, training: Training) -> None:
         keys.note("liger_fused_linear_cross_entropy", "approximated: logits are multiplied again in the backward")
 
 
-def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> bool:
-    """Read the sharding, and return whether FSDP is on."""
-    file = keys.raw("deepspeed")
-    on = keys.raw("fsdp")
-    shards = any(key.startswith("fsdp_config.") and keys.has(key) for key in keys.values) or bool(on)
-    if file and shards:
-        keys.refuse("deepspeed", "contradicts fsdp: it is one or the other")
-    elif file:
-        _axolotl_deepspeed(keys, training, str(file))
-    elif shards:
-        _axolotl_fsdp(keys, training, cluster, on)
-        # the Trainer leaves gradients whole until the last micro-batch (accelerate's no_sync)
-        each = keys.enabled("accelerator_config.gradient_accumulation_kwargs.sync_each_batch")
-        if each is not None:
-            training.gradient_sync = Value("micro-batch", each.origin)
-        elif training.accumulation is not None and training.accumulation.value > 1:
-            training.gradient_sync = Value("step", f"{training.accumulation.origin}: the Trainer's no_sync")
-    else:
-        training.sharding = Value("none", "neither fsdp nor deepspeed")
-    return shards
-
-
-def _axolotl_fsdp(keys: Keys, training: Training, cluster: Cluster, on: Any) -> None:
-    """Read FSDP's keys, all of which have a prefix in older recipes; `on`: the value of `fsdp`."""
-    prefixed = (key for key in keys.values if key.startswith("fsdp_config.fsdp_") and key != "fsdp_config.fsdp_version")
-    prefix = "fsdp_config.fsdp_" if any(prefixed) else "fsdp_config."
-    read_fsdp(keys, training, cluster, prefix=prefix)
-    if isinstance(on, list) and "offload" in on:
-        training.offload = Value("parameters", keys.line("fsdp"))
-    pinned = keys.flag(f"{prefix}cpu_offload_pin_memory")
-    if pinned is not None and not pinned.value and training.offload is not None:
-        keys.refuse(f"{prefix}cpu_offload_pin_memory", "copies are from and to pinned memory here")
-    precision = keys.raw(f"{prefix}mixed_precision_policy")
-    if precision is not None and keys.values.get(str(precision)) not in (True, "auto", "true"):
-        keys.refuse(f"{prefix}mixed_precision_policy", "contradicts the recipe's own precision")
-
-
-def _axolotl_deepspeed(keys: Keys, training: Training, file: str) -> None:
-    """Read the DeepSpeed file; batch and precision are those of the recipe."""
-    on = [kind for kind in ("bf16", "fp16") if keys.values.get(kind) in (True, "auto", "true")]
-    found = deepspeed_file(keys, "deepspeed", file, fills="axolotl", precision=on[0] if on else "")
-    if found is None:
-        return
-    for name in OF_ENGINE:
-        setattr(training, name, getattr(found, name))
-    for name in ("dp_shard", "tp", "loss_scale"):
-        setattr(training, name, getattr(training, name, None) or getattr(found, name))
-    for name in ("micro_batch", "accumulation", "cp"):
-        ours, theirs = getattr(training, name), getattr(found, name)
-        if theirs is not None and theirs.value != (ours.value if ours is not None else 1):
-            said = ours.origin if ours is not None else "the recipe, which has none"
-            keys.refuse("deepspeed", f"its {theirs.origin} contradicts {said}")
-    if training.cp is not None and training.cp.value > 1:
-        exchange = (
-            "approximated: a ring; newer releases exchange heads under DeepSpeed: plan.context_exchange=all-to-all"
-        )
-        keys.note(training.cp.key, exchange)
-
-
 def _axolotl_precision(keys: Keys, training: Training) -> None:
     flags = {}
     for key in ("bf16", "fp16", "bfloat16", "float16"):
@@ -347,17 +267,9 @@ def _axolotl_precision(keys: Keys, training: Training) -> None:
     if len({PRECISIONS[key] for key, _ in on}) > 1:
         keys.refuse(on[1][0], f"contradicts {on[0][1].origin}", replaced_by=["workload.precision"])
     if not on:
-        training.precision = Value("fp32", "neither bf16 nor fp16")
-        training.tf32 = keys.enabled("tf32")
+        precision_in(keys, training, None, Value("fp32", "neither bf16 nor fp16"))
         return
     key, flag = on[0]
-    training.precision = Value(PRECISIONS[key], flag.origin)
-    sharded = training.sharding is not None and training.sharding.value != "none"
-    if sharded or keys.has("deepspeed") or "workload.precision" in keys.overridden:
-        return
-    if training.adapters is not None:
-        keys.note(key, "approximated beside adapters: all weights are in it, and autocast casts none")
-    elif training.precision.value == "bf16":  # the model is loaded in it: utils/config, resolve_dtype
-        keys.listed.append((training.precision.origin, PURE_16_BIT))
-    else:
-        under_autocast(training, training.precision)
+    precision = Value(PRECISIONS[key], flag.origin)
+    # the model is loaded in bf16: utils/config, resolve_dtype
+    precision_in(keys, training, precision, precision if precision.value == "bf16" else Value("fp32", flag.origin))

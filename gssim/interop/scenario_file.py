@@ -11,7 +11,7 @@ from typing import Any
 from gssim.cluster import Cluster
 from gssim.errors import UserError, one_line
 from gssim.interop.accelerate import accelerate, deepspeed
-from gssim.interop.arguments import arguments_in, arguments_of
+from gssim.interop.arguments import OF_TRAINER, arguments_in, arguments_of
 from gssim.interop.automodel import automodel
 from gssim.interop.axolotl import axolotl
 from gssim.interop.formats import FORMATS
@@ -26,9 +26,11 @@ from gssim.interop.reading import (
     read_bounded,
 )
 from gssim.interop.torchtitan import torchtitan
+from gssim.interop.trainer import trainer
 from gssim.interop.training import Entry, Training, scenario_of
 from gssim.scenario import load_cluster, load_scenario
 from gssim.scenario.overrides import parsed_override, toml
+from gssim.workload import Model
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def import_scenario(
     keys = Keys(str(path), values, frozenset(replaced), ignored)
     model_file = find_model(model)
     its_cluster = load_cluster(cluster)
-    training = _read(name, keys, its_cluster)
+    training = _read(name, keys, its_cluster, model_file.model)
     entries = scenario_of(training, keys, model_file.model, its_cluster, replaced)
     listed = tuple(f"{line}: {reason}" for line, reason in keys.listed)
     if keys.refused:
@@ -135,14 +137,7 @@ def _content(path: Path, text: str, form: str | None, variables: dict[str, str])
         case _ if text.lstrip().startswith("{"):
             data = parsed_json(text, file=file)
         case _:
-            arguments = arguments_in(text, file=file, variables=variables, folder=path.parent)
-            if not arguments or form not in (None, "megatron"):
-                hint = "those of Hugging Face's Trainer are not read: give its DeepSpeed or Accelerate file; "
-                raise UserError(
-                    f"{file}: holds no arguments such as --micro-batch-size 1; "
-                    f"{hint if 'per_device_train_batch_size' in text else ''}{_allowed()}"
-                )
-            return "megatron", arguments
+            return _of_script(path, text, form, variables)
     if variables:
         raise UserError(f"{file}: --variable {next(iter(variables))}: is for scripts, and this is none")
     looks = _looks_like(data, file)
@@ -152,11 +147,23 @@ def _content(path: Path, text: str, form: str | None, variables: dict[str, str])
     return name, arguments_of(data, file=file) if name == "megatron" else flattened(data, file=file)
 
 
+def _of_script(path: Path, text: str, form: str | None, variables: dict[str, str]) -> tuple[str, dict[str, Any]]:
+    """Return the program whose arguments a script or command line has, and these."""
+    arguments = arguments_in(text, file=str(path), variables=variables, folder=path.parent)
+    name = "trainer" if arguments.keys() & OF_TRAINER else "megatron"
+    if not arguments or form not in (None, name):
+        raise UserError(f"{path}: holds no arguments such as --micro-batch-size 1; {_allowed()}")
+    if name == "trainer":  # whose names have underscores
+        arguments = {key.replace("-", "_"): value for key, value in arguments.items()}
+    return name, arguments
+
+
 def _allowed() -> str:
     return f"allowed: files of {', '.join(FORMATS)}"
 
 
 SIGNS: dict[str, tuple[str, ...]] = {
+    "trainer": ("per_device_train_batch_size", "model_name_or_path", "finetuning_type"),
     "accelerate": ("distributed_type", "compute_environment", "fsdp_config.fsdp_version"),
     "axolotl": ("base_model",),
     "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16"),
@@ -172,8 +179,13 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "PRIME-RL's supervised fine-tuning": ("model", "optim", "data"),
     "NeMo": ("trainer", "model"),
     "LitGPT": ("out_dir", "train"),
-    "Hugging Face's Trainer (give its DeepSpeed or Accelerate file)": ("per_device_train_batch_size",),
-    "LLaMA-Factory": ("model", "train_dataset"),
+    "LLaMA-Factory's version 1": ("model", "train_dataset"),
+    "LLaMA-Factory with Megatron-LM (give Megatron-LM's arguments)": (
+        "pipeline_model_parallel_size",
+        "model_name_or_path",
+    ),
+    "open-instruct": ("with_tracking", "model_name_or_path"),
+    "ms-swift": ("tuner_type", "model"),
     "torchtune": ("checkpointer", "optimizer"),
     "verl": ("actor_rollout_ref",),
     "Megatron-Bridge (give its sizes and batch as Megatron-LM's arguments)": ("model", "train", "ddp"),
@@ -199,7 +211,7 @@ def _looks_like(data: Any, file: str) -> str | None:
     return next((name for name, signs in SIGNS.items() if any(sign in data for sign in signs)), None)
 
 
-def _read(name: str, keys: Keys, cluster: Cluster) -> Training:
+def _read(name: str, keys: Keys, cluster: Cluster, model: Model) -> Training:
     match name:
         case "deepspeed":
             return deepspeed(keys)
@@ -211,6 +223,8 @@ def _read(name: str, keys: Keys, cluster: Cluster) -> Training:
             return torchtitan(keys)
         case "automodel":
             return automodel(keys)
+        case "trainer":
+            return trainer(keys, cluster, model)
         case _:
             return axolotl(keys, cluster)
 

@@ -58,7 +58,7 @@ IMPORTS = {
     "deepspeed.json": "gpt2-124m",
     "accelerate.yaml": "llama3-8b --set workload.global_batch_size=8",
     "megatron.sh": "gpt3-1.3b",
-    **dict.fromkeys(("torchtitan.toml", "automodel.yaml", "axolotl.yaml"), "llama3-8b"),
+    **dict.fromkeys(("torchtitan.toml", "automodel.yaml", "axolotl.yaml", "trainer.yaml"), "llama3-8b"),
 }
 """Other programs' files, and what they need beside."""
 FABRICS = ("dgx-h100.xml", "smi.txt", "topology.conf", "topology.yaml", "nodes.json")

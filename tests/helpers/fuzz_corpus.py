@@ -91,7 +91,8 @@ homogeneous,2,4,2,1,"[0, 14, 29]",inf
 """
 SHIPPED = Path(__file__).resolve().parents[2] / "scenarios" / "imports"
 IMPORTS = {
-    name: name for name in ("deepspeed.json", "megatron.sh", "torchtitan.toml", "automodel.yaml", "axolotl.yaml")
+    name: name
+    for name in ("deepspeed.json", "megatron.sh", "torchtitan.toml", "automodel.yaml", "axolotl.yaml", "trainer.yaml")
 }
 IMPORTS |= {name: name for name in ("dgx-h100.xml", "topology.conf")} | {"accelerate.yaml": "accelerate-fsdp2.yaml"}
 TREE = """- topology: default

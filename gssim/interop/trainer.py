@@ -1,0 +1,623 @@
+"""Importer of the arguments of Hugging Face's Trainer, in YAML, JSON or a script.
+
+These are arguments of LLaMA-Factory, of TRL's supervised fine-tuning (and so of alignment-handbook and open-r1), and of
+scripts of transformers.
+
+Keys and defaults are those of transformers 5, TRL 1 and LLaMA-Factory 0.9.5; names of earlier releases are read too.
+What the axolotl importer reads in the same way is here, as axolotl's trainer is this one.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from gssim.cluster import Cluster
+from gssim.interop.accelerate import (
+    ACCELERATE,
+    OF_ENGINE,
+    SHARDINGS,
+    UNITS,
+    deepspeed_file,
+    places_of,
+    read_fsdp,
+    shard_by,
+    under_autocast,
+)
+from gssim.interop.reading import (
+    LAUNCHER,
+    LOGGING,
+    MODEL,
+    NUMERICS,
+    Keys,
+    Rule,
+    Value,
+    flattened,
+    listed,
+    parsed_json,
+    read_bounded,
+    refused,
+)
+from gssim.interop.torchtitan import PURE_16_BIT
+from gssim.interop.training import (
+    OTHER_OPTIMIZER,
+    PRECISIONS,
+    WHOLE_MODEL_COMPILED,
+    Training,
+    bucket_in,
+    optimizer_in,
+    sizes_in,
+)
+from gssim.workload import Model
+
+LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
+ATTENTION = "attention is that of the model file"
+FUSED_KERNELS = "fused kernels (Liger, cut cross-entropy, ...) are not modelled"
+PREFERENCES = "pairs of answers, or a reference model beside the trained one, cannot be simulated"
+GENERATION = "reinforcement learning, which generates text beside training, cannot be simulated"
+AXOLOTL = "axolotl"
+
+DATA = "dataset* eval_dataset* data_* *_file val_size max_samples max_*_samples formatting messages *_tag lazy_*"
+TRAINER: dict[str, Rule] = {
+    **refused(GENERATION, "num_generations reward_* use_vllm vllm_mode max_completion_length num_iterations ppo_*"),
+    **refused(
+        GENERATION, "temperature top_p top_k min_p scale_rewards mask_truncated_completions code_* e2b_* epsilon*"
+    ),
+    **refused(PREFERENCES, "beta rpo_alpha ref_model* reference_* precompute_ref* max_prompt_length use_asft_loss"),
+    **refused(PREFERENCES, "desirable_weight undesirable_weight simpo_gamma gamma_beta_ratio cpo_alpha"),
+    **refused(WHOLE_MODEL_COMPILED, "torch_compile torch_compile_backend torch_compile_mode torchdynamo"),
+    **refused(FUSED_KERNELS, "use_liger_kernel enable_liger_kernel use_liger use_unsloth use_v1_kernels use_ipex"),
+    **refused("activations that are offloaded cannot be simulated", "activation_offloading use_unsloth_gc"),
+    **refused(LORA, "use_dora lora_target_parameters lora_modules_to_save additional_target adapter_name_or_path"),
+    **refused("blocks that are added to the model cannot be simulated", "use_llama_pro"),
+    **refused("layers that tokens leave out cannot be simulated", "mixture_of_depths"),
+    **refused("other attention than that of the model file cannot be simulated", "shift_attn"),
+    **refused(OTHER_OPTIMIZER, "use_galore use_apollo use_badam use_adam_mini use_muon adafactor"),
+    **refused("experts on the processors of the host cannot be simulated", "use_kt"),
+    **refused("its keys are not read: give Megatron-LM's arguments", "use_mca use_megatron_* megatron_*"),
+    **refused("the sizes of its mesh are not read from here", "parallelism_config* use_hyper_* hyper_parallel_*"),
+    **refused("maps in 8 bits are not read from the file", "fp8", or_set=("workload.map_precision",)),
+    **refused("shards that are gathered in 8 bits cannot be simulated", "fp8_enable_fsdp_float8_all_gather"),
+    **refused("parts of the model in another precision cannot be simulated", "upcast_*"),
+    **refused(
+        "weights that are quantized otherwise cannot be simulated", "bnb_4bit_quant_storage quantization_device*"
+    ),
+    **refused("the batch that it finds is not in the file", "auto_find_batch_size"),
+    **refused("the batch is then that of all devices: give it so", "accelerator_config.split_batches"),
+    **refused("when the allocator is emptied cannot be simulated", "torch_empty_cache_steps"),
+    **refused("kernels that are chosen to be deterministic cannot be simulated", "full_determinism"),
+    **refused("Apex's amp cannot be simulated", "half_precision_backend fp16_backend", neutral=("auto", "cuda_amp")),
+    **refused("this sharding of FairScale's cannot be simulated", "sharded_ddp"),
+    **refused("several GPUs of a process (DataParallel) cannot be simulated", "_n_gpu", neutral=(1,)),
+    **refused("give it as a file that the key names", "deepspeed.*"),
+    **refused("units by size cannot be simulated", "fsdp_min_num_params"),
+    **refused(
+        "it says how the training is sharded, and is not read",
+        "launcher:*config_file launcher:*use_deepspeed launcher:*use_fsdp launcher:*zero* launcher:*fsdp_*",
+        or_set=("plan.method",),
+    ),
+    **refused("the number of ranks is not read from it", "launcher:*num_processes", or_set=("plan.ranks",)),
+    **refused("PyTorch/XLA cannot be simulated", "fsdp_config.xla* tpu_*"),
+    **refused("inputs of images, videos or sounds cannot be simulated", "image_* video_* audio_* media_dir crop_to_*"),
+    **refused(
+        "which of its parts are not trained cannot be told", "freeze_language_model", or_set=("workload.frozen",)
+    ),
+    **listed("only matters to models with inputs of images", "freeze_vision_tower freeze_multi_modal_projector"),
+    **listed("approximated: one number more is summed over the ranks", "average_tokens_across_devices"),
+    **listed(
+        "units are the model's blocks, whichever way their activations are recomputed",
+        "gradient_checkpointing_kwargs* use_reentrant_gc fsdp_transformer_layer_cls_to_wrap",
+    ),
+    **listed(
+        "samples are of the longest length here, packed or not",
+        "packing packing_strategy eval_packing neat_packing padding_free pad_to_multiple_of group_by_length "
+        "length_column_name truncation_mode pad_to_max_length train_sampling_strategy",
+    ),
+    **listed(
+        MODEL,
+        "model_revision trust_remote_code *tokenizer* config_name config_overrides cache_dir template chat_template* "
+        "resize_vocab add_tokens add_special_tokens new_special_tokens* init_special_tokens split_special_tokens "
+        "pad_token eos_token rope_scaling train_from_scratch low_cpu_mem_usage model_type device_map use_kv_cache "
+        "use_cache moe_aux_loss_coef router_aux_loss_coef output_router_logits response_template instruction_template",
+    ),
+    **listed(
+        NUMERICS,
+        "lr_* warmup_* adam_* tf32 optim_args optim_target_modules label_smoothing_factor neftune_noise_alpha seed_* "
+        "num_cycles use_rslora pissa_* loraplus_* lora_task_type use_dft_loss use_eaft_loss eaft_alpha asft_alpha "
+        "train_on_prompt mask_history completion_only_loss assistant_only_loss train_on_inputs "
+        "ignore_pad_token_for_loss early_stopping_steps enable_thinking preserve_thinking",
+    ),
+    **listed(
+        LOGGING,
+        f"{DATA} output_dir overwrite_* num_train_epochs max_steps logging_* log_* save_* eval_* evaluation_strategy "
+        "per_device_eval_batch_size per_gpu_eval_batch_size *_full_eval do_* report_to run_name project plot_loss "
+        "compute_accuracy include_* disable_tqdm skip_memory_metrics prediction_loss_only remove_unused_columns "
+        "label_names load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip resume_* "
+        "push_to_hub* hub_* hf_* ms_hub_* om_hub_* wandb_* trackio_* swanlab_* use_swanlab dataloader_* streaming "
+        "buffer_size mix_strategy interleave_probs preprocessing_* tokenized_path disable_shuffling shuffle_* "
+        "profiler_* profile_modules predict_with_generate generation_* batch_eval_metrics use_legacy_* past_index "
+        "text_column* validation_split* system_prompt default_system tool_format callbacks benchmarks "
+        "print_param_status restore_callback_* enable_jit_checkpoint max_new_tokens num_proc export_* "
+        "accelerator_config.dispatch_batches accelerator_config.even_batches accelerator_config.use_seedable_sampler "
+        "accelerator_config.non_blocking accelerator_config.use_configured_state",
+    ),
+    **listed(
+        LAUNCHER,
+        "launcher:* ddp_timeout ddp_find_unused_parameters ddp_broadcast_buffers local_rank debug ray_* "
+        "resources_per_worker* "
+        "placement_strategy no_cuda use_mps_device log_on_each_node jit_mode_eval xpu_backend env.* mp_parameters "
+        "fp8_backend fp16_opt_level infer_backend infer_dtype offload_folder vllm_*",
+    ),
+    **listed(
+        "of a feature that is off, or refused above",
+        "lora_* quantization_* double_quantization bnb_4bit_* use_bnb_nested_quant freeze_* galore_* apollo_* badam_* "
+        "kt_* liger_kernel_config* oft_* module_dropout create_new_adapter pref_* kto_* dpo_* parallelism_config.*",
+    ),
+}
+"""How the Trainer's keys are treated that are not read."""
+FSDP = {
+    **refused("modules that are left out cannot be simulated", "fsdp_config.*ignored_modules"),
+    **listed("of Accelerate: the key fsdp says it", "fsdp_config.*sharding_strategy fsdp_config.*auto_wrap_policy"),
+    **refused("units by size cannot be simulated", "fsdp_config.*min_num_params"),
+    **{pattern: rule for pattern, rule in ACCELERATE.items() if pattern.startswith("fsdp_config.")},
+    **listed("how the model is built and saved", "fsdp_config.*final_state_dict_type"),
+}
+"""How FSDP's keys are treated if FSDP is on."""
+NO_FSDP = listed("of FSDP, which is off", "fsdp_config*")
+
+FACTORY, TRL, PLAIN = "LLaMA-Factory", "TRL", "transformers"
+SIGNS = {
+    FACTORY: ("finetuning_type", "stage", "cutoff_len", "infer_backend", "export_dir"),
+    TRL: (
+        *("max_length", "max_seq_length", "use_peft", "dataset_mixture", "dataset_mixer", "dataset_num_proc"),
+        *("dataset_text_field", "completion_only_loss", "assistant_only_loss", "attn_implementation"),
+    ),
+}
+"""Keys that only one of the programs has."""
+OPTIONS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+"""How the Trainer's key `fsdp` shards."""
+REPLICAS = "neither fsdp nor deepspeed"
+UNPACKED = (
+    "approximated: all samples are this long; without packing there are shorter ones, padded to a batch's longest"
+)
+WITH_ACCELERATE = (
+    "approximated: replicas; if an Accelerate file starts the training, give its sharding by --set plan.method=zero3 "
+    "(or zero1, zero2) and --set workload.precision=bf16"
+)
+NO_PREFETCH = "approximated: the next unit's parameters are gathered beside the backward; the Trainer prefetches none"
+LOADED_IN_FP32 = (
+    "approximated: weights are loaded in fp32, as before transformers 5, which loads them as the checkpoint has them: "
+    "--set workload.precision=bf16"
+)
+GATHERED_AGAIN = (
+    "approximated: FSDP1 gathers parameters once more for what gradient_checkpointing recomputes; "
+    "fsdp_config.activation_checkpointing does not"
+)
+STAGES = {
+    **dict.fromkeys(("pt", "sft"), None),
+    **dict.fromkeys(("dpo", "kto", "rm"), PREFERENCES),
+    "ppo": GENERATION,
+}
+LENGTHS: dict[str, tuple[tuple[str, ...], int | None]] = {
+    FACTORY: (("cutoff_len",), 2048),
+    TRL: (("max_length", "max_seq_length"), 1024),
+    PLAIN: (("block_size", "model_max_length", "max_seq_length"), None),
+}
+"""Keys of the length of samples, and its default."""
+
+
+def trainer(keys: Keys, cluster: Cluster, model: Model) -> Training:
+    """Return the training in arguments of the Trainer; `model`: the model that --model gives."""
+    program = next((name for name, signs in SIGNS.items() if any(sign in keys.values for sign in signs)), PLAIN)
+    training = Training()
+    _batch_in(keys, training, program)
+    base_model_in(keys, training, "model_name_or_path")
+    optimizer_in(keys, training, "optim")
+    if not keys.has("optim"):
+        origin = "optim is not given: adamw_torch_fused (the Trainer's default)"
+        training.optimizer, training.optimizer_implementation = Value("adamw", origin), Value("fused", origin)
+    step_in(keys, training)
+    bucket_in(keys, training, "ddp_bucket_cap_mb")
+    _devices_in(keys, training, cluster)
+    _recompute_in(keys, training, program)
+    _task_in(keys, program)
+    _attention_in(keys)
+    _loss_in(keys, training, program)
+    shards = sharding_in(keys, training, cluster, program=program)
+    unsharded = training.sharding is not None and training.sharding.key == REPLICAS
+    if unsharded and not {"plan.method", "workload.precision"} <= keys.overridden:
+        keys.listed.append((REPLICAS, WITH_ACCELERATE))
+    if program == FACTORY:
+        _factory_in(keys, training, model)
+    else:
+        _peft_in(keys, training)
+    _precision_in(keys, training, program)
+    keys.close((FSDP if shards else NO_FSDP) | TRAINER)
+    return training
+
+
+def _batch_in(keys: Keys, training: Training, program: str) -> None:
+    """Read the batch of a device, and the length of its samples."""
+    name, batch = "per_device_train_batch_size", "workload.global_batch_size"
+    training.micro_batch = keys.integer(name, "per_gpu_train_batch_size", sets=batch)
+    if training.micro_batch is None:
+        training.micro_batch = Value(8, f"{name} is not given: 8")
+    accumulation = "gradient_accumulation_steps"
+    training.accumulation = keys.integer(accumulation, sets="plan.micro_batches")
+    if training.accumulation is None:
+        training.accumulation = Value(1, f"{accumulation} is not given: 1")
+    _length_in(keys, training, program)
+
+
+def _length_in(keys: Keys, training: Training, program: str) -> None:
+    """Read the length of samples, and list whether all have it."""
+    packs = any([keys.enabled(name) is not None for name in ("packing", "neat_packing")])
+    names, usual = LENGTHS[program]
+    training.sequence = keys.integer(*names, sets="workload.sequence_length")
+    no_limit = next((each for each in names if each in keys.values and not keys.has(each)), None)
+    if training.sequence is None and no_limit is not None:
+        reason = "of no limit: the length of samples is not in the file"
+        keys.refuse(no_limit, reason, replaced_by=["workload.sequence_length"])
+    elif training.sequence is None and usual is not None:
+        training.sequence = Value(usual, f"{names[0]} is not given: {usual} ({program}'s default)")
+    packs_itself = program == FACTORY and keys.values.get("stage") == "pt"
+    if training.sequence is not None and not packs and not packs_itself:
+        keys.listed.append((training.sequence.origin, UNPACKED))
+
+
+def _devices_in(keys: Keys, training: Training, cluster: Cluster) -> None:
+    """Read the number of ranks; refuse another backend, or other devices, than the cluster's."""
+    training.world = keys.integer("ray_num_workers", sets="plan.ranks")
+    ranks, hosts = (keys.integer(name, sets="plan.ranks") for name in ("nproc_per_node", "nnodes"))  # of torchrun
+    if ranks is not None:
+        count = hosts.value if hosts is not None else 1
+        training.world = Value(
+            ranks.value * count, ranks.origin if hosts is None else f"{ranks.origin}; {hosts.origin}"
+        )
+    backend = keys.raw("ddp_backend")
+    if backend is not None and backend != cluster.backend:
+        keys.refuse("ddp_backend", f"the backend of --cluster is {cluster.backend}")
+    on_cores = keys.enabled("use_cpu", "no_cuda")
+    if on_cores is not None and cluster.backend == "nccl":
+        keys.refuse(on_cores.key, "trains on processors, but --cluster has GPUs: give one of cores")
+
+
+def _recompute_in(keys: Keys, training: Training, program: str) -> None:
+    key = "gradient_checkpointing"
+    found = keys.flag(key)
+    if program == FACTORY and (found is None or not found.value):
+        off = keys.enabled("disable_gradient_checkpointing")
+        usual = "LLaMA-Factory recomputes unless disable_gradient_checkpointing = true"
+        found = Value(off is None, usual if off is None else off.origin)
+    elif found is None:
+        found = Value(program == TRL, f"{key} is not given: {str(program == TRL).lower()} (the default of {program})")
+    training.recompute = Value("full" if found.value else "none", found.origin)
+
+
+def _task_in(keys: Keys, program: str) -> None:
+    """Refuse what is no training, or trains by more than the loss of the next token."""
+    if program != FACTORY:
+        return
+    stage = keys.raw("stage")
+    if stage is not None and STAGES.get(str(stage), "no such stage is known here") is not None:
+        keys.refuse("stage", STAGES.get(str(stage)) or "no such stage is known here")
+    if keys.enabled("do_train") is None:
+        keys.refuse("do_train", "is not true: nothing is trained")
+    for name in ("temperature", "top_p", "top_k", "do_sample", "num_beams", "repetition_penalty"):
+        if keys.has(name):
+            keys.note(name, LOGGING)
+
+
+def _attention_in(keys: Keys) -> None:
+    for name in ("attn_implementation", "flash_attn", "use_flash_attention_2"):
+        if keys.raw(name) in ("eager", "disabled", "off"):
+            keys.refuse(name, "attention whose scores are kept is not what shipped models have: see --model")
+        elif keys.has(name):
+            keys.note(name, ATTENTION)
+
+
+def _loss_in(keys: Keys, training: Training, program: str) -> None:
+    loss = keys.raw("loss_type")
+    if loss == "chunked_nll":
+        training.fused_loss = Value(True, keys.line("loss_type"))
+        keys.note("loss_type", "approximated: the loss of all tokens, and logits are multiplied again in the backward")
+    elif loss is not None and loss not in ("nll", "dft"):
+        keys.refuse("loss_type", PREFERENCES)
+    elif loss is None and program == TRL and "workload.fused_loss" not in keys.overridden:
+        usual = "is not given: nll; newer releases of TRL, whose default is chunked_nll: --set workload.fused_loss=true"
+        keys.listed.append(("loss_type", usual))
+
+
+def base_model_in(keys: Keys, training: Training, key: str) -> None:
+    """Read the name of the base model, and its sizes where it is a folder with a config."""
+    name = keys.raw(key)
+    if name is None:
+        return
+    line = keys.line(key)
+    training.base_model = Value(name, line)
+    places = [folder / str(name) / "config.json" for folder in (Path(keys.file).parent, Path())]
+    config = next((place for place in places if place.is_file()), None)
+    if config is None:
+        keys.note(key, "the model is --model, of as many parameters where the name says how many")
+        return
+    for size, value in sizes_in(parsed_json(read_bounded(config), file=str(config))).items():
+        training.architecture[size] = Value(value, line)
+
+
+def step_in(keys: Keys, training: Training) -> None:
+    """Read what the optimizer is given, and the seed."""
+    for name, key in (("learning_rate", "learning_rate"), ("weight_decay", "weight_decay")):
+        setattr(training, name, keys.number(key, sets=f"workload.{name}"))
+    training.clip_norm = keys.number("max_grad_norm") or Value(1.0, "max_grad_norm = 1.0 (the Trainer's default)")
+    training.seed = keys.integer("seed", least=0)
+
+
+def sharding_in(keys: Keys, training: Training, cluster: Cluster, *, program: str) -> bool:
+    """Read the sharding, and return whether FSDP is on."""
+    file = keys.raw("deepspeed")
+    on = _words(keys.raw("fsdp"))
+    if on and isinstance(keys.raw("fsdp_config"), str):
+        _read_fsdp_file(keys)
+    config = any(key.startswith("fsdp_config.") and keys.has(key) for key in keys.values)
+    shards = bool(on) or (config and program == AXOLOTL)  # axolotl's key fsdp may be missing
+    if file and shards:
+        keys.refuse("deepspeed", "contradicts fsdp: it is one or the other")
+    elif file:
+        _deepspeed_in(keys, training, str(file), program)
+    elif shards:
+        _fsdp_in(keys, training, cluster, on, program)
+        # the Trainer leaves gradients whole until the last micro-batch (accelerate's no_sync)
+        each = keys.enabled("accelerator_config.gradient_accumulation_kwargs.sync_each_batch")
+        if each is not None:
+            training.gradient_sync = Value("micro-batch", each.origin)
+        elif training.accumulation is not None and training.accumulation.value > 1:
+            training.gradient_sync = Value("step", f"{training.accumulation.origin}: the Trainer's no_sync")
+    else:
+        training.sharding = Value("none", REPLICAS)
+    return shards
+
+
+def _words(on: Any) -> list[str]:
+    """Return the options of the key `fsdp`: a list, a text of words, or true.
+
+    >>> _words("full_shard auto_wrap"), _words(["shard_grad_op"]), _words(True), _words("")
+    (['full_shard', 'auto_wrap'], ['shard_grad_op'], ['full_shard'], [])
+    """
+    if on is True or str(on).lower() == "true":
+        return ["full_shard"]
+    words = on.replace(",", " ").split() if isinstance(on, str) else on if isinstance(on, list) else []
+    return [str(word).lower() for word in words]
+
+
+def _read_fsdp_file(keys: Keys) -> None:
+    """Add the keys of the JSON file that `fsdp_config` names."""
+    path = next((place for place in places_of(keys, str(keys.raw("fsdp_config"))) if place.is_file()), None)
+    if path is None:
+        keys.refuse("fsdp_config", "no such file, beside the file, in a folder above, or in the working directory")
+        return
+    content = flattened(parsed_json(read_bounded(path), file=str(path)), file=str(path))
+    keys.values = keys.values | {f"fsdp_config.{key}": value for key, value in content.items()}
+
+
+def _fsdp_in(keys: Keys, training: Training, cluster: Cluster, on: list[str], program: str) -> None:
+    """Read FSDP's keys, all of which may have a prefix; `on`: the options in `fsdp`."""
+    prefixed = (key for key in keys.values if key.startswith("fsdp_config.fsdp_") and key != "fsdp_config.fsdp_version")
+    prefix = "fsdp_config.fsdp_" if any(prefixed) else "fsdp_config."
+    read_fsdp(keys, training, cluster, prefix=prefix)
+    if program == AXOLOTL:  # which sets Accelerate's variables by the keys of the table
+        options = [word for word in on if word in OPTIONS]
+        said = any(keys.has(f"{prefix}{name}") for name in ("reshard_after_forward", "sharding_strategy"))
+        if options and not said:
+            shard_by(keys, training, cluster, Value(SHARDINGS[options[0]], keys.line("fsdp")), "fsdp")
+    else:
+        _units_in(keys, training, cluster, on, prefix)
+    unknown = [word for word in on if word not in (*OPTIONS, "auto_wrap", "offload")]
+    if unknown:
+        keys.refuse("fsdp", f"what {unknown[0]} does is not known")
+    if "offload" in on:
+        training.offload = Value("parameters", keys.line("fsdp"))
+    pinned = keys.flag(f"{prefix}cpu_offload_pin_memory")
+    if pinned is not None and not pinned.value and training.offload is not None:
+        keys.refuse(f"{prefix}cpu_offload_pin_memory", "copies are from and to pinned memory here")
+    precision = keys.raw(f"{prefix}mixed_precision_policy")
+    if precision is not None and keys.values.get(str(precision)) not in (True, "auto", "true"):
+        keys.refuse(f"{prefix}mixed_precision_policy", "contradicts the recipe's own precision")
+
+
+def _units_in(keys: Keys, training: Training, cluster: Cluster, on: list[str], prefix: str) -> None:
+    """Read how the Trainer shards and wraps: by its own options, and in FSDP2 by `reshard_after_forward`.
+
+    Source: transformers, training_args.py, _process_fsdp_args.
+    """
+    options = [word for word in on if word in OPTIONS]
+    reshard, strategy = (f"{prefix}{name}" for name in ("reshard_after_forward", "sharding_strategy"))
+    versions = [name for name in ("fsdp_config.version", "fsdp_config.fsdp_version") if keys.has(name)]
+    if versions and str(keys.raw(versions[0])) == "2":
+        if not keys.has(reshard):
+            line = f"{keys.line(versions[0])}: reshard_after_forward is not given: false"
+            shard_by(keys, training, cluster, Value(SHARDINGS["false"], line), "fsdp")
+    else:
+        shard_by(keys, training, cluster, Value(SHARDINGS[(*options, "full_shard")[0]], keys.line("fsdp")), "fsdp")
+        for name in (reshard, strategy):
+            if keys.has(name):
+                keys.note(name, "the Trainer reads its key fsdp instead")
+        gathers = training.sharding is not None and training.sharding.value == "zero3"  # in the backward too
+        if gathers and not keys.has(f"{prefix}backward_prefetch"):
+            keys.listed.append((keys.line("fsdp"), NO_PREFETCH))
+        if gathers and training.recompute is not None and training.recompute.value == "full":
+            keys.listed.append((training.recompute.origin, GATHERED_AGAIN))
+    if "auto_wrap" not in on:
+        keys.refuse("fsdp", f"without auto_wrap the whole model is one unit; {UNITS}")
+
+
+def _deepspeed_in(keys: Keys, training: Training, file: str, program: str) -> None:
+    """Read the DeepSpeed file; batch and precision are those of the recipe."""
+    flags = ("bf16", "bfloat16", "fp16", "float16")
+    on = [PRECISIONS[flag] for flag in flags if str(keys.values.get(flag)).lower() in ("true", "auto")]
+    precision = (*on, "bf16" if program == TRL and not keys.has("bf16") else "")[0]
+    found = deepspeed_file(keys, "deepspeed", file, fills=program, precision=precision)
+    if found is None:
+        return
+    if found.precision is not None and found.precision.value not in ("fp32", precision):
+        keys.refuse("deepspeed", f"its {found.precision.origin} contradicts the recipe: {precision or 'fp32'}")
+    _engine_in(keys, training, found, file)
+    for name in ("micro_batch", "accumulation", "cp"):
+        ours, theirs = getattr(training, name), getattr(found, name)
+        if theirs is not None and theirs.value != (ours.value if ours is not None else 1):
+            said = ours.origin if ours is not None else "the recipe, which has none"
+            keys.refuse("deepspeed", f"its {theirs.origin} contradicts {said}")
+
+
+def _engine_in(keys: Keys, training: Training, found: Training, file: str) -> None:
+    """Set what DeepSpeed's engine decides; `found`: the training in its file."""
+    for name in OF_ENGINE:
+        setattr(training, name, getattr(found, name))
+    for name in ("dp_shard", "tp", "loss_scale"):
+        setattr(training, name, getattr(training, name, None) or getattr(found, name))
+    if found.clip_norm is not None:
+        training.clip_norm = found.clip_norm
+    if found.optimizer is not None:  # the Trainer makes none of its own then
+        for name in ("optim", "optimizer"):
+            if keys.has(name):
+                keys.note(name, f"the optimizer of {file} takes its place")
+        for name in ("optimizer", "optimizer_implementation", "optimizer_state_precision"):
+            setattr(training, name, getattr(found, name))
+
+
+def add_adapters(
+    keys: Keys, training: Training, key: str, *, rank: Value, alpha: Value | None, targets: str | list[str]
+) -> None:
+    """Set low-rank adapters; `key`: the key that turns them on."""
+    dropout = keys.number("lora_dropout")
+    if dropout is not None and dropout.value:
+        keys.note("lora_dropout", "approximated: the masks of dropout in adapters are not counted")
+    table: dict[str, object] = {"rank": rank.value}
+    if alpha is not None:
+        table["alpha"] = alpha.value
+    training.adapters = Value(table | {"targets": targets}, keys.line(key))
+
+
+def _targets(given: Any) -> str | list[str]:
+    """Return the maps that adapters are beside: a text, or a list.
+
+    >>> _targets("all"), _targets(["all-linear"]), _targets("q_proj,v_proj")
+    ('all-linear', 'all-linear', ['q_proj', 'v_proj'])
+    """
+    names = given.replace(",", " ").split() if isinstance(given, str) else given if isinstance(given, list) else [given]
+    targets = [str(each).strip() for each in names]
+    return "all-linear" if targets in (["all"], ["all-linear"]) else targets
+
+
+def _factory_in(keys: Keys, training: Training, model: Model) -> None:
+    """Read LLaMA-Factory's method: all parameters, some blocks, or adapters, which are beside quantized weights."""
+    kind = keys.raw("finetuning_type") or "lora"
+    bits = keys.integer("quantization_bit")
+    if kind == "lora":
+        rank = keys.integer("lora_rank") or Value(8, "lora_rank is not given: 8")
+        alpha = keys.number("lora_alpha") or Value(2 * rank.value, f"{rank.origin}: twice as much")
+        targets = _targets(keys.raw("lora_target") or "all")
+        add_adapters(keys, training, "finetuning_type", rank=rank, alpha=alpha, targets=targets)
+    elif kind == "freeze":
+        _frozen_in(keys, training, model)
+    elif kind != "full":
+        keys.refuse("finetuning_type", LORA)
+    if bits is None:
+        return
+    method = str(keys.raw("quantization_method") or "bnb").lower()
+    if kind != "lora" or bits.value not in (4, 8) or method not in ("bnb", "bitsandbytes"):
+        keys.refuse("quantization_bit", "only 4 and 8 bits of bitsandbytes, under adapters, can be simulated")
+        return
+    nested = keys.flag("double_quantization")
+    _quantize(keys, training, bits, bits.value, nested is None or nested.value, "quantization_type")
+
+
+def _quantize(keys: Keys, training: Training, flag: Value, bits: int, nested: bool, kind: str) -> None:
+    """Set the format of frozen weights; `kind`: the key that says the format of 4 bits."""
+    if bits == 4 and keys.raw(kind) not in (None, "nf4"):
+        keys.refuse(kind, "4 bits are nf4 here")
+    training.frozen_precision = Value("int8" if bits == 8 else "nf4-double" if nested else "nf4", flag.origin)
+
+
+def _frozen_in(keys: Keys, training: Training, model: Model) -> None:
+    """Read which blocks are trained: the last ones, or the first ones if their number is negative."""
+    count = keys.integer("freeze_trainable_layers", least=-(10**6)) or Value(2, "freeze_trainable_layers is 2")
+    blocks = sum(layer.repeats for layer in model.layers if layer.block)
+    chosen = range(max(0, blocks - count.value), blocks) if count.value > 0 else range(min(-count.value, blocks))
+    numbers = "|".join(map(str, chosen))
+    names = _targets(keys.raw("freeze_trainable_modules") or "all")
+    modules = [""] if names == "all-linear" else list(names)
+    patterns = [f".+.({numbers}).{name}" for name in modules] if chosen else []
+    extra = keys.raw("freeze_extra_modules")
+    patterns += [f"(.+)?{name}" for name in (_targets(extra) if extra else [])]
+    training.trained = Value(patterns, keys.line("finetuning_type"))
+
+
+def _peft_in(keys: Keys, training: Training) -> None:
+    """Read TRL's adapters, and the quantized weights below them."""
+    few = {bits: keys.enabled(f"load_in_{bits}bit") for bits in (4, 8)}
+    on = [(bits, flag) for bits, flag in few.items() if flag is not None]
+    if keys.enabled("use_peft") is None:
+        for _, flag in on:
+            keys.refuse(flag.key, "quantized weights without adapters cannot be simulated")
+        if "use_peft" not in keys.values and keys.has("lora_r"):
+            reason = "whether there are adapters is up to use_peft, which is not in the file: add it"
+            keys.refuse("lora_r", reason, replaced_by=["workload.adapters"])
+        return
+    if not keys.has("lora_target_modules"):
+        reason = "needs lora_target_modules here: PEFT's own choice is not in the file"
+        keys.refuse("use_peft", reason, replaced_by=["workload.adapters"])
+        return
+    rank = keys.integer("lora_r") or Value(16, "lora_r is not given: 16")
+    alpha = keys.number("lora_alpha") or Value(32, "lora_alpha is not given: 32")
+    targets = _targets(keys.raw("lora_target_modules"))
+    add_adapters(keys, training, "use_peft", rank=rank, alpha=alpha, targets=targets)
+    for bits, flag in on:
+        nested = keys.enabled("use_bnb_nested_quant") is not None
+        _quantize(keys, training, flag, bits, nested, "bnb_4bit_quant_type")
+
+
+def precision_in(keys: Keys, training: Training, on: Value | None, loaded: Value) -> None:
+    """Set the precision.
+
+    `on`: that of automatic mixed precision, if it is on. `loaded`: that of the trained weights as they are loaded;
+    FSDP and DeepSpeed make fp32 copies of them beside mixed precision. A value of None: not in the file.
+    """
+    training.precision = on or loaded
+    sharded = training.sharding is not None and training.sharding.value != "none"
+    engine = keys.has("deepspeed") or (sharded and on is not None)
+    if engine or "workload.precision" in keys.overridden:
+        if on is None and loaded.value != "fp32" and keys.has("deepspeed"):
+            keys.refuse(loaded.key, "DeepSpeed without bf16 or fp16 in its file cannot be simulated so")
+        return
+    half = on or loaded
+    if loaded.value is None:
+        keys.refuse(loaded.key, "the precision of a checkpoint is not in the file", replaced_by=["workload.precision"])
+    elif half.value == "fp32":
+        training.tf32 = keys.enabled("tf32")
+    elif training.adapters is not None or training.trained is not None:
+        beside = "approximated: beside frozen weights all weights are in it, and autocast casts none"
+        keys.listed.append((half.origin, beside))
+    elif loaded.value == "fp32":
+        under_autocast(training, half)
+    elif half.value == "fp16" or loaded.value == "fp16":
+        keys.refuse(loaded.key, "the Trainer scales no loss of such weights", replaced_by=["workload.precision"])
+    else:
+        keys.listed.append((half.origin, PURE_16_BIT))
+
+
+def _precision_in(keys: Keys, training: Training, program: str) -> None:
+    flags = [Value(PRECISIONS[key], flag.origin) for key in ("bf16", "fp16") if (flag := keys.enabled(key)) is not None]
+    if len(flags) > 1:
+        keys.refuse("fp16", f"contradicts {flags[0].origin}", replaced_by=["workload.precision"])
+    on = flags[0] if flags else None
+    if on is None and program == TRL and not keys.has("bf16"):
+        on = Value("bf16", "bf16 is not given: true (the default of TRL)")
+    loaded = Value("fp32", "neither bf16 nor fp16") if on is None else Value("fp32", on.origin)
+    if program == FACTORY:
+        if (pure := keys.enabled("pure_bf16")) is not None:
+            loaded = Value("bf16", pure.origin)
+    elif keys.has("torch_dtype") or keys.has("dtype"):
+        kinds: dict[str, str | None] = {**PRECISIONS, "auto": None}
+        found = keys.choice(kinds, "dtype", "torch_dtype", sets="workload.precision", why="no such precision here")
+        loaded = found or loaded
+    elif program == PLAIN and on is not None and training.sharding is not None and training.sharding.origin == REPLICAS:
+        keys.listed.append((on.origin, LOADED_IN_FP32))
+    precision_in(keys, training, on, loaded)
