@@ -51,6 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -367,7 +368,7 @@ def _norms_in_attention(
             raise _UnknownRoleError(f".{path}: has parameters, and is neither a linear map nor a norm")
         if path.startswith(f"{attention}."):
             of_all = any(parameter.shape != (head_width,) for parameter in module.parameters())
-            if of_all and not _MeansOverRanks.of(module).count:
+            if of_all and not _MeansOverRanks.types_of(module):
                 raise _UnknownRoleError(
                     f".{path}: a norm over all heads, of which each rank would have only some, and which does not "
                     "compute its means by torch.mean"
@@ -385,17 +386,18 @@ class _MeansOverRanks(TorchFunctionMode):
     def __init__(self, fraction: float, all_reduce: AllReduce) -> None:
         super().__init__()
         self.fraction, self.all_reduce = fraction, all_reduce
-        self.count = 0
-        """Number of means that it has replaced."""
+        self.types: list[torch.dtype] = []
+        """Types of the means that it has replaced."""
 
     @classmethod
-    def of(cls, norm: nn.Module) -> "_MeansOverRanks":
-        """Return the means of a norm over one position, on one rank."""
+    def types_of(cls, norm: nn.Module, dtype: torch.dtype | None = None) -> list[torch.dtype]:
+        """Return the types of a norm's means over one position, on one rank; `dtype`: of its parameters and input."""
         means = cls(1.0, lambda mean: mean)
-        parameter = next(norm.parameters())
+        parameters = {name: parameter.detach().to(dtype) for name, parameter in norm.named_parameters()}
+        like = next(iter(parameters.values()))
         with torch.no_grad(), means:
-            norm(torch.zeros(1, len(parameter), dtype=parameter.dtype, device=parameter.device))
-        return means
+            functional_call(norm, parameters, (torch.zeros(1, len(like), dtype=like.dtype, device=like.device),))
+        return means.types
 
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -403,7 +405,7 @@ class _MeansOverRanks(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if func not in (torch.mean, Tensor.mean) or -1 not in (*args[1:], (kwargs or {}).get("dim")):
             return found
-        self.count += 1
+        self.types.append(found.dtype)
         return Mapped.apply(found * self.fraction, self.all_reduce, self.all_reduce)
 
 
@@ -499,10 +501,12 @@ def slice_block(
     ranks: int,
     group: dist.ProcessGroup | None = None,
     parts: "SequenceParts | None" = None,
+    reduce_fixed: AllReduce | None = None,
 ) -> None:
     """Reduce a block to a rank's units; `all_reduce` sums over the `ranks` ranks of its `group`.
 
-    `parts`: how they divide sequences, if they do; see [Note: sequence parts].
+    `parts`: how they divide sequences, if they do; see [Note: sequence parts]. `reduce_fixed`: sums what has one type
+    in every precision; None: `all_reduce` does that too.
     """
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
@@ -517,7 +521,10 @@ def slice_block(
         norm = block.get_submodule(path)
         size = len(next(norm.parameters()))
         fraction = size / next(part.size for (owner, _), part in slices.items() if owner == path)
-        norm.forward = partial(_norm_over_ranks, norm.forward, _MeansOverRanks(fraction, all_reduce))
+        reduce = all_reduce
+        if reduce_fixed is not None and _MeansOverRanks.types_of(norm, torch.float64) == _MeansOverRanks.types_of(norm):
+            reduce = reduce_fixed
+        norm.forward = partial(_norm_over_ranks, norm.forward, _MeansOverRanks(fraction, reduce))
     cut.resize(block, len(held))
     f: tuple[AllReduce, AllReduce]
     g: tuple[AllReduce, AllReduce]

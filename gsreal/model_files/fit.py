@@ -222,14 +222,17 @@ def fit_reductions(
     everything: Mapping[Shape, Record], checked: Shape, index: int, terms: Terms
 ) -> tuple[Reduction, ...]:
     """Return a layer's collectives among the ranks that divide it, with their bytes as polynomials of the shape."""
-    moments = {tuple((at, kind) for at, _, kind in record.reductions.get(index, ())) for record in everything.values()}
+    moments = {
+        tuple((each.at, each.kind, each.fixed) for each in record.reductions.get(index, ()))
+        for record in everything.values()
+    }
     if len(moments) > 1:
         raise NoPolynomialError("the sums over ranks depend on batch size, sequence length or units")
     reductions = []
-    for number, (at, kind) in enumerate(moments.pop()):
-        sizes = {shape: record.reductions[index][number][1] for shape, record in everything.items()}
+    for number, (at, kind, fixed) in enumerate(moments.pop()):
+        sizes = {shape: record.reductions[index][number].size_bytes for shape, record in everything.items()}
         size = fit_polynomial(sizes, checked, "bytes of a sum over ranks", terms)
-        reductions.append(Reduction(_moment(at, index), size, kind))
+        reductions.append(Reduction(_moment(at, index), size, kind, fixed))
     return tuple(reductions)
 
 

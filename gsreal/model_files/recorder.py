@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -195,8 +195,15 @@ class Work:
         return Work(count * self.flop, count * self.bytes_moved, count * self.operations, count * self.streamed)
 
 
-SliceCollective = tuple[tuple[int, str, int], int, str]
-"""Moment (layer, phase, position), bytes and kind of a collective over the ranks that share a sliced block."""
+class SliceCollective(NamedTuple):
+    """Collective over the ranks that share a sliced block."""
+
+    at: tuple[int, str, int]
+    """Its moment: layer, phase, position."""
+    size_bytes: int
+    kind: str
+    fixed: bool = False
+    """Whether its size is the same in every precision."""
 
 
 @dataclass
@@ -244,7 +251,7 @@ class Record:
 
         What a collective sends, and what the callers hold meanwhile, lives until it returns.
         """
-        collectives = (at[2] for at, _, _ in self.reductions.get(layer, ()) if at[1] == "f")
+        collectives = (each.at[2] for each in self.reductions.get(layer, ()) if each.at[1] == "f")
         return sorted({*self.counted[layer, "f"], *collectives})
 
     def position_at_end(self, layer: int) -> int:
@@ -405,10 +412,14 @@ class Recorder(TorchDispatchMode):
                 if alive is not None and alive.born[2] in self.record.kept[alive.born[0], "selective"]:
                     self.record.overwritten.add(alive.born[0])
 
-    def reduce(self, tensor: Tensor) -> Tensor:
-        """Replace a sum over ranks by a copy, which is the effect of torch's functional all-reduce on its own rank."""
+    def reduce(self, tensor: Tensor, *, fixed: bool = False) -> Tensor:
+        """Replace a sum over ranks by a copy, which is the effect of torch's functional all-reduce on its own rank.
+
+        `fixed`: whether it has the same type in every precision.
+        """
         copy = tensor.clone(memory_format=torch.contiguous_format)
-        self.record.reductions[self.layer].append((self.now(), copy.numel() * copy.element_size(), "all-reduce"))
+        size_bytes = copy.numel() * copy.element_size()
+        self.record.reductions[self.layer].append(SliceCollective(self.now(), size_bytes, "all-reduce", fixed))
         return copy
 
     def receive(self, sent: Tensor, kind: str, ranks: int) -> Tensor:
@@ -417,7 +428,7 @@ class Recorder(TorchDispatchMode):
         with self.allocation():
             received = sent.new_empty((rows, *sent.shape[1:]))
         whole = max(sent.numel(), received.numel()) * sent.element_size()
-        self.record.reductions[self.layer].append((self.now(), whole, kind))
+        self.record.reductions[self.layer].append(SliceCollective(self.now(), whole, kind))
         return received
 
     def exchange(self, sent: Tensor, kind: str, rows: int) -> Tensor:
@@ -425,7 +436,7 @@ class Recorder(TorchDispatchMode):
         with self.allocation():
             received = sent.new_empty((rows, *sent.shape[1:]))
         size = sent.numel() if kind == "counts" else received[0].numel()
-        self.record.reductions[self.layer].append((self.now(), size * sent.element_size(), kind))
+        self.record.reductions[self.layer].append(SliceCollective(self.now(), size * sent.element_size(), kind))
         return received
 
     def _born(self, tensor: Tensor) -> None:

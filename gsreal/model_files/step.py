@@ -408,6 +408,11 @@ class _ReductionRecorder:
         assert self.recorder is not None  # blocks are sliced for a record
         return self.recorder.reduce(tensor)
 
+    def fixed(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor that has the same type in every precision."""
+        assert self.recorder is not None
+        return self.recorder.reduce(tensor, fixed=True)
+
     def parts(self, ranks: int) -> SequenceParts:
         """Return the division of sequences among `ranks` ranks; this rank is the first of them."""
 
@@ -453,7 +458,7 @@ def _slice_blocks(
             sliced[name] = whole, _ = cut.units(block), is_linear(block, cut)
             held = [unit % whole for unit in range(units)]  # units are alike: a trace may have more than the block has
             # what one rank does is independent of the number of ranks
-            slice_block(block, held, stand_in, ranks=2, parts=divided)
+            slice_block(block, held, stand_in, ranks=2, parts=divided, reduce_fixed=stand_in.fixed)
     for layer, name in enumerate(record.modules):
         if name in sliced:
             record.units[layer], record.linear[layer] = sliced[name]

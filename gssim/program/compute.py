@@ -195,12 +195,31 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         events = [*timeline.at(*place), *gradients.get(place, ()), *buckets.get(place, ())]
         kept = [*traced.at(*place), *always_kept.get(place, ())]
         first, rest = of_phase.around_recomputation(instance, events, kept)
-        tasks += first
+        again: Sequence[Task] = ()
         if low.recomputes and instance.layer.is_recomputed:
-            tasks += of_phase(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
-        tasks += rest
+            again = of_phase(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
+        tasks += _issued_in_turn(first, again, rest) if first else [*again, *rest]
     tasks.append(Task(TaskId("backward-end"), "backward", need=footprint(timeline.end)))
     return tasks
+
+
+def _issued_in_turn(first: Sequence[Task], again: Sequence[Task], rest: Sequence[Task]) -> list[Task]:
+    """Return the tasks of a backward (`first`, `rest`) around those of the forward that runs again between them.
+
+    The host issues the second forward right after `first`, and `rest` right after that, if their issue is apart. If the
+    second forward's time includes the host's, the issue of `rest` begins at its end.
+    """
+
+    def behind(tasks: Sequence[Task], goes_on: bool) -> list[Task]:
+        place = next((i for i, task in enumerate(tasks) if task.issue is not None), len(tasks))
+        issued = [
+            replace(task, issue=Issue(task.issue.host_s, goes_on)) for task in tasks[place : place + 1] if task.issue
+        ]
+        return [*tasks[:place], *issued, *tasks[place + 1 :]]
+
+    is_ahead = any(task.issue is not None and task.issue.goes_on for task in first[:1])
+    issues_first, issues_again = (any(task.issue is not None for task in tasks) for tasks in (first, again))
+    return [*first, *behind(again, is_ahead or issues_first), *behind(rest, is_ahead or issues_again)]
 
 
 class _PhaseTasks:

@@ -189,8 +189,9 @@ def _products_beside(
     again, for the weight gradients.
     """
     layer, plan = instance.layer, low.scenario.plan
-    of_inputs = [e for e in layer.reductions if e.moment.phase == "b" and e.kind in SUMS]
-    if any(e.kind == "reduce-scatter" for e in of_inputs):  # what else is summed are statistics of norms over all heads
+    # what else is summed are statistics of norms over all heads, mostly in fp32 whatever the precision
+    of_inputs = [e for e in layer.reductions if e.moment.phase == "b" and e.kind in SUMS and not e.fixed]
+    if any(e.kind == "reduce-scatter" for e in of_inputs):
         of_inputs = [e for e in of_inputs if e.kind == "reduce-scatter"]
     ends = [e.moment.position for e in of_inputs]
     maps = sorted((p for p in layer.parameters if p.sliced and len(p.shape) == 2), key=lambda p: p.ready.position)
@@ -311,8 +312,7 @@ def sum_over_slices(low: Lowering, rank: int, own: TaskId, size_bytes: float) ->
 
 
 def _sum_bytes(low: Lowering, reduction: Reduction, samples: int) -> float:
-    shape = {"b": samples, "s": low.scenario.workload.sequence_length or 1}
-    return low.traced_scale * reduction.size_bytes.at(**shape)
+    return reduction.bytes_at(b=samples, s=low.scenario.workload.sequence_length or 1, scale=low.traced_scale)
 
 
 def with_host_time(

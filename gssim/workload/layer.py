@@ -224,7 +224,7 @@ def _moment(text: str) -> Moment | None:
 
 
 FIXED = " fixed"
-"""End of the text of a buffer whose size is the same in every precision."""
+"""End of the text of a buffer or a collective whose size is the same in every precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +426,8 @@ class Reduction:
     """Bytes of the whole tensor, not of a rank's part; for an all-to-all or ring, of each rank's; for a dispatch or
     combine, of one row."""
     kind: str = "all-reduce"
+    fixed: bool = False
+    """Whether its size is the same in every precision: a norm that computes in fp32 sums its means in fp32."""
 
     @classmethod
     def parse(cls, text: object) -> "Reduction":
@@ -433,20 +435,30 @@ class Reduction:
 
         >>> str(Reduction.parse("f5 64*b*s")), Reduction.parse("b3 all-gather 64*b*s").kind
         ('f5 64*b*s', 'all-gather')
+        >>> Reduction.parse("f5 4*b*s fixed").bytes_at(b=2, s=3, scale=0.5)
+        24
         """
         if isinstance(text, Reduction):
             return text
         if not isinstance(text, str) or len(text.split(maxsplit=1)) != 2:
-            raise ValueError('must be "MOMENT BYTES", such as "f5 64*b*s", or "MOMENT KIND BYTES"')
+            raise ValueError(
+                'must be "MOMENT BYTES", such as "f5 64*b*s", or "MOMENT KIND BYTES", and may end in "fixed"'
+            )
         moment, size = text.split(maxsplit=1)
+        fixed, size = size.endswith(FIXED), size.removesuffix(FIXED)
         kind, _, rest = size.partition(" ")
         if kind in REDUCTIONS:
-            return cls(Moment.parse(moment), Polynomial.parse(rest), kind)
-        return cls(Moment.parse(moment), Polynomial.parse(size))
+            return cls(Moment.parse(moment), Polynomial.parse(rest), kind, fixed)
+        return cls(Moment.parse(moment), Polynomial.parse(size), fixed=fixed)
+
+    def bytes_at(self, *, b: Samples, s: int, scale: float) -> float:
+        """Return its size for b samples of s tokens; `scale`: bytes of an element relative to those in the trace."""
+        size = self.size_bytes.at(b=b, s=s)
+        return size if self.fixed else scale * size
 
     def __str__(self) -> str:
         kind = "" if self.kind == "all-reduce" else f"{self.kind} "
-        return f"{self.moment} {kind}{self.size_bytes}"
+        return f"{self.moment} {kind}{self.size_bytes}{FIXED if self.fixed else ''}"
 
 
 @spec

@@ -144,6 +144,20 @@ def test_without_a_profile_a_host_issues_the_sums_of_cut_blocks_too():
     assert found == pytest.approx([issued] * len(found), rel=1e-4)
 
 
+def test_a_host_issues_a_backward_around_the_forward_that_runs_again_in_its_turn():
+    """Its first operations are issued before the second forward, and the rest behind that, at no earlier time."""
+    model = load_model(OF_TESTS / "divided-autocast-llama.toml")
+    gpu = gpus(2, run_s=0.0, issue_s=0.0, profiles=[], operation_overhead_s=1.0)
+    plan = {"method": "ddp", "cp": 2, "context_exchange": "ring"}
+    workload = {"model": model, "sequence_length": 48, "autocast": "bf16"}
+    (once_s, again_s) = (
+        step_s(gpu, plan | {"recompute": recompute}, **workload) for recompute in ("none", "selective")
+    )
+    (recomputed_s, _) = host_s(gpu, plan | {"recompute": "selective"}, "recompute", **workload)
+    assert recomputed_s > 0
+    assert again_s - once_s == pytest.approx(recomputed_s, rel=1e-3)
+
+
 def test_casts_of_master_copies_are_issued_ahead_where_both_times_are_known():
     """Two casts of 168 elements in six tensors, of which each moves 6 bytes at 1 GB/s."""
     casts_s, issue_s = 2 * (168 * 6 / 1e9 + TENSORS * 1e-4), 2 * TENSORS * 1e-3

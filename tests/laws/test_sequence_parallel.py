@@ -328,8 +328,11 @@ def test_exchanges_beside_products_have_buffers_outside_the_allocator(inputs, se
     assert [each.peak_allocated_bytes for each in beside.ranks] == [each.peak_allocated_bytes for each in after.ranks]
 
 
-@pytest.mark.parametrize(("key", "least_ratio"), [("tp_overlap", 0.7), ("async_input_gradients", 0.8)])
-def test_sums_of_norms_over_all_heads_are_no_exchanges_beside_products(key, least_ratio):
+@pytest.mark.parametrize(
+    ("key", "divides", "least_ratio"),
+    [("tp_overlap", True, 0.7), ("async_input_gradients", True, 0.8), ("async_input_gradients", False, 0.99)],
+)
+def test_sums_of_norms_over_all_heads_are_no_exchanges_beside_products(key, divides, least_ratio):
     """OLMo 2's exchanges hide what the products of its maps take, though the sums of its norms are between them.
 
     All maps' where sequences are gathered (but keys and values of the forward, which follow the sum of the queries'
@@ -343,12 +346,36 @@ def test_sums_of_norms_over_all_heads_are_no_exchanges_beside_products(key, leas
     def step_s(bandwidth: float, **more) -> float:
         made = star(ranks, bandwidth=bandwidth, backend="nccl")
         return simulate(
-            loaded_of(scenario_of(made, DIVIDED | more, model=model, sequence_length=24, global_batch_size=12))
+            loaded_of(
+                scenario_of(
+                    made,
+                    DIVIDED | {"sequence_parallel": divides} | more,
+                    model=model,
+                    sequence_length=24,
+                    global_batch_size=12,
+                )
+            )
         ).result.step_time_s
 
     products_s = 2 * 2 * tokens * elements / ranks / flop_per_s  # of two blocks
     hidden_ratio = (step_s(1e5) - step_s(1e5, **{key: True})) / (hidden_part * products_s)
     assert least_ratio < hidden_ratio < 1 + 1e-6
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+def test_sums_of_a_norm_that_computes_in_fp32_are_as_large_in_every_precision(precision):
+    """OLMo 2's norms over all heads: one number a position, of queries and of keys, in two blocks, there and back."""
+    rates = device_type(peak_flop_per_s={"fp32": 1e9, "bf16": 1e9, "fp64": 1e9})
+    made = scenario_of(
+        star(2, types={"cpu": rates}),
+        {"method": "tensor"},
+        model=load_model(OLMO2),
+        sequence_length=24,
+        global_batch_size=12,
+        precision=precision,
+    )
+    counts = {entry.bytes: entry.count for entry in simulate(loaded_of(made)).result.collectives}
+    assert counts[4 * 12 * 24] == 2 * 2 * 2
 
 
 @pytest.mark.parametrize(

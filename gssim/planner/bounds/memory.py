@@ -237,7 +237,7 @@ class MemoryBounds:
 
         def found() -> Counter[tuple[str, float]]:
             return Counter(
-                (each.kind, self._scale * each.size_bytes.at(b=samples, s=length))
+                (each.kind, each.bytes_at(b=samples, s=length, scale=self._scale))
                 for instance in stage.layers
                 if phase != "r" or instance.layer.is_recomputed
                 for each in reductions_in(instance.layer, phase, plan.recompute)
