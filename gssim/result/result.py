@@ -200,7 +200,10 @@ class RankClass:
     bytes_sent: Amount | None = None
     bytes_received: Amount | None = None
     batch_share: Finite
+    """Fraction of the global batch that each of these ranks trains on; ranks of one replica have the same samples."""
     shard_share: Finite
+    """Fraction of the gradients, optimizer states or parameters that each of these ranks owns, where a plan divides
+    any."""
 
     @property
     def compute_s(self) -> float:
