@@ -723,7 +723,10 @@ FAULTS = {
     "no-polynomial": ((f"{__name__}.Cubic", *IMAGE), "is no polynomial in batch size and sequence length"),
     "no-input": ((f"{__name__}.Shortcut",), "exactly one of --vocabulary (tokens) and --image is needed"),
     "no-image": ((f"{__name__}.Shortcut", "--image", "8x8"), "--image 8x8: must be CHANNELSxHEIGHTxWIDTH"),
-    "too-long": ((*GPT, "--vocabulary", "256", "--sequence-length", "257"), "must be at least 1 and at most 256"),
+    "too-long": (
+        (*GPT, "--vocabulary", "256", "--sequence-length", "257"),
+        "at most 256 (--maximum-sequence-length allows others)",
+    ),
     "no-length": ((*GPT, "--vocabulary", "256", "--sequence-length", "0"), "must be at least 1 and at most 256"),
     "image-length": ((f"{__name__}.Shortcut", *IMAGE, "--sequence-length", "8"), "must be left out: the input is"),
     "unknown-task": ((*GPT, "--vocabulary", "256", "--task", "guess"), "input.task = 'guess': "),
