@@ -93,12 +93,25 @@ def print_result(result: Result) -> None:
 
 
 def expected_errors_of(result: Result) -> list[str]:
-    """Return a line on the errors of published runs on such devices; none where devices were measured, or for a run."""
+    """Return lines on how sure the devices' rates are: those that were assumed, and errors of published runs.
+
+    None where devices were measured, or for a run.
+    """
     if result.source != "simulated":  # measured: no preset's error counts
         return []
     types = result.scenario["cluster"]["device_types"]
-    said = expected_errors(str(types[entry.device]["source"]) for entry in result.ranks)
-    return [] if said is None else [said]
+    sources = {entry.device: str(types[entry.device]["source"]) for entry in result.ranks}
+    lines = [
+        f"rates of {one_line(device)}: {one_line(source, SOURCE_LENGTH)}"
+        for device, source in sources.items()
+        if source.startswith("assumed")
+    ]
+    said = expected_errors(sources.values())
+    return lines if said is None else [*lines, said]
+
+
+SOURCE_LENGTH = 200
+"""Number of characters of a source that are shown."""
 
 
 def _print_fit(console: Console, result: Result) -> None:

@@ -88,6 +88,16 @@ def test_what_a_rank_waits_on_an_infinitely_fast_network_is_for_slower_ranks(met
     assert "errors on published runs" not in capsys.readouterr().out
 
 
+def test_rates_that_were_assumed_are_named(capsys):
+    """A cluster of `gssim cluster --detect` was predicted four times too fast, and its rates seemed to be known."""
+    scenario = Path(__file__).parents[2] / "scenarios" / "gpt2-unequal-gpus.toml"
+    asked = ["run.steps=1", "run.warmup_steps=0"]
+    source = "cluster.device_types.v100-sxm2-32.source='assumed from its clock'"
+    for changes, times in ((asked, 0), ([*asked, source], 1)):
+        print_result(simulate(load_scenario(scenario, changes)).result)
+        assert capsys.readouterr().out.count("rates of v100-sxm2-32: assumed from its clock") == times
+
+
 def test_samples_and_shards_that_differ_between_ranks_are_printed(capsys):
     """The shares that a plan resolves to were in the JSON alone, though they are what an unequal cluster asks for."""
     scenario = Path(__file__).parents[2] / "scenarios" / "gpt2-unequal-gpus.toml"
