@@ -54,19 +54,22 @@ def load(scenario: str | os.PathLike[str] | Mapping[str, Any], changes: Changes 
     return load_scenario(path, overrides_of(changes), tables=tables, gradients_needed=False).scenario
 
 
-def simulate(scenario: Scenario, *, unfold: bool = False) -> Result:
+def simulate(scenario: Scenario, *, unfold: bool = False, remedies: bool = True) -> Result:
     """Return the predicted Result of a scenario: step time, memory, collectives, links.
 
     Args:
         scenario: from `load` or `Scenario.with_`.
         unfold: simulate every rank and link by itself, instead of equal ones once. Slower, the same result.
+        remedies: of a plan that does not fit, also find `Result.remedies`. This simulates the memory of ten or so
+            changed plans, which takes several times as long as the plan itself: leave it out where many are compared.
 
     Raises:
         UserError: gradient statistics are needed and missing, or the plan cannot run on this cluster.
     """
     loaded = _with_statistics(_checked(scenario))
     shared = Shared()
-    return with_suggested_changes(loaded, simulated(loaded, unfolded=unfold, shared=shared).result, shared=shared)
+    result = simulated(loaded, unfolded=unfold, shared=shared).result
+    return with_suggested_changes(loaded, result, shared=shared) if remedies else result
 
 
 def sweep(
@@ -106,12 +109,14 @@ def sweep(
 def search(scenario: Scenario, *, top: int = 5, jobs: int | None = None) -> list[Result]:
     """Return the Results of the best plans for a scenario's cluster and model, the best first.
 
-    The scenario's table `[search]` says what is searched, and what is to be least. `Result.provenance["search"]` holds
-    each plan's rank (None: only on the front of time and memory), the plan as overrides, and its bottleneck.
+    After the `top` best ones follow the others on the front of time and memory: plans than which none is as fast in
+    less memory. The scenario's table `[search]` says what is searched, and what is to be least.
+    `Result.provenance["search"]` holds each plan's rank (None: only on the front of time and memory), the plan as
+    overrides, and its bottleneck.
 
     Args:
         scenario: from `load` or `Scenario.with_`.
-        top: number of plans.
+        top: number of best plans.
         jobs: processes; by default as many as this process may use cores.
 
     Raises:

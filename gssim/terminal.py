@@ -93,12 +93,25 @@ def print_result(result: Result) -> None:
 
 
 def expected_errors_of(result: Result) -> list[str]:
-    """Return a line on the errors of published runs on such devices; none where devices were measured, or for a run."""
+    """Return lines on how sure the devices' rates are: those that were assumed, and errors of published runs.
+
+    None where devices were measured, or for a run.
+    """
     if result.source != "simulated":  # measured: no preset's error counts
         return []
     types = result.scenario["cluster"]["device_types"]
-    said = expected_errors(str(types[entry.device]["source"]) for entry in result.ranks)
-    return [] if said is None else [said]
+    sources = {entry.device: str(types[entry.device]["source"]) for entry in result.ranks}
+    lines = [
+        f"rates of {one_line(device)}: {one_line(source, SOURCE_LENGTH)}"
+        for device, source in sources.items()
+        if source.startswith("assumed")
+    ]
+    said = expected_errors(sources.values())
+    return lines if said is None else [*lines, said]
+
+
+SOURCE_LENGTH = 200
+"""Number of characters of a source that are shown."""
 
 
 def _print_fit(console: Console, result: Result) -> None:
@@ -414,22 +427,34 @@ def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
     shown = list(phases)
     if max(imbalances_s) > least_s:
         shown.insert(phases.index("exposed_communication") + 1, IMBALANCE)
+    shares = _unequal_shares(result)
     alike: dict[tuple[str, ...], list[int]] = {}
-    for entry, imbalance_s in zip(result.ranks, imbalances_s, strict=True):
+    for place, (entry, imbalance_s) in enumerate(zip(result.ranks, imbalances_s, strict=True)):
         times = {phase: human_seconds(entry.phases_s[phase]) for phase in phases}
         times[IMBALANCE] = human_seconds(imbalance_s) if imbalance_s > least_s else f"< {SHOWN_IMBALANCE_RATIO:.0%}"
         known = entry.peak_reserved_bytes is not None
         reserved = [human_bytes(entry.peak_reserved_bytes or 0.0), f"{entry.fragmentation_ratio or 0.0:.1%}"]
         cells = (
             entry.device,
+            *(cells[place] for cells in shares.values()),
             human_bytes(entry.peak_allocated_bytes),
             *((reserved if known else ["", ""]) if reserves else ()),
             *(human_bytes(entry.outside_bytes.get(name, 0.0)) for name in constants),
             *(times[name] for name in shown),
         )
         alike.setdefault(cells, []).extend(entry.ranks)
-    heads = ["ranks", "device", *memory, *(name.replace("_", " ") for name in shown)]
+    heads = ["ranks", "device", *shares, *memory, *(name.replace("_", " ") for name in shown)]
     return heads, [[rank_list(sorted(ranks)), *cells] for cells, ranks in alike.items()]
+
+
+def _unequal_shares(result: Result) -> dict[str, list[str]]:
+    """Return the samples and the shard of each entry of ranks, by the row's head; only what differs between them."""
+    total = result.scenario["workload"]["global_batch_size"]
+    cells = {
+        "samples": [f"{round(entry.batch_share * total):,}" for entry in result.ranks],
+        "shard": [f"{entry.shard_share:.2%}" for entry in result.ranks],
+    }
+    return {head: column for head, column in cells.items() if len(set(column)) > 1}
 
 
 SHOWN_IMBALANCE_RATIO = 0.01

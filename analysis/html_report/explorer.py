@@ -83,7 +83,11 @@ def sweep_explorer(sweep: SweepTable, *, name: str = "") -> list[Part]:
     keys = [column["key"] for column in columns if column["kind"] == "number"]
     if "step_time_s" not in keys or len(keys) < 2:
         return []
-    distinct = {column["key"]: len(set(column["values"])) for column in columns if column["key"] in numeric}
+    distinct = {
+        column["key"]: len(set(column["values"]) - {None})
+        for column in columns
+        if column["key"] in numeric and 2 * column["values"].count(None) <= len(rows)
+    }  # an axis that few plans have, such as thresholds, would leave out all others at first
     x = max(distinct, key=lambda axis: distinct[axis], default=next(key for key in keys if key != "step_time_s"))
     data = {
         "names": [row["point"] for row in rows],

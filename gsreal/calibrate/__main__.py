@@ -35,7 +35,7 @@ from gsreal.calibrate.wrappers import (
     sharded_unit_cost,
     step_cost,
 )
-from gsreal.machine import device_name, provenance
+from gsreal.machine import CoreWait, device_name, provenance
 from gsreal.measure import MemoryCounter
 from gsreal.run.rank import run_on_rank
 from gssim.execution.files import write_text
@@ -72,12 +72,15 @@ def run(settings: Settings) -> dict[str, Any]:
         measurements["gpus"] = torch.cuda.device_count()
     if settings.only in BESIDE:
         return measurements | {"beside": _beside(bench, BESIDE[settings.only])}
+    core_wait = CoreWait()
     if settings.only in ("", "devices"):
         measurements |= _device_costs(bench)
     elif settings.only == "layers":
         measurements["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
     if settings.only != "links":
         measurements |= _layer_costs(bench, counter)
+        if settings.only in ("", "devices"):  # else layers are measured again and again, and a busy time is noticed
+            bench.warn_if_busy(core_wait)
     if bench.ranks > 1 and settings.only in ("", "links"):
         measurements |= _communication_costs(bench)
     return measurements

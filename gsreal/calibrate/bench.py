@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding.messages import Encoding, Scratch, mark, mean_magnitudes, quantile
-from gsreal.lab.throttle import device_time_s
-from gsreal.machine import MATRIX_SIDE, settle, usable_cores
+from gsreal.lab.throttle import device_time_s, own_place
+from gsreal.machine import MATRIX_SIDE, CoreWait, settle, usable_cores
 from gsreal.methods.compilation import compile_blocks
 from gsreal.methods.compressed import orthogonalize, take_largest
 from gsreal.methods.optimizers import make_optimizer
@@ -25,6 +25,7 @@ from gsreal.run.rank import join
 from gssim.cluster import Cluster, Device, DeviceType
 from gssim.errors import one_line
 from gssim.plan import SAMPLE_ELEMENTS
+from gssim.result import BUSY_RATIO
 from gssim.units import validated
 from gssim.workload import Model, Workload, unrolled
 
@@ -153,6 +154,18 @@ class Bench:
         """Show progress."""
         if self.rank == 0:
             print(one_line(f"gsreal: calibrating {what}"), file=sys.stderr, flush=True)
+
+    def warn_if_busy(self, core_wait: CoreWait) -> None:
+        """Print a warning if other work took the ranks' cores since `core_wait` began (a collective).
+
+        Not in the lab, where devices wait for their part of a core, and measure the time of their own thread.
+        """
+        ratio = torch.tensor([core_wait.ratio() or 0.0], dtype=torch.float64)
+        dist.all_reduce(ratio, dist.ReduceOp.MAX)
+        if self.rank == 0 and own_place() is None and float(ratio) > BUSY_RATIO:
+            told = f"ranks waited for cores that other work used for {float(ratio):.0%} of the time that devices and"
+            said = f"gsreal: calibrate: {told} layers were measured: predictions will be too slow; repeat it when idle"
+            print(said, file=sys.stderr, flush=True)
 
 
 def cores_per_rank(kind: str, ranks: int) -> int:

@@ -125,6 +125,8 @@ def traced_model(
         longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else 0
         if not 1 <= request.sequence_length <= longest:
             allowed = f"at least 1 and at most {longest}" if longest else "left out: the input is images"
+            if longest and not request.model.endswith(".toml"):
+                allowed += " (--maximum-sequence-length allows others)"
             raise UserError(f"{where}: --sequence-length {request.sequence_length}: must be {allowed}")
         traced = trace_at_length(model, request.sequence_length, where=where, on_counted=on_counted)
     else:

@@ -128,9 +128,20 @@ def cluster_command(
         ),
     ] = None,
     hosts: Annotated[int | None, typer.Option("--hosts", help="Number of equal hosts, without a switch file.")] = None,
+    nic_counts: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--nics",
+            help="Number of network cards of a host; default: the file's, or the usual server's. Repeated: one for "
+            "each host's file.",
+        ),
+    ] = None,
     devices: Annotated[
-        int | None,
-        typer.Option("--devices", help="Number of each host's devices to use, the first ones; default: all."),
+        list[int] | None,
+        typer.Option(
+            "--devices",
+            help="Number of a host's devices to use, the first ones; default: all. Repeated: one for each host's file.",
+        ),
     ] = None,
     detect: Annotated[bool, typer.Option("--detect", help="Describe this machine.")] = False,
     oversubscription: Annotated[
@@ -155,8 +166,9 @@ def cluster_command(
         files or [],
         gpus=gpu or [],
         nics=nic or [],
+        nic_counts=nic_counts or [],
         hosts=hosts,
-        devices=devices,
+        devices=devices or [],
         detect=detect,
         oversubscription=oversubscription,
         name=name,

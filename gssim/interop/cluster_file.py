@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gssim.cluster import Cluster
 from gssim.cluster.presets import expanded, presets
@@ -12,13 +12,23 @@ from gssim.cluster.topology import build
 from gssim.cluster.topology.kinds import Servers
 from gssim.errors import UserError, one_line
 from gssim.interop.fabric import Fabric, of_fabric_file
-from gssim.interop.hosts import CARDS_ASSUMED, Host, detected, first_devices, of_nccl_xml, of_server, of_smi_matrix
+from gssim.interop.hosts import (
+    CARD_COUNT_ASSUMED,
+    CARDS_ASSUMED,
+    Host,
+    detected,
+    first_devices,
+    of_nccl_xml,
+    of_server,
+    of_smi_matrix,
+)
 from gssim.interop.nccl_tests import fitted_constants, nccl_table
 from gssim.interop.reading import read_bounded
 from gssim.interop.servers import server_of
 from gssim.scenario.overrides import toml
-from gssim.units import parse_quantity, validated
+from gssim.units import counted, parse_quantity, validated
 
+Value = TypeVar("Value")
 NCCL_ORDER = ("volta", "ampere", "hopper", "blackwell")
 HOP_LATENCY_S = 0.5e-6
 """Latency of a link between switches, as in topologies: assumed, a switch and its cable."""
@@ -36,8 +46,9 @@ def cluster_of(
     *,
     gpus: Sequence[str] = (),
     nics: Sequence[str] = (),
+    nic_counts: Sequence[int] = (),
     hosts: int | None = None,
-    devices: int | None = None,
+    devices: Sequence[int] = (),
     detect: bool = False,
     oversubscription: float = 1.0,
     name: str = "",
@@ -47,30 +58,36 @@ def cluster_of(
 
     `paths`: NCCL's XML or `nvidia-smi topo -m` of one or more hosts, and at most one file of switches. `gpus`: the GPU
     of all hosts, or one for each file of a host; without such files, hosts are usual servers of these or, with
-    `detect`, this machine. `nics`: the preset of all hosts' network cards, or one for each. `hosts`: number of equal
-    hosts, if no file gives it. `devices`: how many devices of each host are used; None: all. `nccl_tests`: measured
-    all-reduces to which NCCL's constants are fitted. Raises UserError for files that are invalid or contradict each
-    other.
+    `detect`, this machine. `nics`: the preset of network cards, and `nic_counts` their number, and `devices` the number
+    of devices used, each of all hosts, or one for each; empty: as described. `hosts`: number of equal hosts, if no file
+    gives it. `nccl_tests`: measured all-reduces to which NCCL's constants are fitted. Raises UserError for files that
+    are invalid or contradict each other.
     """
     described, fabric, listed = _read(paths, gpus)
     if detect and gpus and not described:
         raise UserError(f"--gpu {gpus[0]}: has no effect beside --detect, which finds this machine's; leave one out")
     if detect:
         described.append(detected())
-    if not described:
+    are_usual = not described
+    if are_usual:
         if not gpus:
             raise UserError("--gpu: missing; without a host's file it names the usual server, such as h100")
         described = [of_server(server_of(gpu)) for gpu in gpus]
-    count = _host_count(described, fabric, hosts)
+    host_count = _host_count(described, fabric, hosts)
     _check_oversubscription(oversubscription, fabric)
-    described = [first_devices(host, devices) for host in _with_cards(described, nics)]
-    all_hosts = described * count if len(described) == 1 else described
+    used = _of_each("--devices", "numbers", devices, described)
+    described = _with_cards(described, nics)
+    described = [first_devices(host, count) for host, count in zip(described, used, strict=True)]
+    described = _with_card_counts(described, nic_counts)
+    all_hosts = described * host_count if len(described) == 1 else described
     notes = [*listed, *dict.fromkeys(note for host in described for note in host.defaults)]
-    if count > 1 and fabric is None:
+    if host_count > 1 and are_usual:
+        notes.extend(_assumed_cards(described, linked=bool(nics), counted_by_user=bool(nic_counts)))
+    if host_count > 1 and fabric is None:
         notes.append("fabric: one switch for all hosts; a file of switches tells another")
     if fabric is not None and fabric.tops != fabric.switches:
         notes.append(f"oversubscription = {oversubscription:g}: --oversubscription tells another")
-    title = name or (paths[0].stem if paths else "this machine" if detect else _title(gpus, count))
+    title = name or (paths[0].stem if paths else "this machine" if detect else _title(gpus, host_count))
     data = cluster_tables(all_hosts, one_line(title, 100) or "cluster", fabric, oversubscription)
     cluster = validated(Cluster, data, file=str(paths[0]) if paths else "cluster")
     fitted = _fit_nccl(data, cluster, nccl_tests)
@@ -152,18 +169,52 @@ def _with_cards(hosts: Sequence[Host], nics: Sequence[str]) -> list[Host]:
     for nic in nics:
         if nic not in presets("links"):
             raise UserError(f"--nic {nic}: no such preset; allowed: {', '.join(presets('links'))}")
-    if len(nics) not in (1, len(hosts)):
-        raise UserError(f"--nic: {len(nics)} presets for {len(hosts)} descriptions of hosts: give one, or one for each")
-    given = list(nics) * len(hosts) if len(nics) == 1 else nics
     return [
-        replace(
+        host
+        if nic is None
+        else replace(
             host,
             nics=host.nics or 1,
             nic_link=nic,
             defaults=[note for note in host.defaults if not note.startswith(CARDS_ASSUMED)],
         )
-        for host, nic in zip(hosts, given, strict=True)
+        for host, nic in zip(hosts, _of_each("--nic", "presets", nics, hosts), strict=True)
     ]
+
+
+def _assumed_cards(hosts: Sequence[Host], *, linked: bool, counted_by_user: bool) -> list[str]:
+    """Return notes on the network cards of usual servers: their number and rate, where no option gives them."""
+    notes = []
+    for host in hosts:
+        if not linked:
+            notes.append(f"{CARDS_ASSUMED}{host.nic_link}: of the usual server of {host.device}; --nic names another")
+        if not counted_by_user:
+            what = f"{host.nic_link} on each host of {host.devices} {host.device}"
+            notes.append(f"{CARD_COUNT_ASSUMED}{host.nics}: of {what}, as in the usual server; --nics changes it")
+    return list(dict.fromkeys(notes))
+
+
+def _with_card_counts(hosts: Sequence[Host], counts: Sequence[int]) -> list[Host]:
+    """Return hosts with so many network cards: one number for all hosts, or one for each; none: as described."""
+    found = []
+    for host, count in zip(hosts, _of_each("--nics", "numbers", counts, hosts), strict=True):
+        if count is not None and (count < 1 or host.devices % count):
+            raise UserError(f"--nics {count}: must be at least 1, and shared evenly by a host's {host.devices} devices")
+        if count is not None and host.nic_link is None:
+            raise UserError(f"--nics {count}: {host.source} has no network cards; name them by --nic")
+        defaults = [note for note in host.defaults if count is None or not note.startswith(CARD_COUNT_ASSUMED)]
+        found.append(replace(host, nics=host.nics if count is None else count, defaults=defaults))
+    return found
+
+
+def _of_each(option: str, values: str, given: Sequence[Value], hosts: Sequence[Host]) -> Sequence[Value | None]:
+    """Return an option's value for each description of a host: one for all, or one for each; none given: None."""
+    if len(given) not in (0, 1, len(hosts)):
+        raise UserError(
+            f"{option}: {len(given)} {values} for {counted(len(hosts), 'description')} of hosts: "
+            "give one, or one for each"
+        )
+    return list(given) if len(given) == len(hosts) else [given[0] if given else None] * len(hosts)
 
 
 def cluster_tables(

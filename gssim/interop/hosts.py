@@ -59,6 +59,8 @@ BETWEEN_PROCESSORS = (
 """What is assumed of a host whose GPUs without NVLinks hang at several processors."""
 CARDS_ASSUMED = "nic_link = "
 """Beginning of the note on network cards that were assumed."""
+CARD_COUNT_ASSUMED = "nics = "
+"""Beginning of the notes on their number."""
 MOST_GPUS = 256
 """Largest number of GPUs in a matrix."""
 

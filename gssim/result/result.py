@@ -200,7 +200,10 @@ class RankClass:
     bytes_sent: Amount | None = None
     bytes_received: Amount | None = None
     batch_share: Finite
+    """Fraction of the global batch that each of these ranks trains on; ranks of one replica have the same samples."""
     shard_share: Finite
+    """Fraction of the gradients, optimizer states or parameters that each of these ranks owns, where a plan divides
+    any."""
 
     @property
     def compute_s(self) -> float:
@@ -471,7 +474,8 @@ class Result:
     def __repr__(self) -> str:
         """Return one short line; `to_dict` has all values."""
         return (
-            f"<Result {self.scenario.get('name')!r}: {self.source} step {human_seconds(self.step_time_s)}, "
+            f"<Result {self.scenario.get('name')!r}: {self.scenario['plan']['method']}, {self.source} step "
+            f"{human_seconds(self.step_time_s)}, "
             f"{self.throughput_samples_per_s:.4g} samples/s, {'fits' if self.fits else 'does not fit'}>"
         )
 

@@ -17,6 +17,7 @@ from gssim.units import LIMITS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "scenarios" / "demo.toml"
+GPT2 = ROOT / "scenarios" / "gpt2-unequal-gpus.toml"
 SMALL = {"run.steps": 3, "run.warmup_steps": 1}
 
 
@@ -393,9 +394,21 @@ def test_processes_of_a_pool_may_search_and_sweep(tmp_path):
     assert refused == "jobs = 2: a daemonic process, as of multiprocessing.Pool, may start none; allowed: 1"
 
 
+def test_changes_of_a_plan_that_does_not_fit_are_found_only_if_asked_for(monkeypatch):
+    """They took ten times as long as the plan itself, in a loop over batches of which half do not fit."""
+    scenario = gssim.load(GPT2, {"workload.global_batch_size": 228, "plan.method": "ddp"})
+    advised = gssim.simulate(scenario)
+    assert advised.does_not_fit is not None
+    assert advised.remedies
+    monkeypatch.setattr("gssim.api.with_suggested_changes", None)
+    plain = gssim.simulate(scenario, remedies=False)
+    assert plain.remedies == ()
+    assert (plain.does_not_fit, plain.step_time_s) == (advised.does_not_fit, advised.step_time_s)
+
+
 def test_scenarios_and_results_are_one_short_line_on_a_console():
     """All their values are megabytes."""
     scenario = gssim.load(DEMO, SMALL)
     assert repr(scenario).startswith("<Scenario 'demo': gs on 2 devices of ")
-    assert repr(gssim.simulate(scenario)).startswith("<Result 'demo': simulated step ")
+    assert repr(gssim.simulate(scenario)).startswith("<Result 'demo': gs, simulated step ")
     assert all(len(repr(each)) < 200 for each in (scenario, gssim.simulate(scenario)))

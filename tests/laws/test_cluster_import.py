@@ -179,7 +179,8 @@ TREE_YAML = """
 def test_a_tree_of_slurm_gives_the_shipped_fat_tree(tmp_path, name, text):
     cluster, found = made(tmp_path, {name: text}, gpu="a100", oversubscription=4.0)
     assert edges(cluster) == edges(load_cluster(CLUSTERS / "leaf-spine-64.toml"))
-    assert len(found.notes) == 2  # LinkSpeed or the other topology, and the oversubscription
+    assert [note.split(" = ")[0] for note in found.notes if note.startswith("ni")] == ["nic_link", "nics"]
+    assert len(found.notes) == 4  # cards; LinkSpeed or the other topology, and the oversubscription
 
 
 def test_a_tree_of_three_levels(tmp_path):
@@ -278,8 +279,31 @@ def test_nvlinks_between_cards_that_have_none_are_refused(gpu, tmp_path):
 def test_part_of_a_cube_mesh_has_the_links_inside_it(tmp_path, count, links):
     """Four of the six NVLinks of each GPU of a DGX-1V lead to the other GPUs of its half."""
     cells = {pair: f"NV{n}" for pair, n in CUBE_MESH.items()}
-    cluster, _ = made(tmp_path, {"topo.txt": smi_matrix(cells, nics=4)}, gpu="v100", devices=count)
+    cluster, _ = made(tmp_path, {"topo.txt": smi_matrix(cells, nics=4)}, gpu="v100", devices=[count])
     assert cluster.topology.servers[0].inside_link.bandwidth_bytes_per_s == links * 25e9
+
+
+def test_usual_servers_say_how_many_network_cards_they_have(tmp_path):
+    """Two hosts of A100 and half a DGX-1V behind one card of 25 Gbit/s each, not the eight and four of the presets."""
+    gpus, options = ["a100-sxm-40", "a100-sxm-40", "v100"], {"nics": ["tcp-25g"], "devices": [8, 8, 4]}
+    cluster, found = made(tmp_path, {}, gpus=gpus, **options)
+    assert [(each.count, each.devices, each.nics) for each in cluster.topology.servers] == [(2, 8, 8), (1, 4, 4)]
+    said = [note for note in found.notes if note.startswith("nics = ")]
+    assert [note.split(",")[0] for note in said] == [
+        "nics = 8: of tcp-25g on each host of 8 a100-sxm-40",
+        "nics = 4: of tcp-25g on each host of 4 v100-sxm2-32",
+    ]
+    cluster, found = made(tmp_path, {}, gpus=gpus, nic_counts=[1], **options)
+    assert [each.nics for each in cluster.topology.servers] == [1, 1]
+    assert not any(note.startswith("nics = ") for note in found.notes)
+    cluster, _ = made(tmp_path, {}, gpus=gpus, nic_counts=[2, 2, 1], **options)
+    assert [each.nics for each in cluster.topology.servers] == [2, 1]
+    _, found = made(tmp_path, {}, gpus=["a100"], hosts=2)
+    assert any(note.startswith("nic_link = ib-hdr-200: of the usual server of a100") for note in found.notes)
+    with pytest.raises(UserError, match="--devices: 2 numbers for 3 descriptions of hosts"):
+        made(tmp_path, {}, gpus=gpus, devices=[8, 4])
+    with pytest.raises(UserError, match="--nics 3: must be at least 1, and shared evenly by a host's 8 devices"):
+        made(tmp_path, {}, gpus=gpus, nic_counts=[3], **options)
 
 
 def test_gpus_that_are_offered_are_known():
@@ -301,13 +325,13 @@ def test_gpus_that_are_offered_are_known():
 )
 def test_only_the_first_devices_of_a_host_are_used(tmp_path, cells, gpu, devices, inside, nics):
     topology = {"topo.txt": smi_matrix(cells, nics=8)}
-    cluster, found = made(tmp_path, topology, gpu=gpu, devices=devices)
+    cluster, found = made(tmp_path, topology, gpu=gpu, devices=[devices])
     assert len(cluster.devices) == devices
     group = tomllib.loads(found.text)["topology"]["servers"][0]
     assert (group.get("inside"), group["nics"]) == (inside, nics)
     for wrong in (0, 9):
         with pytest.raises(UserError, match=f"--devices {wrong}: must be from 1 to 8"):
-            made(tmp_path, topology, gpu=gpu, devices=wrong)
+            made(tmp_path, topology, gpu=gpu, devices=[wrong])
 
 
 def test_this_machine(tmp_path, monkeypatch):

@@ -270,6 +270,19 @@ def test_a_timeline_zooms_by_keyboard(browser: Any, tmp_path: Path) -> None:
     assert browser.evaluate(f"{chart}.dataZoom[0].start") == pytest.approx(37.5)
 
 
+@pytest.mark.parametrize(
+    ("dense", "first"), [(("ddp", "zero2", "zero3", "hsdp"), "peak_allocated_bytes"), (("ddp",), "plan.push.threshold")]
+)
+def test_the_first_chart_does_not_leave_most_plans_out(tmp_path: Path, dense, first) -> None:
+    """Of 42 points 24 had no threshold, and the page began with a chart that showed none of these."""
+    rows = [make_row("gs", threshold, 1e9) for threshold in (1e-4, 1e-3, 1e-2)]
+    rows += [make_row(method, peak_allocated_bytes=1e9 * (n + 1)) for n, method in enumerate(dense)]
+    write_sweep(rows, tmp_path / "grid.parquet", {"plan.push.threshold": float})
+    (part,) = sweep_explorer(read_table(tmp_path / "grid.parquet"))
+    data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', part.body, re.DOTALL)[0])
+    assert data["x"] == first
+
+
 def test_the_plans_of_a_search_are_points_with_their_commands(tmp_path: Path) -> None:
     found = []
     for number, width in enumerate((1, 2, 4, 8)):

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 from results import assert_refused, run
-from sweep_tables import AXES, GIB, LINK, grid, made, make_row, write
+from sweep_tables import AXES, DENSITIES, GIB, LINK, grid, made, make_row, write
 
 from analysis.charts import png, svg
 from analysis.charts.drawing import Chart
@@ -399,6 +399,28 @@ def test_a_speed_up_stands_beside_density_loss_and_control(charts, tmp_path: Pat
     bare = {chart.name: chart for chart in sweep_charts(made(grid(control=False), tmp_path))}
     for name in ("step_time_by_threshold", "who_wins", "time_and_memory"):
         assert "No control" in " ".join(text.get_text() for text in bare[name].figure.texts)
+
+
+@pytest.mark.parametrize(
+    ("densities", "scale", "labels"),
+    [
+        # the logarithmic axis had the labels 0 and 100 alone, so that 14 % was read as 33 %
+        ((0.9, 0.61, 0.14), "linear", ["0", "50", "100"]),
+        ((0.9, 0.2, 0.004), "log", ["1", "10", "100"]),  # 0.16 % was labelled 0, though each plan pushes more
+        ((0.9, 0.004, 0.0), "log", ["0", "1", "10", "100"]),
+    ],
+)
+def test_densities_can_be_read_off_their_axis(tmp_path: Path, densities, scale, labels) -> None:
+    rows = [
+        make_row("gs", threshold, push_density_ratio=density, point=f"gs-{threshold}")
+        for threshold, density in zip(list(DENSITIES)[:3], densities, strict=True)
+    ]
+    rows.append(make_row("ddp"))
+    below = next(
+        chart.figure.axes[1] for chart in sweep_charts(made(rows, tmp_path)) if chart.name == "step_time_by_threshold"
+    )
+    assert below.get_yscale() == scale
+    assert sorted((text.get_text() for text in below.get_yticklabels()), key=float) == labels
 
 
 def test_dense_plans_are_lines_across_and_thresholds_points_at_their_densities(charts) -> None:

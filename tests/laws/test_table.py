@@ -81,10 +81,31 @@ def test_what_a_rank_waits_on_an_infinitely_fast_network_is_for_slower_ranks(met
     said = capsys.readouterr().out.splitlines()
     (row,) = [line for line in said if "of which for slower ranks" in line]
     assert row.split("│")[3].strip() == "< 1%"
+    assert not any("samples" in line and "│" in line for line in said)  # all ranks have as many
     assert sum(line.startswith("errors on published runs") for line in said) == 1
     ranks = tuple(replace(each, device="this machine's") for each in slow.ranks)
     print_result(replace(slow, source="measured", ranks=ranks))
     assert "errors on published runs" not in capsys.readouterr().out
+
+
+def test_rates_that_were_assumed_are_named(capsys):
+    """A cluster of `gssim cluster --detect` was predicted four times too fast, and its rates seemed to be known."""
+    scenario = Path(__file__).parents[2] / "scenarios" / "gpt2-unequal-gpus.toml"
+    asked = ["run.steps=1", "run.warmup_steps=0"]
+    source = "cluster.device_types.v100-sxm2-32.source='assumed from its clock'"
+    for changes, times in ((asked, 0), ([*asked, source], 1)):
+        print_result(simulate(load_scenario(scenario, changes)).result)
+        assert capsys.readouterr().out.count("rates of v100-sxm2-32: assumed from its clock") == times
+
+
+def test_samples_and_shards_that_differ_between_ranks_are_printed(capsys):
+    """The shares that a plan resolves to were in the JSON alone, though they are what an unequal cluster asks for."""
+    scenario = Path(__file__).parents[2] / "scenarios" / "gpt2-unequal-gpus.toml"
+    asked = ["plan.shares.batch=[0.375, 0.375, 0.125, 0.125]", "run.steps=2", "run.warmup_steps=1"]
+    print_result(simulate(load_scenario(scenario, asked)).result)
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    (samples,) = [row[1:] for row in cells if row and row[0] == "samples"]
+    assert samples == ["12", "4"]
 
 
 def test_memory_by_category_is_of_the_tightest_rank_and_fills_its_device(result):

@@ -1,6 +1,7 @@
 """Published and real: torch is the oracle for what a traced model file says about its module."""
 
 import gc
+import re
 import sys
 from dataclasses import replace
 from functools import cache, partial
@@ -22,6 +23,13 @@ from gsreal.cli import main
 from gsreal.measure import MemoryCounter
 from gsreal.measure.memory import _StorageTracker
 from gsreal.methods.checkpointing import checkpoint_blocks
+from gsreal.methods.tensor_slices import (
+    ATTENTION_OUTPUTS,
+    FIRST_MAPS,
+    HEAD_COUNTS,
+    LAST_MAPS,
+    QUERIES_KEYS_VALUES,
+)
 from gsreal.model_files.build import build_module, example_batch, loss_of
 from gsreal.model_files.recorder import Record, Recorder, _is_alias
 from gsreal.model_files.request import Request, traced_model
@@ -723,7 +731,10 @@ FAULTS = {
     "no-polynomial": ((f"{__name__}.Cubic", *IMAGE), "is no polynomial in batch size and sequence length"),
     "no-input": ((f"{__name__}.Shortcut",), "exactly one of --vocabulary (tokens) and --image is needed"),
     "no-image": ((f"{__name__}.Shortcut", "--image", "8x8"), "--image 8x8: must be CHANNELSxHEIGHTxWIDTH"),
-    "too-long": ((*GPT, "--vocabulary", "256", "--sequence-length", "257"), "must be at least 1 and at most 256"),
+    "too-long": (
+        (*GPT, "--vocabulary", "256", "--sequence-length", "257"),
+        "at most 256 (--maximum-sequence-length allows others)",
+    ),
     "no-length": ((*GPT, "--vocabulary", "256", "--sequence-length", "0"), "must be at least 1 and at most 256"),
     "image-length": ((f"{__name__}.Shortcut", *IMAGE, "--sequence-length", "8"), "must be left out: the input is"),
     "unknown-task": ((*GPT, "--vocabulary", "256", "--task", "guess"), "input.task = 'guess': "),
@@ -791,3 +802,13 @@ def test_bytes_are_streamed_by_all_operations_but_products_and_views():
             block(values)
     assert record.streamed[0, "f"] == 2 * 16 * 4 * 15
     assert record.bytes_moved[0, "f"] == 4 * (8 * 15 + 8 * 16 + 16 * 15) + 2 * 2 * 16 * 4 * 15
+
+
+def test_the_readme_names_maps_that_are_cut():
+    """A block of a module of one's own was refused for "a linear map of unknown role", and nothing said the names."""
+    text = (Path(__file__).resolve().parents[2] / "gssim" / "README.md").read_text()
+    (said,) = [part for part in text.split("\n\n") if part.startswith("For `plan.tp`, the maps of its blocks")]
+    named = set(re.findall(r"`([a-z0-9_]+)`", said)) - {"head_dim"}
+    known = {*QUERIES_KEYS_VALUES, *ATTENTION_OUTPUTS, *FIRST_MAPS, *LAST_MAPS, *HEAD_COUNTS}
+    assert len(named) == 15
+    assert named < known

@@ -17,6 +17,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 import torch
 
 from gsreal.calibrate import kernels
+from gsreal.calibrate.bench import Bench
 from gsreal.calibrate.cluster_file import averaged, write_all_reduces
 from gsreal.calibrate.communication import _mean, line_through
 from gsreal.calibrate.profile import _jitter, _layer_s, _spread, _Step, layer_operation_s
@@ -26,6 +27,26 @@ from gssim.cluster.measured import CutBlockCost
 from gssim.errors import UserError
 from gssim.interop.nccl_tests import nccl_table
 from gssim.units import validated
+
+
+@pytest.mark.parametrize(
+    ("ratio", "rank", "place", "warned"),
+    [
+        (0.4, 0, None, True),
+        (0.1, 0, None, False),
+        (None, 0, None, False),
+        (0.4, 1, None, False),
+        (0.4, 0, "lab", False),
+    ],
+)
+def test_a_calibration_of_a_busy_machine_says_so(monkeypatch, capsys, ratio, rank, place, warned):
+    """Cores were taken by others for most of a calibration: every step was predicted to take twice as long."""
+    monkeypatch.setattr("gsreal.calibrate.bench.own_place", lambda: place)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)
+    Bench.warn_if_busy(SimpleNamespace(rank=rank), SimpleNamespace(ratio=lambda: ratio))
+    said = capsys.readouterr().err
+    assert bool(said) == warned
+    assert not warned or "for 40% of the time" in said
 
 
 def curve(*values: float) -> dict:

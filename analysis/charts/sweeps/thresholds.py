@@ -133,21 +133,33 @@ def _times(axes: Axes, rows: list[Row], layout: Layout, looks: dict[Place, Look]
     axes.grid(color="0.9", linewidth=0.6)
 
 
+LINEAR_FROM_RATIO = 0.05
+"""Least density above zero from which the axis of densities is linear; a logarithmic one has too few labels there."""
+
+
 def _densities(
     axes: Axes, rows: list[Row], layout: Layout, looks: dict[Place, Look], ends: tuple[float, float]
 ) -> None:
     sparse = [row for row in rows if row["push_density_ratio"] is not None]
-    least = min((row["push_density_ratio"] for row in sparse if row["push_density_ratio"] > 0), default=0.01)
-    floor = max(least / 2.5, 1e-6)
+    densities = [row["push_density_ratio"] for row in sparse]
+    least = min((density for density in densities if density > 0), default=0.01)
+    floor = 0.0 if least >= LINEAR_FROM_RATIO else max(least / 2.5, 1e-6)
     for place, members in by_plan(sparse, layout).items():
         draw_band(axes, members, looks[place], ends, "push_density", lambda value: 100 * max(value, floor))
         _line(axes, members, looks[place], ends, lambda row: max(100 * row["push_density_ratio"], 100 * floor))
-    axes.set_yscale("log")
-    axes.set_ylim(100 * floor / 1.5, 200)
-    beside = 100 * floor * (3 / floor) ** 0.2  # labels are a fifth of the axis apart
-    ticks = [value for value in (0.0001, 0.001, 0.01, 0.1, 1, 10, 100) if value > beside]
-    axes.yaxis.set_major_locator(FixedLocator([100 * floor, *ticks[::-1][:: 1 + len(ticks) // 4]]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value < 101 * floor else f"{value:g}"))
+    if floor:
+        axes.set_yscale("log")
+        axes.set_ylim(100 * floor / 1.5, 200)
+        beside = 100 * floor * (3 / floor) ** 0.2  # labels are a fifth of the axis apart
+        ticks = [value for value in (0.0001, 0.001, 0.01, 0.1, 1, 10, 100) if value > beside]
+        zero = [100 * floor] if 0.0 in densities else []  # only a plan that pushes nothing is drawn where "0" stands
+        axes.yaxis.set_major_locator(FixedLocator([*zero, *ticks[::-1][:: 1 + len(ticks) // 4]]))
+        axes.yaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: "0" if zero and value < 101 * floor else f"{value:g}")
+        )
+    else:
+        axes.set_ylim(0, 108)
+        axes.yaxis.set_major_locator(FixedLocator([0, 50, 100]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel("pushed (%)")
     _threshold_axis(axes, rows, ends, labelled=True)

@@ -152,7 +152,10 @@ class ServerGroup:
         if self.inside == "none" and self.devices > 1 and not self.nics:
             raise ValueError("inside = 'none': several devices without network cards cannot reach each other")
         if self.inside == "cube-mesh" and self.devices != CUBE_MESH_DEVICES:
-            raise ValueError(f"devices = {self.devices}: a cube-mesh joins {CUBE_MESH_DEVICES}")
+            raise ValueError(
+                f"devices = {self.devices}: a cube-mesh joins {CUBE_MESH_DEVICES}; for a part of one, "
+                "inside = 'nvswitch' with the rate of a device's links to the others"
+            )
         if self.devices % self.devices_per_memory_link:
             raise ValueError(
                 f"devices_per_memory_link = {self.devices_per_memory_link}: does not divide {self.devices} devices"
