@@ -104,7 +104,7 @@ def memory_and_traffic(
     """Return the memory and traffic of `shard_gradients` with the same arguments on `rank`; the model may be on `meta`.
 
     `density`: the fraction of off-shard elements that reaches the threshold, which depends on the data; 1: all of them.
-    With n elements, own share s and value bytes v, by gradient-sharding's accounts:
+    With n elements, own share s and value bytes v:
 
         memory  = n * v + s * n * (master + optimizer state);  in the backward + s * n * gradient + two buckets
         push    = (1 - s) * n * v densely, or with a threshold whichever is least of that, COO, and bitmaps:

@@ -182,12 +182,14 @@ def _compiled(model: Model, request: Request, where: str) -> Model:
 
 def check_options(request: Request) -> None:
     """Raise UserError for an option of the command line that does not apply to such a model."""
-    request = completed(request)
+    states_longest, request = request.maximum_sequence_length is not None, completed(request)
     is_file, is_image = request.model.endswith(".toml"), request.image is not None
     is_text_classifier = request.task == CLASSIFICATION and not is_image
     without_effect = {
         "--argument": is_file and request.arguments,
         "--vocabulary": is_file and request.vocabulary is not None,
+        "--maximum-sequence-length": states_longest and (is_file or is_image),
+        "--source": is_file and request.source is not None,
         "--image": is_file and is_image,
         "--task": request.task != "next-token" and (is_file or is_image),
         "--classes": request.classes is not None and (is_file or not (is_image or is_text_classifier)),

@@ -1,7 +1,7 @@
 """Gradient buckets: assignment of tensors by PyTorch's rule, and their partition among the ranks of Gradient Sharding.
 
 [Note: hierarchy] On a mesh of two axes (`gs_hier`), `dp_shard` is inside a node and the push goes along `dp_replicate`,
-across nodes (gradient-sharding A.3 E). Every complete bucket is first reduce-scattered inside the node, densely: its
+across nodes. Every complete bucket is first reduce-scattered inside the node, densely: its
 elements are cut by local rank, and each device gets its part, the mean over the node's samples (ranks weight their
 gradients by their part of these as they collect them). The devices of equal local rank, one of each node, form a push
 group: each of the node's parts is cut again by owner, thresholded, and pushed to the owners in the other nodes, which

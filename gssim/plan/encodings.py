@@ -1,6 +1,6 @@
 """Encodings of thresholded messages (COO, bitmap, dense) and their sizes, shared by the simulator and the real backend.
 
-A message holds `entries` of the `elements` of an owner's range, v bytes each (gradient-sharding A.3):
+A message holds `entries` of the `elements` of an owner's range, v bytes each:
 
     coo:     entries * (v + 4)            values, and int32 indices relative to the range
     bitmap:  entries * v + elements / 8   values, and a bit for every element of the range

@@ -39,8 +39,8 @@ class Push:
     error_feedback: bool | None = None
     """Keep the gradients that were not sent and add them to the next step's. Absent: on for SGD, with or without
     momentum, where dropped contributions shorten the step; off where `aggregate` corrects that, and for Adam, whose
-    step does not depend on the gradient's scale and whose second moment suffers from the bursts of late contributions
-    (gradient-sharding F.4)."""
+    step does not depend on the gradient's scale and whose second moment suffers from the bursts of late
+    contributions."""
     error_feedback_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the residual."""
     aggregate: Literal["batch-weight", "received-weight"] = "batch-weight"

@@ -12,7 +12,7 @@ issued when the unit before it is consumed, so that at most two blocks are gathe
 use. Experts that ranks divide are a unit of their own in each block, owned by the ranks that hold the same experts.
 This unit is gathered after the rest of the block; it is freed and pushed as soon as its gradients are complete, inside
 the block's backward. A rank that alone holds experts keeps them whole. Of N elements a rank owns the fraction s; p is
-the bytes of a value, w(d) those of a pushed one (gradient-sharding A.3 B). Bytes per rank:
+the bytes of a value, w(d) those of a pushed one. Bytes per rank:
 
     sent and received:  2pN + w(d)N, each (M-1)/M with even shares, but for the root, which is gathered once
     held:               (parameter + optimizer state + gradient) * sN in the optimizer's precision, and the root and

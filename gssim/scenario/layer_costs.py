@@ -325,7 +325,7 @@ def roofline_s(
 
     On a TPU no operations are streamed: XLA fuses them with the products beside them.
 
-    Source: Williams, Waterman, Patterson 2009, "Roofline"; host issue: gradient-sharding D.4.
+    Source: Williams, Waterman, Patterson 2009, "Roofline".
     """
     rate, bandwidth = achieved_flop_per_s(device, precision), device.memory_bandwidth_bytes_per_s
     if device.kind == "tpu":

@@ -185,7 +185,7 @@ def test_parts_of_unequal_sizes_do_as_well(ranks, rate, latency_s):
 
 @pytest.mark.parametrize(("ranks", "sizes", "latencies"), [(2, 1, 2), (3, 2, 2), (4, 3, 3), (8, 6, 4)])
 def test_gloos_broadcast_sends_to_all_children_at_once_and_they_have_posted_long_before(ranks, sizes, latencies):
-    """Measured with four ranks: three times the bytes over the root's link, not two (backend-facts 5c)."""
+    """Measured with four ranks: three times the bytes over the root's link, not two."""
     simulated_s = took_s("broadcast", ranks, 1e6, 1e6, 1e-2)
     assert simulated_s == pytest.approx(sizes + latencies * 1e-2, rel=1e-9)
 

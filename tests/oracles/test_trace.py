@@ -738,6 +738,18 @@ FAULTS = {
     "no-length": ((*GPT, "--vocabulary", "256", "--sequence-length", "0"), "must be at least 1 and at most 256"),
     "image-length": ((f"{__name__}.Shortcut", *IMAGE, "--sequence-length", "8"), "must be left out: the input is"),
     "unknown-task": ((*GPT, "--vocabulary", "256", "--task", "guess"), "input.task = 'guess': "),
+    "longest-of-a-file": (
+        ("scenarios/models/gpt-byte-1m.toml", "--maximum-sequence-length", "512"),
+        "--maximum-sequence-length: has no effect on this model; leave it out",
+    ),
+    "source-of-a-file": (
+        ("scenarios/models/gpt-byte-1m.toml", "--source", "a paper"),
+        "--source: has no effect on this model; leave it out",
+    ),
+    "longest-of-images": (
+        (f"{__name__}.Shortcut", *IMAGE, "--maximum-sequence-length", "8"),
+        "--maximum-sequence-length: has no effect on this model; leave it out",
+    ),
     "no-such-file": (("nowhere.toml",), "nowhere.toml: no such file"),
 }
 
