@@ -149,7 +149,7 @@ def test_blocks_are_those_of_a_step_with_both(name):
         sums = [
             (each.moment.phase, each.moment.position, size(each.size_bytes), each.kind) for each in layer.reductions
         ]
-        assert sums == [(*moment[1:], n, kind) for moment, n, kind in record.reductions.get(at, [])]
+        assert sums == [(*each.at[1:], each.size_bytes, each.kind) for each in record.reductions.get(at, [])]
         if not layer.block:
             continue
         again = record.until_saved[at]["full"]
