@@ -18,10 +18,11 @@ that ended earlier wait longer for their first message. Most pipelines behave so
 
 [Note: merged classes] Classes of one role often differ in nothing but the links that their reduction of gradients
 crosses: the ends of a ring or a tree, and the ranks inside. Suppose that their chunks take equally long, that each
-joins every collective with the same other classes, or with such as are merged with these, and that it takes as long on
-idle links. Then all of them do the same at the same times, as long as their collectives, which begin together, end
-together. They are executed as one, with the collectives of each: the network is simulated as without merging. If two
-collectives end at different times, as others use the links of only one, the program is run again without merging.
+joins every collective with the same other classes, or with classes that are merged too, and that these collectives take
+equally long on idle links. Then all of them do the same at the same times, as long as collectives that begin together
+end together. They are executed as one, but with the collectives of each class, so that the network is simulated as it
+would be without merging. If two of these collectives end at different times, because other traffic shares the links of
+only one, the program is run again without merging.
 """
 
 from collections import Counter, defaultdict, deque
@@ -374,7 +375,7 @@ class OutlineWalk:
             return of_one_class[id(exchange)]
 
         for tasks in self.machine.program.tasks:
-            for exchange, other in _meetings(tasks, is_of_one_class):
+            for exchange, other in _collectives_at_once(tasks, is_of_one_class):
                 others = [self._links_of(each) for each in arranged.of(other)] if other is not None else []
                 for one in arranged.of(exchange):
                     if other is None or not all(map(self._links_of(one).isdisjoint, others)):
@@ -796,7 +797,7 @@ def _meetings_of(
     return {index: meeting_of[colours[index]] for index in by_class}
 
 
-def _meetings(
+def _collectives_at_once(
     tasks: Sequence[Task], counts: Callable[[Communication], bool]
 ) -> Iterator[tuple[Communication, Communication | None]]:
     """Yield each counted collective beside the compute stream, with every collective that the rank joins before the
