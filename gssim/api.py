@@ -60,8 +60,8 @@ def simulate(scenario: Scenario, *, unfold: bool = False, remedies: bool = True)
     Args:
         scenario: from `load` or `Scenario.with_`.
         unfold: simulate every rank and link by itself, instead of equal ones once. Slower, the same result.
-        remedies: of a plan that does not fit, also find `Result.remedies`. This simulates the memory of ten or so
-            changed plans, which takes several times as long as the plan itself: leave it out where many are compared.
+        remedies: if the plan does not fit, also find `Result.remedies`. This simulates the memory of about ten changed
+            plans, which takes several times as long as the plan itself. False: leave it out, where many are compared.
 
     Raises:
         UserError: gradient statistics are needed and missing, or the plan cannot run on this cluster.
@@ -109,10 +109,9 @@ def sweep(
 def search(scenario: Scenario, *, top: int = 5, jobs: int | None = None) -> list[Result]:
     """Return the Results of the best plans for a scenario's cluster and model, the best first.
 
-    After the `top` best ones follow the others on the front of time and memory: plans than which none is as fast in
-    less memory. The scenario's table `[search]` says what is searched, and what is to be least.
-    `Result.provenance["search"]` holds each plan's rank (None: only on the front of time and memory), the plan as
-    overrides, and its bottleneck.
+    The `top` best ones are followed by the others on the Pareto front of step time and memory. The scenario's table
+    `[search]` says what is searched, and what is to be least. `Result.provenance["search"]` holds each plan's rank
+    (None: only on the front of time and memory), the plan as overrides, and its bottleneck.
 
     Args:
         scenario: from `load` or `Scenario.with_`.

@@ -93,16 +93,16 @@ def print_result(result: Result) -> None:
 
 
 def expected_errors_of(result: Result) -> list[str]:
-    """Return lines on how sure the devices' rates are: those that were assumed, and errors of published runs.
+    """Return lines on how reliable the devices' rates are: assumed ones, and errors of predictions of published runs.
 
-    None where devices were measured, or for a run.
+    Empty if the devices were calibrated, and for a measured Result.
     """
     if result.source != "simulated":  # measured: no preset's error counts
         return []
     types = result.scenario["cluster"]["device_types"]
     sources = {entry.device: str(types[entry.device]["source"]) for entry in result.ranks}
     lines = [
-        f"rates of {one_line(device)}: {one_line(source, SOURCE_LENGTH)}"
+        f"rates of {one_line(device)}: {one_line(source, MAX_SOURCE_CHARACTERS)}"
         for device, source in sources.items()
         if source.startswith("assumed")
     ]
@@ -110,7 +110,7 @@ def expected_errors_of(result: Result) -> list[str]:
     return lines if said is None else [*lines, said]
 
 
-SOURCE_LENGTH = 200
+MAX_SOURCE_CHARACTERS = 200
 """Number of characters of a source that are shown."""
 
 
@@ -448,7 +448,7 @@ def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
 
 
 def _unequal_shares(result: Result) -> dict[str, list[str]]:
-    """Return the samples and the shard of each entry of ranks, by the row's head; only what differs between them."""
+    """Return each rank class's samples of a batch and its part of the shards, by heading; only what differs."""
     total = result.scenario["workload"]["global_batch_size"]
     cells = {
         "samples": [f"{round(entry.batch_share * total):,}" for entry in result.ranks],
@@ -688,7 +688,7 @@ def activity(command: str) -> Iterator[Callable[[str], None]]:
     def end_report() -> None:
         if timer is not None:
             timer.cancel()
-            timer.join()  # it may have begun to print: after this, stderr may be another or closed
+            timer.join()  # if it has begun to print: later, stderr may be another stream, or closed
 
     def report(what: str) -> None:
         nonlocal now, timer

@@ -44,9 +44,9 @@ gc.set_threshold(2**21, 20, 100)
 def pytest_collection_modifyitems(items):
     """Spread the files of real runs over the first four fifths of all, but for the very first; the laws are last.
 
-    Of two processes that share the files, then mostly one has ranks on the cores, and what ends the run is short: files
-    of laws are, beside the longest of torch's oracles. When the first real run begins, the process that its ranks are
-    forked from has imported torch.
+    Of two processes that share the files, then mostly one has ranks on the cores. A run of all ends with short files,
+    which those of laws are, and not with the longest of torch's oracles. When the first real run begins, the process
+    that its ranks are forked from has imported torch.
     """
     files = dict.fromkeys(item.path for item in items)
     place = {}

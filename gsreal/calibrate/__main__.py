@@ -79,7 +79,7 @@ def run(settings: Settings) -> dict[str, Any]:
         measurements["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
     if settings.only != "links":
         measurements |= _layer_costs(bench, counter)
-        if settings.only in ("", "devices"):  # else layers are measured again and again, and a busy time is noticed
+        if settings.only in ("", "devices"):  # layers alone: `gsreal validate` averages several measurements
             bench.warn_if_busy(core_wait)
     if bench.ranks > 1 and settings.only in ("", "links"):
         measurements |= _communication_costs(bench)

@@ -156,16 +156,20 @@ class Bench:
             print(one_line(f"gsreal: calibrating {what}"), file=sys.stderr, flush=True)
 
     def warn_if_busy(self, core_wait: CoreWait) -> None:
-        """Print a warning if other work took the ranks' cores since `core_wait` began (a collective).
+        """Print a warning if other work took the ranks' cores since `core_wait` began. Every rank must call it.
 
-        Not in the lab, where devices wait for their part of a core, and measure the time of their own thread.
+        In the lab none is printed: there, devices wait for their part of a core, and time is that of their own thread.
         """
         ratio = torch.tensor([core_wait.ratio() or 0.0], dtype=torch.float64)
         dist.all_reduce(ratio, dist.ReduceOp.MAX)
         if self.rank == 0 and own_place() is None and float(ratio) > BUSY_RATIO:
-            told = f"ranks waited for cores that other work used for {float(ratio):.0%} of the time that devices and"
-            said = f"gsreal: calibrate: {told} layers were measured: predictions will be too slow; repeat it when idle"
-            print(said, file=sys.stderr, flush=True)
+            print(
+                f"gsreal: calibrate: for {float(ratio):.0%} of the time in which devices and layers were measured, "
+                "ranks waited for cores that other work used: predictions will be too slow; repeat it while nothing "
+                "else runs",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def cores_per_rank(kind: str, ranks: int) -> int:

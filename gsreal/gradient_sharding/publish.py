@@ -2,9 +2,9 @@
 
 With a threshold, an owner sends only parameters that differ from their last published value by at least it: the owner
 keeps a master copy of its range, and unsent changes remain in the difference of the two until they are large enough
-(error feedback without memory of its own). The parameter's new value is sent, not its
-change: as many bytes, and the replica is then the master rounded to its precision, without accumulated rounding. The
-owner trains on the published values too, so that all replicas stay equal bit for bit.
+(error feedback without memory of its own). The parameter's new value is sent, not its change: as many bytes, and the
+replica is then the master rounded to its precision, without accumulated rounding. The owner trains on the published
+values too, so that all replicas stay equal bit for bit.
 
 `WaitBeforeForward` delays each module's forward until its parameters have arrived.
 """

@@ -357,7 +357,8 @@ def _norms_in_attention(
 
     Refuses parameters of other modules than norms. `routed`: modules with routed experts, which may have others.
     """
-    norms: tuple[list[str], list[str]] = ([], [])
+    over_width: list[str] = []
+    over_heads: list[str] = []
     for path, module in block.named_modules():
         is_map = path in maps or isinstance(module, LowRankAdapter)
         if is_map or not any(True for _ in module.parameters(recurse=False)):
@@ -367,14 +368,20 @@ def _norms_in_attention(
         if not is_norm(module):
             raise _UnknownRoleError(f".{path}: has parameters, and is neither a linear map nor a norm")
         if path.startswith(f"{attention}."):
-            of_all = any(parameter.shape != (head_width,) for parameter in module.parameters())
-            if of_all and not _MeansOverRanks.types_of(module):
+            is_over_heads = any(parameter.shape != (head_width,) for parameter in module.parameters())
+            if is_over_heads and not _MeansOverRanks.types_of(module):
                 raise _UnknownRoleError(
-                    f".{path}: a norm over all heads, of which each rank would have only some, and which does not "
-                    "compute its means by torch.mean"
+                    f".{path}: a norm over all heads, of which each rank would have only some, and which takes not "
+                    "only means, by torch.mean"
                 )
-            norms[of_all].append(path)
-    return tuple(norms[0]), tuple(norms[1])
+            (over_heads if is_over_heads else over_width).append(path)
+    return tuple(over_width), tuple(over_heads)
+
+
+OTHER_STATISTICS = frozenset(
+    getattr(owner, name) for owner in (torch, Tensor) for name in ("var", "std", "sum", "norm", "amax", "prod")
+) | {torch.var_mean, torch.std_mean, torch.linalg.vector_norm, F.normalize, F.layer_norm, F.rms_norm}
+"""Functions by which a norm may take other statistics than means."""
 
 
 class _MeansOverRanks(TorchFunctionMode):
@@ -388,21 +395,24 @@ class _MeansOverRanks(TorchFunctionMode):
         self.fraction, self.all_reduce = fraction, all_reduce
         self.types: list[torch.dtype] = []
         """Types of the means that it has replaced."""
+        self.has_others = False
+        """Whether the norm takes other statistics, which would be those of a rank's part."""
 
     @classmethod
     def types_of(cls, norm: nn.Module, dtype: torch.dtype | None = None) -> list[torch.dtype]:
-        """Return the types of a norm's means over one position, on one rank; `dtype`: of its parameters and input."""
+        """Return the types of a norm's means; none if it takes other statistics. `dtype`: of parameters and input."""
         means = cls(1.0, lambda mean: mean)
         parameters = {name: parameter.detach().to(dtype) for name, parameter in norm.named_parameters()}
         like = next(iter(parameters.values()))
         with torch.no_grad(), means:
             functional_call(norm, parameters, (torch.zeros(1, len(like), dtype=like.dtype, device=like.device),))
-        return means.types
+        return [] if means.has_others else means.types
 
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
+        self.has_others |= func in OTHER_STATISTICS
         if func not in (torch.mean, Tensor.mean) or -1 not in (*args[1:], (kwargs or {}).get("dim")):
             return found
         self.types.append(found.dtype)

@@ -274,8 +274,8 @@ class Training:
         """Scale all gradients down to a norm of at most `norm`, by torch's function; it sums over FSDP2's shards.
 
         Where ranks hold slices of some gradients, or some of the experts, and others whole, only the first rank counts
-        the whole ones. Gradients in fp16 that are yet to be divided by the loss's factor are clipped where they are:
-        once they are cast for the master copy.
+        the whole ones. Gradients in fp16 that are yet to be divided by the loss's factor are clipped by that division,
+        after the cast for the master copy.
         """
         gradients = {p: p.grad for p in self.module.parameters() if p.grad is not None}
         if self.norm_groups is not None:
@@ -323,13 +323,17 @@ class Training:
     def _scale_down(self, gradients: Sequence[Tensor], norm: float, total: Tensor) -> None:
         """Scale gradients of norm `total` down to a norm of at most `norm`.
 
-        torch's `clip_grads_with_norm_` does the same, but takes only parameters.
+        torch's `clip_grads_with_norm_` does the same, but takes only parameters. Gradients in fp16 with the loss's
+        factor in them are scaled by their master copies.
         """
-        for each in self.scaled_copies:
-            each.gradient_factor *= min(1.0, norm / (float(total) * each.gradient_factor + 1e-6))
-        if not self.scaled_copies:
+        copies = self.scaled_copies
+        if not copies:
             ratio = torch.clamp(norm / (total.to(gradients[0].dtype) + 1e-6), max=1.0)
             torch._foreach_mul_([own_part(each) for each in gradients], ratio)
+            return
+        scaled_norm = float(total)
+        for each in copies:
+            each.gradient_factor *= min(1.0, norm / (scaled_norm * each.gradient_factor + 1e-6))
 
     def begin_scaled_step(self) -> float:
         """Return the factor on the step's loss, which pushes need to know; 1: it is not scaled."""

@@ -18,10 +18,11 @@ that ended earlier wait longer for their first message. Most pipelines behave so
 
 [Note: merged classes] Classes of one role often differ in nothing but the links that their reduction of gradients
 crosses: the ends of a ring or a tree, and the ranks inside. Suppose that their chunks take equally long, that each
-joins every collective with the same other classes, or with such as are merged with these, and that it takes as long on
-idle links. Then all of them do the same at the same times, as long as their collectives, which begin together, end
-together. They are executed as one, with the collectives of each: the network is simulated as without merging. If two
-collectives end at different times, as others use the links of only one, the program is run again without merging.
+joins every collective with the same other classes, or with classes that are merged too, and that these collectives take
+equally long on idle links. Then all of them do the same at the same times, as long as collectives that begin together
+end together. They are executed as one, but with the collectives of each class, so that the network is simulated as it
+would be without merging. If two of these collectives end at different times, because other traffic shares the links of
+only one, the program is run again without merging.
 """
 
 from collections import Counter, defaultdict, deque
@@ -104,7 +105,7 @@ class _Operation(NamedTuple):
     """`id` of the chunk's template, whose time differs between classes; -1: the operation is a task."""
     pieces: tuple[_Piece, ...]
     """The time of a task on the compute stream."""
-    meeting: int
+    collective: int
     """Number of the collective that it joins; -1: none."""
     phase: str
 
@@ -144,16 +145,16 @@ class _Rank:
 
 @dataclass(frozen=True, eq=False)
 class _Meeting:
-    """Instances of a collective that the same ranks join, for different ones of their merged classes."""
+    """Instances of a collective that the same `_Rank`s join, each for some of its merged classes."""
 
     instances: tuple[CollectiveInstance, ...]
     ranks: int
-    """Number of ranks."""
+    """Number of `_Rank`s that join."""
 
 
 @dataclass(eq=False, slots=True)
 class _Carried:
-    """Instances of a meeting that have begun together."""
+    """Progress of the instances of a meeting, which began together."""
 
     streams: Sequence["_Stream"]
     left: int
@@ -181,7 +182,7 @@ class _Stream:
     def waits_first(self) -> str | None:
         """Phase of its wait at the beginning of a step; None if it does something at once."""
         for each in self.operations:
-            if each.after or each.meeting >= 0:
+            if each.after or each.collective >= 0:
                 return "exposed_communication" if each.after else each.phase
             chunk = self.rank.priced.get(each.template)
             if each.pieces or (chunk is not None and (chunk.delays_s or chunk.pieces)):
@@ -271,13 +272,13 @@ class _Role:
             slot = slots.get(task.id, -1)
             others = [each for each in task.after if stream_of.get(each, "compute") != task.stream]  # not its own
             after = tuple([slots[each] for each in reversed(others)])
-            meeting = -1 if task.communication is None else number(task)
+            collective = -1 if task.communication is None else number(task)
             pieces: tuple[_Piece, ...] = ()
-            if meeting < 0 and (task.duration_s or task.issue is not None):
+            if collective < 0 and (task.duration_s or task.issue is not None):
                 host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
                 pieces = (_Piece((task.duration_s,), host_s, goes_on, task.phase),)
-            if after or slot >= 0 or meeting >= 0 or pieces:
-                streams[task.stream].append(_Operation(after, slot, -1, pieces, meeting, task.phase))
+            if after or slot >= 0 or collective >= 0 or pieces:
+                streams[task.stream].append(_Operation(after, slot, -1, pieces, collective, task.phase))
 
 
 def can_walk_outlines(machine: MachineState) -> bool:
@@ -331,7 +332,7 @@ class OutlineWalk:
         self._instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
         """`_instances` by number of the collective."""
         self._meetings: list[Mapping[int, _Meeting]] = []
-        """Where ranks meet (by index), by number of the collective."""
+        """Meeting that each class (by index) joins, by number of the collective."""
         self._owner_of_link = self._link_owners()
         self._own_links: dict[int, frozenset[int]] = {}
         """For each class, the classes of links that only its compute stream uses."""
@@ -374,7 +375,7 @@ class OutlineWalk:
             return of_one_class[id(exchange)]
 
         for tasks in self.machine.program.tasks:
-            for exchange, other in _meetings(tasks, is_of_one_class):
+            for exchange, other in _collectives_at_once(tasks, is_of_one_class):
                 others = [self._links_of(each) for each in arranged.of(other)] if other is not None else []
                 for one in arranged.of(exchange):
                     if other is None or not all(map(self._links_of(one).isdisjoint, others)):
@@ -574,15 +575,15 @@ class OutlineWalk:
         while step < self.steps:
             ended_s = rank.ended_s[step]
             while place < len(operations):
-                after, slot, template, pieces, meeting, _ = operations[place]
+                after, slot, template, pieces, collective, _ = operations[place]
                 if after:
                     stream.place, stream.now_s, stream.step = place, now_s, step
                     if self._must_wait(stream, after):
                         return
                     now_s = stream.now_s
-                if meeting >= 0:
+                if collective >= 0:
                     stream.place, stream.now_s, stream.step = place, now_s, step
-                    self._arrive(stream, meeting)
+                    self._arrive(stream, collective)
                     return
                 if template >= 0:
                     delays_s, _, pieces, _ = rank.priced[template]
@@ -656,22 +657,22 @@ class OutlineWalk:
                 rank.waiting.setdefault((step, each), []).append(stream)
                 return True
             latest_s = max(latest_s, end_s)
-        if step and stream.operations[stream.place].meeting < 0:
+        if step and stream.operations[stream.place].collective < 0:
             self._further_s = min(self._further_s, latest_s)
         if stream.computes:
             rank.seconds[step]["exposed_communication"] += latest_s - stream.now_s
         stream.now_s = latest_s
         return False
 
-    def _arrive(self, stream: _Stream, meeting: int) -> None:
-        """Let a class join a collective; the last arrival starts it."""
-        place = self._meetings[meeting][stream.rank.index]
-        key = (stream.step, meeting, place)
+    def _arrive(self, stream: _Stream, collective: int) -> None:
+        """Let merged classes join a collective, by its number; the last arrival starts it."""
+        meeting = self._meetings[collective][stream.rank.index]
+        key = (stream.step, collective, meeting)
         streams = self._met.setdefault(key, [])
         streams.append(stream)
-        if len(streams) == place.ranks:
+        if len(streams) == meeting.ranks:
             del self._met[key]
-            self._start(place.instances, streams, max([each.now_s for each in streams]))
+            self._start(meeting.instances, streams, max([each.now_s for each in streams]))
 
     def _start(self, instances: Sequence[CollectiveInstance], streams: Sequence[_Stream], start_s: float) -> None:
         """Carry out the instances of a meeting, starting at its last arrival."""
@@ -783,7 +784,7 @@ def _numbered(values: Iterable[Hashable]) -> list[int]:
 def _meetings_of(
     by_class: Mapping[int, tuple[int, CollectiveInstance]], colours: Sequence[int]
 ) -> Mapping[int, _Meeting]:
-    """Return the meeting of each class at a collective; `by_class`: the instance that it joins, and its number."""
+    """Return the meeting of each class at a collective; `by_class`: number of the instance that it joins, and this."""
     joined: dict[frozenset[int], dict[int, CollectiveInstance]] = defaultdict(dict)
     for number, instance in by_class.values():
         joined[frozenset([colours[each.index] for each in instance.classes])][number] = instance
@@ -796,7 +797,7 @@ def _meetings_of(
     return {index: meeting_of[colours[index]] for index in by_class}
 
 
-def _meetings(
+def _collectives_at_once(
     tasks: Sequence[Task], counts: Callable[[Communication], bool]
 ) -> Iterator[tuple[Communication, Communication | None]]:
     """Yield each counted collective beside the compute stream, with every collective that the rank joins before the

@@ -344,6 +344,8 @@ ACCELERATE: dict[str, Rule] = {
     ),
 }
 """How Accelerate's keys are treated that are not read."""
+FSDP_KEYS = {pattern: rule for pattern, rule in ACCELERATE.items() if pattern.startswith("fsdp_config.")}
+"""Those of them that are FSDP's."""
 
 UNITS = "units are the model's blocks: TRANSFORMER_BASED_WRAP"
 SHARDINGS = {
@@ -510,21 +512,23 @@ OF_ENGINE = (
 """Fields of a training that a DeepSpeed file decides, whatever the program's own file says."""
 
 
-def places_of(keys: Keys, name: str) -> list[Path]:
-    """Return where a file that a key names may be: beside the file, in the working directory, or in a folder above.
-
-    Names are often relative to the project's folder.
+def named_file(keys: Keys, name: str) -> Path | None:
+    """Return the file that a key names: beside the file that holds the key, in the working directory, or in a folder
+    above that file, as names are often relative to the project's folder. None if there is none.
     """
     beside, *above = Path(keys.file).absolute().parents
-    return [folder / name for folder in (beside, Path(), *above)]
+    try:
+        return next((path for folder in (beside, Path(), *above) if (path := folder / name).is_file()), None)
+    except OSError:  # no name of a file: too long
+        return None
 
 
 def deepspeed_file(keys: Keys, key: str, name: str, *, fills: str = "", precision: str = "") -> Training | None:
-    """Return the training in a DeepSpeed file that a key names, searched by `places_of`.
+    """Return the training in a DeepSpeed file that a key names, searched by `named_file`.
 
     `fills`: the program whose own keys replace "auto" in it. `precision`: the precision that these keys give.
     """
-    path = next((place for place in places_of(keys, name) if place.is_file()), None)
+    path = named_file(keys, name)
     if path is None:
         keys.refuse(key, "no such file, beside the file, in a folder above it, or in the working directory")
         return None

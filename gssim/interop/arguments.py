@@ -19,6 +19,8 @@ from gssim.interop.shell_syntax import MARKS, NAME, is_open, shown_mark, written
 from gssim.interop.shell_words import Branch, Command
 
 OPTION = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
+OF_TRAINER = {"per-device-train-batch-size"}
+"""Options that mark a command as a training by Hugging Face's Trainer."""
 BEGINS_TRAINING = {
     "micro-batch-size",
     "global-batch-size",
@@ -27,9 +29,9 @@ BEGINS_TRAINING = {
     "train-tokens",
     "batch-size",
     "lr",
-    *(OF_TRAINER := {"per-device-train-batch-size"}),
+    *OF_TRAINER,
 }
-"""Options that mark a command as one that trains; `OF_TRAINER`: by Hugging Face's Trainer."""
+"""Options that mark a command as one that trains."""
 OF_MODELS = {
     "num-layers",
     "hidden-size",
@@ -102,7 +104,7 @@ def _of_commands(script: Script, file: str) -> Options:
     runs = [(each, _options_of(each.words, script)) for each in commands]
     runs = [(command, options) for command, options in runs if options.keys() & (BEGINS_TRAINING | OF_MODELS)]
     trainings = [run for run in runs if run[1].keys() & BEGINS_TRAINING] or runs
-    if others := [run for run in trainings if _reason_against(run[0].words)]:
+    if others := [run for run in trainings if not run[1].keys() & OF_TRAINER and _reason_against(run[0].words)]:
         trainings = [run for run in trainings if run not in others]
         if not trainings:
             raise UserError(f"{file}: runs {_reason_against(others[0][0].words)}")
@@ -127,14 +129,15 @@ def _of_commands(script: Script, file: str) -> Options:
 
 WITHOUT_TRAINING = re.compile(r"text_generation|inference|convert|evaluate|preprocess|prune|quantize")
 """Part of the name of Megatron-LM's programs that take the options of a training, and do not train."""
-
-
 OF_SWIFT = ("sft", "pt", "rlhf")
 """Subcommands of ms-swift's `megatron`, which train."""
 
 
 def _reason_against(words: Sequence[str]) -> str:
-    """Return the program that a command runs and why its options are no training by Megatron-LM; empty if they may."""
+    """Return the program that a command runs, and why its options are not those of a training by Megatron-LM.
+
+    Empty if they may be.
+    """
     program = next((word for word in words if word.endswith(".py")), "").rpartition("/")[2]
     if WITHOUT_TRAINING.search(program):
         return f"{one_line(program, 60)}, which trains no model; give the script of a training"
@@ -201,7 +204,7 @@ def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options
 def _add(found: Options, more: Options) -> None:
     """Add options; one that is already there with another value becomes `Undecided`.
 
-    A condition on which a value depends does not matter if that is given anyway.
+    A value that is given on some condition and also without any does not depend on the condition.
     """
     for name, value in more.items():
         if name in found and found[name] != value:

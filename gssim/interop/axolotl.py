@@ -1,7 +1,7 @@
 """Importer of axolotl's YAML, which builds on Accelerate and DeepSpeed; keys as of axolotl 0.13."""
 
 from gssim.cluster import Cluster
-from gssim.interop.accelerate import ACCELERATE
+from gssim.interop.accelerate import FSDP_KEYS
 from gssim.interop.reading import (
     LAUNCHER,
     LOGGING,
@@ -19,9 +19,10 @@ from gssim.interop.trainer import (
     LORA,
     add_adapters,
     base_model_in,
+    hyperparameters_in,
     precision_in,
+    quantize_frozen,
     sharding_in,
-    step_in,
 )
 from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in
 
@@ -105,7 +106,7 @@ AXOLOTL: dict[str, Rule] = {
 }
 """How axolotl's keys are treated that are not read."""
 FSDP = {
-    **{pattern: rule for pattern, rule in ACCELERATE.items() if pattern.startswith("fsdp_config.")},
+    **FSDP_KEYS,
     **listed("how the model is built and saved", "fsdp_final_state_dict_type"),
 }
 """How FSDP's keys are treated if FSDP is on."""
@@ -133,7 +134,7 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
     _axolotl_experts(keys, training)
     _axolotl_batch(keys, training)
     optimizer_in(keys, training, "optimizer")
-    step_in(keys, training)
+    hyperparameters_in(keys, training)
     if keys.raw("gradient_checkpointing") in ("offload", "offload_disk"):
         keys.refuse("gradient_checkpointing", "activations that are offloaded cannot be simulated")
     elif (checkpointing := keys.flag("gradient_checkpointing")) is not None:
@@ -152,7 +153,7 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
 def _axolotl_parts(keys: Keys, training: Training) -> None:
     """Read context parallelism, the parameters that are trained, and buckets."""
     # the older name counts if the newer one is not given: utils/schemas/validation.py
-    older, newer = (keys.integer(f"{each}", sets="plan.cp") for each in ("sequence_parallel_degree", CONTEXT))
+    older, newer = (keys.integer(each, sets="plan.cp") for each in ("sequence_parallel_degree", CONTEXT))
     training.cp = newer or older
     if older is not None and newer is not None and older.value != newer.value:
         keys.note("sequence_parallel_degree", f"the older name of {CONTEXT}, which counts")
@@ -209,8 +210,8 @@ def _axolotl_adapters(keys: Keys, training: Training) -> None:
         return
     if few is not None:
         double = keys.raw("bnb_config_kwargs.bnb_4bit_use_double_quant") is not False  # its default is true
-        form = "int8" if few is in_8_bits else "nf4-double" if double else "nf4"
-        training.frozen_precision = Value(form, few.origin)
+        bits, format_key = 8 if few is in_8_bits else 4, "bnb_config_kwargs.bnb_4bit_quant_type"
+        quantize_frozen(keys, training, few, bits=bits, nested=double, format_key=format_key)
     rank, alpha = keys.integer("lora_r"), keys.number("lora_alpha")
     linear, targets = keys.enabled("lora_target_linear"), keys.raw("lora_target_modules")
     if rank is None or not (targets or linear):

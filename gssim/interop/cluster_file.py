@@ -16,6 +16,7 @@ from gssim.interop.hosts import (
     CARD_COUNT_ASSUMED,
     CARDS_ASSUMED,
     Host,
+    assumed_cards,
     detected,
     first_devices,
     of_nccl_xml,
@@ -28,7 +29,7 @@ from gssim.interop.servers import server_of
 from gssim.scenario.overrides import toml
 from gssim.units import counted, parse_quantity, validated
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 NCCL_ORDER = ("volta", "ampere", "hopper", "blackwell")
 HOP_LATENCY_S = 0.5e-6
 """Latency of a link between switches, as in topologies: assumed, a switch and its cable."""
@@ -59,9 +60,9 @@ def cluster_of(
     `paths`: NCCL's XML or `nvidia-smi topo -m` of one or more hosts, and at most one file of switches. `gpus`: the GPU
     of all hosts, or one for each file of a host; without such files, hosts are usual servers of these or, with
     `detect`, this machine. `nics`: the preset of network cards, and `nic_counts` their number, and `devices` the number
-    of devices used, each of all hosts, or one for each; empty: as described. `hosts`: number of equal hosts, if no file
-    gives it. `nccl_tests`: measured all-reduces to which NCCL's constants are fitted. Raises UserError for files that
-    are invalid or contradict each other.
+    of devices used: one value for all hosts, or one for each; empty: as described. `hosts`: number of equal hosts, if
+    no file gives it. `nccl_tests`: measured all-reduces to which NCCL's constants are fitted. Raises UserError for
+    files that are invalid or contradict each other.
     """
     described, fabric, listed = _read(paths, gpus)
     if detect and gpus and not described:
@@ -82,7 +83,7 @@ def cluster_of(
     all_hosts = described * host_count if len(described) == 1 else described
     notes = [*listed, *dict.fromkeys(note for host in described for note in host.defaults)]
     if host_count > 1 and are_usual:
-        notes.extend(_assumed_cards(described, linked=bool(nics), counted_by_user=bool(nic_counts)))
+        notes.extend(_assumed_cards(described, nic_given=bool(nics), count_given=bool(nic_counts)))
     if host_count > 1 and fabric is None:
         notes.append("fabric: one switch for all hosts; a file of switches tells another")
     if fabric is not None and fabric.tops != fabric.switches:
@@ -182,20 +183,20 @@ def _with_cards(hosts: Sequence[Host], nics: Sequence[str]) -> list[Host]:
     ]
 
 
-def _assumed_cards(hosts: Sequence[Host], *, linked: bool, counted_by_user: bool) -> list[str]:
+def _assumed_cards(hosts: Sequence[Host], *, nic_given: bool, count_given: bool) -> list[str]:
     """Return notes on the network cards of usual servers: their number and rate, where no option gives them."""
     notes = []
     for host in hosts:
-        if not linked:
-            notes.append(f"{CARDS_ASSUMED}{host.nic_link}: of the usual server of {host.device}; --nic names another")
-        if not counted_by_user:
+        if not nic_given:
+            notes.append(assumed_cards(host.nic_link, host.device))
+        if not count_given:
             what = f"{host.nic_link} on each host of {host.devices} {host.device}"
             notes.append(f"{CARD_COUNT_ASSUMED}{host.nics}: of {what}, as in the usual server; --nics changes it")
     return list(dict.fromkeys(notes))
 
 
 def _with_card_counts(hosts: Sequence[Host], counts: Sequence[int]) -> list[Host]:
-    """Return hosts with so many network cards: one number for all hosts, or one for each; none: as described."""
+    """Return hosts with these numbers of network cards: one for all hosts, or one for each; none: as described."""
     found = []
     for host, count in zip(hosts, _of_each("--nics", "numbers", counts, hosts), strict=True):
         if count is not None and (count < 1 or host.devices % count):
@@ -207,7 +208,7 @@ def _with_card_counts(hosts: Sequence[Host], counts: Sequence[int]) -> list[Host
     return found
 
 
-def _of_each(option: str, values: str, given: Sequence[Value], hosts: Sequence[Host]) -> Sequence[Value | None]:
+def _of_each(option: str, values: str, given: Sequence[T], hosts: Sequence[Host]) -> Sequence[T | None]:
     """Return an option's value for each description of a host: one for all, or one for each; none given: None."""
     if len(given) not in (0, 1, len(hosts)):
         raise UserError(

@@ -61,6 +61,13 @@ CARDS_ASSUMED = "nic_link = "
 """Beginning of the note on network cards that were assumed."""
 CARD_COUNT_ASSUMED = "nics = "
 """Beginning of the notes on their number."""
+
+
+def assumed_cards(nic_link: object, gpu: str) -> str:
+    """Return the note on network cards that are those of a GPU's usual server."""
+    return f"{CARDS_ASSUMED}{nic_link}: of the usual server of {gpu}; --nic names another"
+
+
 MOST_GPUS = 256
 """Largest number of GPUs in a matrix."""
 
@@ -240,10 +247,12 @@ def _cards(host: Host, nets: Sequence[Element], file: str) -> None:
         count -= 1
     if count * together < len(speeds):
         host.defaults.append(
-            f"nics = {count}: of {len(speeds)} cards, those of {fastest} Mbit/s that the GPUs share evenly"
+            f"{CARD_COUNT_ASSUMED}{count}: of {len(speeds)} cards, those of {fastest} Mbit/s that the GPUs share evenly"
         )
     if together > 1:  # ports of a card, or cards of virtual machines: NCCL uses all that are near a GPU
-        host.defaults.append(f"nics = {count}: each {together} cards of {fastest} Mbit/s, which are a GPU's, as one")
+        host.defaults.append(
+            f"{CARD_COUNT_ASSUMED}{count}: each {together} cards of {fastest} Mbit/s, which are a GPU's, as one"
+        )
     if any(net.get("latency", "").strip("0.") for net in nets):  # as EFA's plugin tells NCCL's choice of algorithms
         host.defaults.append("latency of network cards: as in the preset, not as in the file")
     host.nics, host.nic_link = count, card_link(cards[0][0], together * fastest / 1000)
@@ -292,9 +301,9 @@ def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:
         server.nic_link = server.pcie_link = None
     server.defaults.append(f"rates: of the usual server of {gpu}, as the matrix has none")
     if server.nics < cards:
-        server.defaults.append(f"nics = {server.nics}: of {cards} cards, as many as the GPUs share evenly")
+        server.defaults.append(f"{CARD_COUNT_ASSUMED}{server.nics}: of {cards} cards, as many as the GPUs share evenly")
     if server.nics:
-        server.defaults.append(f"{CARDS_ASSUMED}{server.nic_link}: of the usual server of {gpu}; --nic names another")
+        server.defaults.append(assumed_cards(server.nic_link, gpu))
     return server
 
 

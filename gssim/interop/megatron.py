@@ -7,7 +7,7 @@ import re
 
 from gssim.interop.accelerate import OF_ENGINE, deepspeed, deepspeed_file, read_ulysses
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Undecided, Value, listed, refused
-from gssim.interop.training import PRECISIONS, Training, optimizer_in
+from gssim.interop.training import PRECISIONS, Training, launched, optimizer_in
 from gssim.units import human_bytes
 
 KERNELS = "approximated: kernels are those that the model was traced with"
@@ -279,9 +279,8 @@ def megatron(keys: Keys) -> Training:
         if isinstance(keys.values.get(name), Undecided):
             keys.note(name, "left open: the ranks are the devices of --cluster, or --set plan.ranks")
     processes, nodes = (keys.integer(name) if name not in keys.read else None for name in ("nproc-per-node", "nnodes"))
-    if processes is not None and not isinstance(keys.values.get("nnodes"), Undecided):
-        count = processes.value * (nodes.value if nodes else 1)
-        training.world = Value(count, f"{processes.origin}{', ' + nodes.origin if nodes else ''}")
+    if not isinstance(keys.values.get("nnodes"), Undecided):
+        training.world = launched(keys, processes, nodes)
     _architecture(keys, training)
     if training.ep is not None and training.ep.value > 1:
         training.etp = keys.integer("expert-tensor-parallel-size", sets="plan.etp")
@@ -314,6 +313,7 @@ def megatron(keys: Keys) -> Training:
 
 
 NOTED_MASK_BYTES = 2**28
+"""Least size of masks that are noted."""
 
 
 def _masks(keys: Keys, training: Training) -> None:

@@ -247,7 +247,7 @@ class Keys:
         """Return a key and its value as messages show them."""
         name = one_line(key, 80)
         value = shown(self.values[key]) if key in self.values else name
-        return name if value == name else f"{name} = {value}"  # a variable that may hold options is its own value
+        return name if value == name else f"{name} = {value}"  # a variable that may hold options has no value
 
     def note(self, key: str, reason: str) -> None:
         """List a key as having no effect."""

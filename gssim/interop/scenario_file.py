@@ -148,11 +148,12 @@ def _content(path: Path, text: str, form: str | None, variables: dict[str, str])
 
 
 def _of_script(path: Path, text: str, form: str | None, variables: dict[str, str]) -> tuple[str, dict[str, Any]]:
-    """Return the program whose arguments a script or command line has, and these."""
+    """Return the format of a script's or command line's arguments, and these."""
     arguments = arguments_in(text, file=str(path), variables=variables, folder=path.parent)
     name = "trainer" if arguments.keys() & OF_TRAINER else "megatron"
     if not arguments or form not in (None, name):
-        raise UserError(f"{path}: holds no arguments such as --micro-batch-size 1; {_allowed()}")
+        usual = "--per_device_train_batch_size" if form == "trainer" else "--micro-batch-size"
+        raise UserError(f"{path}: holds no arguments such as {usual} 1; {_allowed()}")
     if name == "trainer":  # whose names have underscores
         arguments = {key.replace("-", "_"): value for key, value in arguments.items()}
     return name, arguments

@@ -4,20 +4,19 @@ These are arguments of LLaMA-Factory, of TRL's supervised fine-tuning (and so of
 scripts of transformers.
 
 Keys and defaults are those of transformers 5, TRL 1 and LLaMA-Factory 0.9.5; names of earlier releases are read too.
-What the axolotl importer reads in the same way is here, as axolotl's trainer is this one.
+Axolotl runs this Trainer: its importer uses the functions here that have public names.
 """
 
-from pathlib import Path
 from typing import Any
 
 from gssim.cluster import Cluster
 from gssim.interop.accelerate import (
-    ACCELERATE,
+    FSDP_KEYS,
     OF_ENGINE,
     SHARDINGS,
     UNITS,
     deepspeed_file,
-    places_of,
+    named_file,
     read_fsdp,
     shard_by,
     under_autocast,
@@ -43,6 +42,7 @@ from gssim.interop.training import (
     WHOLE_MODEL_COMPILED,
     Training,
     bucket_in,
+    launched,
     optimizer_in,
     sizes_in,
 )
@@ -154,11 +154,8 @@ TRAINER: dict[str, Rule] = {
 }
 """How the Trainer's keys are treated that are not read."""
 FSDP = {
-    **refused("modules that are left out cannot be simulated", "fsdp_config.*ignored_modules"),
     **listed("of Accelerate: the key fsdp says it", "fsdp_config.*sharding_strategy fsdp_config.*auto_wrap_policy"),
-    **refused("units by size cannot be simulated", "fsdp_config.*min_num_params"),
-    **{pattern: rule for pattern, rule in ACCELERATE.items() if pattern.startswith("fsdp_config.")},
-    **listed("how the model is built and saved", "fsdp_config.*final_state_dict_type"),
+    **FSDP_KEYS,
 }
 """How FSDP's keys are treated if FSDP is on."""
 NO_FSDP = listed("of FSDP, which is off", "fsdp_config*")
@@ -184,8 +181,8 @@ WITH_ACCELERATE = (
 )
 NO_PREFETCH = "approximated: the next unit's parameters are gathered beside the backward; the Trainer prefetches none"
 LOADED_IN_FP32 = (
-    "approximated: weights are loaded in fp32, as before transformers 5, which loads them as the checkpoint has them: "
-    "--set workload.precision=bf16"
+    "approximated: weights are loaded in fp32, as by transformers before 5; later ones keep the checkpoint's "
+    "precision: if that is bf16, --set workload.precision=bf16"
 )
 GATHERED_AGAIN = (
     "approximated: FSDP1 gathers parameters once more for what gradient_checkpointing recomputes; "
@@ -214,7 +211,7 @@ def trainer(keys: Keys, cluster: Cluster, model: Model) -> Training:
     if not keys.has("optim"):
         origin = "optim is not given: adamw_torch_fused (the Trainer's default)"
         training.optimizer, training.optimizer_implementation = Value("adamw", origin), Value("fused", origin)
-    step_in(keys, training)
+    hyperparameters_in(keys, training)
     bucket_in(keys, training, "ddp_bucket_cap_mb")
     _devices_in(keys, training, cluster)
     _recompute_in(keys, training, program)
@@ -267,11 +264,7 @@ def _devices_in(keys: Keys, training: Training, cluster: Cluster) -> None:
     """Read the number of ranks; refuse another backend, or other devices, than the cluster's."""
     training.world = keys.integer("ray_num_workers", sets="plan.ranks")
     ranks, hosts = (keys.integer(name, sets="plan.ranks") for name in ("nproc_per_node", "nnodes"))  # of torchrun
-    if ranks is not None:
-        count = hosts.value if hosts is not None else 1
-        training.world = Value(
-            ranks.value * count, ranks.origin if hosts is None else f"{ranks.origin}; {hosts.origin}"
-        )
+    training.world = launched(keys, ranks, hosts) or training.world
     backend = keys.raw("ddp_backend")
     if backend is not None and backend != cluster.backend:
         keys.refuse("ddp_backend", f"the backend of --cluster is {cluster.backend}")
@@ -293,12 +286,13 @@ def _recompute_in(keys: Keys, training: Training, program: str) -> None:
 
 
 def _task_in(keys: Keys, program: str) -> None:
-    """Refuse what is no training, or trains by more than the loss of the next token."""
+    """Refuse LLaMA-Factory's tasks other than training by the loss of the next token."""
     if program != FACTORY:
         return
     stage = keys.raw("stage")
-    if stage is not None and STAGES.get(str(stage), "no such stage is known here") is not None:
-        keys.refuse("stage", STAGES.get(str(stage)) or "no such stage is known here")
+    reason = None if stage is None else STAGES.get(str(stage), "no such stage is known here")
+    if reason is not None:
+        keys.refuse("stage", reason)
     if keys.enabled("do_train") is None:
         keys.refuse("do_train", "is not true: nothing is trained")
     for name in ("temperature", "top_p", "top_k", "do_sample", "num_beams", "repetition_penalty"):
@@ -333,8 +327,7 @@ def base_model_in(keys: Keys, training: Training, key: str) -> None:
         return
     line = keys.line(key)
     training.base_model = Value(name, line)
-    places = [folder / str(name) / "config.json" for folder in (Path(keys.file).parent, Path())]
-    config = next((place for place in places if place.is_file()), None)
+    config = named_file(keys, f"{name}/config.json")
     if config is None:
         keys.note(key, "the model is --model, of as many parameters where the name says how many")
         return
@@ -342,10 +335,10 @@ def base_model_in(keys: Keys, training: Training, key: str) -> None:
         training.architecture[size] = Value(value, line)
 
 
-def step_in(keys: Keys, training: Training) -> None:
-    """Read what the optimizer is given, and the seed."""
-    for name, key in (("learning_rate", "learning_rate"), ("weight_decay", "weight_decay")):
-        setattr(training, name, keys.number(key, sets=f"workload.{name}"))
+def hyperparameters_in(keys: Keys, training: Training) -> None:
+    """Read the learning rate, the weight decay, the norm of clipping, and the seed."""
+    for name in ("learning_rate", "weight_decay"):
+        setattr(training, name, keys.number(name, sets=f"workload.{name}"))
     training.clip_norm = keys.number("max_grad_norm") or Value(1.0, "max_grad_norm = 1.0 (the Trainer's default)")
     training.seed = keys.integer("seed", least=0)
 
@@ -353,7 +346,7 @@ def step_in(keys: Keys, training: Training) -> None:
 def sharding_in(keys: Keys, training: Training, cluster: Cluster, *, program: str) -> bool:
     """Read the sharding, and return whether FSDP is on."""
     file = keys.raw("deepspeed")
-    on = _words(keys.raw("fsdp"))
+    on = _fsdp_options(keys.raw("fsdp"))
     if on and isinstance(keys.raw("fsdp_config"), str):
         _read_fsdp_file(keys)
     config = any(key.startswith("fsdp_config.") and keys.has(key) for key in keys.values)
@@ -375,10 +368,10 @@ def sharding_in(keys: Keys, training: Training, cluster: Cluster, *, program: st
     return shards
 
 
-def _words(on: Any) -> list[str]:
+def _fsdp_options(on: Any) -> list[str]:
     """Return the options of the key `fsdp`: a list, a text of words, or true.
 
-    >>> _words("full_shard auto_wrap"), _words(["shard_grad_op"]), _words(True), _words("")
+    >>> _fsdp_options("full_shard auto_wrap"), _fsdp_options(["shard_grad_op"]), _fsdp_options(True), _fsdp_options("")
     (['full_shard', 'auto_wrap'], ['shard_grad_op'], ['full_shard'], [])
     """
     if on is True or str(on).lower() == "true":
@@ -389,7 +382,7 @@ def _words(on: Any) -> list[str]:
 
 def _read_fsdp_file(keys: Keys) -> None:
     """Add the keys of the JSON file that `fsdp_config` names."""
-    path = next((place for place in places_of(keys, str(keys.raw("fsdp_config"))) if place.is_file()), None)
+    path = named_file(keys, str(keys.raw("fsdp_config")))
     if path is None:
         keys.refuse("fsdp_config", "no such file, beside the file, in a folder above, or in the working directory")
         return
@@ -471,7 +464,7 @@ def _engine_in(keys: Keys, training: Training, found: Training, file: str) -> No
     for name in OF_ENGINE:
         setattr(training, name, getattr(found, name))
     for name in ("dp_shard", "tp", "loss_scale"):
-        setattr(training, name, getattr(training, name, None) or getattr(found, name))
+        setattr(training, name, getattr(training, name) or getattr(found, name))
     if found.clip_norm is not None:
         training.clip_norm = found.clip_norm
     if found.optimizer is not None:  # the Trainer makes none of its own then
@@ -526,14 +519,20 @@ def _factory_in(keys: Keys, training: Training, model: Model) -> None:
         keys.refuse("quantization_bit", "only 4 and 8 bits of bitsandbytes, under adapters, can be simulated")
         return
     nested = keys.flag("double_quantization")
-    _quantize(keys, training, bits, bits.value, nested is None or nested.value, "quantization_type")
+    quantize_frozen(
+        keys, training, bits, bits=bits.value, nested=nested is None or nested.value, format_key="quantization_type"
+    )
 
 
-def _quantize(keys: Keys, training: Training, flag: Value, bits: int, nested: bool, kind: str) -> None:
-    """Set the format of frozen weights; `kind`: the key that says the format of 4 bits."""
-    if bits == 4 and keys.raw(kind) not in (None, "nf4"):
-        keys.refuse(kind, "4 bits are nf4 here")
-    training.frozen_precision = Value("int8" if bits == 8 else "nf4-double" if nested else "nf4", flag.origin)
+def quantize_frozen(keys: Keys, training: Training, given: Value, *, bits: int, nested: bool, format_key: str) -> None:
+    """Set the format of frozen weights in 4 or 8 bits.
+
+    `given`: the key that asks for it. `nested`: whether the scales of 4 bits are quantized too. `format_key`: the key
+    that names the format of 4 bits.
+    """
+    if bits == 4 and keys.raw(format_key) not in (None, "nf4"):
+        keys.refuse(format_key, "4 bits are nf4 here")
+    training.frozen_precision = Value("int8" if bits == 8 else "nf4-double" if nested else "nf4", given.origin)
 
 
 def _frozen_in(keys: Keys, training: Training, model: Model) -> None:
@@ -569,9 +568,11 @@ def _peft_in(keys: Keys, training: Training) -> None:
     alpha = keys.number("lora_alpha") or Value(32, "lora_alpha is not given: 32")
     targets = _targets(keys.raw("lora_target_modules"))
     add_adapters(keys, training, "use_peft", rank=rank, alpha=alpha, targets=targets)
+    if len(on) > 1:
+        keys.refuse("load_in_8bit", f"contradicts {on[0][1].origin}")
     for bits, flag in on:
         nested = keys.enabled("use_bnb_nested_quant") is not None
-        _quantize(keys, training, flag, bits, nested, "bnb_4bit_quant_type")
+        quantize_frozen(keys, training, flag, bits=bits, nested=nested, format_key="bnb_4bit_quant_type")
 
 
 def precision_in(keys: Keys, training: Training, on: Value | None, loaded: Value) -> None:
@@ -593,7 +594,7 @@ def precision_in(keys: Keys, training: Training, on: Value | None, loaded: Value
     elif half.value == "fp32":
         training.tf32 = keys.enabled("tf32")
     elif training.adapters is not None or training.trained is not None:
-        beside = "approximated: beside frozen weights all weights are in it, and autocast casts none"
+        beside = "approximated: beside frozen weights all weights are in this precision, and autocast casts none"
         keys.listed.append((half.origin, beside))
     elif loaded.value == "fp32":
         under_autocast(training, half)

@@ -1060,6 +1060,20 @@ def torchs_context_exchange(keys: Keys, *names: str) -> Value:
     return said or Value("gather", "torch's context parallelism gathers keys and values (its default)")
 
 
+def launched(keys: Keys, processes: Value | None, hosts: Value | None) -> Value | None:
+    """Return the number of ranks that torchrun or DeepSpeed starts: processes of each host, times hosts (absent: one).
+
+    None if the processes of a host are not given.
+    """
+    if processes is None:
+        if hosts is not None:
+            keys.note(hosts.key, "without the processes of each: the ranks are the devices of --cluster")
+        return None
+    if hosts is None:
+        return processes
+    return Value(processes.value * hosts.value, f"{processes.origin}, {hosts.origin}")
+
+
 def bucket_in(keys: Keys, training: Training, name: str) -> None:
     """Read the size of DDP's buckets, which a key gives in MiB; 0: the default."""
     bucket = keys.number(name, sets="plan.bucket_bytes")

@@ -206,11 +206,11 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
 def _issued_in_turn(first: Sequence[Task], again: Sequence[Task], rest: Sequence[Task]) -> list[Task]:
     """Return the tasks of a backward (`first`, `rest`) around those of the forward that runs again between them.
 
-    The host issues the second forward right after `first`, and `rest` right after that, if their issue is apart. If the
-    second forward's time includes the host's, the issue of `rest` begins at its end.
+    The host issues the second forward right after `first`, and `rest` right after the second forward. Where a task's
+    duration includes the host's time (it has no `issue`), the host goes on when that task ends.
     """
 
-    def behind(tasks: Sequence[Task], goes_on: bool) -> list[Task]:
+    def following(tasks: Sequence[Task], goes_on: bool) -> list[Task]:
         place = next((i for i, task in enumerate(tasks) if task.issue is not None), len(tasks))
         issued = [
             replace(task, issue=Issue(task.issue.host_s, goes_on)) for task in tasks[place : place + 1] if task.issue
@@ -219,7 +219,7 @@ def _issued_in_turn(first: Sequence[Task], again: Sequence[Task], rest: Sequence
 
     is_ahead = any(task.issue is not None and task.issue.goes_on for task in first[:1])
     issues_first, issues_again = (any(task.issue is not None for task in tasks) for tasks in (first, again))
-    return [*first, *behind(again, is_ahead or issues_first), *behind(rest, is_ahead or issues_again)]
+    return [*first, *following(again, is_ahead or issues_first), *following(rest, is_ahead or issues_again)]
 
 
 class _PhaseTasks:
@@ -298,7 +298,7 @@ class _PhaseTasks:
         kept: Sequence[Event],
         cut: Sequence[float],
     ) -> tuple[list[Task], list[float]]:
-        """Return the parts of a phase that is split at the positions `cut`, and the last position of each."""
+        """Return the parts of a phase that is split at the places `cut`, and the place at which each ends."""
         low, rank, layer = self.low, self.rank, instance.layer
         taken, scratch = scratch_events(low, rank, instance, phase, self.samples, kept)
         events = _held_while_sent(events, copied_positions(layer, phase, low.scenario.plan.recompute))

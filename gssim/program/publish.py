@@ -8,12 +8,12 @@ forward a ring's messages in the meantime, so every owner sends its own directly
 unpacked when they are waited for.
 
 [Note: thresholded publish] An owner updates a master copy of its range, in any precision. It publishes the values that
-differ by at least the threshold from those published last; smaller differences accumulate for a later step.
-First all buckets are thresholded and packed. Then the ranks exchange, once, how many
-entries each sends of each bucket. Then bucket after bucket is all-gathered by a ring. An all-to-all broadcast sends as
-many bytes by any route, but on a ring no link carries more than all messages but one, whatever the shard sizes. Dense
-messages are sent from the replica and received in it, without buffers. With two levels the threshold applies across
-nodes; within a node everything is dense, as links there are fast.
+differ by at least the threshold from those published last; smaller differences accumulate for a later step. First all
+buckets are thresholded and packed. Then the ranks exchange, once, how many entries each sends of each bucket. Then
+bucket after bucket is all-gathered by a ring. An all-to-all broadcast sends as many bytes by any route, but on a ring
+no link carries more than all messages but one, whatever the shard sizes. Dense messages are sent from the replica and
+received in it, without buffers. With two levels the threshold applies across nodes; within a node everything is dense,
+as links there are fast.
 """
 
 import math

@@ -28,6 +28,7 @@ def test_the_page_that_ships_is_what_the_code_says(made):
 def test_the_page_of_the_python_api_is_what_the_docstrings_say():
     shipped = (SCENARIOS.parent / "gssim" / "API.md").read_text(encoding="utf-8")
     assert shipped == api_page(), "make it anew: python -m analysis.api_page > gssim/API.md"
+    assert "- ` " not in shipped  # a further line of an argument's description with a colon was taken for an argument
     for name in (*gssim.__all__, "shard_gradients", "memory_and_traffic", "GradientSharding"):
         assert f"\n### `{name}`" in shipped
 

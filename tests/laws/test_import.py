@@ -1882,6 +1882,13 @@ def test_axolotls_quantized_weights_under_adapters(tmp_path, lines, form):
         assert "without adapters" in refused(tmp_path, f"{AXOLOTL}{lines}", name="x.yml")
 
 
+def test_another_format_of_4_bits_is_refused_in_axolotls_files(tmp_path):
+    """It was listed as without effect, and predicted as nf4."""
+    lines = "load_in_4bit: true\nbnb_config_kwargs:\n  bnb_4bit_quant_type: fp4\n"
+    assert "4 bits are nf4 here" in refused(tmp_path, f"{AXOLOTL}{QLORA}{lines}", name="x.yml")
+    imported(tmp_path, f"{AXOLOTL}{QLORA}{lines}".replace("fp4", "nf4"), name="x.yml")
+
+
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [
@@ -2302,6 +2309,10 @@ def test_axolotls_options_of_fsdp(tmp_path):
         (f"{RECIPE}num_generations: 8\n", "reinforcement learning"),
         (f"{RECIPE}torch_compile: true\n", "the whole model is compiled"),
         (f"{RECIPE}load_in_8bit: true\n", "without adapters"),
+        (
+            f"{RECIPE}use_peft: true\nlora_target_modules: all-linear\nload_in_8bit: true\nload_in_4bit: true\n",
+            "contradicts",
+        ),
         (f"{RECIPE}lora_r: 8\n", "up to use_peft"),
         (f"{RECIPE}auto_find_batch_size: true\n", "batch that it finds"),
         (RECIPE.replace("max_length: 2048", "max_length: null"), "of no limit"),
@@ -2311,6 +2322,31 @@ def test_axolotls_options_of_fsdp(tmp_path):
 )
 def test_the_trainers_keys_that_change_the_answer_are_refused(tmp_path, text, said):
     assert said in refused(tmp_path, text, name="x.yaml")
+
+
+@pytest.mark.parametrize("name", ["train.sh", "x.yaml"])
+def test_hosts_without_their_processes_say_no_number_of_ranks(tmp_path, name):
+    """A number of hosts alone was read, and neither used nor listed."""
+    if name == "x.yaml":
+        tables, found = imported(tmp_path, f"{RECIPE}nnodes: 2\n", name=name)
+    else:
+        text = (
+            "torchrun --nnodes=2 pretrain_gpt.py --micro-batch-size 1 --global-batch-size 8 --seq-length 128 --bf16\n"
+        )
+        tables, found = imported(tmp_path, text, name=name)
+    assert "ranks" not in tables["plan"]
+    assert any(line.startswith("nnodes = ") and "the devices of --cluster" in line for line in found.listed)
+
+
+def test_a_trainers_script_may_evaluate_too(tmp_path):
+    """Only of Megatron-LM's programs some take a training's options and train nothing."""
+    text = "torchrun train_and_evaluate.py --per_device_train_batch_size 1 --bf16 True --model_max_length 512\n"
+    assert imported(tmp_path, text, name="x.sh")[0]["workload"]["global_batch_size"] == 8
+
+
+def test_a_name_of_a_model_that_is_no_name_of_a_file_is_no_folder(tmp_path):
+    """It was an error of the operating system: the name is too long."""
+    imported(tmp_path, RECIPE.replace("meta-llama/Meta-Llama-3-8B", "a" * 300), name="x.yaml")
 
 
 def test_the_trainers_ranks_and_loss(tmp_path):

@@ -72,3 +72,19 @@ def test_norms_over_all_heads_are_cut_if_their_mean_can_be_taken_over_all_ranks(
     other = last_block("olmoe", num_experts=8, num_experts_per_tok=2)
     other.self_attn.q_norm = torch.nn.LayerNorm(32, device="meta")  # a function of torch's own
     assert "self_attn.q_norm: a norm over all heads" in (cut_beside_experts(other) or "")
+
+
+class DeviationNorm(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(32, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True)
+
+
+def test_a_norm_over_all_heads_that_takes_more_than_means_is_refused():
+    """Its deviation was that of a rank's heads alone."""
+    block = last_block("olmoe", num_experts=8, num_experts_per_tok=2)
+    block.self_attn.q_norm = DeviationNorm()
+    assert "self_attn.q_norm: a norm over all heads" in (cut_beside_experts(block) or "")

@@ -178,13 +178,14 @@ CLOUD_TESTS = frozenset(
         "moe_mcore_te_tp4_ep2_etp2_pp2_scoped_cudagraph",
     }
 )
-"""Tests, by their names after `gpt3_mcore_` or `gpt3_`, whose figures for an H100 are evidently of the cloud machines
-that test pull requests. A platform's name says so (`dgxc`), but not that of the figures that Megatron-LM's commits
-5fe3f06658 and cd4afffa64 (May and July 2026) renewed: steps took 1.36 to 1.60 times as long as in the month before, as
-on `dgxc`. One more test of the first commit, which a nightly run renewed three weeks later, was as fast as before.
+"""Tests, by their names without `gpt3_` and `mcore_`, whose figures for an H100 are evidently of the cloud machines
+that test pull requests. Platforms of other figures from there have `dgxc` in their names. These figures were renewed by
+Megatron-LM's commits 5fe3f06658 and cd4afffa64 (May and July 2026) under the usual platform's name, but steps take 1.36
+to 1.60 times as long as in the month before, as on `dgxc`. One more test of the first commit was measured again by a
+nightly run three weeks later, and was as fast as before.
 """
 CLOUD_OVERHEAD_S = 56e-6
-"""The same on these machines, set by hand to one test too."""
+"""Host time to launch an operation on these cloud machines: set by hand to one test."""
 OVERHEAD_TESTS = (
     *(
         f"gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather dev_dgx_{gpu}"
@@ -192,7 +193,7 @@ OVERHEAD_TESTS = (
     ),
     "gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files dev_dgx_h100",
 )
-"""The tests, with their platforms, that these were set to: they are not scored."""
+"""Tests, with their platforms, to which these overheads were set: they are not scored."""
 
 
 def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
@@ -292,7 +293,7 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
         memory_bytes=positive(record, "mem_max_allocated_bytes"),
         memory_metric="allocated",
         memory_of="last",
-        # gradients of experts beside tensor slices are clipped (`workload.clip_norm`) only with sharded optimizers
+        # `workload.clip_norm` is refused for experts beside tensor slices, unless the optimizer is sharded
         clip_norm=None if tp > 1 and ep > 1 and shape.experts is not None and method != "zero1" else MEGATRON_CLIP_NORM,
         scales_loss=record["fp16"] == "True",
         calibration=f"{record['test_case']} {record['platform']}" in OVERHEAD_TESTS,
@@ -385,6 +386,7 @@ def _experts(record: Mapping[str, str]) -> tuple[Experts | None, Latent | None]:
 
 
 def _is_in_cloud(record: Mapping[str, str]) -> bool:
+    """Return whether a test was measured on the cloud machines; see `CLOUD_TESTS`."""
     test = record["test_case"].removeprefix("gpt3_").removeprefix("mcore_")
     return "dgxc" in record["platform"] or (record["platform"] == "dev_dgx_h100" and test in CLOUD_TESTS)
 
@@ -494,7 +496,7 @@ def _chunks(record: Mapping[str, str], layers: int, pp: int) -> int:
 
 
 def _recompute(record: Mapping[str, str]) -> Literal["none", "selective", "full"]:
-    """Return what is recomputed: of modules that are named, the attention alone is modelled."""
+    """Return what is recomputed; selective recomputation of other modules than the attention counts as none."""
     stated, modules = record["recompute-granularity"], record["recompute-modules"]
     if stated not in ("", "selective", "full"):
         raise SkippedError(f"recomputation '{stated}' is not known")

@@ -517,7 +517,7 @@ def _phases_in_order(layers: Sequence[LayerInstance]) -> list[tuple[int, str]]:
 def _held_bytes(layers: Sequence[LayerInstance], timeline: Timeline) -> list[float]:
     """Return the peak of bytes in each phase of the layers, in the order of `_phases_in_order`.
 
-    The part of a backward that comes before the recomputation counts as part of that.
+    The part of a backward that comes before the recomputation counts with the recomputation.
     """
 
     def order(event: Event) -> tuple[float, bool]:
