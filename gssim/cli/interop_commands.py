@@ -30,7 +30,7 @@ def _say(command: str, kind: str, line: str) -> None:
 
 @app.command("import")
 def import_command(
-    file: Annotated[Path, typer.Argument(help="The file; `-` reads Megatron-LM's arguments from stdin.")],
+    file: Annotated[Path, typer.Argument(help="The file; `-` reads a script or arguments from stdin.")],
     model: Annotated[
         str, typer.Option("--model", help="Model file, Hugging Face config.json or id, or a shipped name.")
     ],
