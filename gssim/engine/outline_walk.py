@@ -144,7 +144,7 @@ class _Rank:
 
 
 @dataclass(frozen=True, eq=False)
-class _Meeting:
+class _JointInstances:
     """Instances of a collective that the same `_Rank`s join, each for some of its merged classes."""
 
     instances: tuple[CollectiveInstance, ...]
@@ -154,7 +154,7 @@ class _Meeting:
 
 @dataclass(eq=False, slots=True)
 class _Carried:
-    """Progress of the instances of a meeting, which began together."""
+    """Progress of joint instances, which began together."""
 
     streams: Sequence["_Stream"]
     left: int
@@ -309,8 +309,8 @@ class OutlineWalk:
         self._ready: deque[_Stream] = deque()
         self._is_running = False
         """Whether ready streams are being executed, so that what they end makes others ready without recursion."""
-        self._met: dict[tuple[int, int, _Meeting], list[_Stream]] = {}
-        """Streams that have arrived at a collective, by step, collective and meeting."""
+        self._met: dict[tuple[int, int, _JointInstances], list[_Stream]] = {}
+        """Streams that have arrived at a collective, by step, collective and joint instances."""
         self._times: list[dict[CollectiveInstance, int]] = [defaultdict(int) for _ in range(steps)]
         """How often each instance was carried out in each step; instances that count themselves are in `_counted`."""
         self._counted: dict[CollectiveInstance, int] = defaultdict(int)
@@ -331,8 +331,8 @@ class OutlineWalk:
         self._numbers: dict[TaskId | MessageName, int] = {}
         self._instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
         """`_instances` by number of the collective."""
-        self._meetings: list[Mapping[int, _Meeting]] = []
-        """Meeting that each class (by index) joins, by number of the collective."""
+        self._joint_instances: list[Mapping[int, _JointInstances]] = []
+        """Instances that each class (by index) joins, by number of the collective."""
         self._owner_of_link = self._link_owners()
         self._own_links: dict[int, frozenset[int]] = {}
         """For each class, the classes of links that only its compute stream uses."""
@@ -483,7 +483,7 @@ class OutlineWalk:
         return priced, operations, slots
 
     def _merged(self, by_role: Sequence[Mapping[int, Mapping[int, _Priced]]]) -> Sequence[tuple[int, ...]]:
-        """Return, for each class, those that it is merged with, itself included, and set up their meetings; see
+        """Return, for each class, those that it is merged with, itself included, and set up what they join; see
         [Note: merged classes].
 
         Classes are coloured by role and times of templates, then by the colours with which they join collectives, until
@@ -501,15 +501,15 @@ class OutlineWalk:
             met: list[list[Hashable]] = [[colour] for colour in colours]
             for shape in shapes:
                 for indices, kind in shape:
-                    meeting = frozenset([colours[index] for index in indices]), kind
+                    members = frozenset([colours[index] for index in indices]), kind
                     for index in indices:
-                        met[index].append(meeting)
+                        met[index].append(members)
             finer = _numbered(map(tuple, met))
             if max(finer) == max(colours):
                 break
             colours = finer
-        meetings = {key: _meetings_of(by_class, colours) for key, by_class in distinct.items()}
-        self._meetings = [meetings[id(each)] for each in self._instances_of_number]
+        joint = {key: _joint_instances_of(by_class, colours) for key, by_class in distinct.items()}
+        self._joint_instances = [joint[id(each)] for each in self._instances_of_number]
         return [tuple([index for index, other in enumerate(colours) if other == colour]) for colour in colours]
 
     def _shape(self, by_class: Mapping[int, tuple[int, CollectiveInstance]]) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -666,16 +666,16 @@ class OutlineWalk:
 
     def _arrive(self, stream: _Stream, collective: int) -> None:
         """Let merged classes join a collective, by its number; the last arrival starts it."""
-        meeting = self._meetings[collective][stream.rank.index]
-        key = (stream.step, collective, meeting)
+        joint = self._joint_instances[collective][stream.rank.index]
+        key = (stream.step, collective, joint)
         streams = self._met.setdefault(key, [])
         streams.append(stream)
-        if len(streams) == meeting.ranks:
+        if len(streams) == joint.ranks:
             del self._met[key]
-            self._start(meeting.instances, streams, max([each.now_s for each in streams]))
+            self._start(joint.instances, streams, max([each.now_s for each in streams]))
 
     def _start(self, instances: Sequence[CollectiveInstance], streams: Sequence[_Stream], start_s: float) -> None:
-        """Carry out the instances of a meeting, starting at its last arrival."""
+        """Carry out joint instances, starting at their last arrival."""
         known, step = self._prepare(instances[0]), streams[0].step  # equal for all instances
         ended = partial(self._end, streams)
         if len(instances) > 1:
@@ -781,20 +781,20 @@ def _numbered(values: Iterable[Hashable]) -> list[int]:
     return [numbers.setdefault(value, len(numbers)) for value in values]
 
 
-def _meetings_of(
+def _joint_instances_of(
     by_class: Mapping[int, tuple[int, CollectiveInstance]], colours: Sequence[int]
-) -> Mapping[int, _Meeting]:
-    """Return the meeting of each class at a collective; `by_class`: number of the instance that it joins, and this."""
+) -> Mapping[int, _JointInstances]:
+    """Return the joint instances of each class at a collective; `by_class`: number and instance that it joins."""
     joined: dict[frozenset[int], dict[int, CollectiveInstance]] = defaultdict(dict)
     for number, instance in by_class.values():
         joined[frozenset([colours[each.index] for each in instance.classes])][number] = instance
-    meeting_of = {
-        colour: meeting
+    by_colour = {
+        colour: joint
         for members, several in joined.items()
-        for meeting in [_Meeting(tuple(several.values()), len(members))]
+        for joint in [_JointInstances(tuple(several.values()), len(members))]
         for colour in members
     }
-    return {index: meeting_of[colours[index]] for index in by_class}
+    return {index: by_colour[colours[index]] for index in by_class}
 
 
 def _collectives_at_once(

@@ -85,11 +85,11 @@ Instances = tuple[CollectiveInstance, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class _Meeting:
+class _Joined:
     """A collective as the ranks of a task group join it."""
 
     name: int
-    """Number of the collective, by which the meetings of several task groups are told to be the same one."""
+    """Number of the collective, by which several task groups are known to join the same one."""
     instances: Instances
     delays_s: Floats | None
     """Delays of each instance, to be added up; None if they depend on other traffic."""
@@ -118,7 +118,7 @@ class VectorisedWalk:
         self._ahead = Counter[CollectiveInstance]()
         """How often each collective was counted ahead of the clock in steps after the first."""
         self._ready: deque[tuple[Ranks, int, Segment, Ints]] = deque()
-        self._meetings: dict[tuple[int, int], _Meeting] = {}
+        self._joined: dict[tuple[int, int], _Joined] = {}
         """By `id` of the ranks and number of the segment with which they join."""
         self._names: dict[TaskId, int] = {}
         """Number of each collective."""
@@ -259,36 +259,43 @@ class VectorisedWalk:
         if len(ready):
             self._ready.append((ranks, step, segment, ready))
 
-    def _meeting(self, ranks: Ranks, segment: Segment) -> _Meeting:
+    def _joined_collective(self, ranks: Ranks, segment: Segment) -> _Joined:
         """Return the collective that a segment ends with."""
         key = (id(ranks), segment.number)
-        if key not in self._meetings:
+        if key not in self._joined:
             collective = segment.communication
             assert collective is not None
             name, instances = self._names.setdefault(collective, len(self._names)), self.machine.instances[collective]
             numbers, only = self._numbers_of(ranks, instances)
-            self._meetings[key] = _Meeting(name, instances, self._delays_of(instances), numbers, only)
-        return self._meetings[key]
+            self._joined[key] = _Joined(name, instances, self._delays_of(instances), numbers, only)
+        return self._joined[key]
 
     def _arrive(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> None:
         """Record the arrival of ranks at a collective; the last arrivals start it."""
-        meeting = self._meeting(ranks, segment)
-        if meeting.delays_s is not None and len(meeting.instances) > 1:
-            self._arrive_at_known(meeting, ranks, step, segment, members, now_s)
+        joined = self._joined_collective(ranks, segment)
+        if joined.delays_s is not None and len(joined.instances) > 1:
+            self._arrive_at_known(joined, ranks, step, segment, members, now_s)
             return
-        if meeting.only is not None:
-            self._join(meeting, meeting.only, ranks, step, segment, members, now_s)
+        if joined.only is not None:
+            self._join(joined, joined.only, ranks, step, segment, members, now_s)
             return
-        numbers = meeting.numbers[members]
+        numbers = joined.numbers[members]
         for number in distinct(numbers).tolist():
             inside = numbers == number
-            self._join(meeting, number, ranks, step, segment, members[inside], now_s[inside])
+            self._join(joined, number, ranks, step, segment, members[inside], now_s[inside])
 
     def _join(
-        self, meeting: _Meeting, number: int, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats
+        self,
+        joined: _Joined,
+        number: int,
+        ranks: Ranks,
+        step: int,
+        segment: Segment,
+        members: Ints,
+        now_s: Floats,
     ) -> None:
         """Record the arrival of ranks at an instance of a collective; the last arrivals start it."""
-        key, instance, delays_s = (step, meeting.name, number), meeting.instances[number], meeting.delays_s
+        key, instance, delays_s = (step, joined.name, number), joined.instances[number], joined.delays_s
         arrivals = self._arrivals.get(key)
         if arrivals is None:
             arrivals = self._arrivals[key] = _Arrivals(len(instance.classes))
@@ -335,16 +342,16 @@ class VectorisedWalk:
         return self._delays[instances]
 
     def _arrive_at_known(
-        self, meeting: _Meeting, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats
+        self, joined: _Joined, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats
     ) -> None:
         """Record the arrival of ranks at a collective of known duration. Instances that are complete end at once, ahead
         of the clock.
         """
-        key = (step, meeting.name)
+        key = (step, joined.name)
         if key not in self._known:
-            assert meeting.delays_s is not None
-            self._known[key] = _KnownTimes(meeting.instances, meeting.delays_s)
-        known, numbers = self._known[key], meeting.numbers[members]
+            assert joined.delays_s is not None
+            self._known[key] = _KnownTimes(joined.instances, joined.delays_s)
+        known, numbers = self._known[key], joined.numbers[members]
         known.arrived.append((ranks, segment, members, numbers))
         if not known.join(numbers, now_s):
             return
@@ -361,7 +368,7 @@ class VectorisedWalk:
                 self._end(others, step, theirs, done, end_s)
         if not known.missing.any():
             del self._known[key]
-            for instance in meeting.instances:
+            for instance in joined.instances:
                 self._count(instance)
                 self._ahead[instance] += step > 0
 
