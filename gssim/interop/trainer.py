@@ -316,8 +316,8 @@ def _loss_in(keys: Keys, training: Training, program: str) -> None:
     elif loss is not None and loss not in ("nll", "dft"):
         keys.refuse("loss_type", PREFERENCES)
     elif loss is None and program == TRL and "workload.fused_loss" not in keys.overridden:
-        usual = "is not given: nll; newer releases of TRL, whose default is chunked_nll: --set workload.fused_loss=true"
-        keys.listed.append(("loss_type", usual))
+        usual = "absent, so taken as nll; newer releases of TRL take chunked_nll: --set workload.fused_loss=true"
+        keys.listed.append(("loss_type", f"approximated: {usual}"))
 
 
 def base_model_in(keys: Keys, training: Training, key: str) -> None:
