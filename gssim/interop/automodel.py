@@ -3,10 +3,11 @@
 import re
 
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
-from gssim.interop.torchtitan import PURE_16_BIT, RECOMPUTE, SCHEDULES
+from gssim.interop.torchtitan import RECOMPUTE, SCHEDULES
 from gssim.interop.training import (
     AMSGRAD,
     PRECISIONS,
+    PURE_16_BIT,
     WHOLE_MODEL_COMPILED,
     Training,
     bucket_in,

@@ -13,8 +13,9 @@ from gssim.interop.reading import (
     listed,
     refused,
 )
-from gssim.interop.trainer import (
+from gssim.interop.trainer_keys import (
     ATTENTION,
+    AXOLOTL,
     FUSED_KERNELS,
     LORA,
     add_adapters,
@@ -27,7 +28,7 @@ from gssim.interop.trainer import (
 from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, bucket_in, optimizer_in
 
 DEEP_EP = "approximated: rows of experts are exchanged by all-to-alls, not by the kernels of DeepEP"
-AXOLOTL: dict[str, Rule] = {
+OTHER_KEYS: dict[str, Rule] = {
     **refused(
         LORA,
         "lora_model_dir relora* peft_* peft.loftq_config.* lisa_* lora_modules_to_save lora_layers_to_transform "
@@ -139,14 +140,14 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
         keys.refuse("gradient_checkpointing", "activations that are offloaded cannot be simulated")
     elif (checkpointing := keys.flag("gradient_checkpointing")) is not None:
         training.recompute = Value("full" if checkpointing.value else "none", checkpointing.origin)
-    shards = sharding_in(keys, training, cluster, program="axolotl")
+    shards = sharding_in(keys, training, cluster, program=AXOLOTL)
     if keys.has("deepspeed") and training.cp is not None and training.cp.value > 1:
         heads = "approximated: a ring; newer releases exchange heads under DeepSpeed: plan.context_exchange=all-to-all"
         keys.note(training.cp.key, heads)
     _axolotl_adapters(keys, training)
     _axolotl_loss(keys, training)
     _axolotl_precision(keys, training)
-    keys.close((FSDP if shards else NO_FSDP) | AXOLOTL)
+    keys.close((FSDP if shards else NO_FSDP) | OTHER_KEYS)
     return training
 
 

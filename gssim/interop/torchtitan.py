@@ -3,13 +3,10 @@
 import math
 
 from gssim.interop.reading import LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
-from gssim.interop.training import PRECISIONS, Training, optimizer_in, torchs_context_exchange
+from gssim.interop.training import PRECISIONS, PURE_16_BIT, Training, optimizer_in, torchs_context_exchange
 from gssim.plan.pipeline_schedule import INTERLEAVED
 
 RECOMPUTE = ("plan.recompute",)
-PURE_16_BIT = (
-    "approximated: parameters and optimizer state there are in 16 bits alone; here the optimizer updates fp32 copies"
-)
 
 GATHERED_ROUTERS = (
     "approximated: it gathers the tokens of tensor ranks for a router, and scatters what experts return; here each "

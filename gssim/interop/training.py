@@ -61,6 +61,10 @@ WHOLE_MODEL_COMPILED = (
     "Accelerate's regional compilation"
 )
 
+PURE_16_BIT = (
+    "approximated: parameters and optimizer state there are in 16 bits alone; here the optimizer updates fp32 copies"
+)
+
 PRECISIONS = {
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
