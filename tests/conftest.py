@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import forks
 import pytest
@@ -98,6 +99,12 @@ def _no_activity():
     from gssim import terminal  # not before the number of threads is set
 
     terminal.SILENT_S = 1e6
+
+
+@pytest.fixture
+def in_the_repository(monkeypatch):
+    """Make the repository's root the working directory, so that a test's paths may begin there."""
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
 
 
 @pytest.fixture

@@ -1,0 +1,221 @@
+"""Import of shell scripts: variables, conditions, included files, and standard input."""
+
+import io
+import json
+import tomllib
+from pathlib import Path
+
+import commands
+import pytest
+from importing import DEEPSPEED, EIGHT, imported, refused
+
+from gssim.errors import UserError
+from gssim.interop import import_scenario
+from gssim.interop import reading as limits
+from gssim.interop.arguments import arguments_in
+
+pytestmark = pytest.mark.usefixtures("in_the_repository")
+
+
+def test_a_flag_that_is_given_anyway_hangs_on_no_condition(tmp_path):
+    """Scripts of Pai-Megatron-Patch: it was `given or not given, as it is given twice`."""
+    text = "PR=$1\nif [ $PR = bf16 ]; then MORE=--bf16; fi\n"
+    text += "torchrun pretrain_gpt.py --micro-batch-size 1 --global-batch-size 8 --seq-length 128 $MORE --bf16\n"
+    tables, _ = imported(tmp_path, text, name="a.sh")
+    assert tables["workload"]["precision"] == "bf16"
+
+
+@pytest.mark.parametrize("program", ["tools/run_text_generation_server.py", "tools/checkpoint/convert.py"])
+def test_a_program_that_trains_no_model_is_refused(tmp_path, program):
+    """Scripts that serve a model were predicted as trainings of it."""
+    arguments = "--micro-batch-size 1 --seq-length 128 --tensor-model-parallel-size 1 --num-layers 32 --bf16"
+    with pytest.raises(UserError, match=rf"runs {program.rpartition('/')[2]}, which trains no model"):
+        imported(tmp_path, f"torchrun --nproc_per_node 8 {program} {arguments}\n", name="a.sh")
+    trains = f"torchrun {program} {arguments}\ntorchrun pretrain_gpt.py {arguments}\n"
+    assert imported(tmp_path, trains, name="a.sh")[0]["workload"]["precision"] == "bf16"
+
+
+def test_an_open_value_of_a_refused_key_is_said_in_a_sentence(tmp_path):
+    text = "torchrun pretrain_gpt.py --micro-batch-size 1 --seq-length 128 --bf16 --out-seq-length $1\n"
+    said = refused(tmp_path, text.replace("--out", "$MORE --out"), name="a.sh")
+    assert "$MORE: the file does not say what this variable is, which may hold arguments" in said
+    assert "out-seq-length = $1: generation cannot be simulated; the file does not say what this variable is" in said
+
+
+def test_options_behind_a_chain_of_eight_conditions_are_read(tmp_path):
+    """They were one key named after the variable: `$AC = not given or not given or ...`."""
+    sizes = "".join(f"elif [ $SIZE = {n} ]; then N={n}\n" for n in range(1, 7))
+    text = f"AC=''\nif [ $SIZE = 0 ]; then N=0\n{sizes}elif [ $SIZE = 7 ]; then\nAC='--recompute-activations'\nfi\n"
+    text += "torchrun pretrain_gpt.py --micro-batch-size 1 --seq-length 128 --bf16 $AC\n"
+    said = refused(tmp_path, text, name="a.sh")
+    assert said.startswith("recompute-activations = ")
+    assert "$AC" not in said
+
+
+BRANCHES = """#!/bin/bash
+usage() { echo "usage: $0 --tensor-model-parallel-size N  # of ranks"; exit 1; }
+[ "$1" = "-h" ] && usage
+SIZE=$1
+TP=${TP:-2}
+# --tensor-model-parallel-size 8
+if [ $SIZE = 1.3B ]; then
+    NUM_LAYERS=24; HIDDEN=2048
+elif [ $SIZE = 6.7B ]; then
+    NUM_LAYERS=32; HIDDEN=4096
+fi
+options="--bf16"
+if [[ $FLASH == true ]]; then options="$options --use-flash-attn"; fi
+if [ "${RECOMPUTE:-full}" = full ]; then
+    options="$options --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+fi
+case $SHARD in
+    yes) options+=" --use-distributed-optimizer --overlap-grad-reduce" ;;
+    *) ;;
+esac
+cat > notes.txt <<EOF
+--micro-batch-size 16 is too large for $SIZE
+EOF
+nvidia-smi --query-gpu=name --format=csv
+torchrun --nproc_per_node 8 --rdzv_backend c10d pretrain_gpt.py --num-layers $NUM_LAYERS --hidden-size $HIDDEN \\
+    --num-attention-heads 16 --seq-length $((1024 * 2)) --micro-batch-size 2 --global-batch-size 64 \\
+    --tensor-model-parallel-size $TP $options 2>&1 | tee log.txt
+"""
+
+
+def test_branches_of_a_script_are_asked_for_or_given(tmp_path):
+    said = refused(tmp_path, BRANCHES, name="train.sh", model="gpt3-1.3b")
+    assert "num-layers = 24 or 32 or not given: is 24, 32 or not given, by `if [ $SIZE = 1.3B ] in line 7`" in said
+    assert "--variable SIZE=... decides" in said
+    assert "use-distributed-optimizer" in said
+    assert "by `case $SHARD in line 17`; --variable SHARD=... decides" in said
+    assert "flash" not in said  # of no effect either way
+    tables = {}
+    for sharded in ("yes", "no"):
+        (tmp_path / "train.sh").write_text(BRANCHES)
+        found = import_scenario(
+            tmp_path / "train.sh",
+            model="gpt3-1.3b",
+            cluster=Path(EIGHT),
+            variables=["1=1.3B", f"SHARD={sharded}"],
+        )
+        tables[sharded] = tomllib.loads(found.text)
+        assert any(line.startswith("launcher: rdzv-backend") for line in found.listed)
+    assert [tables[each]["plan"]["method"] for each in ("yes", "no")] == ["zero1", "ddp"]
+    plan = tables["yes"]["plan"]
+    assert (plan["tp"], plan["micro_batches"], plan["recompute"]) == (2, 8, "full")
+    assert tables["no"]["workload"]["sequence_length"] == 2048
+    with pytest.raises(UserError, match=r"--variable 1\.3B: must be NAME=VALUE"):
+        import_scenario(tmp_path / "train.sh", model="gpt3-1.3b", cluster=Path(EIGHT), variables=["1.3B"])
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    with pytest.raises(UserError, match="is for scripts"):
+        import_scenario(tmp_path / "ds.json", model="llama3-8b", cluster=Path(EIGHT), variables=["A=1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "torchrun pretrain_gpt.py --micro-batch-size 2 $MORE",
+            r"\$MORE: the file does not say what this variable",
+        ),
+        ("pretrain_gpt.py --micro-batch-size 2 --seq-length 1024\npretrain_gpt.py --micro-batch-size 4", "lines 1, 2"),
+        ("pretrain_gpt.py --micro-batch-size 2 --seq-length `cat x`", "seq-length = `cat x`"),
+        (
+            "pretrain_gpt.py --micro-batch-size 2 $tokenizer_moe_options",
+            r"\$tokenizer_moe_options: the file does not say",
+        ),
+        ("pretrain_gpt.py --micro-batch-size 2 --moe-layer-recompute", "recomputed alone"),
+        ("pretrain_gpt.py --micro-batch-size 2 --overlap-moe-expert-parallel-comm", "overlap their messages"),
+        ("pretrain_gpt.py --micro-batch-size 2 --megatron-fsdp-main-params-dtype bf16", "in 16 bits"),
+        ("pretrain_gpt.py --micro-batch-size 2 --use-mp-args-from-checkpoint-args", "parallel sizes of a checkpoint"),
+        ("if true; then pretrain_gpt.py --micro-batch-size 2", "line 1: 'fi' is missing"),
+        ("pretrain_gpt.py --micro-batch-size '2", "line 1: a quotation has no end"),
+        ("f() { f; }\nf\npretrain_gpt.py --micro-batch-size 2", "nested too deep"),
+        ("A=1\n" + "A=$A$A\n" * 60 + "pretrain_gpt.py --micro-batch-size $A", "micro-batch-size"),
+        ("for i in 1 2 3; do " * 12 + "x;" + "done; " * 12 + "\npretrain_gpt.py --micro-batch-size 2", "too long"),
+    ],
+)
+def test_scripts_that_cannot_be_followed_are_refused_in_a_line(tmp_path, text, said):
+    with pytest.raises(UserError, match=said) as caught:
+        imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert "\n" not in str(caught.value)
+
+
+ARGUMENTS = b"torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --micro-batch-size 2 --global-batch-size 16\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "stdin is closed"),
+        (b"--bf16 \xff", "stdin: is no UTF-8 text"),
+        (ARGUMENTS + b"# " + b"x" * limits.MOST_BYTES, "stdin: is larger than"),
+        (b"\xef\xbb\xbf" + ARGUMENTS.replace(b"\n", b"\r\n"), ""),
+    ],
+)
+def test_stdin_is_read_like_a_file(monkeypatch, content, said):
+    """A closed one ended in a traceback, and of a long one the first part was taken for the whole."""
+    stream = None if content is None else io.TextIOWrapper(io.BytesIO(content), "utf-8")
+    monkeypatch.setattr("sys.stdin", stream)
+    ended = commands.run("gssim", "import", "-", "--model", "gpt3-1.3b", "--cluster", EIGHT)
+    assert ended.returncode == (2 if said else 0)
+    assert said in ended.stderr
+    if said:
+        assert len(ended.stderr.splitlines()) == 1
+    else:
+        assert tomllib.loads(ended.stdout)["workload"]["global_batch_size"] == 16
+
+
+@pytest.mark.parametrize(
+    "folder", ["`pwd`", "$(dirname $0)", '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)', "$HERE", "."]
+)
+def test_a_script_beside_that_is_included_is_read(tmp_path, folder):
+    arguments = "--num-layers 24 --micro-batch-size 2 --tensor-model-parallel-size $TP"
+    (tmp_path / "config.sh").write_text(f'ARGS="{arguments}"\n')
+    text = f'HERE=$(cd "$(dirname "$0")"; pwd)\nTP=4\nEXTRA="--bf16"\n. {folder}/config.sh\n. {folder}/submit.sh\n'
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["tp"] == 4
+    assert tables["workload"]["precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("folder", "samples"),
+    [
+        ("$(dirname $0)", 1),
+        ('$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &> /dev/null && pwd -P)', 1),
+        ("$(dirname `readlink -f $0`)", 1),
+        ("$(dirname $0)/..", 2),
+        (".", 4),
+        ('$(dirname "$(dirname $0)")', None),
+        ("$(cd $(dirname $0)/.. && pwd)", None),
+        ("$(dirname $(pwd))", None),
+        ("$(dirname $(which trainer))", None),
+    ],
+)
+def test_only_the_file_that_a_script_names_is_included(tmp_path, monkeypatch, folder, samples):
+    places = [tmp_path / "scripts", tmp_path, tmp_path / "elsewhere"]
+    for number, place in enumerate(places):
+        place.mkdir(exist_ok=True)
+        (place / "config.sh").write_text(f'ARGS="--num-layers 24 --micro-batch-size {2**number}"\n')
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    text = f". {folder}/config.sh\n"
+    if samples is None:
+        with pytest.raises(UserError, match="config\\.sh, which cannot be read"):
+            arguments_in(text, file="train.sh", folder=places[0])
+    else:
+        assert arguments_in(text, file="train.sh", folder=places[0])["micro-batch-size"] == str(samples)
+
+
+@pytest.mark.parametrize("include", ["`pwd`/config.sh", "$ELSEWHERE/config.sh", "config.sh"])
+def test_variables_that_hold_a_part_of_the_arguments_alone_are_no_training(tmp_path, include):
+    """They became replicas of the whole cluster in fp32, although the training was in a file that was not read."""
+    text = f'EXTRA="--bf16 --recompute-granularity full"\nTP=8\n. {include}\n'
+    with pytest.raises(UserError, match=r"no arguments of a training.* includes .*config\.sh, which cannot be read"):
+        imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    with pytest.raises(UserError, match="holds no arguments such as --micro-batch-size 1"):
+        imported(tmp_path, text.partition("\n. ")[0], name="train.sh", model="gpt3-1.3b")
+
+
+def test_a_training_script_in_python_is_refused_with_what_is_read_instead(tmp_path):
+    with pytest.raises(UserError, match="a Python script is not read; give the configuration"):
+        imported(tmp_path, "trainer = Trainer(model, args)\n", name="train.py", model="gpt3-1.3b")
