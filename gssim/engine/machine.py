@@ -57,8 +57,7 @@ class Machine(MachineState):
         shared: Shared | None = None,
         outlined: bool = True,
     ) -> None:
-        self._settings = conditions or Conditions(), unfolded, shared or Shared()
-        super().__init__(cluster, program, *self._settings, seed=seed)
+        super().__init__(cluster, program, conditions=conditions, seed=seed, unfolded=unfolded, shared=shared)
         self._outlined = outlined
         self.vectorised: VectorisedWalk | None = None
         """The vectorised walk over all classes; None if it is not used."""
@@ -144,7 +143,7 @@ class Machine(MachineState):
         try:
             self.outline_walk.run()
         except UnequalClassesError:
-            super().__init__(self.cluster, self.program, *self._settings, seed=self.seed)  # from the beginning
+            self.begin()
             self.outline_walk = OutlineWalk(self, steps, merges_classes=False)
             self.outline_walk.run()
         except RuntimeError:
@@ -155,14 +154,13 @@ class Machine(MachineState):
 
     def _task_by_task(self) -> "Machine":
         """Return a machine that has executed the same steps task by task."""
-        conditions, unfolded, shared = self._settings
         again = Machine(
             self.cluster,
             self.program,
-            conditions=conditions,
+            conditions=self.conditions,
             seed=self.seed,
-            unfolded=unfolded,
-            shared=shared,
+            unfolded=self.unfolded,
+            shared=self.shared,
             outlined=False,
         )
         again.run(self.steps)

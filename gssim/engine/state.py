@@ -58,18 +58,30 @@ class MachineState:
         self,
         cluster: Cluster,
         program: Program,
-        conditions: Conditions,
-        unfolded: bool,
-        shared: Shared,
         *,
+        conditions: Conditions | None = None,
         seed: int = 0,
+        unfolded: bool = False,
+        shared: Shared | None = None,
     ) -> None:
-        self.env, self.seed = Clock(), seed
-        self.cluster, self.program = cluster, program
-        router = router_of(cluster, conditions, shared)
+        self.cluster, self.program, self.conditions, self.seed = cluster, program, conditions or Conditions(), seed
+        self.unfolded, self.shared = unfolded, shared or Shared()
+        self.begin()
+
+    def begin(self) -> None:
+        """Set the clock to 0 and every rank to its first task; what an earlier execution recorded is dropped."""
+        cluster, program = self.cluster, self.program
+        self.env = Clock()
         self.arranged = arrange(
-            self.env, cluster, program, router=router, conditions=conditions, shared=shared, unfolded=unfolded
+            self.env,
+            cluster,
+            program,
+            router=router_of(cluster, self.conditions, self.shared),
+            conditions=self.conditions,
+            shared=self.shared,
+            unfolded=self.unfolded,
         )
+        self.__dict__.pop("instances", None)
         self.classes, self.network = self.arranged.classes, self.arranged.network
         self.hosts = self._hosts()
         self.is_coupled = any(host.coupled for host in self.hosts.values())
