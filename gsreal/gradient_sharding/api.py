@@ -13,16 +13,13 @@ from gsreal.gradient_sharding.guards import (
     OptimizerFactory,
     Parameters,
     assign_param_groups,
-    check_callable,
+    check_arguments,
     check_experts,
     check_factory,
-    check_flags,
     check_model,
     check_optimizer_tensors,
     check_options,
     check_shares,
-    check_sizes,
-    check_types,
     describe_model,
     describe_optimizer,
     frozen_parameters,
@@ -113,37 +110,17 @@ def shard_gradients(
 
     Raises ValueError if parameters, units and options do not fit together, or differ between ranks.
     """
-    check_types(
-        model=(model, nn.Module),
-        mesh=(mesh, DeviceMesh),
-        push=(push, Push),
-        publish=(publish, Publish),
-        scaler=(scaler, torch.amp.GradScaler),
-        experts=(experts, Iterable),
-        expert_group=(expert_group, dist.ProcessGroup),
-        units=(units, Iterable),
-        param_groups=(param_groups, Iterable),
-        parameter_order=(parameter_order, Iterable),
-    )
-    check_flags(
-        skip_nonfinite=skip_nonfinite,
-        whole_tensors=whole_tensors,
-        point_to_point=point_to_point,
-        publish_overlaps=publish_overlaps,
-        **({} if overlap is None else {"overlap": overlap}),
-    )
-    check_callable(optimizer_factory=optimizer_factory, observe=observe)
-    check_sizes(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
+    check_arguments(locals())
     units, param_groups = tuple(units), param_groups if param_groups is None else tuple(param_groups)
     hierarchy = hierarchy_of(mesh, group, expert_group)
-    publish = publish or Publish()
+    push, publish = push or Push(), publish or Publish()
     check_options(parameters, units, push, publish, param_groups)
     shares = check_shares(shard_shares, len(hierarchy.ranks), scaler)
     if parameters != "replicated":
         model = getattr(model, "_orig_mod", model)  # the module inside torch.compile is also called and read directly
     trained = trained_parameters(model, parameter_order)
     of_experts = check_experts(model, experts, expert_group, whole_tensors=whole_tensors)
-    thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
+    thresholded = publish.threshold is not None or push.threshold is not None
     previous_optimizers = _previous_optimizers(trained)
     check_model(model, trained, thresholded=thresholded)
     for parameter in trained.values():
@@ -171,7 +148,7 @@ def shard_gradients(
         "ranks": hierarchy.ranks,
         "parameters": parameters,
         "shard_shares": shares,
-        "push": push or Push(),
+        "push": push,
         "publish": publish,
         "scaler": scaler is not None,
         "skip_nonfinite": skip_nonfinite,
@@ -192,13 +169,8 @@ def shard_gradients(
     if whole_tensors:
         for bucket in buckets:
             bucket.split_by_parameter()
-    shards = shards_by_group(buckets, param_groups)
-    optimizer = optimizer_factory(shards)
-    check_optimizer_tensors(optimizer, shards)
-    assign_param_groups(buckets, optimizer)
-    hierarchy.check_equal_on_all_ranks(describe_optimizer(optimizer), device)
-    rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
-
+    optimizer = _made_optimizer(optimizer_factory, buckets, param_groups, hierarchy)
+    rules = resolved_push(push, sgd=isinstance(optimizer, torch.optim.SGD))
     pusher = Pusher(
         rules,
         buckets,
@@ -246,6 +218,21 @@ def _make_bucket(index: int, plan: BucketPlan, hierarchy: Hierarchy, partition: 
     bucket.is_published = owners.ranks > 1 or not plan.of_experts
     bucket.group_index = plan.group
     return bucket
+
+
+def _made_optimizer(
+    factory: OptimizerFactory,
+    buckets: Sequence[Bucket],
+    param_groups: Sequence[Mapping[str, Any]] | None,
+    hierarchy: Hierarchy,
+) -> torch.optim.Optimizer:
+    """Return the factory's optimizer of this rank's shards, which all ranks make alike, and tell the buckets of it."""
+    shards = shards_by_group(buckets, param_groups)
+    optimizer = factory(shards)
+    check_optimizer_tensors(optimizer, shards)
+    assign_param_groups(buckets, optimizer)
+    hierarchy.check_equal_on_all_ranks(describe_optimizer(optimizer), buckets[0].flat.device)
+    return optimizer
 
 
 def _previous_optimizers(trained: Mapping[str, nn.Parameter]) -> list[GradientSharding]:

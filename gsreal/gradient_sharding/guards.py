@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
@@ -289,26 +290,36 @@ Parameters = Literal["replicated", "gathered", "sharded"]
 """Placement of the parameters on a rank."""
 
 
-def check_types(**given: tuple[Any, type | tuple[type, ...]]) -> None:
-    """Raise ValueError if an option that is not None is not an instance of its type; `given`: values and types."""
-    for name, (value, kind) in given.items():
+TYPES: Mapping[str, type] = {
+    "model": nn.Module,
+    "mesh": DeviceMesh,
+    "push": Push,
+    "publish": Publish,
+    "scaler": torch.amp.GradScaler,
+    "experts": Iterable,
+    "expert_group": dist.ProcessGroup,
+    "units": Iterable,
+    "param_groups": Iterable,
+    "parameter_order": Iterable,
+}
+"""Types of the arguments of `shard_gradients` that are None or an object of one."""
+FLAGS = ("skip_nonfinite", "whole_tensors", "point_to_point", "publish_overlaps", "overlap")
+"""Its arguments that are True or False."""
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise ValueError if one of the arguments of `shard_gradients`, taken by itself, is not what it is to be."""
+    for name, kind in TYPES.items():
+        value = given[name]
         if value is not None and not isinstance(value, kind):
-            kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-            raise ValueError(f"{name} must be of type {kinds}, not {value!r:.80}")
-
-
-def check_flags(**given: bool) -> None:
-    """Raise ValueError if an option is neither True nor False: any text counts as true."""
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, not {value!r:.80}")
-
-
-def check_callable(**given: Any) -> None:
-    """Raise ValueError if an option is not callable."""
-    for name, value in given.items():
-        if not callable(value):
-            raise ValueError(f"{name} must be a function or class, not {value!r:.80}")
+            raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r:.80}")
+    for name in FLAGS:
+        if not isinstance(given[name], bool) and not (name == "overlap" and given[name] is None):
+            raise ValueError(f"{name} must be True or False, not {given[name]!r:.80}")  # any text counts as true
+    for name in ("optimizer_factory", "observe"):
+        if not callable(given[name]):
+            raise ValueError(f"{name} must be a function or class, not {given[name]!r:.80}")
+    check_sizes(bucket_bytes=given["bucket_bytes"], first_bucket_bytes=given["first_bucket_bytes"])
 
 
 def check_sizes(**bytes_of: float) -> None:
@@ -321,12 +332,12 @@ def check_sizes(**bytes_of: float) -> None:
 def check_options(
     parameters: str,
     units: Sequence[nn.Module],
-    push: Push | None,
+    push: Push,
     publish: Publish,
     groups: Sequence[Mapping[str, Any]] | None,
 ) -> None:
     """Raise ValueError if options exclude one another."""
-    if push is not None and push.kind == "target-density" and not 0 < (push.threshold or 1) <= 1:
+    if push.kind == "target-density" and not 0 < (push.threshold or 1) <= 1:
         raise ValueError(f"push: a target density is a fraction to be sent, at most 1, not {push.threshold}")
     if parameters not in get_args(Parameters):
         raise ValueError(f"parameters must be one of {', '.join(get_args(Parameters))}, not {parameters!r}")
