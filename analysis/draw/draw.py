@@ -139,17 +139,13 @@ def _delay(time_s: float) -> str:
 
 def _rates(wires: Sequence[Wire]) -> str:
     """Return bandwidths and latencies of the links of one kind, as text."""
-    bandwidths = list(dict.fromkeys(rate(wire.bandwidth_bytes_per_s) for wire in sorted(wires, key=_speed)))
+    bandwidths = list(dict.fromkeys(map(rate, sorted({wire.bandwidth_bytes_per_s for wire in wires}))))
     delays = sorted({wire.latency_s for wire in wires})
     shown = bandwidths if len(bandwidths) <= 4 else [bandwidths[0], "\u2026", bandwidths[-1]]
     delay = ", ".join([""] + [_delay(delay_s) for delay_s in delays[:1] if delay_s])
     if len(delays) > 1:
         delay = f", {_delay(delays[0])} to {_delay(delays[-1])}"
     return f"{' or '.join(shown).replace('or … or', 'to')} each way{delay}"
-
-
-def _speed(wire: Wire) -> float:
-    return wire.bandwidth_bytes_per_s
 
 
 # Drawing -------------------------------------------------------------------------------------------------------------

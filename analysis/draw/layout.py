@@ -152,7 +152,8 @@ def _grid(topology: Torus) -> Layout:
     left_out = prod(topology.shape) - prod(shape)
     if left_out:
         _, bottom, right, _ = layout.extent
-        layout.notes.append((right / 2, bottom - 0.3, f"\u2026 {left_out:,} more of {_times(topology.shape)}"))
+        sizes = " \u00d7 ".join(f"{n:,}" for n in topology.shape)
+        layout.notes.append((right / 2, bottom - 0.3, f"\u2026 {left_out:,} more of {sizes}"))
     if depth == 1 and topology.host_shape:
         high, wide = topology.host_shape
         edge = 0.44 * pitch
@@ -183,10 +184,6 @@ def _wrap(
             if place[axis] == 0:
                 last = (*place[:axis], length - 1, *place[axis + 1 :])
                 layout.hidden.add(frozenset("chip" + ".".join(map(str, at[flat:])) for at in (place, last)))
-
-
-def _times(shape: Sequence[int]) -> str:
-    return " \u00d7 ".join(f"{n:,}" for n in shape)
 
 
 def _shown(topology: Servers) -> list[int]:

@@ -201,7 +201,6 @@ def _effects(rows: Sequence[Row]) -> Markup:
     controls = {row["group"]: row for row in thresholded if row["threshold"] == inf}
     lines: list[list[Cell]] = []
     for row in thresholded:
-        change = row["loss_change_measured_ratio"]
         control = controls.get(row["group"])
         lines.append(
             [
@@ -212,8 +211,8 @@ def _effects(rows: Sequence[Row]) -> Markup:
                 density(row["push_density_measured"]),
                 density(row["push_density_predicted"]),
                 density(row["publish_density_measured"]),
-                "not measured" if change is None else percent(change),
-                "no control" if control is None else _control(control),
+                _change(row),
+                "no control" if control is None else f"{control['speed_up_measured_ratio']:.2f}, {_change(control)}",
             ]
         )
     heads = (
@@ -229,9 +228,9 @@ def _effects(rows: Sequence[Row]) -> Markup:
     )
 
 
-def _control(row: Row) -> str:
+def _change(row: Row) -> str:
     change = row["loss_change_measured_ratio"]
-    return f"{row['speed_up_measured_ratio']:.2f}, {'not measured' if change is None else percent(change)}"
+    return "not measured" if change is None else percent(change)
 
 
 def _bottlenecks(rows: Sequence[Row], predicted: Sequence[Result]) -> Markup:

@@ -280,7 +280,7 @@ class LayerOperations:
         """
         for place, operation in enumerate(self.operations):
             if operation.backward_reduced is not None and operation.reads[0] != INPUT:
-                reader = self._place(operation.reads[0])
+                reader = next(place for place, each in enumerate(self.operations) if each.name == operation.reads[0])
                 yield Reduction(Moment("f", reader), operation.backward_reduced, "all-gather")
             if operation.reduced is not None:
                 yield Reduction(Moment("f", place), operation.reduced, "reduce-scatter")
@@ -290,9 +290,6 @@ class LayerOperations:
             if operation.backward_reduced is not None:
                 yield Reduction(Moment("b", self.last - place), operation.backward_reduced, "all-gather")
                 yield Reduction(Moment("b", self.last - place), operation.backward_reduced, "reduce-scatter")
-
-    def _place(self, name: str) -> int:
-        return next(i for i, operation in enumerate(self.operations) if operation.name == name)
 
     def _reductions(self) -> Iterable[Reduction]:
         if self.gathers_alone:

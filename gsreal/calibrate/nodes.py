@@ -9,7 +9,6 @@ import socket
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import combinations
@@ -114,8 +113,9 @@ def nodes_data(measured: Sequence[dict[str, Any]], links: Pairs, settings: Setti
     latency_s = {pair: max(0.0, link.fixed_s - overhead_s) / rounds for pair, link in links.items()}
     uplinks, latencies_s = _uplink_rates(links, len(hosts)), _uplink_latencies_s(latency_s, len(hosts))
     source = source_of(measured[0]) + f", and messages between {len(hosts)} nodes"
+    counts = {name: sum(each["ranks"] for each in measured if each["name"] == name) for name in types}
     data: dict[str, Any] = {
-        "name": f"{len(hosts)} nodes: {', '.join(f'{count} x {name}' for name, count in _counts(measured).items())}",
+        "name": f"{len(hosts)} nodes: {', '.join(f'{count} x {name}' for name, count in counts.items())}",
         "backend": "gloo",
         "cores_per_rank": 1 if settings.kind == "cpu" else 0,
         "source": source,
@@ -140,14 +140,6 @@ def nodes_data(measured: Sequence[dict[str, Any]], links: Pairs, settings: Setti
     if inside:
         data["backend_cost"] = backend_cost_data(inside, source)
     return data
-
-
-def _counts(measured: Sequence[dict[str, Any]]) -> Counter[str]:
-    """Return the number of devices by name."""
-    counts: Counter[str] = Counter()
-    for each in measured:
-        counts[each["name"]] += each["ranks"]
-    return counts
 
 
 def _host_names(names: Sequence[str]) -> list[str]:

@@ -252,17 +252,13 @@ def all_gather_directly(output: Tensor, own: Tensor, *, group: dist.ProcessGroup
         return _post(incoming, [(ranks[i], parts[rank]) for i in others], group, tag)
 
 
-def reduce_scatter_v(
-    own: Tensor, flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, tag: int = 0
-) -> None:
-    """Fill `own` with the sum (or the average) over all ranks of the part of `flat` that this rank owns.
+def reduce_scatter_v(own: Tensor, flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup, tag: int = 0) -> None:
+    """Fill `own` with the sum over all ranks of the part of `flat` that this rank owns.
 
     `flat` is used as working memory: its content is lost.
     """
-    _check_reduction(op)
     with announce(_collective_over("reduce-scatter-v", flat, group)):
         _ring_reduce_scatter(own, flat, ranges, group, tag)
-    _average(own, op, group)
 
 
 def reduce_scatter_tensor(own: Tensor, flat: Tensor, *, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> None:
@@ -270,10 +266,12 @@ def reduce_scatter_tensor(own: Tensor, flat: Tensor, *, group: dist.ProcessGroup
 
     `flat` is used as working memory: its content is lost. Among more than two ranks, allocates a buffer of one part.
     """
-    _check_reduction(op)
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"a ring of messages can sum and average, but not {op}")
     with announce(_collective_over("reduce-scatter", flat, group)):
         _ring_reduce_scatter(own.view(-1), flat.view(-1), _even_ranges(flat, group), group, tag=0)
-    _average(own, op, group)
+    if op == dist.ReduceOp.AVG:
+        own.div_(dist.get_world_size(group))
 
 
 def _collective_over(kind: str, flat: Tensor, group: dist.ProcessGroup) -> LogicalCollective:
@@ -289,18 +287,6 @@ def _even_ranges(flat: Tensor, group: dist.ProcessGroup) -> Ranges:
     if left:
         raise ValueError(f"{flat.numel()} elements cannot be divided evenly among {members} ranks")
     return [(i * part, (i + 1) * part) for i in range(members)]
-
-
-def _check_reduction(op: Any) -> None:
-    """Raise ValueError for operations other than sums and averages."""
-    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        raise ValueError(f"a ring of messages can sum and average, but not {op}")
-
-
-def _average(own: Tensor, op: Any, group: dist.ProcessGroup) -> None:
-    """Divide a sum by the number of ranks if `op` is an average."""
-    if op == dist.ReduceOp.AVG:
-        own.div_(dist.get_world_size(group))
 
 
 def _ring_all_gather(parts: Sequence[Tensor], group: dist.ProcessGroup, tag: int) -> None:

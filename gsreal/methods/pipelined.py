@@ -67,10 +67,6 @@ def whole(tensor: Tensor) -> Tensor:
 __all__ = ["StageModules", "pipeline_stages"]
 
 
-def _unchanged(gradient: Tensor) -> Tensor:
-    return gradient
-
-
 class ObservedStage(PipelineStage):
     """A stage that records spans of its compute; the rest of a step is waiting for adjacent stages."""
 
@@ -111,7 +107,7 @@ class ObservedStage(PipelineStage):
         """
         output = super().forward_maybe_with_nosync(*args, **settings)
         is_view = self.splits and isinstance(output, Tensor) and output._is_view()
-        return Mapped.apply(output, Tensor.detach, _unchanged) if is_view else output
+        return Mapped.apply(output, Tensor.detach, lambda gradient: gradient) if is_view else output
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **settings: Any) -> Any:
         """Run the forward of a micro-batch."""

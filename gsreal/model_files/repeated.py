@@ -140,15 +140,14 @@ def repeat_blocks(layers: Sequence[Layer], stack: Stack, *, neighbours_differ: b
         return None
     run = [beside[0], *[beside[1]] * (stack.count - 4), beside[2]]
     blocks = [ends[first], *run, ends[last]]
+    for number, layer in enumerate(blocks):
+        path = f"{stack.path}.{number}"
+        blocks[number] = replace(layer, name=path, modules=(path,))
     return [
         *(ends[i] for i in range(first)),
-        *(_named(layer, f"{stack.path}.{number}") for number, layer in enumerate(blocks)),
+        *blocks,
         *(ends[i] for i in range(last + 1, len(layers))),
     ]
-
-
-def _named(layer: Layer, path: str) -> Layer:
-    return replace(layer, name=path, modules=(path,))
 
 
 class _OutOfReachError(Exception):

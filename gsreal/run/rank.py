@@ -94,25 +94,21 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_json(value: Any) -> list[Any]:
     """Return each rank's value, by rank: plain data, as from JSON (a collective).
 
     torch's own `all_gather_object` unpickles the received data, which may run code.
     """
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(wire_device(group))
-    sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(own)], device=own.device), group=group)
+    is_nccl = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device))
     most = max(int(size) for size in sizes)
-    parts = [torch.zeros(most, dtype=torch.uint8, device=own.device) for _ in sizes]
-    dist.all_gather(parts, torch.cat([own, own.new_zeros(most - len(own))]), group=group)
+    parts = [torch.zeros(most, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(parts, torch.cat([own, own.new_zeros(most - len(own))]))
     texts = [bytes(part[: int(size)].cpu().numpy()) for part, size in zip(parts, sizes, strict=True)]
     return [json.loads(text) for text in texts]
-
-
-def wire_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device of tensors that a group's backend sends."""
-    is_nccl = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 def note_failure(error: BaseException) -> None:

@@ -112,13 +112,9 @@ def partition(means: Sequence[np.ndarray], *, small: bool) -> tuple[slice, ...]:
     for count in PARTITIONS[:1] if small else PARTITIONS:
         size = BLOCKS // count
         parts = [[each[i * size : (i + 1) * size] for each in means] for i in range(count)]
-        if all(_alike(part) for steps in parts for part in steps):
+        if all(part.max() <= ALIKE * part.min() for steps in parts for part in steps):
             break
     return tuple(slice(i * size, (i + 1) * size) for i in range(count))
-
-
-def _alike(means: np.ndarray) -> bool:
-    return bool(means.max() <= ALIKE * means.min())
 
 
 def rounded(value: float, digits: int = 4) -> float:

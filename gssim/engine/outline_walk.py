@@ -414,7 +414,7 @@ class OutlineWalk:
                 pieces.append(_Piece((task.duration_s,) if task.duration_s else (), host_s, goes_on, task.phase))
                 continue
             assert task.exchange is not None
-            _, instance = self._instance_of(task.exchange, index)
+            _, instance = self._instances_of(task.exchange)[index]
             instances.append(instance)
             delays_s = self._alone_delays(instance, index)
             if delays_s is None or beside is not None:
@@ -425,10 +425,6 @@ class OutlineWalk:
         if any(piece.host_s is not None for piece in pieces):
             return _Priced((), seconds, tuple(pieces), tuple(instances))
         return _Priced(delays_s, seconds, (), tuple(instances))
-
-    def _instance_of(self, exchange: Communication, index: int) -> tuple[int, CollectiveInstance]:
-        """Return the instance of a collective in which a class takes part, and the instance's number."""
-        return self._instances_of(exchange)[index]
 
     def _instances_of(self, exchange: Communication) -> Mapping[int, tuple[int, CollectiveInstance]]:
         if id(exchange) not in self._instances:

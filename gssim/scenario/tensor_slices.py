@@ -142,10 +142,6 @@ def _context_slice(
     return replace(whole, layers=tuple(map(ring_layer, layers)) if ring else layers, **_WHOLE_ONLY)
 
 
-def _is_kept(buffer: Buffer) -> bool:
-    return buffer.is_saved and not buffer.freed.layer_offset
-
-
 @lru_cache(maxsize=256)
 def _gathering_again(layer: Layer, ranks: int, length: int) -> Layer:
     """Return a layer that keeps only its part of the gathered inputs of its maps, and gathers them again in the
@@ -175,7 +171,8 @@ def _gathering_again(layer: Layer, ranks: int, length: int) -> Layer:
         ]
         parts = [each for each in as_large if each.freed.phase == "f" and place < each.freed.position]
         if layer.experts and not parts:  # a router, too, keeps the part that is gathered for experts of all tokens
-            parts = sorted(filter(_is_kept, as_large), key=lambda each: each.born.position)
+            kept = [each for each in as_large if each.is_saved and not each.freed.layer_offset]
+            parts = sorted(kept, key=lambda each: each.born.position)
         if not whole or not parts:
             continue
         freed = whole[0].freed

@@ -175,8 +175,12 @@ class GradientStatistics:
             for name, tensor in trace.tensors.items():
                 self._check_tensor(name, tensor)
                 for block in tensor.blocks:
-                    self._check_feedback(name, block, needed=trace.error_feedback or not trace.threshold)
-                    self._check_relative(name, block, needed=not trace.threshold)
+                    feedback = [(len(row.sent_ratios), len(row.sent_ratios)) for row in block.feedback]
+                    needed = trace.error_feedback or not trace.threshold
+                    self._check_rows(f"feedback of {name}", feedback, len(self.feedback_thresholds), needed=needed)
+                    relative = [(len(row.sent_ratios), len(row.feedback_ratios)) for row in block.relative]
+                    points, needed = len(self.multiples), not trace.threshold
+                    self._check_rows(f"relative of {name}", relative, points, needed=needed)
         for name, change in self.changes.items():
             rows = [len(self.publish_thresholds)] * len(steps)
             if not change.blocks or any([len(row) for row in block] != rows for block in change.blocks):
@@ -188,14 +192,6 @@ class GradientStatistics:
             raise ValueError(f"sketches of {name}: {count} are needed, one for each of sampled_steps")
         if len(tensor.correlations) not in (0, count):
             raise ValueError(f"correlations of {name}: {count} are needed, one for each of sampled_steps, or none")
-
-    def _check_feedback(self, name: str, block: BlockTrace, *, needed: bool) -> None:
-        rows = [(len(row.sent_ratios), len(row.sent_ratios)) for row in block.feedback]
-        self._check_rows(f"feedback of {name}", rows, len(self.feedback_thresholds), needed=needed)
-
-    def _check_relative(self, name: str, block: BlockTrace, *, needed: bool) -> None:
-        rows = [(len(row.sent_ratios), len(row.feedback_ratios)) for row in block.relative]
-        self._check_rows(f"relative of {name}", rows, len(self.multiples), needed=needed)
 
     def _check_rows(self, what: str, rows: list[tuple[int, int]], points: int, *, needed: bool) -> None:
         """Refuse missing or surplus rows, and rows whose two lists do not match the grid's `points`."""

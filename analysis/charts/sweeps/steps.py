@@ -7,7 +7,6 @@ that is many times as long is cut, and its time is written at its end.
 from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Polygon
 
@@ -107,7 +106,8 @@ def steps(table: SweepTable) -> Chart | None:
     )
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in chosen]
-        figure, every = bar_sheet(titles, texts, PANEL_IN, heading=TITLE, note=note, legend=_legend(shown))
+        legend = [(swatch(*LOOKS[part], dark=part in DARK), part.replace("_", " ")) for part in shown]
+        figure, every = bar_sheet(titles, texts, PANEL_IN, heading=TITLE, note=note, legend=legend)
         for axes, bars, limit_s in zip(every, panels.values(), limits_s, strict=True):
             _panel(axes, bars, limit_s)
     return Chart("step_time_by_plan", TITLE, figure, _words(panels, layout))
@@ -182,10 +182,6 @@ def _cut(axes: Axes, y: float, x: float, limit: float) -> None:
     for start in (0.0, gap):
         line = ((x - lean + start, x + lean + start), (high, low))
         axes.plot(*line, color="0.2", linewidth=0.9, zorder=4, scalex=False, scaley=False)
-
-
-def _legend(shown: Sequence[str]) -> list[tuple[Artist, str]]:
-    return [(swatch(*LOOKS[part], dark=part in DARK), part.replace("_", " ")) for part in shown]
 
 
 def _words(panels: Mapping[Place, Bars], layout: Layout) -> str:

@@ -105,10 +105,10 @@ def divided_bytes(states: dict[str, int], stage: str) -> int:
     return sum(states[kind] for kind in SHARDED[stage])
 
 
-def mixed_instance_gb(
-    *, ranks: int = 64, samples: int = 6, length: int = 512, rest_gb: float = 0.3
-) -> dict[str, float]:
+def mixed_instance_gb(*, ranks: int = 64) -> dict[str, float]:
     """Return the memory of BERT-large in mixed precision (18 B a parameter, Adam), by row of the table.
+
+    Each rank has 6 samples of 512 tokens, and 0.3 GB besides states and activations.
 
     States: Rajbhandari et al. 2020 with fp32 gradients. Activations of a transformer: s b h L (34 + 5 a s / h) bytes,
     34 s b h L where attention is recomputed (Korthikanti et al. 2022, equations 2 and 6).
@@ -118,6 +118,7 @@ def mixed_instance_gb(
     """
     n, layers, width, heads = (BERT_LARGE[key] for key in ("parameters", "layers", "width", "heads"))
     states = STATES["mixed, Adam, 18 B"]
+    samples, length, rest_gb = 6, 512, 0.3
     row_bytes = length * samples * width * layers
     whole_gb, kept_gb = (row_bytes * each / 1e9 for each in (34 + 5 * heads * length / width, 34))
     states_gb = n * sum(states.values()) / 1e9
