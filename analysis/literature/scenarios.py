@@ -35,7 +35,7 @@ from analysis.literature.runs import Measured, Run, SkippedError, UnscoredError
 from analysis.literature.transformer import transformer
 from gssim.cluster import Cluster, Link, presets
 from gssim.execution.files import check_place, write_text
-from gssim.interop.training import ONE_BUCKET
+from gssim.interop.plan_entries import ONE_BUCKET
 from gssim.plan import DATA_AXES, METHODS
 from gssim.scenario import achieved_flop_per_s
 from gssim.units import PRECISION_BYTES, validated

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from gssim.errors import MistakenNameError, UserError
+from gssim.interop.model_match import sizes_in, sizes_of
 from gssim.interop.reading import parsed_json, read_bounded
-from gssim.interop.training import sizes_in, sizes_of
 from gssim.scenario import load_model
 from gssim.scenario.vocabulary_slices import shares_embedding
 from gssim.workload import ImageInput, Model, shipped_models

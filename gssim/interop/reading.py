@@ -266,6 +266,11 @@ class Keys:
             hint = "".join(f"; or --set {name}=..." for name in list(replaced_by)[:1])
             self.refused.append((self.line(key), reason + hint))
 
+    def refuse_value(self, value: Value, reason: str, *replaced_by: str) -> None:
+        """Refuse the key from which a value was read; a value from an option is named by that option."""
+        key = value.origin if value.origin.startswith("--set ") else value.key
+        self.refuse(key, reason, replaced_by=replaced_by)
+
     def number(self, *names: str, sets: str = "", least: float = 0.0) -> Value | None:
         """Return the value of the first of these keys that the file has, as a number; None if it has none.
 

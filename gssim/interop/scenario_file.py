@@ -16,7 +16,9 @@ from gssim.interop.automodel import automodel
 from gssim.interop.axolotl import axolotl
 from gssim.interop.formats import FORMATS
 from gssim.interop.megatron import megatron
+from gssim.interop.model_match import check_model
 from gssim.interop.models import find_model
+from gssim.interop.plan_entries import plan_entries
 from gssim.interop.reading import (
     Keys,
     flattened,
@@ -27,7 +29,8 @@ from gssim.interop.reading import (
 )
 from gssim.interop.torchtitan import torchtitan
 from gssim.interop.trainer import trainer
-from gssim.interop.training import Entry, Training, scenario_of
+from gssim.interop.training import Entry, Training
+from gssim.interop.workload_entries import scale_loss, workload_entries
 from gssim.scenario import load_cluster, load_scenario
 from gssim.scenario.overrides import parsed_override, toml
 from gssim.workload import Model
@@ -93,7 +96,7 @@ def import_scenario(
     model_file = find_model(model)
     its_cluster = load_cluster(cluster)
     training = _read(name, keys, its_cluster, model_file.model)
-    entries = scenario_of(training, keys, model_file.model, its_cluster, replaced)
+    entries = _entries(training, keys, model_file.model, its_cluster, replaced)
     listed = tuple(f"{line}: {reason}" for line, reason in keys.listed)
     if keys.refused:
         raise RefusedError(str(path), tuple(f"{line}: {reason}" for line, reason in keys.refused), listed)
@@ -104,6 +107,27 @@ def import_scenario(
     _check(written, path, cluster, model_file.path, entries)
     defaults = tuple(f"{entry.key} = {toml(entry.value)}: {entry.comment}" for entry in entries if entry.is_default)
     return Imported(written, listed, _by_reason(keys), defaults)
+
+
+def _entries(training: Training, keys: Keys, model: Model, cluster: Cluster, overrides: dict[str, Any]) -> list[Entry]:
+    """Return the scenario's entries in the order of the file; contradictions with model or cluster are refused in
+    `keys`.
+
+    `overrides`: values that `--set` gives, by scenario key; they replace those of the file.
+    """
+    check_model(training, keys, model)
+    if {"workload.optimizer", "workload.optimizer_implementation"} & set(overrides):
+        training.optimizer_state_precision = None
+    if training.clip_norm is not None and not training.clip_norm.value:
+        training.clip_norm = None  # it clips nothing
+    if keys.refused:
+        return []
+    plan = plan_entries(training, keys, model, cluster, overrides)
+    scale_loss(training, plan, overrides)
+    entries = [*workload_entries(training, keys, model), *plan]
+    if training.seed is not None:
+        entries.append(Entry.of("run.seed", training.seed))
+    return entries
 
 
 class RefusedError(UserError):

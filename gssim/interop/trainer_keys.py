@@ -15,8 +15,9 @@ from gssim.interop.accelerate import (
     shard_by,
     under_autocast,
 )
+from gssim.interop.model_match import sizes_in
 from gssim.interop.reading import Keys, Value, flattened, parsed_json, read_bounded
-from gssim.interop.training import PRECISIONS, PURE_16_BIT, Training, sizes_in
+from gssim.interop.training import PRECISIONS, PURE_16_BIT, Training
 
 LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
 ATTENTION = "attention is that of the model file"

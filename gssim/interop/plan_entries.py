@@ -1,0 +1,460 @@
+"""The plan of an imported scenario: the method and its axes, the stages, the batch, and what the program overlaps.
+
+Each entry has the key from which it was read. What the file leaves open has a default, which is marked as such.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from gssim.cluster import Cluster
+from gssim.errors import UserError
+from gssim.interop.reading import Keys, Value
+from gssim.interop.stages import pipeline_entries
+from gssim.interop.training import Entry, Training
+from gssim.plan import METHODS
+from gssim.scenario.vocabulary_slices import (
+    shares_embedding,
+    undivided_embedding_reason,
+    undivided_loss_reason,
+)
+from gssim.units import PRECISION_BYTES, Precision, counted
+from gssim.workload import Model
+
+BATCH = "workload.global_batch_size"
+COPIED_GRADIENTS = (
+    "approximated: gradients are copied into buckets that exist beside them, as by torch; Megatron-LM's are these "
+    "buckets alone, and DeepSpeed copies 5e8 elements at a time"
+)
+MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS = 40_000_000, 1_000_000
+"""Least number of parameters in Megatron-LM's buckets; and parameters per data-parallel rank, which count instead if
+that is more (core/distributed/distributed_data_parallel.py)."""
+ONE_BUCKET = "1024 TiB"
+"""Larger than all gradients together, so that they are reduced in one message after the backward."""
+
+
+def plan_entries(
+    training: Training, keys: Keys, model: Model, cluster: Cluster, overrides: dict[str, Any]
+) -> list[Entry]:
+    """Return the entries of the batch and of the plan; contradictions with the cluster are refused in `keys`."""
+    sizes = _axes(training, keys, cluster, overrides)
+    if sizes is None:
+        return []
+    ranks, dp, tp, pp, entries = sizes
+    method = next(entry.value for entry in entries if entry.key == "plan.method")
+    if not METHODS[method].can_replicate:
+        training.reduce_precision = None  # nothing is reduced
+    else:
+        _reduce_divided_sequences(training, keys, overrides)
+    if tp.value > 1 and method != "single":
+        entries.append(Entry.of("plan.tp", tp))
+    if pp.value > 1:
+        entries.append(Entry.of("plan.pp", pp))
+        entries += pipeline_entries(training, keys, model, pp.value)
+        if training.receive_buffers is not None:
+            entries.append(Entry.of("plan.receive_buffers", training.receive_buffers))
+    asked = overrides.get("plan.method", method)
+    if asked in ("zero1", "zero2") and training.sharding is not None:
+        entries += _zero_implementation(training, keys, asked, training.sharding, tp.value, pp.value, overrides)
+    if asked == "ddp" and training.zero1_implementation != "torch":
+        keys.listed.append((entries[0].comment, COPIED_GRADIENTS))
+    batch = _batch(training, keys, dp, pp.value, overrides)
+    _shorten(training, entries, batch, pp.value)
+    accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
+    entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
+    entries += _sums_beside_products(training, tp.value, cluster, overrides)
+    _note_separate_sums(training, keys, model, tp, overrides)
+    entries += _megatron_bucket(training, asked, dp, model.elements // (tp.value * pp.value), overrides)
+    entries += _gathers_beside_forward(training, keys, asked, pp.value, cluster, overrides)
+    if not overrides.get("plan.sequence_parallel", True):
+        entries = [entry for entry in entries if entry.key not in ("plan.gathered_inputs", "plan.tp_overlap")]
+    entries += [*_offload(training, keys, cluster), *_vocabulary(training, keys, model, tp.value)]
+    if ranks < len(cluster.devices) and method != "single":
+        origin = training.world.origin if training.world else "what the file says"
+        entries.append(Entry("plan.ranks", ranks, f"{origin}; the cluster has {len(cluster.devices)} devices"))
+    return [*batch, *entries]
+
+
+def _reduce_divided_sequences(training: Training, keys: Keys, overrides: dict[str, Any]) -> None:
+    """Set the precision in which DeepSpeed reduces gradients where ranks divide sequences, by a key of its own.
+
+    Source: DeepSpeed, runtime/engine.py: seq_parallel_communication_data_type.
+    """
+    cp, said = training.cp, training.divided_reduce_precision
+    is_divided = cp is not None and overrides.get("plan.cp", cp.value) > 1
+    is_engine = training.zero1_implementation == "deepspeed"
+    if said is not None and not (is_engine and is_divided):
+        keys.note(said.key, "no effect, as no sequence is divided")
+    precision = _precision_of(training, overrides)
+    if not is_engine or cp is None or not is_divided or precision == "fp32":
+        return
+    found = said or Value("fp32", f"{cp.origin}: seq_parallel_communication_data_type is not given: fp32")
+    given = training.reduce_precision
+    if given is not None and given.value != found.value:
+        keys.note(given.key, f"no effect beside divided sequences, whose gradients are reduced in {found.value}")
+    training.reduce_precision = found if found.value != precision else None
+
+
+def _zero_implementation(
+    training: Training, keys: Keys, method: str, sharding: Value, tp: int, pp: int, overrides: dict[str, Any]
+) -> list[Entry]:
+    """Return the entries for the implementation of ZeRO-1 or ZeRO-2, unless it is torch's, and for its buckets."""
+    implementation, sequences = training.zero1_implementation, training.sequence_parallel
+    if implementation == "torch" or (implementation == "megatron" and method == "zero2"):
+        return []
+    entry = Entry(f"plan.{method}_implementation", implementation, sharding.origin)
+    if implementation == "megatron":
+        return [entry]
+    instead = "broadcasts of parameters, not gathers"
+    several = {"sequence parallelism": tp > 1 and sequences is not None and sequences.value}
+    if method == "zero2":
+        instead = "parameters are gathered and gradients reduce-scattered in every micro-batch, as FSDP2 does"
+        several |= {"pipelines": pp > 1, "divided experts": training.ep is not None and training.ep.value > 1}
+    beside = next((name for name, is_there in several.items() if is_there), None)
+    if beside is not None:
+        keys.note(sharding.key, f"approximated beside {beside}: {instead}")
+        return []
+    elements = training.bucket_elements
+    if elements is None or (pp > 1 and training.gradient_precision is not None):  # which stages reduce by themselves
+        return [entry]
+    size_bytes = elements.value * PRECISION_BYTES[_precision_of(training, overrides)]
+    return [entry, Entry("plan.bucket_bytes", size_bytes, elements.origin)]
+
+
+def _precision_of(training: Training, overrides: dict[str, Any]) -> Precision:
+    asked: Precision | None = overrides.get("workload.precision")
+    return asked or (training.precision.value if training.precision else "fp32")
+
+
+def _megatron_bucket(training: Training, method: str, dp: int, elements: int, overrides: dict[str, Any]) -> list[Entry]:
+    """Return the size of Megatron-LM's gradient buckets, if it has any; without overlap it has a single bucket.
+
+    `elements`: number of a rank's parameters, where stages and slices are taken for equal. Later stages of a pipeline
+    have one bucket in any case, which is not modelled.
+    """
+    parameters = training.bucket_parameters
+    if parameters is None or method not in ("ddp", "zero1"):
+        return []
+    if training.overlap is not None and not training.overlap.value:
+        return [Entry("plan.bucket_bytes", ONE_BUCKET, f"{training.overlap.origin}: one bucket, after the backward")]
+    count = parameters.value or max(MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS * dp)
+    origin = parameters.origin
+    if training.bucket_count is not None:
+        count, origin = max(1, elements // training.bucket_count.value), training.bucket_count.origin
+    size_bytes = count * PRECISION_BYTES[_precision_of(training, overrides)]
+    return [Entry("plan.bucket_bytes", size_bytes, f"{origin}: {count} parameters")]
+
+
+def _gathers_beside_forward(
+    training: Training, keys: Keys, method: str, pp: int, cluster: Cluster, overrides: dict[str, Any]
+) -> list[Entry]:
+    """Return the entry for gathers of updated parameters beside the next forward; note why they are not."""
+    asked = training.gathers_beside_forward
+    if asked is None:
+        return []
+    optimizer = overrides.get("workload.optimizer", training.optimizer.value if training.optimizer else "")
+    overlaps = overrides.get("plan.overlap", training.overlap is not None and training.overlap.value)
+    gathers = method == "zero1" and overrides.get("plan.zero1_implementation", "megatron") == "megatron"
+    reasons = {
+        "the shards are those of the method, which gathers without it": not gathers or not overlaps,
+        "approximated: in a pipeline each stage gathers after its update": pp > 1,
+        "approximated: beside Muon matrices are gathered after the update": optimizer == "muon",
+        "of no effect on this cluster, whose backend is gloo": cluster.backend != "nccl",
+    }
+    reason = next((text for text, is_so in reasons.items() if is_so), None)
+    if reason is not None:
+        keys.note(asked.key, reason)
+        return []
+    return [Entry.of("plan.publish.overlap", asked)]
+
+
+def _shorten(training: Training, entries: list[Entry], batch: list[Entry], pp: int) -> None:
+    """Rename a schedule of fewer micro-batches than stages: all forwards come first, as in gpipe."""
+    many = next((entry.value for entry in batch if entry.key == "plan.micro_batches"), pp)
+    for position, entry in enumerate(entries):
+        if entry.key == "plan.schedule" and entry.value == "1f1b" and many < pp and training.short_schedules:
+            comment = f"{entry.comment}; {many} micro-batches in {pp} stages run as in gpipe"
+            entries[position] = Entry(entry.key, "gpipe", comment)
+
+
+def _offload(training: Training, keys: Keys, cluster: Cluster) -> list[Entry]:
+    """Return the entry of state kept in host memory; refuse it if the cluster does not describe that memory."""
+    offload = training.offload
+    if offload is None:
+        return []
+    if cluster.host is None:
+        unknown = f"the cluster '{cluster.name}' does not say what its hosts' memory holds"
+        reason = f"{unknown}: give one that has 'host', or --ignore the key"
+        keys.refuse_value(offload, reason, "plan.offload", "cluster.host")
+        if "cluster.host" not in keys.overridden:  # ignored, replaced, or nothing is written
+            return []
+    return [Entry.of("plan.offload", offload)]
+
+
+def _vocabulary(training: Training, keys: Keys, model: Model, tp: int) -> list[Entry]:
+    """Return the entries of a vocabulary divided among tensor-parallel ranks, if this model's can be divided here."""
+    whole = {
+        "embedding_parallel": (training.embedding_parallel, undivided_embedding_reason, "the token embedding of"),
+        "loss_parallel": (training.loss_parallel, undivided_loss_reason, "the loss of"),
+    }
+    asked = {key: value for key, (value, _, _) in whole.items() if value is not None and value.value and tp > 1}
+    divided = {key: value for key, value in asked.items() if whole[key][1](model) is None}
+    if len(divided) == 1 and shares_embedding(model):
+        divided = {}
+    for key in (key for key in asked if key not in divided):
+        what = f"approximated: {whole[key][2]} tensor-parallel ranks is whole"
+        keys.listed.append((asked[key].origin, what))
+    return [Entry(f"plan.{key}", True, value.origin) for key, value in divided.items()]
+
+
+def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, accumulates: bool) -> list[Entry]:
+    """Return the entries of recomputation, synchronization, buckets and overlap."""
+    entries = []
+    recompute, sync = training.recompute, training.gradient_sync
+    if recompute is not None:
+        entries.append(Entry.of("plan.recompute", recompute))
+    else:
+        entries.append(Entry("plan.recompute", "none", "as the file does not say: the user's code decides", True))
+    rules = METHODS[method]
+    differs = sync is not None and sync.value != rules.gradient_sync
+    if sync is not None and differs and pp == 1 and accumulates and rules.gradients == "reduce-scatter":
+        entries.append(Entry.of("plan.gradient_sync", sync))
+    buckets = training.bucket_bytes
+    if buckets is not None:
+        if method == "ddp" and pp == 1:
+            entries.append(Entry.of("plan.bucket_bytes", buckets))
+        else:
+            keys.note(buckets.key, f"method '{method}' has no buckets of this size here")
+    if training.overlap is not None and training.overlap.value is False:
+        entries.append(Entry("plan.overlap", False, training.overlap.origin))
+    if training.sequence_parallel is not None and training.sequence_parallel.value and tp > 1:
+        entries.append(Entry("plan.sequence_parallel", True, training.sequence_parallel.origin))
+        if training.gathered_inputs is not None:
+            entries.append(Entry.of("plan.gathered_inputs", training.gathered_inputs))
+        if training.tp_overlap is not None and training.tp_overlap.value:
+            entries.append(Entry("plan.tp_overlap", True, training.tp_overlap.origin))
+    return entries
+
+
+def _note_separate_sums(training: Training, keys: Keys, model: Model, tp: Value, overrides: dict[str, Any]) -> None:
+    """List that tensor-parallel ranks sum the gradient of an input more often than Megatron-LM does.
+
+    Its queries, keys and values are one map, and so are gate and up: a block has two all-reduces in the backward. Maps
+    of their own, as in Hugging Face's Llama, each have an all-reduce here, as under DTensor. With sequence parallelism
+    their common input is gathered once, and its gradient scattered once.
+    """
+    sequences = training.sequence_parallel
+    divides = overrides.get("plan.sequence_parallel", sequences is not None and sequences.value)
+    if not training.fused_maps or tp.value == 1 or divides:
+        return
+    blocks = [[each.moment.phase for each in layer.reductions] for layer in model.sliced_layers or () if layer.block]
+    most = max((phases.count("b") for phases in blocks), default=0)
+    if most > 2:
+        what = f"approximated: {most} sums of input gradients a block, one a map; Megatron-LM, which fuses these, has 2"
+        keys.listed.append((tp.origin, what))
+
+
+def _sums_beside_products(training: Training, tp: int, cluster: Cluster, overrides: dict[str, Any]) -> list[Entry]:
+    """Return the entry for sums of input gradients that overlap with products, which gloo cannot do.
+
+    There is none with sequence parallelism: there, Megatron-LM's reduce-scatters and second gathers slow down the
+    products beside them by about as much as they are hidden, and this slowdown is not modelled (Korthikanti et al.
+    2022, table 4).
+    """
+    asked, sequences = training.async_input_gradients, training.sequence_parallel
+    divides = overrides.get("plan.sequence_parallel", sequences is not None and sequences.value)
+    if asked is None or not asked.value or tp == 1 or cluster.backend != "nccl" or divides:
+        return []
+    return [Entry("plan.async_input_gradients", True, asked.origin)]
+
+
+def _axes(
+    training: Training, keys: Keys, cluster: Cluster, overrides: dict[str, Any]
+) -> tuple[int, int, Value, Value, list[Entry]] | None:
+    """Return ranks, data-parallel ranks, tp, pp, and the entries of the method and of its own axes."""
+    devices = len(cluster.devices)
+    world = training.world
+    ranks: int = overrides.get("plan.ranks") or (world.value if world else devices)
+    if ranks > devices:
+        if world is not None:
+            what = f"{ranks} ranks in all, and the cluster '{cluster.name}' has {devices} devices"
+            keys.refuse_value(world, what, "plan.ranks")
+        return None
+    one = Value(1, "not in the file: 1")
+    tp, pp, cp = (
+        Value(overrides[key], f"--set {key} = {overrides[key]}")
+        if (key := f"plan.{axis}") in overrides
+        else given or one
+        for axis, given in (("tp", training.tp), ("pp", training.pp), ("cp", training.cp))
+    )
+    cut = tp.value * pp.value * cp.value
+    if ranks % cut:
+        blamed = next((axis for axis in (pp, tp) if axis.value > 1), cp)
+        product = "tensor times pipeline ranks" if cp.value == 1 else "tensor times pipeline times context ranks"
+        keys.refuse_value(blamed, f"{product} are {cut}, which does not divide {ranks} ranks")
+        return None
+    dp = ranks // cut
+    if training.dp is not None and training.dp.value not in (-1, dp):
+        keys.refuse_value(training.dp, f"{ranks} ranks of which {cut} share a replica leave {dp}")
+        return None
+    if pp.value > 1 and training.zero1_implementation == "deepspeed":
+        _in_deepspeeds_stages(training, keys)
+    entries = _method(training, keys, dp, tp.value, pp.value, cp.value)
+    if entries is None:
+        return None
+    if cp.value > 1:
+        entries.append(Entry.of("plan.cp", cp))
+        exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
+        if exchange.value != "all-to-all":
+            entries.append(Entry.of("plan.context_exchange", exchange))
+        if overrides.get("plan.context_exchange", exchange.value) != "all-to-all":
+            entries += _of_ring(training)
+    return ranks, dp, tp, pp, [*entries, *_experts(training, keys, tp)]
+
+
+def _of_ring(training: Training) -> Iterator[Entry]:
+    """Yield the entries of an attention in blocks; torch's, where blocks are compiled, waits for its exchanges.
+
+    Source: torch 2.6, distributed/_functional_collectives.py, _maybe_wrap_tensor: a traced collective is followed by
+    its wait, which inductor does not move (_inductor/config.py, reorder_for_compute_comm_overlap = False).
+    """
+    if training.context_split is not None:
+        yield Entry.of("plan.context_split", training.context_split)
+    if training.compiled is not None and training.compiled.value:
+        yield Entry("plan.context_overlap", False, f"{training.compiled.origin}: compiled blocks wait for exchanges")
+
+
+def _in_deepspeeds_stages(training: Training, keys: Keys) -> None:
+    """Set what differs in DeepSpeed's pipelines: BF16_Optimizer, and reductions that overlap with nothing.
+
+    Source: DeepSpeed, runtime/engine.py, _configure_zero_optimizer; runtime/pipe/engine.py, _exec_reduce_grads.
+    """
+    overlap, whole = training.overlap, training.sharding is None or training.sharding.value == "none"
+    in_stages = training.sharding_in_stages
+    if in_stages is not None and (whole or training.sharding is in_stages):
+        training.sharding = in_stages
+        # runtime/bf16_optimizer.py adds gradients up in fp32, and sums these over replicas, in 5e8 elements at a time
+        in_fp32 = Value("fp32", in_stages.origin)
+        training.gradient_precision, training.reduce_precision = in_fp32, training.reduce_precision or in_fp32
+        keys.listed.append((in_stages.origin, COPIED_GRADIENTS))
+    if overlap is not None and overlap.value:
+        training.overlap = Value(False, f"{overlap.origin}: of no effect in a pipeline")
+
+
+def _experts(training: Training, keys: Keys, tp: Value) -> Iterator[Entry]:
+    """Yield the entries of divided experts; refuse experts that tensor ranks cut too."""
+    if training.ep is None or training.ep.value == 1:
+        return
+    yield Entry.of("plan.ep", training.ep)
+    if tp.value == 1:
+        return
+    etp = training.etp or Value(tp.value, f"{tp.origin}: experts are cut among as many")
+    if etp.value != 1:
+        unsaid = " (expert-tensor-parallel-size, by default as many)" if training.etp is None else ""
+        why = f"experts that tensor ranks cut too cannot be simulated; allowed: 1{unsaid}"
+        keys.refuse_value(etp, why, "plan.etp")
+    yield Entry.of("plan.etp", etp)
+
+
+def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) -> list[Entry] | None:
+    """Return entries of the method and of the data axes that it sets; state is sharded over `cp` ranks too."""
+    sharding = training.sharding or Value("none", "not in the file: no sharding")
+    split = _data_axes(training, keys, dp, sharding)
+    if split is None:
+        return None
+    replicas, shards = split
+    if dp * cp == 1 or sharding.value == "none" or (shards * cp == 1 and sharding.value != "zero1"):
+        why = sharding.origin if sharding.value == "none" else f"{sharding.origin}, but one rank has nothing to share"
+        method = "ddp" if dp * cp > 1 else "pipeline" if pp > 1 else "tensor" if tp > 1 else "single"
+        return [Entry("plan.method", method, why)]
+    method = "hsdp" if sharding.value == "zero3" and replicas > 1 else sharding.value
+    if pp > 1 and not METHODS[method].in_pipelines:
+        keys.refuse_value(sharding, f"method '{method}' cannot run in a pipeline yet", "plan.method")
+        return None
+    entries = [Entry("plan.method", method, sharding.origin)]
+    if replicas > 1 and method != "zero1":
+        for name, size in (("dp_replicate", replicas), ("dp_shard", shards)):
+            value: Value | None = getattr(training, name)
+            entries.append(Entry(f"plan.{name}", size, value.origin if value else "the rest of the ranks"))
+    return entries
+
+
+def _data_axes(training: Training, keys: Keys, dp: int, sharding: Value) -> tuple[int, int] | None:
+    """Return the sizes of dp_replicate and dp_shard; one of them may be all remaining ranks."""
+    replicate, shard = training.dp_replicate, training.dp_shard
+    replicas = replicate.value if replicate else -1
+    shards = shard.value if shard else -1
+    if replicas == -1 and shards == -1:
+        replicas = 1 if sharding.value != "none" else dp
+    for mine, other in ((replicas, shards), (shards, replicas)):
+        if mine == -1 and (other < 1 or dp % other):
+            blamed = shard or replicate
+            if blamed is not None:
+                keys.refuse_value(blamed, f"does not divide the {dp} data-parallel ranks")
+            return None
+    replicas = dp // shards if replicas == -1 else replicas
+    shards = dp // replicas if shards == -1 else shards
+    if replicas * shards != dp:
+        blamed = shard or replicate
+        if blamed is not None:
+            keys.refuse_value(blamed, f"replicas times shards are {replicas * shards}, the data-parallel ranks {dp}")
+        return None
+    return replicas, shards
+
+
+def _batch(training: Training, keys: Keys, dp: int, pp: int, overrides: dict[str, Any]) -> list[Entry]:
+    """Return the entries of the global batch and of the micro-batches; see `Training`.
+
+    global = micro-batch * accumulation * data-parallel ranks; any two of these determine the third.
+    """
+    micro, many, total = training.micro_batch, training.accumulation, training.global_batch
+    if "workload.global_batch_size" in overrides:
+        total = Value(overrides["workload.global_batch_size"], "--set workload.global_batch_size")
+    if "plan.micro_batches" in overrides:
+        many = Value(overrides["plan.micro_batches"], "--set plan.micro_batches")
+        micro = micro if total is None else None
+    open_keys = set()
+    if micro is None and (total is None or many is None):
+        micro = Value(1, "one sample a micro-batch, as the file does not say")
+        open_keys.add("plan.micro_batches")
+    if total is None and many is None:
+        many = Value(1, "no accumulation, as the file does not say")
+        open_keys.add("plan.micro_batches")
+    if total is None and micro is not None and many is not None:
+        origin = f"{micro.origin}; {many.origin}; on {dp} data-parallel ranks"
+        total = Value(micro.value * many.value * dp, origin)
+        open_keys |= {"workload.global_batch_size"} if open_keys else set()
+    elif total is not None:
+        known = micro or many
+        share = known.value * dp if known is not None else dp
+        if not isinstance(total.value, int) or total.value % share:
+            keys.refuse_value(total, f"is no multiple of {share}: {known.origin if known else ''} on {dp} ranks", BATCH)
+            return []
+        rest = Value(total.value // share, f"{total.origin}; {known.origin if known else ''}; {dp} data-parallel ranks")
+        micro, many = micro or rest, many or rest
+    if micro is None or many is None or total is None:
+        raise UserError(f"{keys.file}: says nothing of its batch")  # cannot happen: each format has a default
+    if total.value != micro.value * many.value * dp:
+        reason = (
+            f"{counted(micro.value, 'sample')} times {many.value} micro-batches times {dp} data-parallel ranks are "
+        )
+        keys.refuse_value(total, f"{reason}{micro.value * many.value * dp}", BATCH)
+        return []
+    pieces = _pieces(training, keys, micro, many, pp)
+    return [
+        Entry(BATCH, total.value, total.origin, BATCH in open_keys),
+        Entry("plan.micro_batches", pieces.value, pieces.origin, "plan.micro_batches" in open_keys),
+    ]
+
+
+def _pieces(training: Training, keys: Keys, micro: Value, many: Value, pp: int) -> Value:
+    """Return the number of micro-batches of a rank; a pipeline may divide them further."""
+    piece = training.pipeline_micro_batch
+    if piece is None or pp == 1:
+        return many
+    if many.value > 1:
+        keys.refuse_value(
+            many, "a pipeline that is run several times for one update cannot be simulated; allowed: once"
+        )
+    elif micro.value % piece.value:
+        keys.refuse_value(piece, f"does not divide the {counted(micro.value, 'sample')} of {micro.origin}")
+    return Value(micro.value // piece.value, f"{micro.origin} in parts of {piece.origin}")
