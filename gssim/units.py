@@ -459,9 +459,10 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
 
 
 def _of_one_key(cls: type, faults: Sequence[Any]) -> tuple[list[Any], int]:
-    """Return the first error with those of the same key, whose value may be of several types; and how many others are.
+    """Return the errors of the first key that has any, and the number of errors of other keys.
 
-    If the value is an array, the errors of its entries say more than that it is none of the other types.
+    A key whose value may have one of several types has an error for each type. If its value is an array, the errors of
+    its entries are returned instead: they say more than that the array is none of the other types.
     """
     first = faults[0]
     if first["type"] in ("unexpected_keyword_argument", "missing"):

@@ -95,10 +95,10 @@ def kernels_of(machine: str) -> Kernels | None:
 
 
 def read_kernels(path: Path) -> Kernels:
-    """Return the kernels of a table with the columns op, shape, tflops_peak and efficiency, and of the table beside it.
+    """Return the kernels in a table with the columns op, shape, tflops_peak and efficiency.
 
-    The second table has the columns name, efficient_factor, gbps and latency_us: rate, and time of a call, of a kind of
-    kernel.
+    Kernels that only move memory are in a second file, `..._bandwidth.csv` beside `..._ops.csv`: for each kind, the
+    columns name, efficient_factor, gbps (rate) and latency_us (time of a call).
     """
     products: dict[str, dict[Shape, float]] = {}
     attention: dict[str, dict[Shape, float]] = {}

@@ -178,10 +178,10 @@ def sliced_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
 
 
 def _sliced(lengths: Lengths, units: int, *, parts: tuple[int, int] | None = None) -> Steps:
-    """Return the steps of sliced blocks; `parts`: two numbers of ranks that divide sequences.
+    """Return the steps to trace of blocks that tensor ranks slice; `parts`: two numbers of ranks that divide sequences.
 
-    Traced steps use the first number. The second is traced at one length, for both batch sizes, because what runs on
-    parts depends on their positions alone.
+    Most steps are traced with the first number. With the second, one length suffices (for both batch sizes): the cost
+    of what runs on a part of a sequence depends only on how many positions the part has.
     """
     fewer, more = parts or (None, None)
     several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)

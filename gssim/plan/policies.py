@@ -519,7 +519,7 @@ def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
 
 
 def _refuse_divided_replicas(plan: Plan, policies: Policies, file: str) -> None:
-    """Refuse axes of replicas that synchronize periodically which cannot be combined with that yet."""
+    """Refuse pp, cp and tp inside of replicas that synchronize periodically, where they cannot be combined yet."""
     for axis in ("pp", "cp"):
         if getattr(policies, axis) > 1:
             raise UserError(

@@ -327,7 +327,9 @@ def _bucket_kinds(low: Lowering) -> tuple[Sequence[int], Sequence[Bucket]]:
 
 @once_for_statistics
 def owned_pieces(low: Lowering, place: int) -> OwnedPieces:
-    """Return the pieces of tensors in the ranges of a bucket of every kind of the first owner of each run."""
+    """Return which pieces of which tensors owners hold: for one bucket of each kind of equal buckets, and for one owner
+    of each run of equal owners.
+    """
     kinds, buckets = _bucket_kinds(low)
     names = tuple(name for bucket in buckets for name in bucket.names)
     tensor_sizes = np.array([p.elements for bucket in buckets for _, p in bucket.members], dtype=np.int64)

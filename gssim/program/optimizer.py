@@ -110,7 +110,7 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
 
 
 def _whole_units(low: Lowering) -> list[int]:
-    """Return the bytes of units of experts that a rank holds alone, beside its master copy of them: they stay whole."""
+    """Return the bytes of each unit of experts that no other rank has: with a master copy, it is held in addition."""
     alone = [bucket for bucket in low.buckets if bucket.of_experts and low.owning(bucket).nodes == 1]
     return [bucket.elements * low.value_bytes for bucket in alone] if low.has_master_copy else []
 

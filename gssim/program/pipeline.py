@@ -247,7 +247,8 @@ class _ScheduleWriter:
     def computed_of(self, both: Sequence[Task], kind: str, *, as_chunk: bool) -> _Computed:
         """Return the forward or the backward (`kind`) of a stage's tasks; `as_chunk`: as a template, if possible.
 
-        Of a split backward, `kind` `weight` is the second part, and all of it if the stage's is whole.
+        Where the schedule splits the backward, `backward` is its first part (input gradients) and `weight` its second
+        part (weight gradients). A stage whose backward is not split runs all of it as `weight`.
         """
         forward_count = next(
             place for place, task in enumerate(both) if task.id.op in BACKWARD or task.id.during == "backward"
@@ -325,7 +326,7 @@ class _ScheduleWriter:
             self.add(Task(posted.message.serving("post"), "exposed_communication", duration_s=posting_s))
 
     def route(self, message: Message, *, sends: bool) -> tuple[Route, float]:
-        """Return what the messages between two stages have in common on this side; see `routes`."""
+        """Return what all messages like this one have in common (stream, group, size), and the time to post one."""
         count, size = len(self.replicas[0]), self.size_bytes(message)
         source, target = message.source % count, message.target % count
         exchange = Communication.among(((ranks[source], ranks[target]) for ranks in self.replicas), "send", size)

@@ -182,7 +182,9 @@ def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
 
 @once_a_step
 def _unpacking(low: Lowering, rank: int, kind: int) -> tuple[float, Footprint]:
-    """Return the seconds and the memory of writing the received messages of a bucket of a kind to the replica.
+    """Return the time and the memory to write the messages that a rank receives for a bucket into its replica.
+
+    `kind`: of the bucket; equal buckets have one kind.
 
     torch writes at int64 indices. COO indices are cast to them, on a CPU in chunks; the indices of a bitmap are listed
     first, on a CPU by numpy.

@@ -234,7 +234,7 @@ def _names(_low: Lowering, number: int) -> _Names:
 def _exchange_of_bucket(
     low: Lowering, number: int, place: int, micro_batch: MicroBatch
 ) -> tuple[TaskId, Communication]:
-    """Return the exchange by which the ranks at a place push the bucket with an index, with its identity."""
+    """Return the exchange (and its identity) by which the ranks at a place push a bucket to its owners."""
     bucket = low.buckets[number]
     return push_group_collective(
         low,

@@ -29,8 +29,8 @@ from gssim.workload.layer import NO_COST
 def sample_cost_s(device: DeviceType, workload: Workload, samples: float, *, name: str) -> float:
     """Return the time per sample of forward and backward on `device`: from its profile of the model, else a roofline.
 
-    A profile is read at the largest number of samples that it has; the roofline, of a device without one or of layers
-    that it lacks, is of `samples` at a time. `name`: of the device type, for errors.
+    A profile is read at the largest batch that was measured. The roofline is used for devices without a profile, and
+    for layers that the profile lacks, on batches of `samples`. `name`: of the device type, for errors.
     """
     layers, measured_s = workload.model.layers, 0.0
     for profile in device.profiles:
@@ -225,8 +225,8 @@ def layer_roofline_s(
 
 
 def _uncast_flop(layer: Layer, phase: str, flop: float, *, b: float, s: int) -> float:
-    """Return how many of a phase's `flop` autocast does not cast; those of a recomputation in proportion to all of the
-    forward's.
+    """Return how many of a phase's `flop` run in fp32 under autocast. If the phase is a recomputation, the forward's
+    fraction is taken for it.
     """
     uncast = layer.backward_uncast_flop if phase == "b" else layer.forward_uncast_flop
     if uncast is None:

@@ -233,10 +233,11 @@ def _first_use(layers: Sequence[LayerInstance], roles: Sequence[str], index: int
 
 
 def _held_for_backward(whole: Layer, untrained: Layer, offset: int) -> Layer:
-    """Return a module without parameters or a backward, whose results all blocks save for theirs (angles of rotary
-    embeddings): they are freed in the backward of the first block that has one, `offset` layers after it.
+    """Return a layer that is not trained, but whose results are kept until a later layer's backward.
 
-    `whole`: the module as traced where all layers are trained; it tells which results are saved.
+    Angles of rotary embeddings are such results: every block saves them for its own backward. They are freed in the
+    last backward that needs them, that of the first trained block, `offset` layers later. `whole`: the layer as traced
+    where all layers are trained, which tells what is saved.
     """
     passed, saved = (
         [n for n, each in enumerate(layer.buffers) if each.born.phase == "f" and each.freed.layer_offset > 0]

@@ -352,8 +352,8 @@ LATENT_TESTS = {
 of the shared expert (Megatron-LM, tests/functional_tests/test_cases/moe, model_config.yaml).
 """
 LAYOUTS = {"selective_recompute_experimental": (3, 2, 2, 2, 2, 2, 2, 1)}
-"""Blocks of each stage, of virtual ones too, by a part of the test's name (`pipeline-model-parallel-layout` of its
-model_config.yaml)."""
+"""Number of blocks in each pipeline stage (virtual stages are stages too), by a part of the test's name: the key
+`pipeline-model-parallel-layout` of its model_config.yaml."""
 PREDICT_SEVERAL_TOKENS = ("ep4_etp1_memory_speed", "mtp_resume", "selective_recompute_experimental", "deepseekv3_proxy")
 """Parts of names of tests with `mtp-num-layers` of 1, of which the table has no column (model_config.yaml)."""
 NO_DROPOUT = ("nondeterministic", "pp2_cp2", "ep4_etp1", "deepseek", "reruns", "scoped_cudagraph", "15b_8t_release")
