@@ -245,7 +245,7 @@ def _clean() -> None:
 
 def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
     """Return a scenario that can run for real; raise UserError for one that cannot."""
-    from gsreal.run.launch import check_real
+    from gsreal.run.checks import check_real
     from gssim.scenario import load_scenario
 
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)

@@ -35,8 +35,9 @@ from gsreal.calibrate.communication import all_reduce_kind
 from gsreal.machine import device_name, die_with_parent, usable_cores
 from gsreal.model_files.build import set_trust
 from gsreal.model_files.trace import write_model
+from gsreal.run.checks import check_real
 from gsreal.run.forked import Forked, import_modules, module_run
-from gsreal.run.launch import Guard, check_real, launch
+from gsreal.run.launch import Guard, launch
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import FileStore
 from gssim.execution.files import locked, scratch_folder, write_text

@@ -17,7 +17,8 @@ from gsreal.lab.network import ADDRESS_DEVICE, FOLDER, Network, Node, in_namespa
 from gsreal.lab.throttle import Place, as_variable, cores_of, share_of, throttle_library
 from gsreal.lab.verify import Verified, verify
 from gsreal.machine import device_name, processor_name, usable_cores
-from gsreal.run.launch import Guard, Start, check_real
+from gsreal.run.checks import check_real
+from gsreal.run.launch import Guard, Start
 from gsreal.run.launch import run_ranks as run_anywhere
 from gsreal.run.progress import DEFAULT_TIMEOUT_S
 from gssim.cluster import Cluster

@@ -2,8 +2,6 @@
 
 Ranks find each other by a file in a folder that only this user can read: torchrun's store would listen on every address
 of the machine, and answer anyone. gloo and NCCL listen on the loopback interface, or on the one that is named.
-
-Before the ranks start, `check_real` refuses scenarios that are valid, but cannot run on this machine.
 """
 
 import json
@@ -17,192 +15,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
-from gsreal.compiled import compiler
-from gsreal.data.sources import check_data, check_held_out
-from gsreal.machine import ENVIRONMENT, check_machine, die_with_parent
-from gsreal.methods.stage_modules import check_stages
-from gsreal.methods.tensor_slices import check_slices
-from gsreal.model_files.build import check_factory
+from gsreal.machine import ENVIRONMENT, die_with_parent
 from gsreal.run.forked import Forked, module_run
 from gsreal.run.progress import DEFAULT_TIMEOUT_S, REPORTS, Watch
 from gsreal.run.rank import LAUNCHER, STORE, TIMEOUT
 from gsreal.run.signals import signals_deferred, signals_ignored
 from gssim.errors import RunFailedError, UserError
 from gssim.execution.files import scratch_folder
-from gssim.plan import PREDICTED_ONLY, RUNS_WITH
-from gssim.scenario import Loaded, Scenario, routes_parts
-
-
-def check_real(loaded: Loaded) -> None:
-    """Raise UserError if the scenario cannot run on this machine."""
-    ours, where = loaded.scenario, loaded.file
-    check_factory(ours.workload.model.module, where=where)
-    check_predicted_only(ours, where=where)
-    check_machine(ours.cluster, ours.ranks, where=where)
-    check_data(ours.workload, where=where, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
-    check_stages(ours, where=where)
-    check_slices(ours, where=where)
-    check_evaluation(ours, where=where)
-    check_overlap(ours, where=where)
-    check_fused(ours, where=where)
-    check_offload(ours, where=where)
-    check_gloo_on_gpus(ours, where=where)
-    check_samples(ours, where=where)
-    check_compiled(ours, where=where)
-    check_experts_in_fp64(ours, where=where)
-
-
-def check_experts_in_fp64(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if experts would be multiplied in fp64 by Hugging Face's modules: torch has no such product.
-
-    This project's own modules, and experts that ranks divide, are multiplied one by one there.
-    """
-    model = scenario.workload.model
-    routed = any(layer.experts_per_token for layer in model.expert_layers)
-    if (
-        scenario.workload.precision == "fp64"
-        and scenario.policies.ep == 1
-        and routed
-        and model.module.hugging_face is not None
-    ):
-        raise UserError(
-            f"{where}: workload.precision = 'fp64': torch has no grouped product in fp64, by which Hugging Face's "
-            "experts are multiplied; allowed: another precision, or plan.ep of at least 2"
-        )
-
-
-def check_compiled(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if no compiler for compiled blocks is installed, or they would be compiled in a timed step."""
-    if not scenario.workload.model.compiled:
-        return
-    kinds = {each.kind for each in scenario.cluster.device_types.values()}
-    if "cuda" in kinds and find_spec("triton") is None:
-        raise UserError(f"{where}: workload.model: compiled blocks need triton on a GPU: pip install triton")
-    if "cpu" in kinds and compiler() is None:
-        raise UserError(f"{where}: workload.model: compiled blocks need a C++ compiler on a CPU: apt-get install g++")
-    if scenario.run.warmup_steps == 0:
-        raise UserError(
-            f"{where}: run.warmup_steps = 0: blocks are compiled in the first step, which must not count; allowed: at "
-            "least 1"
-        )
-
-
-def check_predicted_only(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for values that can only be predicted."""
-    tensor_ranks = scenario.policies.tp
-    if scenario.policies.ep > 1 and tensor_ranks > 1 and not routes_parts(scenario.workload.model, scenario.policies):
-        raise UserError(
-            f"{where}: plan.ep = {scenario.policies.ep} beside plan.tp = {tensor_ranks}: can be predicted, but "
-            "not run, with layers that are cut already (workload.model.expert_tensor_ranks); allowed: one of them"
-        )
-    for layer in scenario.workload.model.expert_layers:
-        if layer.expert_capacity_ratio is not None:
-            raise UserError(
-                f"{where}: workload.model: experts of '{layer.name}' have a capacity (expert_capacity_ratio): it can "
-                "be predicted, but not run, which drops no tokens; leave it out"
-            )
-
-    def value_of(key: str) -> object:
-        table, _, name = key.partition(".")
-        return getattr(getattr(scenario, table), name)
-
-    for (key, value), why in PREDICTED_ONLY.items():
-        unless = RUNS_WITH.get((key, value))
-        if value_of(key) == value and (unless is None or value_of(unless) is None):
-            raise UserError(f"{where}: {key} = {value!r}: {why}")
-
-
-def check_evaluation(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if a run asks for an evaluation that is impossible; `where` names the file."""
-    if scenario.run.evaluate_every_steps is None:
-        return
-    if scenario.policies.pp > 1:
-        raise UserError(
-            f"{where}: run.evaluate_every_steps = {scenario.run.evaluate_every_steps}: no rank of a pipeline has the "
-            "whole model, and its schedule only trains; leave it out"
-        )
-    if scenario.plan.loss_parallel:
-        raise UserError(
-            f"{where}: run.evaluate_every_steps = {scenario.run.evaluate_every_steps}: no rank has whole logits "
-            "(plan.loss_parallel); leave one of them out"
-        )
-    check_held_out(scenario.workload, where=where)
-
-
-def check_offload(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if gradients in the hosts' memory must be summed over ranks: NCCL has no collectives for them."""
-    workload, plan = scenario.workload, scenario.plan
-    if plan.offload is None or scenario.cluster.backend != "nccl":
-        return
-    for key in ("clip_norm", "loss_scale"):
-        if getattr(workload, key) is not None:
-            raise UserError(
-                f"{where}: workload.{key} = {getattr(workload, key)!r}: gradients in the hosts' memory (plan.offload = "
-                f"'{plan.offload}') are summed by no NCCL collective: it can be predicted, but not run; leave it out"
-            )
-
-
-def check_gloo_on_gpus(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for collectives of torch's own that gloo does not carry between GPUs: they end in a crash.
-
-    gloo reads messages of a pipeline, and those of functional all-gathers, as if they were in the host's memory.
-    """
-    cluster, plan = scenario.cluster, scenario.plan
-    if cluster.backend != "gloo" or cluster.type_of(0).kind != "cuda":
-        return
-    if scenario.policies.pp > 1:
-        raise UserError(
-            f"{where}: plan.pp = {scenario.policies.pp}: pipelines on GPUs can be predicted, but not run, with "
-            "cluster.backend = 'gloo'; allowed: 1, or backend 'nccl' with a GPU for each rank"
-        )
-    if plan.sequence_parallel and scenario.policies.tp > 1:
-        raise UserError(
-            f"{where}: plan.sequence_parallel = true: on GPUs it can be predicted, but not run, with cluster.backend = "
-            "'gloo'; allowed: false, or backend 'nccl' with a GPU for each rank"
-        )
-
-
-def check_samples(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for ranks without samples if a Hugging Face module is trained: it takes no empty batch."""
-    module = scenario.workload.model.module
-    idle = [rank for rank, samples in enumerate(scenario.batch_sizes) if not samples]
-    if module.hugging_face is not None and idle:
-        raise UserError(
-            f"{where}: plan.shares.batch = {scenario.plan.shares.batch!r}: rank {idle[0]} has no samples: it can be "
-            f"predicted, but modules of Hugging Face ('{module.hugging_face.model_type}') run no empty batch; give "
-            "each rank at least one"
-        )
-
-
-def check_overlap(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if the plan disables overlap, but PyTorch overlaps collectives with compute in any case.
-
-    FSDP2's collectives on gloo do not overlap (they are awaited where they start), and a plan need not say so.
-    """
-    policies = scenario.policies
-    if scenario.plan.overlap or policies.data_ranks == 1:
-        return
-    said = f"{where}: plan.overlap = false"
-    if policies.pp > 1:
-        raise UserError(f"{said}: replicas of a pipeline's stages can be predicted so, but not run; allowed: true")
-    if policies.gradients == "reduce-scatter" and scenario.cluster.backend == "nccl":
-        raise UserError(f"{said}: FSDP2 overlaps on nccl in any case, so it cannot be run; allowed: true")
-
-
-def check_fused(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for a fused SGD on FSDP2's shards: torch 2.13 has no such operation on DTensors."""
-    workload = scenario.workload
-    fused = workload.optimizer.startswith("sgd") and workload.optimizer_implementation == "fused"
-    if fused and scenario.policies.gradients == "reduce-scatter":
-        raise UserError(
-            f"{where}: workload.optimizer_implementation = 'fused': torch has no fused SGD for FSDP2's shards: it can "
-            "be predicted, but not run; allowed: default, for-loop, foreach"
-        )
-
 
 GRACE_S = 10.0
 """Time that the other ranks get to end, and to report, after one has failed."""

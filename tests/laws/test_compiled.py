@@ -61,12 +61,12 @@ def test_a_compiled_model_is_another_scenario():
 
 def test_a_run_needs_a_compiler_and_a_step_before_those_that_count(monkeypatch):
     pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
-    from gsreal.run import launch
+    from gsreal.run import checks
 
     scenario = load(COMPILED)
     with pytest.raises(UserError, match=r"run\.warmup_steps = 0: .*at least 1"):
-        launch.check_compiled(replace(scenario, run=replace(scenario.run, warmup_steps=0)), where="file")
-    monkeypatch.setattr(launch, "compiler", lambda: None)
+        checks.check_compiled(replace(scenario, run=replace(scenario.run, warmup_steps=0)), where="file")
+    monkeypatch.setattr(checks, "compiler", lambda: None)
     with pytest.raises(UserError, match=r"file: workload\.model: .* C\+\+ compiler"):
-        launch.check_compiled(scenario, where="file")
-    launch.check_compiled(load(), where="file")
+        checks.check_compiled(scenario, where="file")
+    checks.check_compiled(load(), where="file")

@@ -10,7 +10,7 @@ from real_runs import SGD, predicted, predicted_keys, quick, run_cases, scenario
 from real_runs import star as real_star
 from strategies import device_type, loaded_of, machine_of, scenario_of, scenarios, star
 
-from gsreal.run.launch import check_predicted_only
+from gsreal.run.checks import check_predicted_only
 from gssim import cost
 from gssim.cluster import DeviceType
 from gssim.errors import UserError

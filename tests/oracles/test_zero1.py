@@ -502,7 +502,7 @@ def test_deepspeeds_zero1_is_refused_where_there_is_none_and_where_it_would_run(
     with pytest.raises(UserError, match=r"zero1_implementation = .deepspeed.: method .ddp. is no ZeRO-1; allowed"):
         scenario_of(star(2), FLAT | {"method": "ddp"})
     pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
-    from gsreal.run.launch import check_real
+    from gsreal.run.checks import check_real
 
     loaded = load_scenario(ROOT / "scenarios" / "demo.toml", [f"plan.{key}={value}" for key, value in FLAT.items()])
     with pytest.raises(UserError, match="'deepspeed': can be predicted, but not run; allowed: 'torch'"):

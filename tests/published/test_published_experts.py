@@ -11,7 +11,7 @@ import gssim
 from analysis.literature.runs import Run
 from analysis.literature.scenarios import emit, scenario_of, servers_of_run, tables_of
 from analysis.literature.tables.many_sources import MIXTURES
-from gsreal.run.launch import check_predicted_only
+from gsreal.run.checks import check_predicted_only
 from gssim.program import Lowering
 from gssim.workload import Polynomial
 

@@ -21,8 +21,8 @@ from gsreal.data.bundled import digits, digits_parts, held_out_part, standard_li
 from gsreal.measure import Timeline
 from gsreal.model_files.build import loss_of
 from gsreal.run.checkpoint import Progress
+from gsreal.run.checks import check_evaluation
 from gsreal.run.feed import Feed, HeldOut
-from gsreal.run.launch import check_evaluation
 from gsreal.run.report import RunRecorder, refuse_divergence
 from gsreal.run.worker import _timed_steps, build
 from gssim.errors import UserError

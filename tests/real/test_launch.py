@@ -28,7 +28,8 @@ from gsreal import cli
 from gsreal.machine import device_name, usable_cores
 from gsreal.model_files.request import Request
 from gsreal.model_files.trace import write_model
-from gsreal.run.launch import check_gloo_on_gpus, reason_of
+from gsreal.run.checks import check_gloo_on_gpus
+from gsreal.run.launch import reason_of
 from gssim.errors import UserError
 from gssim.plan import Plan
 from gssim.result import PHASES, Result, read_result

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from gsreal.gradient_sharding.master import MasterCopy  # noqa: E402
 from gsreal.measure import Timeline  # noqa: E402
 from gsreal.methods.training import FIRST_SCALE, GROWTH_STEPS, LossScaler, loss_of  # noqa: E402
+from gsreal.run.checks import check_real  # noqa: E402
 from gsreal.run.feed import Feed  # noqa: E402
-from gsreal.run.launch import check_real  # noqa: E402
 from gsreal.run.worker import build  # noqa: E402
 from gssim.errors import UserError  # noqa: E402
 from gssim.scenario import load_scenario  # noqa: E402

@@ -8,7 +8,7 @@ from real_runs import SGD, predicted, quick, run_cases, scenario_file, selected,
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
-from gsreal.run.launch import check_real
+from gsreal.run.checks import check_real
 from gssim.errors import UserError
 from gssim.program import lower
 from gssim.scenario import load_scenario

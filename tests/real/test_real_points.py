@@ -87,7 +87,7 @@ Case = dict[str, Any]
 
 def refusal_of(path: Path) -> str | None:
     """Return why gsreal refuses a scenario, before it starts a rank; None where it runs it."""
-    from gsreal.run.launch import check_real
+    from gsreal.run.checks import check_real
 
     try:
         check_real(load_scenario(path, gradients_needed=False))
