@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gsreal.calibrate.bench import Bench, batch_of, middle_batch_size, step_marks, trained, update
 from gsreal.gradient_sharding.point_to_point import all_gather_v, all_to_all_v, reduce_scatter_v
+from gsreal.lab.throttle import own_place
 from gsreal.model_files.build import DTYPES
 from gsreal.run.rank import gather_json
 from gssim.plan import ranges
@@ -130,7 +131,78 @@ def communication_cost(bench: Bench) -> dict[str, Any]:
     costs = costs_of(lines, bench.ranks)
     if on_gpu and bench.ranks > 2:
         costs |= overheads_of(_lines(bench, dist.new_group([0, 1]), SMALL_BYTES), lines, bench.ranks)
+    elif own_place() is None:
+        costs |= following_of(_following_times(bench, group), lines)
     return costs | _posting_cost(bench)
+
+
+FOLLOWING, QUEUED = 8, 16
+"""Numbers of collectives that follow a first one: each after the last, and in a queue."""
+
+
+@dataclass(frozen=True)
+class FollowingTimes:
+    """Times of one collective after compute, and of sequences of small ones whose first follows compute."""
+
+    one_s: float
+    in_turn_s: float
+    """`FOLLOWING` more, each called when the one before has ended."""
+    queued_s: float | None
+    """`QUEUED` more, all posted at once; None for kinds that the caller's thread carries out."""
+
+
+def following_of(times: Mapping[str, FollowingTimes], lines: Mapping[str, Line]) -> dict[str, dict[str, float]]:
+    """Return, by kind, what a collective saves that starts when another ends, and what one adds to a queue."""
+    savings_s, queued_s = {}, {}
+    for kind, each in times.items():
+        following_s = (each.in_turn_s - each.one_s) / FOLLOWING
+        savings_s[kind] = max(0.0, each.one_s - following_s)
+        if each.queued_s is not None:
+            added_s = (each.queued_s - each.one_s) / QUEUED - lines[kind].byte_s * SMALL_BYTES[0]
+            queued_s[kind] = min(max(0.0, added_s), max(0.0, following_s))
+    return {"following_saving_s": savings_s, "queued_s": queued_s}
+
+
+def _following_times(bench: Bench, group: dist.ProcessGroup) -> dict[str, FollowingTimes]:
+    """Return the times of small collectives that follow one another, by kind, between all ranks.
+
+    Messages and all-to-alls are left out: they start pair by pair.
+    """
+    found = {}
+    calls, posts = _calls(bench, group), _posts(bench)
+    for kind in (*posts, "all-gather-v", "reduce-scatter-v"):
+        call, post = calls[kind](SMALL_BYTES[0]), posts.get(kind)
+        found[kind] = FollowingTimes(
+            _synchronised_s(bench, call),
+            _synchronised_s(bench, partial(_call_in_turn, call, 1 + FOLLOWING)),
+            _synchronised_s(bench, partial(_call_in_queue, post, 1 + QUEUED)) if post else None,
+        )
+    return found
+
+
+def _call_in_turn(call: Callable[[], object], count: int) -> None:
+    """Call this often, each time when the call before has ended."""
+    for _ in range(count):
+        call()
+
+
+def _call_in_queue(post: Callable[[], Any], count: int) -> None:
+    """Post this many collectives, then wait for all of them."""
+    for work in [post() for _ in range(count)]:
+        work.wait()
+
+
+def _posts(bench: Bench) -> dict[str, Callable[[], Any]]:
+    """Return functions that post a small collective of all ranks and return its work, by kind."""
+    whole = torch.zeros(SMALL_BYTES[0] // 4 // bench.ranks * bench.ranks)
+    part = torch.zeros(whole.numel() // bench.ranks)
+    return {
+        "broadcast": lambda: dist.broadcast(whole, 0, async_op=True),
+        "all-reduce": lambda: dist.all_reduce(whole, async_op=True),
+        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole, async_op=True),
+        "all-gather": lambda: dist.all_gather_into_tensor(whole, part, async_op=True),
+        "all-to-all-v": _exchange(bench, SMALL_BYTES[0], wait=False),
+    }
 
 
 def _lines(bench: Bench, group: dist.ProcessGroup, sizes: Sequence[int]) -> dict[str, Line]:

@@ -210,6 +210,13 @@ class BackendCost:
     overhead_rank_s: dict[str, Seconds] = field(default_factory=dict)
     """Added to `overhead_s` for each rank of the group beyond two: over gloo, messages of GPUs are copied through the
     host's memory one by one."""
+    following_saving_s: dict[str, Seconds] = field(default_factory=dict)
+    """By kind: how much shorter a collective is that starts as soon as another on its stream has ended, over gloo. Its
+    code and buffers are still in the caches; before other collectives, compute has displaced them. Absent: no shorter.
+    """
+    queued_s: dict[str, Seconds] = field(default_factory=dict)
+    """By kind: the part of the fixed time of such a collective in which it occupies its ranks' processors, so that
+    others which run at once wait for it: what it adds to a queue of asynchronous collectives."""
     message_s: Seconds = 0.0
     """Fixed time of a message, or of a receiver's notice, in addition to the latency of its path: waking up threads. If
     a link's latency was measured from rank to rank, it includes this time."""
@@ -242,8 +249,8 @@ class BackendCost:
     """Source of the numbers."""
 
     _serialized = omits_defaults(
-        *("overhead_rank_s", "message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s"),
-        *("unpacking_s", "unpacking_byte_s"),
+        *("overhead_rank_s", "following_saving_s", "queued_s", "message_s", "posting_message_s"),
+        *("posting_limit_bytes", "processor_byte_s", "unpacking_s", "unpacking_byte_s"),
     )
 
 

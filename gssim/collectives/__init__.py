@@ -6,6 +6,7 @@ from gssim.collectives.backend import (
     BACKEND_ALGORITHMS,
     algorithm_of,
     at_once,
+    following_s,
     has_notices,
     measured_s,
     message_s,

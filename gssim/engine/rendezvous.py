@@ -38,6 +38,8 @@ class Rendezvous:
         self.arrived_s: dict[int, float] = {}
         self.first_byte_s = math.inf
         """Time at which the first byte is sent: then the notices of the first receives have arrived."""
+        self.follows = True
+        """Whether all members that have arrived did so as soon as their stream's last collective had ended."""
         self.done = machine.env.event()
 
     def post(self, rank_class: int) -> None:
@@ -67,7 +69,7 @@ class Rendezvous:
         return self.machine.env.now - max(self.arrived_s[each] for each in receivers) if receivers else 0.0
 
     def _run(self) -> Generator[Any, Any, None]:
-        yield from carry_out(self.machine, self.instance, lead_s=self._lead_s())
+        yield from carry_out(self.machine, self.instance, lead_s=self._lead_s(), follows=self.follows)
         self.done.succeed()
 
 
@@ -152,6 +154,8 @@ class RunningCollectives:
         """Rendezvous by step, collective and number of the instance."""
         self._messages: dict[tuple[int, int], Rendezvous] = {}
         """The latest message between two classes, by sender and receiver."""
+        self._ended_s: dict[tuple[int, str], float] = {}
+        """End of the latest collective of each class's streams."""
 
     @cached_property
     def _instance_of(self) -> dict[tuple[int, TaskId], tuple[int, CollectiveInstance]]:
@@ -172,11 +176,14 @@ class RunningCollectives:
         if rendezvous is None:
             kind = PairwiseRendezvous if instance.pairs else Rendezvous
             rendezvous = self._begun[step, collective, number] = kind(self.machine, instance)
+        rendezvous.follows &= self._ended_s.get((index, stream)) == self.machine.env.now
         self.machine.waiting[index, stream] = (task, rendezvous.missing)
         if instance.is_message and instance.schedule.notices:
             yield from self._queue_notice(index, rendezvous)
         yield rendezvous.arrive(index)
         del self.machine.waiting[index, stream]
+        if instance.schedule.notices and instance.schedule.stages:
+            self._ended_s[index, stream] = self.machine.env.now
 
     def _queue_notice(self, index: int, rendezvous: Rendezvous) -> Generator[Any, Any, None]:
         """Delay a receive's notice behind the bytes of an earlier message to the same peer, if these are still in
@@ -195,17 +202,32 @@ class RunningCollectives:
             yield before.done
 
 
-def carry_out(machine: MachineState, instance: CollectiveInstance, *, lead_s: float = 0.0) -> Generator[Any, Any, None]:
-    """Take the simulated time of a collective; `lead_s`: time since its first receives were posted."""
+def carry_out(
+    machine: MachineState, instance: CollectiveInstance, *, lead_s: float = 0.0, follows: bool = False
+) -> Generator[Any, Any, None]:
+    """Take the simulated time of a collective.
+
+    `lead_s`: time since its first receives were posted; `follows`: it starts as soon as another of its stream has ended
+    (see [Note: following] in `collectives.backend`).
+    """
     scheduled, env = instance.schedule, machine.env
     machine.set_communicating(instance, +1)
-    if scheduled.fixed_s:
-        yield env.timeout(scheduled.fixed_s)
+    saved_s = occupied_s = 0.0
+    if follows:  # the processor's part comes with the bytes, so that other collectives wait for it
+        saved_s, occupied_s = scheduled.following_saving_s + scheduled.queued_s, scheduled.queued_s
+    fixed_s = max(0.0, scheduled.fixed_s - saved_s)
+    saved_s = max(0.0, saved_s - scheduled.fixed_s)
+    if fixed_s:
+        yield env.timeout(fixed_s)
     for stage in scheduled.stages:
         if scheduled.measured:
             machine.network.count(stage)
             continue
-        yield from machine.network.carry(stage, scheduled.pace(stage, lead_s=lead_s))
+        pace = scheduled.pace(stage, lead_s=lead_s)
+        if saved_s or occupied_s:
+            wait_s, pace = machine.network.wait_s(stage, pace), replace(pace, saved_s=saved_s, occupied_s=occupied_s)
+            saved_s, occupied_s = max(0.0, saved_s - wait_s), 0.0
+        yield from machine.network.carry(stage, pace)
         lead_s = 0.0
         reduction_s = collectives.reduction_s(machine.cluster, stage.reduced_bytes)
         if reduction_s:

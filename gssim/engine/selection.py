@@ -56,6 +56,14 @@ class CollectiveSchedule:
     """Whether a message waits for the notice of the receiver's receive."""
     group_bytes: int = 0
     """Bytes that a shaped link passes as one segment; 0 for links that are not shaped."""
+    following_saving_s: float = 0.0
+    """How much shorter it is if it starts as soon as another collective of its stream has ended."""
+    queued_s: float = 0.0
+    """For how long it then occupies its ranks' processors, whatever its bytes."""
+
+    def least_fixed_s(self) -> float:
+        """Return the least time before the first byte, other than of latencies: that after another collective."""
+        return max(0.0, self.fixed_s - self.following_saving_s - self.queued_s)
 
     def pace(self, stage: Stage, *, latency: bool = True, lead_s: float = 0.0) -> Pace:
         """Return what the backend adds to the time of a stage on its links."""
@@ -347,6 +355,7 @@ class Scheduler:
         """Return an algorithm with the backend's costs; raises ValueError where the group's shape does not fit it."""
         kind, half_precision = communication.carried_kind, communication.half_precision
         stages = ALGORITHMS[name, kind](members, communication)
+        saving_s, queued_s = collectives.following_s(self.cluster, kind, half_precision)
         return CollectiveSchedule(
             name,
             tuple(self._with_queueing(stage) for stage in stages),
@@ -355,6 +364,8 @@ class Scheduler:
             message_s=collectives.message_s(self.cluster),
             notices=collectives.has_notices(self.cluster.backend),
             group_bytes=self._group_bytes,
+            following_saving_s=saving_s,
+            queued_s=queued_s,
         )
 
     def _with_queueing(self, stage: Stage) -> Stage:

@@ -97,6 +97,10 @@ class Pace:
     """Time since the first receives were posted."""
     group_bytes: int = 0
     """Size of segment groups on shaped links (see [Note: head start] in `cluster`); 0 for wires."""
+    saved_s: float = 0.0
+    """Time by which the wait before the bytes is shorter."""
+    occupied_s: float = 0.0
+    """Processor time of the ends in addition to that for the bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,6 +290,12 @@ class Network:
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
 
+    def wait_s(self, stage: Stage, pace: Pace) -> float:
+        """Return how long the bytes of a stage wait at most for latencies and notices."""
+        stage_bytes = stage.size_bytes * stage.stretch_ratio * pace.factor
+        groups = self.folded.of(stage).groups
+        return max((self._wait_s(stage, group, group.unit_bytes * stage_bytes, pace) for group in groups), default=0.0)
+
     def latency_s(self, stage: Stage) -> float:
         """Return the longest latency of a stage's paths."""
         return max((group.latency_s for group in self.folded.of(stage).groups), default=0.0)
@@ -425,13 +435,14 @@ class Network:
                 ahead_s = head_start_s(float(self.capacity[link]), pace.group_bytes)
                 ahead_s = min(ahead_s, transfer_s / max(1.0, stage.steps))
         notice_s = latency_s if pace.notices else 0.0
-        return stage.wait_s(
+        wait_s = stage.wait_s(
             latency_s,
             notice_s=notice_s,
             lead_s=pace.lead_s,
             transfer_s=max(pace.processor_s, transfer_s),
             head_start_s=ahead_s,
         )
+        return max(0.0, wait_s - pace.saved_s) if pace.saved_s else wait_s
 
     def _longest(self, group: Sessions, sizes: Floats, *, coupled: bool) -> tuple[float, int]:
         """Return the time of the longest session on idle links, and the link that limits it.
@@ -463,7 +474,7 @@ class Network:
             # the connection of two ranks sends whole messages one after another
             if not stage.coupled and before is not None and not before.processed:
                 yield before
-        handled = self._handled(group, pace.processor_s)
+        handled = self._handled(group, pace.processor_s + pace.occupied_s)
         if len(group.link):
             if pace.group_bytes:
                 sizes = self._let_through(group, sizes, pace.group_bytes, coupled=stage.coupled)

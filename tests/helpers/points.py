@@ -880,6 +880,7 @@ def _keys_of_other_programs(cluster: Table, plan: Table) -> None:
         plan["publish"] = {"overlap": plan.get("overlap", True)}
     if "backend_cost" in cluster:
         cluster["backend_cost"] |= {"unpacking_s": 1e-4, "unpacking_byte_s": 1e-9}
+        cluster["backend_cost"] |= {"following_saving_s": {"default": 3e-5}, "queued_s": {"default": 5e-6}}
 
 
 def _precisions(cluster: Table) -> list[str]:

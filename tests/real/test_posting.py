@@ -272,6 +272,24 @@ def test_what_was_measured_is_what_is_predicted_of_the_same_collectives(ranks):
             assert predicted_s == pytest.approx(line.fixed_s + line.byte_s * size, rel=1e-6), kind
 
 
+@pytest.mark.parametrize(
+    ("in_turn_s", "queued_s", "saving_s", "occupied_s"),
+    [
+        (5e-4 + 8 * 1e-4, 5e-4 + 16 * 4e-5, 4e-4, 4e-5 - 4.096e-6),
+        (5e-4 + 8 * 1e-4, None, 4e-4, None),
+        (5e-4 + 8 * 1e-4, 5e-4 + 16 * 2e-4, 4e-4, 1e-4),  # occupied for longer than it takes: noise
+        (5e-4 + 8 * 6e-4, 4e-4, 0.0, 0.0),  # longer than after compute, or nothing in a queue: noise
+    ],
+)
+def test_sequences_and_queues_of_collectives_say_what_one_saves_that_follows(in_turn_s, queued_s, saving_s, occupied_s):
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    from gsreal.calibrate.communication import FollowingTimes, Line, following_of
+
+    found = following_of({"broadcast": FollowingTimes(5e-4, in_turn_s, queued_s)}, {"broadcast": Line(5e-4, 1e-9)})
+    assert found["following_saving_s"]["broadcast"] == pytest.approx(saving_s)
+    assert found["queued_s"].get("broadcast") == (None if occupied_s is None else pytest.approx(occupied_s))
+
+
 @pytest.mark.real
 @pytest.mark.slow
 def test_a_calibration_of_messages_says_all_that_a_cluster_file_needs(tmp_path):
@@ -292,6 +310,8 @@ def test_a_calibration_of_messages_says_all_that_a_cluster_file_needs(tmp_path):
     assert set(cost.processor_byte_s) == {*shapes(2), "default"}
     assert set(cost.overhead_s) == set(shapes(2))
     assert min(cost.processor_byte_s.values()) > 0 < latency_s
+    assert set(cost.following_saving_s) == set(shapes(2)) - {"send", "all-to-all", "all-reduce bf16", "all-reduce fp16"}
+    assert set(cost.queued_s) == {"broadcast", "all-reduce", "reduce-scatter", "all-gather", "all-to-all-v"}
     assert cost.posting_s > 0 < cost.posting_byte_s
     assert POSTED_BYTES[-1] <= (cost.posting_limit_bytes or 0.0) <= OVERFLOWING_BYTES
     assert all(

@@ -65,7 +65,7 @@ class CollectiveBounds:
     def received_s(self, scheduled: CollectiveSchedule, messages: Sequence[Stage]) -> float:
         """Return the least time of messages that begin pair by pair, at once; see [Note: received]."""
         busy_s = sum((self._stage_s(stage) for stage in messages), np.zeros(self.links))
-        return scheduled.fixed_s + scheduled.factor * float(busy_s.max(initial=0.0)) if busy_s.any() else 0.0
+        return scheduled.least_fixed_s() + scheduled.factor * float(busy_s.max(initial=0.0)) if busy_s.any() else 0.0
 
     def links_s(self, communications: Iterable[tuple[Communication, int]]) -> Floats:
         """Return the busy time of each link for all groups of some collectives, each with its number of repetitions."""
@@ -94,7 +94,7 @@ class CollectiveBounds:
         busy_s = np.zeros(self.links)
         if scheduled.measured:
             return CollectiveBound(scheduled.fixed_s, busy_s)
-        alone_s = scheduled.fixed_s
+        alone_s = scheduled.least_fixed_s()
         for stage in scheduled.stages:
             stage_s = self._stage_s(stage) * scheduled.factor
             busy_s += stage_s
