@@ -14,7 +14,7 @@ import numpy as np
 import simpy
 
 from gssim.cluster import Cluster, Conditions, applied, contention_groups
-from gssim.collectives import Communication, Exchange, Hops, Stage
+from gssim.collectives import Communication, Hops, Stage
 from gssim.collectives.algorithms import SINGLE_FLOWS
 from gssim.engine.selection import CollectiveSchedule, Scheduler
 from gssim.engine.symmetry import Classes, Groups, RankClass, classes_of, repeated_groups
@@ -248,7 +248,6 @@ class _ScheduleCache:
     def __init__(self, scheduler: Scheduler, choice: Choice) -> None:
         self.scheduler, self.choice = scheduler, choice
         self._chosen: dict[Any, CollectiveSchedule] = {}
-        self._spread: dict[tuple[int, Groups], tuple[Hops, Hops]] = {}
 
     def of(self, communication: Communication, groups_in_all: int) -> CollectiveSchedule:
         """Return the schedule of a collective for all of its (equal) groups; equal collectives share it.
@@ -269,19 +268,9 @@ class _ScheduleCache:
             for stage in chosen.stages
         ]
         groups = communication.groups
-        return replace(chosen, stages=tuple(self._in_every(s, groups) if communication.beside else s for s in stages))
-
-    def _in_every(self, stage: Stage, groups: Groups) -> Stage:
-        key = (id(stage.hops), groups)
-        if key not in self._spread:
-            hops = stage.hops
-            every = (
-                hops.in_groups(tuple(map(self.scheduler.members, groups)))
-                if isinstance(hops, Exchange)
-                else hops.in_every(np.array(groups))
-            )
-            self._spread[key] = (hops, every)
-        return replace(stage, hops=self._spread[key][1])
+        if communication.beside:
+            stages = [replace(stage, hops=self.scheduler.in_every(stage.hops, groups)) for stage in stages]
+        return replace(chosen, stages=tuple(stages))
 
 
 def _instances(

@@ -14,7 +14,7 @@ import numpy as np
 from gssim import collectives
 from gssim.cluster import GENERATIONS, Cluster, Kind, NcclTuning, memory_node
 from gssim.cluster.lab_links import shaped_group_bytes
-from gssim.collectives import BACKEND_ALGORITHMS, COPIES, TO_HOST, Communication, Hops, Stage, summed
+from gssim.collectives import BACKEND_ALGORITHMS, COPIES, TO_HOST, Communication, Exchange, Hops, Stage, summed
 from gssim.collectives.algorithms import ALGORITHMS, Members, ring_hops
 from gssim.collectives.backend import processor_s
 from gssim.collectives.nccl import Group, ring_packing, times
@@ -311,6 +311,17 @@ class Scheduler:
         if communication.pair_bytes:  # data-dependent sizes never repeat, so caching is useless
             return self._candidates(communication)
         return self._cache.once("candidates", communication, lambda: self._candidates(communication))
+
+    def in_every(self, hops: Hops, groups: Sequence[Sequence[int]]) -> Hops:
+        """Return the hops of a collective as every one of several groups carries it out."""
+        key = (Same(hops), tuple(groups))
+
+        def new_hops() -> Hops:
+            if isinstance(hops, Exchange):
+                return hops.in_groups(tuple(map(self.members, groups)))
+            return hops.in_every(np.array(groups))
+
+        return self._cache.once("hops in every group", key, new_hops)
 
     def _candidates(self, communication: Communication) -> tuple[CollectiveSchedule, ...]:
         if communication.kind in COPIES:

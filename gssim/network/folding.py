@@ -194,12 +194,18 @@ def _mixed(values: Ints) -> Marks:
     return np.asarray(x ^ (x >> np.uint64(31)), dtype=np.uint64)
 
 
-def _summed(marks: Marks, owner: Ints, owners: int) -> Marks:
-    """Return the sum of the marks of each owner, modulo 2^64."""
-    order = np.argsort(owner, kind="stable")
-    total = np.r_[np.zeros(1, np.uint64), np.cumsum(marks[order], dtype=np.uint64)]
-    ends = np.cumsum(np.bincount(owner, minlength=owners))
-    return np.asarray(total[ends] - total[np.r_[0, ends[:-1]]], dtype=np.uint64)
+class _Owners:
+    """Owners of marks, whose sums of marks are asked for again and again."""
+
+    def __init__(self, owner: Ints, owners: int) -> None:
+        self._order = np.argsort(owner, kind="stable")
+        self._ends = np.cumsum(np.bincount(owner, minlength=owners))
+
+    def summed(self, marks: Marks) -> Marks:
+        """Return the sum of the marks of each owner, modulo 2^64."""
+        total = np.zeros(len(marks) + 1, np.uint64)
+        np.cumsum(marks[self._order], out=total[1:])
+        return np.diff(total[self._ends], prepend=total[:1])
 
 
 def _recoloured(colour: Ints, marks: Marks) -> Ints:
@@ -221,12 +227,13 @@ def _refined(patterns: Sequence[_Pattern], capacity: Floats) -> Ints:
     share = codes(np.concatenate([p.load for p in patterns]))
     sessions = _first_colours(patterns)
     links = codes(capacity)
+    of_links, of_sessions = _Owners(link, len(links)), _Owners(session, len(sessions))
     while True:
         counts = int(sessions.max()), int(links.max())
         marks = _mixed(sessions[session] * (int(share.max()) + 1) + share)
-        links = _recoloured(links, _summed(marks, link, len(capacity)))
+        links = _recoloured(links, of_links.summed(marks))
         marks = _mixed(links[link] * (int(share.max()) + 1) + share)
-        sessions = _recoloured(sessions, _summed(marks, session, len(sessions)))
+        sessions = _recoloured(sessions, of_sessions.summed(marks))
         if (int(sessions.max()), int(links.max())) == counts:
             break
     for pattern, start in zip(patterns, starts, strict=False):

@@ -10,6 +10,7 @@ from math import floor
 from typing import Any, Literal, NamedTuple
 
 from gssim import cost
+from gssim.cluster import DeviceType
 from gssim.execution.cache import Same
 from gssim.memory import (
     CPU_RANDOM_STATE_BYTES,
@@ -455,13 +456,13 @@ def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, sampl
     return _Timing(both_s - layer_s + device_s, host_s)
 
 
-def beside_host(low: Lowering, rank: int, *, device_s: float, host_s: float) -> dict[str, Any]:
+def beside_host(low: Lowering, device: DeviceType, *, device_s: float, host_s: float) -> dict[str, Any]:
     """Return the duration of work that takes `device_s` on a device and `host_s` on its host, as fields of a task.
 
     The host of a GPU issues it ahead, if the profile has separate host times. Otherwise the two run one after the
     other.
     """
-    if has_host_times(low.device(rank), low.scenario.workload):
+    if has_host_times(device, low.scenario.workload):
         return {"duration_s": device_s, "issue": Issue(host_s, goes_on=True)}
     return {"duration_s": host_s + device_s}
 

@@ -54,6 +54,7 @@ class FlatUnit:
         return not self.layers[0].layer.block
 
 
+@once_a_run
 def flat_units(low: Lowering) -> tuple[FlatUnit, ...]:
     """Return the units in the order in which gradients are complete: each block from the last on, then the root."""
     flat = []
@@ -81,7 +82,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
     lowest = last if last is not trained[0] else None
     parts = BackwardParts(low, tasks)
     for unit in flat_units(low):
-        collect = _end_of_backward(low, rank, unit, leaves=micro_batch.sends_gradients)
+        collect = _end_of_backward(low, low.device_type(rank), unit, leaves=micro_batch.sends_gradients)
         new = [collect]
         of_experts = unit.bucket.of_experts
         if lowest is not None and unit.is_root and not of_experts:  # its last gradient comes before those of the blocks
@@ -100,7 +101,8 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
     return [*insert_beside(tasks, before={}, behind=after_task), *end, *draining]
 
 
-def _end_of_backward(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) -> Task:
+@once_a_run
+def _end_of_backward(low: Lowering, device_type: str, unit: FlatUnit, *, leaves: bool) -> Task:
     """Return the end of a unit's backward: parameters are freed; gradients to be sent are copied into a bucket."""
     gathered = unit.size_bytes if low.owning(unit.bucket).nodes > 1 else 0.0
     events = [Event(0, -gathered, "gathered_parameters")]
@@ -108,10 +110,11 @@ def _end_of_backward(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) 
         return Task(TaskId("free", layer=unit.name, during="backward"), "backward", need=footprint(events))
     tensors = tuple(float(parameter.elements * low.value_bytes) for _, parameter in unit.bucket.members)
     events += [Event(1, unit.size_bytes, "buckets"), Event(2, -unit.size_bytes, "gradients", tensors)]
-    copy_s = cost.copy_time_s(low.device(rank), unit.size_bytes)
+    device = low.scenario.cluster.device_types[device_type]
+    copy_s = cost.copy_time_s(device, unit.size_bytes)
     collect = TaskId("collect", bucket=unit.bucket.index)
-    host_s = cost.unit_host_s(low.device(rank).flat_unit, phase="b", tensors=len(unit.bucket.members))
-    return Task(collect, "backward", need=footprint(events), **beside_host(low, rank, device_s=copy_s, host_s=host_s))
+    host_s = cost.unit_host_s(device.flat_unit, phase="b", tensors=len(unit.bucket.members))
+    return Task(collect, "backward", need=footprint(events), **beside_host(low, device, device_s=copy_s, host_s=host_s))
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
@@ -156,7 +159,9 @@ def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, beg
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
     for number, (unit, use) in enumerate(uses):
-        gather = _gather(low, rank, unit, phase)
+        owners = low.owning(unit.bucket)
+        owned = owners.pushed_elements(unit.bucket, rank)
+        gather = _gather(low, low.device_type(rank), unit, phase, owners.place(rank), owned)
         if not low.overlaps:
             before[use] += gather
             continue
@@ -165,17 +170,19 @@ def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, beg
     return before
 
 
-def _gather(low: Lowering, rank: int, unit: FlatUnit, phase: str) -> list[Task]:
-    """Return the gather of a unit: the rank casts its shard into a new flat buffer; all shards are all-gathered."""
-    own, owners = gather_id(unit.name, phase), low.owning(unit.bucket)
-    communication, exchange = _all_gather(owners, unit, phase, owners.place(rank))
-    owned = owners.pushed_elements(unit.bucket, rank)
+@once_a_run
+def _gather(low: Lowering, device_type: str, unit: FlatUnit, phase: str, place: int, owned: int) -> list[Task]:
+    """Return the gather of a unit by a rank at a place, which owns some of its elements: the rank casts its shard into
+    a new flat buffer; all shards are all-gathered.
+    """
+    own, device = gather_id(unit.name, phase), low.scenario.cluster.device_types[device_type]
+    communication, exchange = _all_gather(low.owning(unit.bucket), unit, phase, place)
     moved_bytes = owned * (low.master_bytes + low.value_bytes) / 2  # one read, the other written
-    copy_s = cost.copy_time_s(low.device(rank), moved_bytes)
+    copy_s = cost.copy_time_s(device, moved_bytes)
     need = footprint([Event(0, unit.size_bytes, "gathered_parameters")])
-    host_s = cost.unit_host_s(low.device(rank).flat_unit, phase="f", tensors=len(unit.bucket.members))
+    host_s = cost.unit_host_s(device.flat_unit, phase="f", tensors=len(unit.bucket.members))
     host_s = host_s if phase == "forward" else 0.0  # the backward's profile already includes its own gather
-    issue = Task(own.serving("issue"), phase, need=need, **beside_host(low, rank, device_s=copy_s, host_s=host_s))
+    issue = Task(own.serving("issue"), phase, need=need, **beside_host(low, device, device_s=copy_s, host_s=host_s))
     if not low.overlaps:
         return [issue, collective_task(own, exchange, communication=communication)]
     return [

@@ -67,13 +67,20 @@ def once_a_step(function: Callable[Concatenate["Lowering", P], T]) -> Callable[C
 
 
 def once_a_run(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
-    """Cache a function of the lowering over all steps: its result depends neither on the step nor on statistics."""
+    """Cache a function of the lowering over all steps: its result depends neither on the step nor on statistics, nor on
+    how large the threshold of a push is.
+    """
     return _once(function, attrgetter("run_cache"))
 
 
 def once_for_statistics(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
-    """Cache a function of the lowering over all steps under the same gradient statistics."""
+    """Cache a function of the lowering over all steps, and all thresholds, under the same gradient statistics."""
     return _once(function, lambda low: low.run_cache.setdefault(Same(low.statistics), {}))
+
+
+def once_for_densities(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
+    """Cache a function of the lowering over all steps under the same gradient statistics and the same threshold."""
+    return _once(function, attrgetter("densities_cache"))
 
 
 class ComputeKind(NamedTuple):
@@ -124,6 +131,8 @@ class Lowering:
 
     step_cache: dict[Hashable, Any] = field(default_factory=dict)
     """Values of functions that differ from step to step, by function and arguments."""
+    densities_cache: dict[Hashable, Any] = field(default_factory=dict)
+    """Values of functions that differ with the statistics or the threshold of a push, by function and arguments."""
     run_cache: dict[Hashable, Any] = field(default_factory=dict)
     """Values of functions that are equal in all steps, by function and arguments; and by statistics, such caches."""
 
@@ -138,17 +147,26 @@ class Lowering:
             object.__setattr__(other, name, value)
         return other
 
-    def with_statistics(self, statistics: GradientStatistics | None) -> "Lowering":
-        """Return the lowering with other gradient statistics; what is independent of them stays cached."""
+    def under(self, scenario: Scenario, statistics: GradientStatistics | None) -> "Lowering":
+        """Return the lowering under other gradient statistics and another threshold of pushes, of a scenario that
+        agrees in all else that lowering reads; what is independent of them stays cached.
+        """
         other = copy(self)
-        for name, value in (("statistics", statistics), ("step_cache", {})):
+        other.__dict__.pop("push", None)
+        settings: dict[str, Any] = {
+            "scenario": scenario,
+            "statistics": statistics,
+            "step_cache": {},
+            "densities_cache": {},
+        }
+        for name, value in settings.items():
             object.__setattr__(other, name, value)
         return other
 
     @once_a_step
     def of_stage(self, stage: Stage) -> "Lowering":
         """Return the lowering of one of the stages that are held."""
-        return replace(self, stages=(stage,), step_cache={}, run_cache={}, computed={})
+        return replace(self, stages=(stage,), step_cache={}, densities_cache={}, run_cache={}, computed={})
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
@@ -407,11 +425,15 @@ class Lowering:
     @once_a_step
     def expert_owners(self) -> "Lowering":
         """The lowering of the owners of divided experts; see `owning`."""
-        return self._expert_owners().with_statistics(self.statistics).at_step(self.step)
+        return self._expert_owners().at_step(self.step)
+
+    @once_for_densities
+    def _expert_owners(self) -> "Lowering":
+        return self._any_expert_owners().under(self.scenario, self.statistics)
 
     @once_a_run
-    def _expert_owners(self) -> "Lowering":
-        return replace(self, of_experts=True, step_cache={}, run_cache={}, computed={})
+    def _any_expert_owners(self) -> "Lowering":
+        return replace(self, of_experts=True, step_cache={}, densities_cache={}, run_cache={}, computed={})
 
     @cached_property
     def nodes(self) -> int:
@@ -1006,6 +1028,10 @@ class Lowering:
         """Return how many of a tensor's `rows` (its first dimension) each rank holds."""
         chunk = math.ceil(rows / shards)
         return np.clip(rows - positions * chunk, 0, chunk)
+
+    def device_type(self, rank: int) -> str:
+        """Return the name of the device type of a rank."""
+        return self.scenario.cluster.devices[rank].type
 
     def device(self, rank: int) -> DeviceType:
         """Return the device type of a rank."""

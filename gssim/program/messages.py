@@ -18,7 +18,7 @@ from gssim import sparsity
 from gssim.collectives import Pairs, summed, sums_of_others
 from gssim.execution.cache import Same
 from gssim.plan import Division, absolute_threshold, encodings
-from gssim.program.lowering import Lowering, once_a_run, once_a_step, once_for_statistics
+from gssim.program.lowering import Lowering, once_a_run, once_a_step, once_for_densities, once_for_statistics
 from gssim.program.task import Bucket, MicroBatch
 from gssim.sparsity import movements, staleness_steps
 from gssim.units import PRECISION_BYTES, Bools, Floats, Ints
@@ -182,7 +182,7 @@ def push_totals(low: Lowering, micro_batch: MicroBatch, place: int) -> PushTotal
     return _push_totals(low, low.step, micro_batch, place)
 
 
-@once_for_statistics
+@once_for_densities
 def _push_totals(low: Lowering, _step: int, micro_batch: MicroBatch, place: int) -> PushTotals:
     sizes = push_sizes(low, micro_batch, place)
     entries = float(sizes.payloads(sizes.messages.entries).sum())

@@ -43,7 +43,7 @@ def updating_device(low: Lowering, rank: int) -> DeviceType:
     """Return the device that updates a rank's shard: its own, or its part of the host's cores and memory bandwidth."""
     if low.offload is None:
         return low.device(rank)
-    return _part_of_host(low, low.scenario.cluster.devices[rank].type, low.ranks_on_host(rank))
+    return _part_of_host(low, low.device_type(rank), low.ranks_on_host(rank))
 
 
 @once_a_run

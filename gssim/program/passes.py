@@ -89,17 +89,20 @@ def lowering_key(
     *,
     any_count: bool = False,
     any_shares: bool = False,
+    any_threshold: bool = False,
 ) -> tuple[Hashable, ...]:
     """Return a cache key that is equal for scenarios with equal programs.
 
     Of the cluster, the key holds only the devices and the backend's costs. Wiring affects a program only through shard
     sizes that are derived from it, and these are in the key. `any_count`: the key does not hold the number of
-    micro-batches, nor the samples; `any_shares`: nor the sizes of the ranks' parts of the batch, and of their shards.
+    micro-batches, nor the samples; `any_shares`: nor the sizes of the ranks' parts of the batch, and of their shards;
+    `any_threshold`: nor how large the threshold of a push is under which some gradients stay.
     """
     cluster, workload, plan, ranks = scenario.cluster, scenario.workload, scenario.plan, scenario.ranks
     not_read = NOT_READ | {"global_batch_size"} if any_count else NOT_READ
     unasked: dict[str, Any] = {"micro_batches": 1} if any_count else {}
     unasked |= {"shares": ShareRules()} if any_shares else {}
+    unasked |= {"push": replace(plan.push, threshold=0.5)} if any_threshold and plan.push.selects else {}
     return (
         shared.once("devices", (Same(cluster), ranks), lambda: _devices(cluster, ranks)),
         cluster.backend,
@@ -202,10 +205,12 @@ class Steps:
         self._uneven: dict[bool, tuple[Mapping[TaskId, float], AbstractSet[TaskId]]] = {}
         """For steps with or without thresholding: payloads of the uneven collectives, and which depend on the data."""
 
-    def with_statistics(self, statistics: GradientStatistics | None) -> "Steps":
-        """Return the steps under other gradient statistics; they share everything that does not depend on these."""
+    def under(self, scenario: Scenario, statistics: GradientStatistics | None) -> "Steps":
+        """Return the steps under other gradient statistics and another threshold of pushes, of a scenario that agrees
+        in all else that lowering reads; they share everything that does not depend on these.
+        """
         other = copy(self)
-        other._lowerings = [low.with_statistics(statistics) for low in self._lowerings]
+        other.scenario, other._lowerings = scenario, [low.under(scenario, statistics) for low in self._lowerings]
         other._forget()
         return other
 
@@ -585,7 +590,7 @@ class _RankKind(NamedTuple):
 @once_a_run
 def _rank_kind(low: Lowering, rank: int) -> _RankKind:
     return _RankKind(
-        low.scenario.cluster.devices[rank].type,
+        low.device_type(rank),
         low.batch_sizes[rank],
         low.owned_ranges[rank] if low.assigns_layers else None,
         rank if low.policies.gradients == "push" else None,

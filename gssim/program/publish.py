@@ -147,7 +147,7 @@ def _of_rank(low: Lowering, rank: int) -> tuple[list[float], ...]:
     """Return four lists by kind of bucket: the bytes of others' message buffers and of the rank's own, the seconds to
     write others' messages to the replica, and the seconds to pack the rank's own.
     """
-    place, device_type = low.place(rank), low.scenario.cluster.devices[rank].type
+    place, device_type = low.place(rank), low.device_type(rank)
     (buffers, others), messages = _buffers(low, place), published(low, place)
     run = int(owned_pieces(low, place).runs[low.node(rank)])
     device, own = low.scenario.cluster.device_types[device_type], slice(run, run + 1)

@@ -143,7 +143,7 @@ def _costs(low: Lowering, rank: int, kind: int, micro_batch: MicroBatch) -> _Cos
 def _what_counts(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> Iterator[Hashable]:
     """Yield everything that a rank's costs of a bucket depend on."""
     place, node = low.place(rank), low.node(rank)
-    yield from (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank] > 0, place)
+    yield from (low.device_type(rank), low.batch_sizes[rank] > 0, place)
     yield low.pushed_elements(bucket, rank)
     if is_thresholded(low):
         sizes = push_sizes(low, micro_batch, place)
@@ -289,7 +289,7 @@ class _Amounts:
 
 @once_a_step
 def _amounts(low: Lowering, rank: int, micro_batch: MicroBatch) -> _Amounts:
-    place, node, device_type = low.place(rank), low.node(rank), low.scenario.cluster.devices[rank].type
+    place, node, device_type = low.place(rank), low.node(rank), low.device_type(rank)
     sizes = push_sizes(low, micro_batch, place)
     select_s = _selecting_s(low, micro_batch, place, device_type)
     add_s = _adding_s(low, micro_batch, place, device_type)

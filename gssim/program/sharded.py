@@ -809,7 +809,7 @@ def _wrapping(low: Lowering, rank: int, *, phase: str, tensors: int, copied_byte
     device = low.device(rank)
     copy_s = cost.sharded_unit_copy_s(device, copied_bytes)
     host_s = cost.unit_host_s(device.sharded_unit, phase=phase, tensors=tensors)
-    return beside_host(low, rank, device_s=copy_s, host_s=host_s)
+    return beside_host(low, low.device(rank), device_s=copy_s, host_s=host_s)
 
 
 def _fetched_tensors(unit: Unit) -> list[Event]:

@@ -80,7 +80,7 @@ from gssim.simulation.timeline import step_of
 from gssim.simulation.varying_run import Segment, StepReport, simulate_steps
 from gssim.units import Floats
 from gssim.workload import unrolled
-from gssim.workload.gradient_statistics import GradientStatistics, at_end
+from gssim.workload.gradient_statistics import at_end
 
 STEADY_STEPS = 2
 """Simulated steps. All ranks start the first together; the second is usually in the steady state: see `_run`."""
@@ -382,15 +382,13 @@ def _steps(
     scenario, statistics = loaded.scenario, loaded.gradients if loaded.statistics_needed else None
     settings = (unfolded, tuple(sorted(slowed.items())), tuple(slowed_steps))
 
-    def first_steps() -> tuple[GradientStatistics | None, Steps]:
+    def first_steps() -> Steps:
         by_step = list(map(dict, slowed_steps))
-        steps = Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, slowed_steps=by_step, shared=shared)
-        return statistics, steps
+        return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, slowed_steps=by_step, shared=shared)
 
     def new_steps() -> Steps:
-        key = (*lowering_key(scenario, None, shared), *settings)
-        first, steps = shared.once("steps under any statistics", key, first_steps, most=1)
-        return steps if first is statistics else steps.with_statistics(statistics)
+        key = (*lowering_key(scenario, None, shared, any_threshold=True), *settings)
+        return shared.once("steps of any densities", key, first_steps, most=1).under(scenario, statistics)
 
     key = (*lowering_key(scenario, statistics, shared), *settings)
     return shared.once("steps", key, new_steps, most=_cached_runs(scenario))

@@ -1,14 +1,18 @@
 """Caches that points of a sweep share change no prediction, in any order of points."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import tomli_w
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from points import random_point
 
 from gssim.errors import UserError
 from gssim.execution.cache import Same, Shared
+from gssim.program import Steps
 from gssim.scenario import load_scenario
 from gssim.scenario.sweep import load_sweep, points_of
 from gssim.simulation import simulate
@@ -64,6 +68,18 @@ def test_what_points_share_changes_no_answer(order, most, alone):
         if i not in alone:
             alone[i] = answer(path, list(overrides), None)
         assert answer(path, list(overrides), shared) == alone[i]
+
+
+@pytest.mark.parametrize("seed", [109, 252, 445, 10043, 20019])
+def test_thresholds_of_one_plan_share_its_steps_and_keep_their_answers(tmp_path, seed):
+    """All methods that push, each kind of threshold, and a threshold of publications."""
+    file, shared = tmp_path / "point.toml", Shared()
+    file.write_text(tomli_w.dumps(random_point(seed, most_devices=8)))
+    with patch.object(Steps, "__init__", autospec=True, side_effect=Steps.__init__) as made:
+        together = [answer(file, [f"plan.push.threshold={each}"], shared) for each in (0.3, 0.05, 1e-3)]
+        assert made.call_count == 1
+    assert together == [answer(file, [f"plan.push.threshold={each}"], None) for each in (0.3, 0.05, 1e-3)]
+    assert len(set(together)) > 1
 
 
 def test_a_file_that_has_changed_is_read_again(tmp_path):
