@@ -40,9 +40,9 @@ class Scratch:
     def cast_to(self, dtype: torch.dtype, part: Tensor) -> Tensor:
         """Return a chunk in a type.
 
-        Itself if it has it, else a copy in the buffer of the magnitudes, which has that type.
+        Itself if it has it, else a copy in the buffer of the magnitudes, whose elements are as wide or wider.
         """
-        return part if part.dtype == dtype else self.magnitudes[: part.numel()].copy_(part)
+        return part if part.dtype == dtype else self.magnitudes.view(dtype)[: part.numel()].copy_(part)
 
     def add(self, target: Tensor, source: Tensor, factor: float = 1.0) -> None:
         """Add `factor` times a tensor to another, which may be of higher precision."""

@@ -574,9 +574,12 @@ def residual_value_bytes(low: Lowering) -> int:
 def accumulates_in_residual(low: Lowering) -> bool:
     """Return whether gradients are added to the residual, so that their bucket is freed early.
 
-    Otherwise the residual is added to the gradients: the sum is made in the more precise of the two.
+    Otherwise the residual is added to the gradients: the sum is made in the more precise of the two. bf16 does not hold
+    what fp16 does, though both have 16 bits.
     """
-    return low.push.error_feedback is True and residual_value_bytes(low) >= low.value_bytes
+    kept = low.push.error_feedback_precision
+    holds = kept == low.scenario.workload.precision or residual_value_bytes(low) > low.value_bytes
+    return low.push.error_feedback is True and holds
 
 
 def threshold_memory(low: Lowering, rank: int) -> dict[str, float]:

@@ -179,7 +179,7 @@ class Workload:
     learning_rate: PositiveFloat = 1e-3
     """Learning rate, constant over the run."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of sgd-momentum, and Nesterov momentum of muon."""
+    """Momentum of sgd-momentum, and Nesterov momentum of muon. sgd-momentum with 0 is sgd: torch keeps no momentum."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay as the optimizer defines it: decoupled in adamw."""
     clip_norm: PositiveFloat | None = None
@@ -215,6 +215,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Refuse shapes and data that do not fit the model."""
+        if self.optimizer == "sgd-momentum" and self.momentum == 0:
+            object.__setattr__(self, "optimizer", "sgd")
         self._choose_layers()
         self._freeze_layers()
         if self.fused_loss:

@@ -281,6 +281,15 @@ def test_a_plan_that_cannot_be(refusal, tmp_path, overrides, message):
     assert message in line
 
 
+@pytest.mark.parametrize("method", ["zero2", "zero3", "hsdp"])
+def test_a_scalar_is_no_parameter_that_fsdp2_could_shard(refusal, tmp_path, method):
+    """A prediction answered, and the ranks ended in torch's own error."""
+    model = MODEL_TOML.replace("{}.bias 4 b0 b1", "{}.bias scalar b0 b1")
+    path = write_files(tmp_path, model=model)
+    assert "FSDP2 shards no scalar such as h.0.bias" in refusal(path, f"plan.method={method}")
+    load_scenario(path, ["plan.method=zero1"])
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "../../x", '"a\\u0000b"', "3"])
 def test_a_name_that_no_file_can_have(refusal, tmp_path, name):
     assert ": name = " in refusal(write_files(tmp_path), f"name={name}")

@@ -36,6 +36,12 @@ CASES = {
     "dynamic": ["plan.method=zero3", "workload.loss_scale=dynamic"],
     "gs": ["plan.method=gs", "workload.loss_scale=dynamic"],
     "gs-all-reach": ["plan.method=gs", "plan.push.threshold=0", "plan.shares.shards=[0.7,0.3]"],
+    "gs-residual-in-bf16": [
+        "plan.method=gs",
+        "plan.push.threshold=0",
+        "plan.push.error_feedback=true",
+        "plan.push.error_feedback_precision=bf16",
+    ],
     "gs_z3": ["plan.method=gs_z3", "plan.micro_batches=2"],
     "gs-tensor": ["plan.method=gs", "plan.tp=2"],
     "zero2-clipped": ["plan.method=zero2", CLIPPED],

@@ -16,6 +16,7 @@ MODEL = f"workload.model={HELPERS}/models/of_tests/one-block-gpt.toml"
 USUAL = [MODEL, "workload.sequence_length=9", "workload.global_batch_size=6"]
 TWO = {
     "zero3-sgd": [*SGD, "plan.method=zero3"],
+    "zero2-momentum-of-0-sgd": [*SGD, "workload.momentum=0", "plan.method=zero2"],
     "zero2-twice-adamw": [*ADAMW64, "plan.method=zero2", "plan.micro_batches=3"],
 }
 

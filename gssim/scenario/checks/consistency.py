@@ -12,6 +12,7 @@ from gssim.scenario.checks.gradients import (
     check_periods,
     check_publish,
     check_push,
+    check_scalars,
     check_shares,
     check_weight_gradient_owners,
     refuse_unused_exchange,
@@ -90,6 +91,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         check_slowdown(scenario, policies, number, file)
     check_replanning(scenario, policies, file)
     check_compressor(scenario, policies, file)
+    check_scalars(scenario, policies, file)
     check_offload(scenario, policies, file)
 
 

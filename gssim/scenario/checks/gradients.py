@@ -306,6 +306,21 @@ def _check_batch(scenario: Scenario, ranks: int, file: str) -> None:
         )
 
 
+def check_scalars(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse parameters without a dimension where FSDP2 shards: it cuts every parameter along its first one."""
+    if policies.gradients != "reduce-scatter" or scenario.plan.zero2_implementation != "torch":
+        return
+    layers = unrolled(scenario.workload.model)
+    every = (pair for each in layers for pair in zip(each.parameter_names, each.layer.parameters, strict=True))
+    named = (name for name, parameter in every if parameter.shape == ())
+    if (name := next(named, None)) is not None:
+        raise UserError(
+            f"{file}: workload.model: '{scenario.workload.model.name}' cannot run with method "
+            f"'{scenario.plan.method}': FSDP2 shards no scalar such as {name}; allowed: a model in which it has one "
+            "dimension of size 1, or methods that keep parameters whole"
+        )
+
+
 def check_weight_gradient_owners(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse options that cannot be combined with weight gradients divided among ranks by layers."""
     rules, model = scenario.plan.shares, scenario.workload.model
