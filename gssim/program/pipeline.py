@@ -55,11 +55,14 @@ def pipeline(
     Messages run in the background; those to (or from) one peer run in the order in which they are posted. The rank
     waits for them where torch's schedule does. The backend starts a message when both ends have posted it (gloo's
     sender waits for the receiver's notice, NCCL's kernel for its peer). Gradients are reduced in the last backward, as
-    in DDP; without overlap, after the schedule (Megatron-LM, finalize_model_grads), so that a stage's last message does
-    not wait for the reduction. Sharded gradients are always reduced after the schedule; see [Note: stages] in
-    `sharded`. A rank that pushes, and has a copy of a tied parameter or several stages, pushes all gradients after the
-    schedule: thresholds apply to the sum over the copies, and a bucket may have parameters of several stages. So does
-    one whose backwards are split: torch computes gradients of weights without autograd's hooks then.
+    in DDP, whose backward ends when all are reduced; without overlap, after the schedule (Megatron-LM,
+    finalize_model_grads), so that a stage's last message does not wait for the reduction. Megatron-LM's optimizer
+    begins reductions in the last backward of each stage, but waits for all of them after the schedule, in the same
+    function: neither messages nor a rank's other stages wait. Sharded gradients are always reduced after the schedule;
+    see [Note: stages] in `sharded`. A rank that pushes, and has a copy of a tied parameter or several stages, pushes
+    all gradients after the schedule: thresholds apply to the sum over the copies, and a bucket may have parameters of
+    several stages. So does one whose backwards are split: torch computes gradients of weights without autograd's hooks
+    then.
     """
     mesh = low.scenario.policies.mesh
     if len(low.stages) == 1:
@@ -259,12 +262,18 @@ class _ScheduleWriter:
             own = own[:second] if kind == "backward" else own[second:]
             if not own:
                 return _Computed((), ())
-        if not self.low.scenario.plan.overlap:
-            reductions = [task for task in own if is_reduction(task)]
-            own = [task for task in own if not is_reduction(task)]
+        is_deferred = self._is_deferred
+        reductions = [task for task in own if is_deferred(task)]
+        own = [task for task in own if not is_deferred(task)]
         if as_chunk and not any(map(is_reduction, own)) and can_be_template(own):
             return _Computed(Template(tuple(map(self.named.task, own))), reductions)
         return _Computed(own, reductions)
+
+    def _is_deferred(self, task: Task) -> bool:
+        """Return whether a task of a backward runs after the schedule; see `pipeline`."""
+        if not self.low.scenario.plan.overlap:
+            return is_reduction(task)
+        return self.low.has_one_gradient_buffer and is_reduction(task) and task.id.action == "wait"
 
     @cached_property
     def unpacks(self) -> bool:

@@ -210,6 +210,19 @@ def test_a_pipeline_that_lets_nothing_overlap_reduces_gradients_behind_its_last_
     assert min(reduced) > sent if not overlap else max(reduced) < sent
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_megatrons_optimizer_waits_for_overlapped_reductions_behind_the_schedule(chunks):
+    """Neither messages nor the rank's other stages wait for them (Megatron-LM, finalize_model_grads)."""
+    run = replace(RUN, method="zero1", flat_optimizer=True, dp=2, pp=2, chunks=chunks, micro_batches=4, overlap=True)
+    tasks = lower(scenario_of(run)).tasks[-1]
+    waits = [place for place, task in enumerate(tasks) if task.id.op == "all-reduce" and task.id.action == "wait"]
+    reduced = [place for place, task in enumerate(tasks) if task.id.op == "all-reduce" and task.id.bucket is not None]
+    computed = [place for place, task in enumerate(tasks) if task.id.op.startswith("backward")]
+    sent = [place for place, task in enumerate(tasks) if task.label.startswith("send gradient")]
+    assert len(waits) == chunks
+    assert min(waits) > max(*computed, *sent) > min(reduced)
+
+
 def test_hosts_and_their_calibration_rows_are_told_once():
     for gpu, overhead_s in (("T4", 23e-6), ("A100-SXM-80GB", 23e-6), ("GH-96", 28e-6)):
         assert cluster_of(((gpu, 1),), "bf16").type_of(0).operation_overhead_s == overhead_s
