@@ -41,6 +41,8 @@ OF_MODELS = {
     "pipeline-model-parallel-size",
 }
 """Options that mark a command, or a variable, as Megatron-LM's."""
+READ = (BEGINS_TRAINING | OF_MODELS) - {"batch-size", "lr"}
+"""Options of these programs alone: training scripts of others have a batch size and a learning rate, too."""
 LAUNCHER = {
     "nproc-per-node": "nproc-per-node",
     "nnodes": "nnodes",
@@ -104,11 +106,13 @@ def _of_commands(script: Script, file: str) -> Options:
     runs = [(each, _options_of(each.words, script)) for each in commands]
     runs = [(command, options) for command, options in runs if options.keys() & (BEGINS_TRAINING | OF_MODELS)]
     trainings = [run for run in runs if run[1].keys() & BEGINS_TRAINING] or runs
-    if others := [run for run in trainings if not run[1].keys() & OF_TRAINER and _reason_against(run[0].words)]:
+    if others := [run for run in trainings if _reason_against(*run)]:
         trainings = [run for run in trainings if run not in others]
         if not trainings:
-            raise UserError(f"{file}: runs {_reason_against(others[0][0].words)}")
+            raise UserError(f"{file}: runs {_reason_against(*others[0])}")
     if trainings:
+        if not any(options.keys() & READ for _, options in trainings):
+            _refuse_program(file, [command for command, _ in trainings])
         return _joined(trainings)
     if pieces:
         return _options_of(pieces, script)
@@ -124,21 +128,54 @@ def _of_commands(script: Script, file: str) -> Options:
             f"{file}: holds no arguments of a training, such as --micro-batch-size 1, and includes "
             f"{one_line(script.unread[0], 60)}, which cannot be read: put it beside the file, or give the command line"
         )
+    _refuse_program(file, commands)
     return {}
 
 
+def _refuse_program(file: str, commands: Sequence[Command]) -> None:
+    """Raise UserError for commands that run a Python program whose options are not known, by its name."""
+    programs = list(dict.fromkeys(filter(None, (_program(command.words) for command in commands))))
+    if programs:
+        names = one_line(", ".join(programs), 100)
+        raise UserError(
+            f"{file}: runs {names}, and none of the options is read; read are those of Megatron-LM "
+            "(--micro-batch-size 1) and of Hugging Face's Trainer (--per_device_train_batch_size 1): write the "
+            "scenario yourself, or give the DeepSpeed or Accelerate file that it names"
+        )
+
+
+def _program(words: Sequence[str]) -> str:
+    """Return the Python file or module that a command runs; empty if it runs none.
+
+    >>> _program("torchrun --nproc_per_node 8 train.py --lr 1".split()), _program("python3 -m verl.trainer".split())
+    ('train.py', 'verl.trainer')
+    """
+    for option, word in pairwise(["", *words]):
+        is_module = option in ("-m", "--module") and word not in LAUNCHERS
+        if not is_open(word) and (is_module or word.endswith(".py")):
+            return word.rpartition("/")[2]
+    return ""
+
+
+LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch", "deepspeed.launcher")
+"""Modules that start the program that follows."""
+OF_PAIRS = re.compile(r"(^|[_-])(reward|dpo|kto|orpo|simpo|ppo|grpo|rloo)([_-]|\.)")
+"""Part of the name of programs that train by preferences or rewards."""
 WITHOUT_TRAINING = re.compile(r"text_generation|inference|convert|evaluate|preprocess|prune|quantize")
 """Part of the name of Megatron-LM's programs that take the options of a training, and do not train."""
 OF_SWIFT = ("sft", "pt", "rlhf")
 """Subcommands of ms-swift's `megatron`, which train."""
 
 
-def _reason_against(words: Sequence[str]) -> str:
-    """Return the program that a command runs, and why its options are not those of a training by Megatron-LM.
+def _reason_against(command: Command, options: Options) -> str:
+    """Return the program that a command runs, and why its options are not those of a training that is read.
 
     Empty if they may be.
     """
-    program = next((word for word in words if word.endswith(".py")), "").rpartition("/")[2]
+    words, program = command.words, _program(command.words)
+    if options.keys() & OF_TRAINER:
+        reason = f"{one_line(program, 60)}, which trains by preferences or rewards; that cannot be simulated"
+        return reason if OF_PAIRS.search(program) else ""
     if WITHOUT_TRAINING.search(program):
         return f"{one_line(program, 60)}, which trains no model; give the script of a training"
     said = next((word for name, word in pairwise(words) if name == "megatron" and word in OF_SWIFT), None)
@@ -181,7 +218,7 @@ def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options
     program = max((i for i, word in enumerate(words[:first]) if word.endswith(".py")), default=-1)
     found: Options = {}
     for position, (name, value) in enumerate(_pairs(words[: program + 1], script)):
-        key = LAUNCHER.get(name, f"{IN_LAUNCHER} {name}")
+        key = LAUNCHER.get(name, f"{IN_LAUNCHER} {written(name)}")
         _add(found, {key: _valued(value, script)} if position or name else {})
     for name, value in _pairs(words[program + 1 :], script):
         if not name.startswith("\0"):
