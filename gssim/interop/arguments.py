@@ -50,6 +50,10 @@ LAUNCHER = {
     "num-nodes": "nnodes",
 }
 """Options of torchrun and deepspeed that count ranks."""
+OF_SRUN = {"ntasks": "ntasks"}
+"""Options of srun that count ranks, where it starts the program itself."""
+STARTERS = ("torchrun", "deepspeed", "accelerate", "mpirun", "mpiexec")
+"""Programs that start the ranks of a host."""
 IN_LAUNCHER = "launcher:"
 FLAG = re.compile(
     r"(no|disable|enable|use|overlap)-.*|bf16|fp16|sequence-parallel|standalone|finetune|swiglu|recompute-activations"
@@ -217,8 +221,10 @@ def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options
     first = next((i for i, word in enumerate(words) if _name(word) in BEGINS_TRAINING | OF_MODELS), len(words))
     program = max((i for i, word in enumerate(words[:first]) if word.endswith(".py")), default=-1)
     found: Options = {}
+    starts_ranks = any(word.rpartition("/")[2] in STARTERS or word in LAUNCHERS for word in words[: program + 1])
     for position, (name, value) in enumerate(_pairs(words[: program + 1], script)):
-        key = LAUNCHER.get(name, f"{IN_LAUNCHER} {written(name)}")
+        counts = LAUNCHER if starts_ranks else LAUNCHER | OF_SRUN
+        key = counts.get(name, f"{IN_LAUNCHER} {written(name)}")
         _add(found, {key: _valued(value, script)} if position or name else {})
     for name, value in _pairs(words[program + 1 :], script):
         if not name.startswith("\0"):

@@ -1030,6 +1030,33 @@ def test_the_name_of_a_program_that_trains_by_preferences_is_enough(tmp_path, pr
     assert found.listed
 
 
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("srun --gres=gpu:2 --ntasks=4 --ntasks-per-node=2 python -u finetune.py", 4),
+        ("srun --ntasks 2 --ntasks-per-node 1 torchrun --nproc_per_node 2 finetune.py", 2),
+        ("srun --ntasks 2 accelerate launch finetune.py", 8),
+    ],
+)
+def test_srun_counts_ranks_where_it_starts_the_program_itself(tmp_path, command, ranks):
+    """A training on 128 GPUs was one on the eight of the cluster: gradients were accumulated as on 128."""
+    text = f"{command} --per_device_train_batch_size 1 --block_size 512\n"
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"].get("ranks", 8) == ranks
+    assert tables["workload"]["global_batch_size"] == ranks
+    many = text.replace("--ntasks=4", "--ntasks=16").replace("--nproc_per_node 2", "--nproc_per_node 16")
+    if many != text:
+        with pytest.raises(UserError, match="16"):
+            imported(tmp_path, many, name="train.sh", model="gpt3-1.3b")
+
+
+def test_srun_counts_the_ranks_of_megatron(tmp_path):
+    text = (ROOT / "scenarios/imports/megatron.sh").read_text()
+    text = text.replace("torchrun --nproc_per_node $GPUS_PER_NODE --nnodes 1", "srun --ntasks=4 python")
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert (tables["plan"]["ranks"], tables["plan"]["tp"]) == (4, 4)
+
+
 def test_a_variable_among_the_launchers_options_has_its_name(tmp_path):
     text = 'ARGS="--master_port=11000"\nif [ $# -ge 1 ]; then\n  ARGS="$1"\nfi\n'
     text += "deepspeed ${ARGS} finetune.py --per_device_train_batch_size 1 --block_size 512\n"
