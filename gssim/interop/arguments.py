@@ -154,11 +154,14 @@ def _program(words: Sequence[str]) -> str:
     >>> _program("torchrun --nproc_per_node 8 train.py --lr 1".split()), _program("python3 -m verl.trainer".split())
     ('train.py', 'verl.trainer')
     """
-    for option, word in pairwise(["", *words]):
-        is_module = option in ("-m", "--module") and word not in LAUNCHERS
-        if not is_open(word) and (is_module or word.endswith(".py")):
-            return word.rpartition("/")[2]
-    return ""
+    found = (word for i, word in enumerate(words) if _is_program(words, i) and not is_open(word))
+    return next(found, "").rpartition("/")[2]
+
+
+def _is_program(words: Sequence[str], place: int) -> bool:
+    """Return whether a word of a command is a Python file or module that it runs, and no launcher."""
+    is_module = place > 0 and words[place - 1] in ("-m", "--module") and words[place] not in LAUNCHERS
+    return is_module or words[place].endswith(".py")
 
 
 LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch", "deepspeed.launcher")
@@ -219,10 +222,10 @@ def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options
     """Return the options of a command, by name."""
     words = [part for word in words for part in (word.split() if " --" in f" {word}" and " " in word else [word])]
     first = next((i for i, word in enumerate(words) if _name(word) in BEGINS_TRAINING | OF_MODELS), len(words))
-    program = max((i for i, word in enumerate(words[:first]) if word.endswith(".py")), default=-1)
+    program = max((i for i in range(first) if _is_program(words, i)), default=-1)
     found: Options = {}
     starts_ranks = any(word.rpartition("/")[2] in STARTERS or word in LAUNCHERS for word in words[: program + 1])
-    for position, (name, value) in enumerate(_pairs(words[: program + 1], script)):
+    for position, (name, value) in enumerate(_pairs(words[: program + 1], script, one_value=True)):
         counts = LAUNCHER if starts_ranks else LAUNCHER | OF_SRUN
         key = counts.get(name, f"{IN_LAUNCHER} {written(name)}")
         _add(found, {key: _valued(value, script)} if position or name else {})
@@ -265,8 +268,11 @@ def _name(word: str) -> str:
     return word.removeprefix("--").partition("=")[0].replace("_", "-") if OPTION.fullmatch(word) else ""
 
 
-def _pairs(words: Sequence[str], script: Script) -> list[tuple[str, str | bool]]:
-    """Return options and their values. A mark that is not a value stands for options, and counts as a name."""
+def _pairs(words: Sequence[str], script: Script, *, one_value: bool = False) -> list[tuple[str, str | bool]]:
+    """Return options and their values. A mark that is not a value stands for options, and counts as a name.
+
+    `one_value`: of the words behind an option only the first is its value, as of launchers.
+    """
     found: list[tuple[str, str | bool]] = []
     values: list[str] | None = None
     name = ""
@@ -285,7 +291,7 @@ def _pairs(words: Sequence[str], script: Script) -> list[tuple[str, str | bool]]
             name, values = option, [word.partition("=")[2]] if "=" in word else []
         elif holds and word is not None:
             found.append((word, True))
-        elif values is not None and word and not word.endswith(".py"):
+        elif values is not None and word and not word.endswith(".py") and not (one_value and values):
             values.append(word)
     return found
 

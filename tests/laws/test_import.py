@@ -1036,6 +1036,10 @@ def test_the_name_of_a_program_that_trains_by_preferences_is_enough(tmp_path, pr
         ("srun --gres=gpu:2 --ntasks=4 --ntasks-per-node=2 python -u finetune.py", 4),
         ("srun --ntasks 2 --ntasks-per-node 1 torchrun --nproc_per_node 2 finetune.py", 2),
         ("srun --ntasks 2 accelerate launch finetune.py", 8),
+        ("srun --ntasks 4 python finetune.py", 4),
+        ("torchrun --nproc_per_node 4 -m package.train", 4),
+        ("python -m torch.distributed.run --nproc_per_node=4 -m package.train", 4),
+        ("deepspeed --num_gpus 4 --module package.train", 4),
     ],
 )
 def test_srun_counts_ranks_where_it_starts_the_program_itself(tmp_path, command, ranks):
