@@ -28,6 +28,14 @@ from gssim.result import EXPOSED_COPIES
 
 MOST_BYTES = 100_000_000
 """Largest trace, uncompressed: some ten steps of a GPU without Python's stacks."""
+GZIP = b"\x1f\x8b"
+OTHER_FILES = {
+    b"SQLite format 3": "a database, as Nsight Systems exports it",
+    b".nsys-rep": "a report of Nsight Systems",
+    b".qdrep": "a report of Nsight Systems",
+    b".et": "an execution trace (Chakra)",
+}
+"""Files of other profilers, by their beginning or the ending of their name."""
 NO_TRACE = "not a trace of torch.profiler (export_chrome_trace)"
 STEP = "ProfilerStep#"
 WAITING = "exposed_communication"
@@ -38,6 +46,7 @@ IGNORED_CATEGORIES = frozenset(
     {"Trace", "python_function", "gpu_user_annotation", "cuda_sync", "overhead", "cuda_profiler_range", "cuda_event"}
 )
 """Categories of spans that repeat other spans, or tell nothing of a step."""
+OLD_CATEGORIES = ("Operator", "Kernel", "Runtime", "Memcpy", "Memset")
 PHASES_OF_EVENTS = frozenset("XMCibensftPNODRcBEv")
 """Kinds of events (`ph`) of the Trace Event Format; only spans (`X`) and instants (`i`) are used."""
 
@@ -138,12 +147,16 @@ class _Event:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a trace (`.json`, `.json.gz`); raise UserError where it is none, or too large."""
+    """Return the JSON object in a trace, packed by gzip or not; raise UserError where it is none, or too large."""
     try:
-        with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as stream:
+        with path.open("rb") as stream:
+            packed = path.name.endswith(".gz") or stream.read(len(GZIP)) == GZIP
+        with gzip.open(path) if packed else path.open("rb") as stream:
             content = stream.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: a folder; name its files, one of each rank ({path}/*.json.gz)") from None
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(content) > MOST_BYTES:
@@ -151,7 +164,12 @@ def read_document(path: Path) -> dict[str, Any]:
             f"{path}: larger than {MOST_BYTES // 10**6} MB uncompressed; "
             "record fewer steps (torch.profiler.schedule(active=5)), without with_stack"
         )
+    for beginning, what in OTHER_FILES.items():
+        if content.startswith(beginning) or path.suffix.encode() == beginning:
+            raise UserError(f"{path}: {what}; record the job with torch.profiler (export_chrome_trace)")
     data = parsed_json(content, file=str(path))
+    if isinstance(data, dict) and isinstance(data.get("nodes"), list) and "traceEvents" not in data:
+        raise UserError(f"{path}: an execution trace (ExecutionTraceObserver), without times; {NO_TRACE}")
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
         raise UserError(f"{path}: {NO_TRACE}: no list traceEvents")
     return data
@@ -239,6 +257,8 @@ def _events(path: Path, found: list[Any]) -> tuple[list[_Event], list[Memory], f
                 allocated, reserved = (_integer(args.get(f"Total {key}"), f"{where}: Total {key}") for key in COUNTERS)
                 memory.append((start_s, allocated, reserved))
             continue
+        if category in OLD_CATEGORIES:
+            raise UserError(f"{where}: cat = {category!r}: of a torch of 2022 or older; record with a newer one")
         if category not in (*HOST_CATEGORIES, *DEVICE_CATEGORIES):
             raise UserError(
                 f"{where}: cat = {category!r:.40}: unknown event; "
@@ -299,7 +319,7 @@ FEWEST_STEPS = 2
 MOST_DIGITS = 9
 
 
-OF_LIBRARIES = ("nccl", "msccl")
+OF_LIBRARIES = ("nccl", "rccl", "msccl")
 """Beginnings of the names of kernels that communicate: NCCL's, also those of AMD's RCCL, and of MSCCL inside of it."""
 
 
@@ -406,7 +426,7 @@ def _read_gpu(trace: RankTrace, events: Sequence[_Event], groups: _Groups, phase
     launches.pop(None, None)
     records.pop(None, None)
     device = [event for event in events if event.category in DEVICE_CATEGORIES]
-    unlaunched = 0
+    unlaunched = of_graphs = 0
     launched_s = []
     work: list[tuple[float, float, int, str]] = []
     for event in device:
@@ -414,16 +434,19 @@ def _read_gpu(trace: RankTrace, events: Sequence[_Event], groups: _Groups, phase
         launched_s.append((launch.start_s if launch else event.start_s, event.end_s))
         if event.category == "gpu_memcpy":
             work.append((event.start_s, event.end_s, COPIES, EXPOSED_COPIES))
-        elif event.name.lower().startswith(OF_LIBRARIES) or "Collective name" in event.args:
+        elif event.name.lower().removeprefix("void ").startswith(OF_LIBRARIES) or "Collective name" in event.args:
             work.append((event.start_s, event.end_s, COMMUNICATION, WAITING))
             trace.backend = "nccl"
             trace.calls += _nccl_call(trace, event, records, groups)
         else:
             unlaunched += launch is None
+            of_graphs += launch is not None and launch.name.endswith("GraphLaunch")
             phase = phases.at(launch.thread, launch.start_s) if launch else "forward"
             work.append((event.start_s, event.end_s, COMPUTE, phase))
     if unlaunched:
         trace.partial["kernels without a launch, taken as of the forward"] += unlaunched
+    if of_graphs:
+        trace.partial["kernels of CUDA graphs, taken as of the phase in which their graph is launched"] += of_graphs
     trace.bounds_s = _device_bounds(trace.bounds_s, launched_s)
     trace.pieces = list(_by_precedence(work))
 
@@ -496,11 +519,11 @@ def _nccl_call(trace: RankTrace, event: _Event, records: Mapping[Any, _Event], g
     name = args.get("Collective name")
     kind = _kind(str(name)) if name is not None else None
     if kind is None:
-        batched = "SendRecv" in event.name or str(name) in NO_CALLS
-        lacking = "messages of a batch of isend and irecv, which have no record" if batched else (
-            "NCCL's kernels without the fields of record_param_comms" if name is None
-            else f"collectives named {name!r:.40}"
-        )  # fmt: skip
+        lacking = f"collectives named {name!r:.40}"
+        if str(name) in NO_CALLS or (name is None and "SendRecv" in event.name):  # older traces have it of neither
+            lacking = "messages of a batch of isend and irecv (or an all-to-all), which have no record"
+        elif name is None:
+            lacking = "NCCL's kernels without the fields of record_param_comms"
         trace.partial[lacking] += 1
         return []
     if kind == "receive":

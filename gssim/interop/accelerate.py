@@ -139,6 +139,10 @@ DEEPSPEED: dict[str, Rule] = {
 """How DeepSpeed's keys are treated that are not read; the first matching pattern counts."""
 
 
+OF_FP16 = ("fp16.auto_cast", "fp16.fp16_master_weights_and_grads")
+"""Keys that matter in fp16 alone, whatever their value."""
+
+
 def _precision_of_deepspeed(keys: Keys, training: Training) -> None:
     on = []
     for table, precision in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
@@ -150,6 +154,9 @@ def _precision_of_deepspeed(keys: Keys, training: Training) -> None:
     if len(on) > 1:
         keys.refuse(on[1].origin.partition(" = ")[0], f"contradicts {on[0].origin}", replaced_by=["workload.precision"])
     training.precision = on[0] if on else Value("fp32", "neither bf16.enabled nor fp16.enabled")
+    if training.precision.value != "fp16" and keys.values.get("fp16.enabled") != "auto":
+        for key in keys.values.keys() & set(OF_FP16):
+            keys.note(key, "of fp16, which is off")
     if keys.raw("fp16.loss_scale") != "auto":
         fixed = keys.number("fp16.loss_scale")
         training.loss_scale = fixed if fixed is not None and fixed.value else None  # 0: dynamic

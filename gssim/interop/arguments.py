@@ -41,6 +41,8 @@ OF_MODELS = {
     "pipeline-model-parallel-size",
 }
 """Options that mark a command, or a variable, as Megatron-LM's."""
+READ = (BEGINS_TRAINING | OF_MODELS) - {"batch-size", "lr"}
+"""Options of these programs alone: training scripts of others have a batch size and a learning rate, too."""
 LAUNCHER = {
     "nproc-per-node": "nproc-per-node",
     "nnodes": "nnodes",
@@ -48,6 +50,10 @@ LAUNCHER = {
     "num-nodes": "nnodes",
 }
 """Options of torchrun and deepspeed that count ranks."""
+OF_SRUN = {"ntasks": "ntasks"}
+"""Options of srun that count ranks, where it starts the program itself."""
+STARTERS = ("torchrun", "deepspeed", "accelerate", "mpirun", "mpiexec")
+"""Programs that start the ranks of a host."""
 IN_LAUNCHER = "launcher:"
 FLAG = re.compile(
     r"(no|disable|enable|use|overlap)-.*|bf16|fp16|sequence-parallel|standalone|finetune|swiglu|recompute-activations"
@@ -104,11 +110,13 @@ def _of_commands(script: Script, file: str) -> Options:
     runs = [(each, _options_of(each.words, script)) for each in commands]
     runs = [(command, options) for command, options in runs if options.keys() & (BEGINS_TRAINING | OF_MODELS)]
     trainings = [run for run in runs if run[1].keys() & BEGINS_TRAINING] or runs
-    if others := [run for run in trainings if not run[1].keys() & OF_TRAINER and _reason_against(run[0].words)]:
+    if others := [run for run in trainings if _reason_against(*run)]:
         trainings = [run for run in trainings if run not in others]
         if not trainings:
-            raise UserError(f"{file}: runs {_reason_against(others[0][0].words)}")
+            raise UserError(f"{file}: runs {_reason_against(*others[0])}")
     if trainings:
+        if not any(options.keys() & READ for _, options in trainings):
+            _refuse_program(file, [command for command, _ in trainings])
         return _joined(trainings)
     if pieces:
         return _options_of(pieces, script)
@@ -124,21 +132,57 @@ def _of_commands(script: Script, file: str) -> Options:
             f"{file}: holds no arguments of a training, such as --micro-batch-size 1, and includes "
             f"{one_line(script.unread[0], 60)}, which cannot be read: put it beside the file, or give the command line"
         )
+    _refuse_program(file, commands)
     return {}
 
 
+def _refuse_program(file: str, commands: Sequence[Command]) -> None:
+    """Raise UserError for commands that run a Python program whose options are not known, by its name."""
+    programs = list(dict.fromkeys(filter(None, (_program(command.words) for command in commands))))
+    if programs:
+        names = one_line(", ".join(programs), 100)
+        raise UserError(
+            f"{file}: runs {names}, and none of the options is read; read are those of Megatron-LM "
+            "(--micro-batch-size 1) and of Hugging Face's Trainer (--per_device_train_batch_size 1): write the "
+            "scenario yourself, or give the DeepSpeed or Accelerate file that it names"
+        )
+
+
+def _program(words: Sequence[str]) -> str:
+    """Return the Python file or module that a command runs; empty if it runs none.
+
+    >>> _program("torchrun --nproc_per_node 8 train.py --lr 1".split()), _program("python3 -m verl.trainer".split())
+    ('train.py', 'verl.trainer')
+    """
+    found = (word for i, word in enumerate(words) if _is_program(words, i) and not is_open(word))
+    return next(found, "").rpartition("/")[2]
+
+
+def _is_program(words: Sequence[str], place: int) -> bool:
+    """Return whether a word of a command is a Python file or module that it runs, and no launcher."""
+    is_module = place > 0 and words[place - 1] in ("-m", "--module") and words[place] not in LAUNCHERS
+    return is_module or words[place].endswith(".py")
+
+
+LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch", "deepspeed.launcher")
+"""Modules that start the program that follows."""
+OF_PAIRS = re.compile(r"(^|[_-])(reward|dpo|kto|orpo|simpo|ppo|grpo|rloo)([_-]|\.)")
+"""Part of the name of programs that train by preferences or rewards."""
 WITHOUT_TRAINING = re.compile(r"text_generation|inference|convert|evaluate|preprocess|prune|quantize")
 """Part of the name of Megatron-LM's programs that take the options of a training, and do not train."""
 OF_SWIFT = ("sft", "pt", "rlhf")
 """Subcommands of ms-swift's `megatron`, which train."""
 
 
-def _reason_against(words: Sequence[str]) -> str:
-    """Return the program that a command runs, and why its options are not those of a training by Megatron-LM.
+def _reason_against(command: Command, options: Options) -> str:
+    """Return the program that a command runs, and why its options are not those of a training that is read.
 
     Empty if they may be.
     """
-    program = next((word for word in words if word.endswith(".py")), "").rpartition("/")[2]
+    words, program = command.words, _program(command.words)
+    if options.keys() & OF_TRAINER:
+        reason = f"{one_line(program, 60)}, which trains by preferences or rewards; that cannot be simulated"
+        return reason if OF_PAIRS.search(program) else ""
     if WITHOUT_TRAINING.search(program):
         return f"{one_line(program, 60)}, which trains no model; give the script of a training"
     said = next((word for name, word in pairwise(words) if name == "megatron" and word in OF_SWIFT), None)
@@ -178,10 +222,12 @@ def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options
     """Return the options of a command, by name."""
     words = [part for word in words for part in (word.split() if " --" in f" {word}" and " " in word else [word])]
     first = next((i for i, word in enumerate(words) if _name(word) in BEGINS_TRAINING | OF_MODELS), len(words))
-    program = max((i for i, word in enumerate(words[:first]) if word.endswith(".py")), default=-1)
+    program = max((i for i in range(first) if _is_program(words, i)), default=-1)
     found: Options = {}
-    for position, (name, value) in enumerate(_pairs(words[: program + 1], script)):
-        key = LAUNCHER.get(name, f"{IN_LAUNCHER} {name}")
+    starts_ranks = any(word.rpartition("/")[2] in STARTERS or word in LAUNCHERS for word in words[: program + 1])
+    for position, (name, value) in enumerate(_pairs(words[: program + 1], script, one_value=True)):
+        counts = LAUNCHER if starts_ranks else LAUNCHER | OF_SRUN
+        key = counts.get(name, f"{IN_LAUNCHER} {written(name)}")
         _add(found, {key: _valued(value, script)} if position or name else {})
     for name, value in _pairs(words[program + 1 :], script):
         if not name.startswith("\0"):
@@ -222,8 +268,11 @@ def _name(word: str) -> str:
     return word.removeprefix("--").partition("=")[0].replace("_", "-") if OPTION.fullmatch(word) else ""
 
 
-def _pairs(words: Sequence[str], script: Script) -> list[tuple[str, str | bool]]:
-    """Return options and their values. A mark that is not a value stands for options, and counts as a name."""
+def _pairs(words: Sequence[str], script: Script, *, one_value: bool = False) -> list[tuple[str, str | bool]]:
+    """Return options and their values. A mark that is not a value stands for options, and counts as a name.
+
+    `one_value`: of the words behind an option only the first is its value, as of launchers.
+    """
     found: list[tuple[str, str | bool]] = []
     values: list[str] | None = None
     name = ""
@@ -242,7 +291,7 @@ def _pairs(words: Sequence[str], script: Script) -> list[tuple[str, str | bool]]
             name, values = option, [word.partition("=")[2]] if "=" in word else []
         elif holds and word is not None:
             found.append((word, True))
-        elif values is not None and word and not word.endswith(".py"):
+        elif values is not None and word and not word.endswith(".py") and not (one_value and values):
             values.append(word)
     return found
 

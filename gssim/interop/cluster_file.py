@@ -12,6 +12,7 @@ from gssim.cluster.topology import build
 from gssim.cluster.topology.kinds import Servers
 from gssim.errors import UserError, one_line
 from gssim.interop.fabric import Fabric, of_fabric_file
+from gssim.interop.host_reports import refuse_other_reports
 from gssim.interop.hosts import (
     CARD_COUNT_ASSUMED,
     CARDS_ASSUMED,
@@ -143,6 +144,8 @@ def _read(paths: Sequence[Path], gpus: Sequence[str]) -> tuple[list[Host], Fabri
     described: list[Host] = []
     fabric: Fabric | None = None
     texts = {path: read_bounded(path) for path in paths}
+    for path, text in texts.items():
+        refuse_other_reports(text, file=str(path))
     are_xml = {path: path.suffix == ".xml" or text.lstrip().startswith("<") for path, text in texts.items()}
     are_hosts = {
         path: are_xml[path] or ("GPU0" in text and path.suffix not in (".yaml", ".yml", ".json", ".conf"))

@@ -20,8 +20,9 @@ from gssim.errors import UserError, one_line
 from gssim.interop.reading import parsed_xml
 from gssim.interop.servers import DETECTED, SERVERS, Server, server_of, short_name
 
-NVSWITCH, NVLINK_PEER = "0x068000", "0x030200"
-"""Classes of NVLinks' targets in NCCL's XML (tclass): NVSwitch, another GPU."""
+NVSWITCH, NVLINK_PEER = "0x068000", "0x03"
+"""Classes of NVLinks' targets in NCCL's XML (tclass): NVSwitch; another GPU, whose class is 0x030200, or 0x030000 of
+cards that can drive a display (A40, RTX A6000, RTX 3090): as NCCL does, by its beginning."""
 NVLINK_BYTES_PER_S = {60: 20e9, 70: 25e9, 80: 25e9, 86: 14.0625e9, 90: 25e9, 100: 50e9}
 """Rate of one NVLink's wire in each direction, by compute capability. Source: NVIDIA's data sheets (86: 112.5 GB/s in
 both directions of the four links between two RTX 3090 or A40, GA102's whitepaper)."""
@@ -50,6 +51,8 @@ PCIE_PRESETS = {(8.0, 16): "pcie3x16", (8.0, 8): "pcie3x8", (16.0, 16): "pcie4x1
 PCIE_LANE_BYTES_PER_S = {2.5: 0.1875e9, 5.0: 0.375e9, 8.0: 0.75e9, 16.0: 1.5e9, 32.0: 3e9, 64.0: 6e9}
 """Usable rate of a lane by its GT/s. Source: NCCL, topo.h (12 GB/s for 16 lanes of 8 GT/s, and in proportion)."""
 INFINIBAND = {100: "ib-edr-100", 200: "ib-hdr-200", 400: "ib-ndr-400"}
+EFA_GBIT, EFA_BYTES_PER_S = 400, 37e9
+"""Wire rate of the cards of the preset efa-400x8, and what they reach of it."""
 ETHERNET = {1: "tcp-1g", 10: "tcp-10g", 25: "tcp-25g", 100: "tcp-100g"}
 """Presets of network cards by Gbit/s."""
 
@@ -67,6 +70,12 @@ def assumed_cards(nic_link: object, gpu: str) -> str:
     """Return the note on network cards that are those of a GPU's usual server."""
     return f"{CARDS_ASSUMED}{nic_link}: of the usual server of {gpu}; --nic names another"
 
+
+NO_AMD = (
+    "AMD's GPUs have no preset and RCCL's choices are not known; describe devices and links in a cluster file "
+    "(scenarios/README.md)"
+)
+HIDDEN_WIDTH = "link_width = 0: a virtual machine hides it; taken as 16 lanes, as NCCL does"
 
 MOST_GPUS = 256
 """Largest number of GPUs in a matrix."""
@@ -144,8 +153,12 @@ def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:
     gpus = [(pci, each) for pci in root.iter("pci") for each in pci.findall("gpu")]
     if not gpus:
         raise UserError(
-            f"{file}: has no <gpu>; NCCL_TOPO_DUMP_FILE is written by rank 0 of a group with this host's GPUs"
+            f"{file}: has no <gpu>; a file that a cloud ships for NCCL_TOPO_FILE has none: NCCL_TOPO_DUMP_FILE is "
+            "written by rank 0 of a group with this host's GPUs"
         )
+    of_rccl = next((each for _, each in gpus if each.get("gcn") is not None), None)
+    if of_rccl is not None:  # whose sm is no compute capability
+        raise UserError(f"{file}: <gpu> gcn = '{one_line(of_rccl.get('gcn', ''), 20)}': {NO_AMD}")
     busids = [pci.get("busid", "").lower() for pci, _ in gpus]
     capabilities = {_int(each, "sm", file) for _, each in gpus}
     if len(capabilities) > 1:
@@ -156,20 +169,36 @@ def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:
     found.defaults = defaults
     found.nccl = NCCL_OF_CAPABILITY.get(capability, "ampere")
     found.pcie_link = _pcie(gpus[0][0], file)
+    if gpus[0][0].get("link_width") == "0":
+        found.defaults.append(HIDDEN_WIDTH)
     _nvlinks(found, [each for _, each in gpus], busids, capability, file)
     if found.inside == "pcie":
         found.inside_link = found.pcie_link
     if found.inside in ("pcie", "links") and sum(1 for cpu in root.iter("cpu") if cpu.find(".//gpu") is not None) > 1:
         found.defaults.append(BETWEEN_PROCESSORS)
-    _cards(found, [net for nic in root.iter("nic") for net in nic.findall("net")], file)
+    _cards(found, _nets(root), file)
     return found
+
+
+def _nets(root: Element) -> list[Element]:
+    """Return the network cards. One without a place on PCIe is listed below each processor, and is one card."""
+    nets = [net for pci in root.iter("pci") for net in pci.findall("nic/net")]
+    listed = set()
+    for cpu in root.iter("cpu"):
+        for net in cpu.findall("nic/net"):
+            card = (cpu.get("host_hash"), net.get("name"), net.get("dev"))
+            nets += [net] if card not in listed else []
+            listed.add(card)
+    return nets
 
 
 def _gpu_of(capability: int, gpu: str | None, file: str) -> tuple[str, list[str]]:
     if gpu is not None:
         return server_of(gpu).device, []
     if capability not in GPU_OF_CAPABILITY:
-        raise UserError(f"{file}: sm = {capability}: several GPUs have it; name yours by --gpu ({', '.join(SERVERS)})")
+        why = "several GPUs have it" if capability in NCCL_OF_CAPABILITY else "no preset has it"
+        ask = "yours" if capability in NCCL_OF_CAPABILITY else "the nearest"
+        raise UserError(f"{file}: sm = {capability}: {why}; name {ask} by --gpu ({', '.join(SERVERS)})")
     device = SERVERS[GPU_OF_CAPABILITY[capability]].device
     return device, [f"device = {device}: the usual GPU of sm = {capability}; --gpu names another"]
 
@@ -183,12 +212,12 @@ def _int(element: Element, key: str, file: str) -> int:
 
 def _pcie(pci: Element, file: str) -> Rate:
     """Return the link of a device from its PCIe speed and width."""
-    speed, lanes = pci.get("link_speed", ""), _int(pci, "link_width", file)
+    speed, lanes = pci.get("link_speed", ""), _int(pci, "link_width", file) or 16
     match = re.match(r"^([0-9.]{1,6})\s*GT/s", speed)
     giga = float(match[1]) if match and match[1].count(".") < 2 and match[1] != "." else 0.0
     if giga not in PCIE_LANE_BYTES_PER_S or lanes not in (1, 2, 4, 8, 16, 32):
         said = f"link_speed = '{one_line(speed, 30)}', link_width = {lanes}"
-        raise UserError(f"{file}: <pci> {said}: is no PCIe link; virtual machines may hide it")
+        raise UserError(f"{file}: <pci> {said}: is no PCIe link; a virtual machine may hide it: write it into the file")
     if (giga, lanes) in PCIE_PRESETS:
         return PCIE_PRESETS[giga, lanes]
     rate = PCIE_LANE_BYTES_PER_S[giga] * lanes
@@ -212,10 +241,10 @@ def _nvlinks(host: Host, gpus: Sequence[Element], busids: Sequence[str], capabil
         to_switch.append(sum(_int(link, "count", file) for link in links if link.get("tclass") == NVSWITCH))
         for link in links:
             target = link.get("target", "").lower()
-            if link.get("tclass") == NVLINK_PEER and target in busids and busids.index(target) != index:
+            if link.get("tclass", "").startswith(NVLINK_PEER) and target in busids and busids.index(target) != index:
                 other = busids.index(target)
                 pairs[min(index, other), max(index, other)] = _int(link, "count", file)
-    if all(to_switch) and len(gpus) > 1:
+    if any(to_switch) and len(gpus) > 1:
         if len(set(to_switch)) > 1 or not 1 <= to_switch[0] <= 64:
             raise UserError(f"{file}: NVLinks to switches = {to_switch}: must be equally many of each GPU, at most 64")
         host.inside, host.inside_link = "nvswitch", _nvlink(capability, to_switch[0])
@@ -263,7 +292,15 @@ def card_link(name: str, gbit: float) -> Rate:
 
     >>> card_link("mlx5_0", 400), card_link("eth0", 10)
     ('ib-ndr-400', 'tcp-10g')
+    >>> card_link("rdmap82s0", 400)
+    'efa-400x8'
     """
+    if name.startswith(("rdmap", "efa")):
+        if gbit == EFA_GBIT:
+            return "efa-400x8"
+        source = f"{name}: {gbit:g} Gbit/s; assumed: reached as of efa-400x8"
+        rate = EFA_BYTES_PER_S * gbit / EFA_GBIT
+        return {"preset": "efa-400x8", "bandwidth_bytes_per_s": rate, "source": one_line(source, 80)}
     infiniband = name.startswith(("mlx", "ib", "rocep", "bnxt"))
     table = INFINIBAND if infiniband else ETHERNET
     if gbit in table:
@@ -283,8 +320,9 @@ def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:
         raise UserError(f"{file}: has no GPU0; allowed: the output of `nvidia-smi topo -m`")
     if gpu is None:
         raise UserError(f"{file}: does not name its GPUs; say --gpu, in turn for each ({', '.join(SERVERS)})")
-    names = [cell for cell in header if re.fullmatch(r"(GPU|NIC|mlx5_)[0-9]+", cell)]
-    gpus = [name for name in names if name.startswith("GPU")]
+    columns = [cell for cell in header if cell]
+    names = columns[: next((i for i, cell in enumerate(columns) if cell.startswith("CPU")), len(columns))]
+    gpus = [name for name in names if re.fullmatch("GPU[0-9]+", name)]  # others are cards: NIC0, or mlx5_bond_0
     rows: dict[str, list[str]] = {}
     for line in cells:
         filled = [cell for cell in line if cell]

@@ -275,12 +275,14 @@ def megatron(keys: Keys) -> Training:
         setattr(training, name, keys.integer(key, sets=sets))
     _batch_schedule(keys, training)
     training.sequence = keys.integer("seq-length", "encoder-seq-length", sets="workload.sequence_length")
-    for name in ("nproc-per-node", "nnodes"):
+    for name in ("nproc-per-node", "nnodes", "ntasks"):
         if isinstance(keys.values.get(name), Undecided):
             keys.note(name, "left open: the ranks are the devices of --cluster, or --set plan.ranks")
     processes, nodes = (keys.integer(name) if name not in keys.read else None for name in ("nproc-per-node", "nnodes"))
     if not isinstance(keys.values.get("nnodes"), Undecided):
         training.world = launched(keys, processes, nodes)
+    if training.world is None and "ntasks" not in keys.read:
+        training.world = keys.integer("ntasks", sets="plan.ranks")  # of srun
     _architecture(keys, training)
     if training.ep is not None and training.ep.value > 1:
         training.etp = keys.integer("expert-tensor-parallel-size", sets="plan.etp")

@@ -199,7 +199,11 @@ SIGNS: dict[str, tuple[str, ...]] = {
 """Top-level keys that identify a file's format; formats are tried in this order."""
 
 NOT_READ: dict[str, tuple[str, ...]] = {
+    "verl": ("actor_rollout_ref",),
     "nanotron": ("parallelism", "tokens"),
+    "GPT-NeoX": ("pipe_parallel_size", "model_parallel_size"),
+    "Lingua": ("model", "optim", "data", "distributed"),
+    "verl's supervised fine-tuning": ("trainer", "optim", "data"),
     "PRIME-RL": ("trainer", "orchestrator"),
     "PRIME-RL's supervised fine-tuning": ("model", "optim", "data"),
     "NeMo": ("trainer", "model"),
@@ -212,7 +216,7 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "open-instruct": ("with_tracking", "model_name_or_path"),
     "ms-swift": ("tuner_type", "model"),
     "torchtune": ("checkpointer", "optimizer"),
-    "verl": ("actor_rollout_ref",),
+    "FlagScale (of whose trainings --format megatron reads the arguments)": ("system", "model"),
     "Megatron-Bridge (give its sizes and batch as Megatron-LM's arguments)": ("model", "train", "ddp"),
     "MosaicML Composer or OLMo": ("device_train_microbatch_size",),
     "Kubernetes (give the command that its containers run)": ("apiVersion", "kind"),
@@ -228,11 +232,12 @@ def _looks_like(data: Any, file: str) -> str | None:
         raise UserError(f"{file}: is a scenario already; give it to `gssim run`")
     if "model_type" in data and "architectures" in data:
         raise UserError(f"{file}: is the config of a model; give it by --model, and the training's file here")
+    keys = {str(key).replace("-", "_") for key in data}
+    for program, signs in NOT_READ.items():
+        if keys.issuperset(signs):
+            raise UserError(f"{file}: is a configuration of {program}, which is not read; {_allowed()}")
     if "trainer" in data and "data" in data:
         raise UserError(f"{file}: is a NeMo or Lightning recipe, which is Python's; {_allowed()}")
-    for program, signs in NOT_READ.items():
-        if all(sign in data for sign in signs):
-            raise UserError(f"{file}: is a configuration of {program}, which is not read; {_allowed()}")
     return next((name for name, signs in SIGNS.items() if any(sign in data for sign in signs)), None)
 
 

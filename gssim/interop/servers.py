@@ -115,7 +115,9 @@ def server_of(gpu: str) -> Server:
     if base is None or gpu not in presets("devices"):
         variants = tuple(f"{name}-" for name in SERVERS)
         known = ", ".join([*SERVERS, *(each for each in presets("devices") if each.startswith(variants))])
-        raise UserError(f"--gpu {asked}: no such GPU, or its server is not known; allowed: {known}")
+        raise UserError(
+            f"--gpu {asked}: no such GPU, or its server is not known (a cluster file describes any); allowed: {known}"
+        )
     server = SERVERS[base]
     if "-pcie" in gpu:  # a card, not the board with NVLinks that the base's name stands for
         server = _pcie(gpu, server.devices, server.pcie_link, server.nic_link, server.nccl)

@@ -461,6 +461,104 @@ def test_bad_input_is_one_line(tmp_path, name):
     assert name in str(caught.value)
 
 
+NODES = """NodeName=gpu01 Arch=x86_64 CoresPerSocket=32
+   Gres=gpu:a100:4(S:0-1)
+   RealMemory=1031000 Sockets=2
+
+NodeName=gpu02 Arch=x86_64 CoresPerSocket=32
+   Gres=gpu:a100:4(S:0-1)
+"""
+REPORTS = {
+    "nodes.txt": (NODES, "--gpu a100 --devices 4 --hosts 2"),
+    "slurm.conf": ("NodeName=DEFAULT Gres=gpu:1\nNodeName=g[1-3] Gres=gpu:v100:2\n", "v100 --devices 2"),
+    "gres.conf": ("NodeName=g[1-3] Name=gpu Type=h100 File=/dev/nvidia[0-7]\n", "--devices 8 --hosts 3"),
+    "mig.conf": ("NodeName=g[1-3] Gres=gpu:1g.5gb:7\n", "give topology.conf"),
+    "mixed.conf": ("NodeName=g1 Gres=gpu:a100:4\nNodeName=g2 Gres=gpu:v100:4\n", "give topology.conf"),
+    "sinfo.txt": ("PARTITION AVAIL  TIMELIMIT  NODES  STATE NODELIST\n", "sinfo"),
+    "nodes.json": ('{"nodes": [{"name": "g1", "gres": "gpu:a100:4"}]}', "Slurm's nodes"),
+    "query.txt": ("\n====NVSMI LOG====\n\nAttached GPUs : 2\n", "nvidia-smi topo -m"),
+    "query.xml": ('<!DOCTYPE nvidia_smi_log SYSTEM "n.dtd">\n<nvidia_smi_log/>', "nvidia-smi topo -m"),
+    "lstopo.xml": ('<!DOCTYPE topology SYSTEM "hwloc2.dtd">\n<topology version="2.0"/>', "nvidia-smi topo -m"),
+    "ibstat.txt": ("CA 'mlx5_0'\n\tCA type: MT4123\n", "--nic"),
+    "fabric.txt": ("#\nvendid=0x2c9\nswitchguid=0x1(1)\n", "topograph"),
+    "lspci.txt": ("07:00.0 3D controller: NVIDIA Corporation GA100\n", "nvidia-smi topo -m"),
+    "rocm.txt": ("== ROCm System Management Interface ==\n       GPU0   GPU1\nGPU0   0      XGMI\n", "cluster file"),
+    "gaudi.txt": ("| HL-SMI Version:  hl-1.14.0  |\n", "cluster file"),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_reports_without_links_are_refused_with_what_to_give(tmp_path, name):
+    """They were taken for a topology.conf or a matrix: `line 1: nodename: unknown key`."""
+    text, said = REPORTS[name]
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        made(tmp_path, {name: text}, gpu="a100")
+    assert "\n" not in str(caught.value)
+    assert "unknown key" not in str(caught.value)
+    assert "no such connection" not in str(caught.value)
+
+
+def test_a_matrix_among_other_output_is_read(tmp_path):
+    text = "| NVIDIA-SMI 550.54.15   Driver Version: 550.54.15 |\n" + smi_matrix("NV18", nics=8)
+    cluster, _ = made(tmp_path, {"all.txt": text}, gpu="h100")
+    assert cluster.topology.servers[0].inside == "nvswitch"
+
+
+@pytest.mark.parametrize("card", ["mlx4_", "mlx5_bond_", "bnxt_re", "hfi1_", "rdmap"])
+def test_cards_have_names_of_their_own_in_older_matrices(tmp_path, card):
+    """Only NIC0 and mlx5_0 were counted: other hosts had no card, without a word."""
+    tabs = smi_matrix("NV18", nics=4).replace("NIC", card)
+    for text in (tabs, tabs.replace("\t", "    ")):
+        cluster, _ = made(tmp_path, {"topo.txt": text}, gpu="h100")
+        assert cluster.topology.servers[0].nics == 4
+
+
+def test_gpus_of_rccl_are_not_those_of_nvidia_with_the_same_number(tmp_path):
+    """RCCL's sm = 90 is an MI200 or older: it became an H100."""
+    text = nccl_xml(target="none").replace('sm="90"', 'sm="90" gcn="gfx90a"')
+    with pytest.raises(UserError, match="gcn = 'gfx90a': AMD's GPUs have no preset"):
+        made(tmp_path, {"host.xml": text})
+
+
+def test_nvlinks_of_cards_that_drive_displays(tmp_path):
+    """The class of an A40 or an RTX 3090 is 0x030000, not 0x030200: their bridges were left out."""
+    text = nccl_xml(gpus=2, nics=1, mbits=100000, sm=86, speed="16.0 GT/s PCIe", target={(0, 1): 4})
+    cluster, _ = made(tmp_path, {"host.xml": text.replace("0x030200", "0x030000")}, gpu="rtx3090")
+    assert edges(cluster)["server0/gpu0", "server0/gpu1"][0] == 4 * 14.0625e9
+
+
+def test_a_gpu_that_lacks_its_nvlinks_is_named(tmp_path):
+    """A broken record of one GPU made PCIe of all NVLinks of its host."""
+    broken = re.sub(r"( *<nvlink [^>]*/>\n){4}", "", nccl_xml(), count=1)
+    with pytest.raises(UserError, match=re.escape("NVLinks to switches = [0, 18, 18")):
+        made(tmp_path, {"host.xml": broken})
+
+
+def test_widths_that_a_virtual_machine_hides_are_those_of_nccl(tmp_path):
+    cluster, found = made(tmp_path, {"host.xml": nccl_xml(width=0)})
+    assert edges(cluster) == edges(made(tmp_path, {"host.xml": nccl_xml()})[0])
+    assert any("link_width = 0" in note for note in found.notes)
+
+
+def test_a_card_that_is_listed_below_each_processor_is_one(tmp_path):
+    card = '<nic><net name="eth0" dev="0" speed="10000" port="0" guid="0x0" gdr="0"/></nic></cpu>'
+    text = nccl_xml(nics=0).replace("</cpu>", card)
+    cluster, _ = made(tmp_path, {"host.xml": text})
+    assert cluster.topology.servers[0].nics == 1
+
+
+def test_cards_of_aws_have_the_latency_of_efa(tmp_path):
+    text = nccl_xml().replace("mlx5_", "rdmap")
+    cluster, _ = made(tmp_path, {"host.xml": text})
+    assert cluster.topology.servers[0].nic_link.latency_s == 100e-6
+
+
+@pytest.mark.parametrize(("sm", "said"), [(89, "several GPUs have it; name yours"), (103, "no preset has it")])
+def test_capabilities_that_name_no_gpu(tmp_path, sm, said):
+    with pytest.raises(UserError, match=said):
+        made(tmp_path, {"host.xml": nccl_xml(sm=sm, target="none")})
+
+
 def test_damaged_topologies_are_read_or_refused(tmp_path):
     random_ = random.Random(0)
     files = {"h.xml": nccl_xml(gpus=2, nics=2), "t.conf": TREE, "t.yaml": TREE_YAML, "m.txt": smi_matrix("NV18", 2)}

@@ -2,12 +2,13 @@
 
 import io
 import json
+import re
 import tomllib
 from pathlib import Path
 
 import commands
 import pytest
-from importing import DEEPSPEED, EIGHT, imported, refused
+from importing import DEEPSPEED, EIGHT, ROOT, imported, refused
 
 from gssim.errors import UserError
 from gssim.interop import import_scenario
@@ -219,3 +220,100 @@ def test_variables_that_hold_a_part_of_the_arguments_alone_are_no_training(tmp_p
 def test_a_training_script_in_python_is_refused_with_what_is_read_instead(tmp_path):
     with pytest.raises(UserError, match="a Python script is not read; give the configuration"):
         imported(tmp_path, "trainer = Trainer(model, args)\n", name="train.py", model="gpt3-1.3b")
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("torchrun --nproc_per_node 4 train.py --batch-size 8 --lr 1e-4 --epochs 3", "train.py"),
+        ("srun torchrun --nnodes 2 src/main.py --data /data --amp", "main.py"),
+        ("python3 -m verl.trainer.main_ppo data.train_batch_size=1024", "verl.trainer.main_ppo"),
+        ("deepspeed --module openrlhf.cli.train_sft --micro_train_batch_size 4 --agent a.py", "openrlhf.cli.train_sft"),
+        ("python prepare.py --split 9\npython main.py --workers 8", "prepare.py, main.py"),
+        ("python -m torch.distributed.launch --nproc_per_node=8 finetune.py --plugin zero2", "finetune.py"),
+    ],
+)
+def test_a_script_that_runs_a_program_of_its_own_is_refused_by_its_name(tmp_path, command, program):
+    """Each option was refused as Megatron-LM's: `batch-size: a retired spelling: see Megatron's own message`."""
+    with pytest.raises(UserError, match=f"runs {re.escape(program)}, and none of the options is read") as caught:
+        imported(tmp_path, f"#!/bin/bash\nexport OMP_NUM_THREADS=1\n{command}\n", name="train.sh", model="gpt3-1.3b")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("program", ["examples/reward_modeling.py", "dpo.py", "train_grpo.py", "scripts/run_dpo.py"])
+def test_the_name_of_a_program_that_trains_by_preferences_is_enough(tmp_path, program):
+    """LMFlow's reward model became a training of the next token: its options do not tell."""
+    text = f"deepspeed {program} --per_device_train_batch_size 1 --block_size 512\n"
+    with pytest.raises(UserError, match="trains by preferences or rewards"):
+        imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    _, found = imported(tmp_path, text.replace(program, "finetune.py"), name="train.sh", model="gpt3-1.3b")
+    assert found.listed
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("srun --gres=gpu:2 --ntasks=4 --ntasks-per-node=2 python -u finetune.py", 4),
+        ("srun --ntasks 2 --ntasks-per-node 1 torchrun --nproc_per_node 2 finetune.py", 2),
+        ("srun --ntasks 2 accelerate launch finetune.py", 8),
+        ("srun --ntasks 4 python finetune.py", 4),
+        ("torchrun --nproc_per_node 4 -m package.train", 4),
+        ("python -m torch.distributed.run --nproc_per_node=4 -m package.train", 4),
+        ("deepspeed --num_gpus 4 --module package.train", 4),
+    ],
+)
+def test_srun_counts_ranks_where_it_starts_the_program_itself(tmp_path, command, ranks):
+    """A training on 128 GPUs was one on the eight of the cluster: gradients were accumulated as on 128."""
+    text = f"{command} --per_device_train_batch_size 1 --block_size 512\n"
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"].get("ranks", 8) == ranks
+    assert tables["workload"]["global_batch_size"] == ranks
+    many = text.replace("--ntasks=4", "--ntasks=16").replace("--nproc_per_node 2", "--nproc_per_node 16")
+    if many != text:
+        with pytest.raises(UserError, match="16"):
+            imported(tmp_path, many, name="train.sh", model="gpt3-1.3b")
+
+
+def test_srun_counts_the_ranks_of_megatron(tmp_path):
+    text = (ROOT / "scenarios/imports/megatron.sh").read_text()
+    text = text.replace("torchrun --nproc_per_node $GPUS_PER_NODE --nnodes 1", "srun --ntasks=4 python")
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert (tables["plan"]["ranks"], tables["plan"]["tp"]) == (4, 4)
+
+
+def test_a_variable_among_the_launchers_options_has_its_name(tmp_path):
+    text = 'ARGS="--master_port=11000"\nif [ $# -ge 1 ]; then\n  ARGS="$1"\nfi\n'
+    text += "deepspeed ${ARGS} finetune.py --per_device_train_batch_size 1 --block_size 512\n"
+    _, found = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert not any("\x00" in line or "\\x00" in line for line in found.listed)
+    assert any("$ARGS" in line for line in found.listed)
+
+
+@pytest.mark.parametrize("precision", ["--bf16", ""])
+def test_autocast_of_fp16_has_no_effect_where_fp16_is_off(tmp_path, precision):
+    """InternVL's files have it beside "auto", and their scripts train in bf16: they were refused."""
+    fp16 = {"enabled": "auto", "auto_cast": True, "loss_scale": 0}
+    (tmp_path / "zero1.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "fp16": fp16}))
+    text = f"torchrun finetune.py --per_device_train_batch_size 1 --block_size 512 {precision} --deepspeed zero1.json\n"
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["workload"]["precision"] == ("bf16" if precision else "fp32")
+    with pytest.raises(UserError, match="autocast inside fp16"):
+        imported(tmp_path, text.replace(f"512 {precision}", "512 --fp16"), name="train.sh", model="gpt3-1.3b")
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ('{"pipe-parallel-size": 1, "model-parallel-size": 8, "zero_optimization": {"stage": 1}}', "GPT-NeoX"),
+        ("pipe_parallel_size: 1\nmodel_parallel_size: 1\nzero_optimization: {stage: 1}\n", "GPT-NeoX"),
+        ("model: {dim: 1}\noptim: {lr: 1}\ndata: {root_dir: a}\ndistributed: {fsdp_type: full_shard}\n", "Lingua"),
+        ("actor_rollout_ref: {}\ndata: {}\ntrainer: {}\n", "verl"),
+        ("data: {}\nmodel: {}\noptim: {}\ntrainer: {}\n", "verl's supervised"),
+        ("system: {tensor_model_parallel_size: 2}\nmodel: {num_layers: 2}\n", "FlagScale"),
+    ],
+)
+def test_files_of_other_programs_have_their_own_name(tmp_path, text, program):
+    """GPT-NeoX's were DeepSpeed's, Lingua's PRIME-RL's, verl's NeMo's."""
+    name = "config.json" if text.startswith("{") else "config.yaml"
+    with pytest.raises(UserError, match=f"is a configuration of {program}"):
+        imported(tmp_path, text, name=name, model="gpt3-1.3b")

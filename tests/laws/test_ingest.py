@@ -175,9 +175,11 @@ def test_kernels_of_amds_library_and_of_msccl_are_communication(tmp_path):
         made = training(rank)
         kernels = [event for event in made.events if event["name"].startswith("nccl")]
         for number, event in enumerate(kernels):
-            event["name"] = ("ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)", "mscclKernel_Sum_float")[
-                number % 2
-            ]
+            event["name"] = (
+                "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)",
+                "mscclKernel_Sum_float",
+                "void rcclGenericKernel<1, false>(ncclDevKernelArgsStorage<4096ul>)",
+            )[number % 3]
             event["args"] = {name: value for name, value in event["args"].items() if name == "correlation"}
         paths.append(made.write(tmp_path))
     assert ingest(paths, LOADED).result.phases_s["exposed_communication"] == near(1 * MS)
@@ -191,6 +193,36 @@ def test_a_trace_that_does_not_tell_its_rank_is_refused_by_what_it_lacks(tmp_pat
     path.write_text(json.dumps(data))
     with pytest.raises(UserError, match=r"does not tell its rank \(no distributedInfo\)"):
         ingest([training(0).write(tmp_path), path], LOADED)
+
+
+def test_a_packed_trace_may_have_any_name(tmp_path):
+    path = training(0).write(tmp_path)
+    packed = tmp_path / "rank0.pt.trace.json"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert kineto.read_document(packed) == kineto.read_document(path)
+
+
+def test_kernels_of_a_cuda_graph_have_the_phase_of_its_launch_and_that_is_said(tmp_path):
+    """One graph of forward, backward and update: all of it was the forward, without a word."""
+    made = training(0)
+    for event in made.events:
+        if event["name"] == "cudaLaunchKernel":
+            event["name"] = "cudaGraphLaunch"
+    path = made.write(tmp_path)
+    read = kineto.read_rank(path, kineto.read_document(path))
+    assert any(what.startswith("kernels of CUDA graphs") for what in read.partial)
+
+
+def test_a_kernel_that_may_be_an_all_to_all_is_not_called_a_message(tmp_path):
+    """Older traces have no fields; NCCL's all-to-alls are of the same kernel as isend and irecv."""
+    made = training(0)
+    for event in made.events:
+        if event["name"].startswith("nccl"):
+            event["name"] = "ncclKernel_SendRecv(ncclWorkElem)"
+            event["args"] = {"correlation": event["args"]["correlation"]}
+    path = made.write(tmp_path)
+    read = kineto.read_rank(path, kineto.read_document(path))
+    assert any("or an all-to-all" in what for what in read.partial)
 
 
 def older(made):
@@ -296,6 +328,12 @@ REFUSED = {
     "same-rank": (changed(lambda data: data["distributedInfo"].update(rank=1)), "rank 1 again"),
     "ranks": (changed(lambda data: data["distributedInfo"].update(world_size=4)), "of a job of 4 ranks"),
     "missing": (lambda folder: folder / "none.json", "no such file"),
+    "folder": (lambda folder: folder, "a folder; name its files"),
+    "old-torch": (changed(set_in_event(cat="Operator")), "cat = 'Operator': of a torch of 2022 or older"),
+    "nsight": (zipped(b"SQLite format 3\0" + bytes(range(256)), "report1.sqlite"), "as Nsight Systems exports it"),
+    "nsight-report": (zipped(bytes(range(256)), "report1.nsys-rep"), "a report of Nsight Systems; record"),
+    "chakra": (zipped(bytes(range(256)), "chakra.0.et"), "an execution trace (Chakra); record"),
+    "execution-trace": (written(b'{"schema": "1.1.1-chakra.0.0.4", "nodes": []}'), "an execution trace (Execution"),
 }
 
 
