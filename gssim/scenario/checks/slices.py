@@ -108,7 +108,9 @@ def check_tensor_overlap(scenario: Scenario, policies: Policies, file: str) -> N
         raise UserError(f"{where}: reduce-scatters run beside products already; leave out plan.async_input_gradients")
     if policies.tp == 1:
         raise UserError(f"{where}: no tensor-parallel ranks sum gradients of inputs; set plan.tp")
-    if backend != "nccl":
+    if not any(each.cut is not None and len(each.shape) == 2 for layer in layers for each in layer.parameters):
+        raise UserError(f"{where}: the blocks of '{model.name}' are not cut in linear maps; leave it out")
+    if plan.tp_overlap and backend != "nccl":
         raise UserError(f"{where}: the cluster's backend is '{backend}', which copies by the host; allowed with 'nccl'")
 
 
