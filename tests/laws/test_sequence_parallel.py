@@ -490,3 +490,15 @@ def test_a_checkpointed_block_gathers_its_outputs_gradient_before_its_forward_ru
         rest = [label for label in of_block[again:] if label.startswith(f"backward {name} part ")]
         assert rest
         assert of_block.index(rest[0]) > max(i for i, label in enumerate(of_block) if "recompute" in label)
+
+
+def test_rows_that_ranks_do_not_divide_evenly_are_refused_where_owners_sum_gradients_of_norms():
+    """The owners of tensor ranks would own other parts of a bucket, and wait for one another for ever.
+
+    With one replica, and so one owner of all, each rank sums all of them.
+    """
+    plan = {"method": "gs", "tp": 2, "sequence_parallel": True, "embedding_parallel": True, "loss_parallel": True}
+    sizes = {"model": load_model(MODELS / "bert-byte-1m.toml"), "sequence_length": 64, "global_batch_size": 12}
+    with pytest.raises(UserError, match=r"2 tensor-parallel ranks do not divide the 257 entries .* evenly"):
+        loaded_of(scenario_of(star(4), plan | {"dp_shard": 2}, **sizes))
+    assert simulate(loaded_of(scenario_of(star(2), plan, **sizes))).result.step_time_s > 0
