@@ -61,6 +61,7 @@ from gsreal.methods.adapters import LowRankAdapter, adapter_of
 from gsreal.methods.checkpointing import blocks_of
 from gsreal.methods.experts import experts_of
 from gsreal.methods.mapped import Mapped
+from gsreal.methods.overlapped_sums import Start, Started, can_overlap, gather_beside, sum_beside
 from gsreal.model_files.build import build_module
 from gssim.errors import UserError
 from gssim.scenario import Scenario, units_of_ranks
@@ -512,11 +513,13 @@ def slice_block(
     group: dist.ProcessGroup | None = None,
     parts: "SequenceParts | None" = None,
     reduce_fixed: AllReduce | None = None,
+    start: Start | None = None,
 ) -> None:
     """Reduce a block to a rank's units; `all_reduce` sums over the `ranks` ranks of its `group`.
 
     `parts`: how they divide sequences, if they do; see [Note: sequence parts]. `reduce_fixed`: sums what has one type
-    in every precision; None: `all_reduce` does that too.
+    in every precision; None: `all_reduce` does that too. `start`: begins the sum of an input's gradient, which then
+    runs beside the products of weights' gradients; None: it follows them.
     """
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
@@ -543,13 +546,26 @@ def slice_block(
     else:  # f gathers parts, and reduce-scatters gradients; g does the converse
         f, g = (parts.whole, parts.summed), (parts.summed, parts.whole)
     for path in cut.columns if parts is None else cut.gathered:
-        hook = partial(_with_input, lambda x: Mapped.apply(x, *f))
-        block.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+        module = block.get_submodule(path)
+        change: Callable[[Tensor], Tensor] = partial(_mapped, *f)
+        if start is not None and parts is None and can_overlap(module):
+            sum_beside(module, start)
+            continue
+        if start is not None and parts is not None:
+            reading = [each for each in cut.columns if each == path or each.startswith(f"{path}.")]
+            maps = {each: block.get_submodule(each) for each in reading}
+            change = gather_beside(module, maps, parts.whole, partial(parts.start_sum, start))
+        module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
     for path in cut.rows:
         module = block.get_submodule(path)
         module.forward = partial(_row_forward, module, lambda y: Mapped.apply(y, *g), ranks)
         if (adapter := adapter_of(module)) is not None:
             adapter.added_by_hook = False
+
+
+def _mapped(change: AllReduce, back: AllReduce, x: Tensor) -> Tensor:
+    result: Tensor = Mapped.apply(x, change, back)
+    return result
 
 
 def _norm_over_ranks(forward: Callable[[Tensor], Tensor], means: _MeansOverRanks, x: Tensor) -> Tensor:
@@ -611,9 +627,15 @@ class SequenceParts:
 
     def summed(self, whole: Tensor) -> Tensor:
         """Return this rank's part of the sum over the ranks."""
-        if whole.dim() == 2:
-            return self.reduce_scatter(whole)
-        return self.reduce_scatter(whole.unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 1))
+        return self.reduce_scatter(self._by_rank(whole))
+
+    def start_sum(self, start: Start, whole: Tensor) -> Started:
+        """Begin the sum over the ranks of this rank's part; `start` begins a reduce-scatter."""
+        return start(self._by_rank(whole))
+
+    def _by_rank(self, whole: Tensor) -> Tensor:
+        """Return whole sequences with the parts of all ranks one after another in the first dimension."""
+        return whole if whole.dim() == 2 else whole.unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 1)
 
     def own(self, whole: Tensor) -> Tensor:
         """Return this rank's part, as a tensor of its own."""
@@ -748,6 +770,9 @@ def slice_blocks(
     _check(scenario, module, blocks)
     all_reduce = observed_all_reduce(mesh, timeline)
     parts = _observed_parts(mesh, timeline) if scenario.policies.sequence_parallel else None
+    start: Start | None = None
+    if scenario.plan.async_input_gradients:
+        start = (started_all_reduce if parts is None else _started_reduce_scatter)(mesh, timeline)
     for block in blocks:
         cut = cut_of(block)
         assert cut is not None  # checked
@@ -757,7 +782,7 @@ def slice_blocks(
         if scenario.cuts_natively and is_linear(block, cut):
             distribute(block, cut, own, mesh, timeline)
         else:
-            slice_block(block, own, all_reduce, ranks=len(sizes), group=mesh.get_group(), parts=parts)
+            slice_block(block, own, all_reduce, ranks=len(sizes), group=mesh.get_group(), parts=parts, start=start)
     if parts is None:
         return [(block.get_submodule(path), name) for block in blocks for path, name in whole_with_parts(block)]
     end = end or end_of_parts([each.module for each in order], paths, module)
@@ -802,6 +827,40 @@ def observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
             return _released(functional.wait_tensor(functional.all_reduce(tensor, "sum", (mesh, 0))))
 
     return all_reduce
+
+
+def started_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> Start:
+    """Return the start of an all-reduce in place over the ranks of a mesh, whose wait is recorded as a span."""
+    group = mesh.get_group()
+
+    def start(tensor: Tensor) -> Started:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        return partial(_awaited, [work], [tensor], "all-reduce", timeline, group)
+
+    return start
+
+
+def _started_reduce_scatter(mesh: DeviceMesh, timeline: Timeline) -> Start:
+    """Return the same of a reduce-scatter of all ranks' parts, one after another in the first dimension."""
+    group, ranks = mesh.get_group(), mesh.size()
+
+    def start(whole: Tensor) -> Started:
+        part = whole.new_empty((len(whole) // ranks, *whole.shape[1:]))
+        work = dist.reduce_scatter_tensor(part, whole, group=group, async_op=True)
+        # gloo has sent a copy, but nccl reads what it sends until the end
+        return partial(_awaited, [work], [whole, part], "reduce-scatter sequence", timeline, group)
+
+    return start
+
+
+def _awaited(works: list[Any], tensors: list[Tensor], label: str, timeline: Timeline, group: Any) -> Tensor:
+    """Return the last tensor once the collective has ended; empties both lists, in order to hold nothing."""
+    with timeline.span(label, "exposed_communication", group):
+        works.pop().wait()
+    result = tensors.pop()
+    tensors.clear()
+    wait_for_release(result)
+    return result
 
 
 def _released(result: Tensor) -> Tensor:

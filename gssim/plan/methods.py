@@ -281,7 +281,6 @@ PREDICTED_ONLY: dict[tuple[str, object], str] = {
     ("plan.offload", "optimizer"): "can be predicted, but not run: PyTorch has none; allowed: 'parameters'",
     ("plan.gathered_inputs", "gathered-again"): "can be predicted, but not run; allowed: 'kept'",
     ("plan.tp_overlap", True): "can be predicted, but not run; leave it out",
-    ("plan.async_input_gradients", True): "can be predicted, but not run; leave it out",
     ("plan.receive_buffers", "in-flight"): "can be predicted, but not run; allowed: 'micro-batch'",
 }
 """Values of a scenario's keys that a real run refuses, and why."""

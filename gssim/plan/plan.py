@@ -419,9 +419,10 @@ class Plan:
     tp-comm-overlap, torch's asynchronous tensor parallelism; predicted only). Memory outside the allocator is that of
     Transformer Engine's buffers with `gathered_inputs = "gathered-again"`, else of torch's workspace."""
     async_input_gradients: bool = False
-    """On nccl, run the sum over the ranks of the axis tp of the gradient of a linear map's input (an all-reduce; with
-    `sequence_parallel`, a reduce-scatter) beside the product that gives the weight's gradient, as Megatron-LM does
-    (predicted only)."""
+    """Run the sum over the ranks of the axis tp of the gradient of a linear map's input (an all-reduce; with
+    `sequence_parallel`, a reduce-scatter) beside the product that gives the weight's gradient, as Megatron-LM does. All
+    weights whose maps read one gathered tensor get their gradients beside its reduce-scatter. DTensor does not cut the
+    blocks then. On gloo, threads that sum share the rank's cores with its products."""
     embedding_parallel: bool = False
     """Divide the rows of the token embedding among the ranks of the axis tp: each looks up the tokens whose rows it
     has, and one all-reduce adds the ranks' results (Megatron-LM, torchtitan). A head that shares the embedding's weight

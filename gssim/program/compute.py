@@ -33,6 +33,7 @@ from gssim.program.stage_boundary import stage_timeline
 from gssim.program.task import BACKWARD, PASSES, Issue, MicroBatch, Task, TaskId
 from gssim.program.tensor_slices import (
     SLICE_COLLECTIVES,
+    await_positions,
     copied_positions,
     slicing_host_s,
     sum_positions,
@@ -271,7 +272,7 @@ class _PhaseTasks:
         low, layer = self.low, instance.layer
         sums = sum_positions(layer, phase, low.scenario.plan.recompute)
         own = _backward_cuts(low, layer, self.cut_at.get(instance.index, ())) if phase == "b" else ()
-        cut = (*own, *sums)
+        cut = (*own, *sums, *await_positions(layer, phase))
         key = (phase, id(layer), instance.index == 0, cut, *map(id, events))
         if key not in self.once:
             self.once[key] = self._parts(instance, phase, events, kept, cut)
@@ -372,7 +373,7 @@ def _cached_timeline(
     positions = low.scenario.sequence_positions
     plan, policies = low.scenario.plan, low.policies
     vocabulary = plan.embedding_parallel, plan.loss_parallel, low.value_bytes
-    how = policies.sequence_parallel, plan.gathered_inputs, policies.ring
+    how = policies.sequence_parallel, plan.gathered_inputs, plan.async_input_gradients, policies.ring
     slices = (low.scenario.slice_shares, low.tensor_part, positions, how, vocabulary) if low.divides_layers else ()
     key = (Same(low.scenario.workload.model), slices, size, _settings(lives))
     return low.shared.once("timeline", key, make)
@@ -531,7 +532,7 @@ class BackwardParts:
         layer, position = place
         instance = self.low.layers[layer]
         own = _backward_cuts(self.low, instance.layer, _completions(self.low).get(layer, ()))
-        cuts = {*own, *sum_positions(instance.layer, "b", "none")}
+        cuts = {*own, *sum_positions(instance.layer, "b", "none"), *await_positions(instance.layer, "b")}
         part = sum(1 for cut in cuts if cut < position)
         while backward_id(instance, part) not in self._index:
             part -= 1

@@ -24,7 +24,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 from gssim import cost
@@ -37,6 +36,7 @@ from gssim.program.lowering import Lowering, layer_groups
 from gssim.program.ring import BLOCK_OPERATIONS, attention_ratio, ring_attention
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import Scenario, routes_parts
+from gssim.scenario.overlapped_sums import end_of, input_gradient_sums, maps_of_sums
 from gssim.units import Recompute
 from gssim.workload import Layer, LayerInstance, Reduction
 from gssim.workload.layer import EXPERT_EXCHANGES, GATHER_AGAIN
@@ -57,10 +57,19 @@ def sum_positions(layer: Layer, phase: str, recompute: Recompute) -> tuple[int, 
     return tuple(reduction.moment.position for reduction in reductions_in(layer, phase, recompute))
 
 
+def await_positions(layer: Layer, phase: str) -> tuple[int, ...]:
+    """Return the positions at which a layer's phase waits for the collectives that run beside a part of it."""
+    beside = (each for each in layer.reductions if each.moment.phase == phase)
+    return tuple(each.awaited for each in beside if each.awaited is not None)
+
+
 def copied_positions(layer: Layer, phase: str, recompute: Recompute) -> tuple[int, ...]:
-    """Return the positions of the collectives whose tensors a backend may copy: those of parts of sequences."""
+    """Return the positions of the collectives whose tensors a backend may copy: those of parts of sequences.
+
+    Of a collective beside compute, that is the position at which the layer waits for it.
+    """
     parts = (each for each in reductions_in(layer, phase, recompute) if each.kind in ("all-gather", "reduce-scatter"))
-    return tuple(each.moment.position for each in parts)
+    return tuple(map(end_of, parts))
 
 
 def with_all_reduces(
@@ -76,23 +85,22 @@ def with_all_reduces(
     pending = list(enumerate(reductions_in(instance.layer, phase, low.scenario.plan.recompute)))
     if not pending:
         return list(parts)
-    device = low.device(rank)
     parts, in_ring_s = _without_ring(low, instance, phase, parts, samples)
     tasks: list[Task] = []
-    awaited: list[TaskId] = []
+    awaited: list[tuple[float, Task]] = []
     for part, end in zip(parts, ends, strict=True):
         tasks.append(part)
-        tasks += map(_wait_for, awaited)
-        awaited = []
+        tasks += [wait for place, wait in awaited if place <= end]
+        awaited = [each for each in awaited if each[0] > end]
         while pending and pending[0][1].moment.position <= end:
             number, reduction = pending.pop(0)
+            if reduction.kind in EXPERT_EXCHANGES:
+                tasks.append(expert_exchange(low, rank, instance, reduction, phase, samples))
+                continue
             axis = "cp" if reduction.kind in CONTEXT_EXCHANGES else "tp"
             groups = layer_groups(low, low.batch_sizes[rank], axis)
             every = len(low.group) // (low.policies.cp if axis == "cp" else 1)
             samples_of_group = low.batch_sizes[rank] if len(groups) < every else None
-            if reduction.kind in EXPERT_EXCHANGES:
-                tasks.append(expert_exchange(low, rank, instance, reduction, phase, samples))
-                continue
             if reduction.kind == "ring":
                 tasks += ring_attention(
                     low,
@@ -115,19 +123,70 @@ def with_all_reduces(
                 samples=samples_of_group,
             )
             size = _sum_bytes(low, reduction, samples)
-            if reduction.kind == GATHER_AGAIN:
-                exchange = Communication.among(groups, "all-gather", size)
-                tasks.append(collective_task(own, exchange, "gather", after=(tasks[-1].id,)))
-                awaited.append(own)
-                continue
-            if device.kind == "cpu" and axis == "tp" and (host_s := cost.cut_sum_time_s(device, sum_bytes=size)):
-                tasks.append(Task(own.serving("issue"), "exposed_communication", duration_s=host_s))
-            exchange = Communication.among(groups, reduction.kind, size)
-            tasks.append(collective_task(own, exchange, need=footprint(low.staging(device, exchange))))
-    assert not awaited, "a map's backward follows the gather of its input"
-    if low.scenario.plan.tp_overlap or (low.scenario.plan.async_input_gradients and phase == "b"):
+            exchange = Communication.among(groups, CARRIED_AS.get(reduction.kind, reduction.kind), size)
+            added, wait = _exchange(low, rank, own, reduction, exchange, after=tasks[-1].id)
+            tasks += added
+            if wait is not None:  # of a second gather, after the next part
+                awaited.append((end + 0.25 if reduction.awaited is None else reduction.awaited, wait))
+    tasks += [wait for _, wait in awaited]
+    if low.scenario.plan.tp_overlap:
         return _overlapping(tasks, _products_beside(low, rank, instance, phase, samples))
+    if await_positions(instance.layer, phase):
+        return _with_products_beside(tasks, _weight_products_s(low, rank, instance, samples))
     return tasks
+
+
+def _exchange(
+    low: Lowering, rank: int, own: TaskId, reduction: Reduction, exchange: Communication, *, after: TaskId
+) -> tuple[list[Task], Task | None]:
+    """Return the tasks that take part in an exchange, and the later wait for it where it runs beside compute.
+
+    What a backend allocates for an exchange beside compute lives until that wait.
+    """
+    if reduction.kind == GATHER_AGAIN:
+        return [collective_task(own, exchange, "gather", after=(after,))], _wait_for(own)
+    device, tasks = low.device(rank), list[Task]()
+    staging = low.staging(device, exchange)
+    is_beside = reduction.awaited is not None
+    if device.kind == "cpu" and reduction.kind not in CONTEXT_EXCHANGES:
+        host_s = cost.cut_sum_time_s(device, sum_bytes=exchange.size_bytes)
+    else:
+        host_s = 0.0
+    if host_s or (is_beside and staging):
+        need = footprint(staging[:1] if is_beside else ())
+        tasks.append(Task(own.serving("issue"), "exposed_communication", duration_s=host_s, need=need))
+    if not is_beside:
+        return [*tasks, collective_task(own, exchange, need=footprint(staging))], None
+    wait = replace(_wait_for(own), need=footprint(staging[1:]))
+    return [*tasks, collective_task(own, exchange, "slices", after=(tasks[-1].id if tasks else after,))], wait
+
+
+def _with_products_beside(tasks: Sequence[Task], products_s: Mapping[int, float]) -> list[Task]:
+    """Return a backward in which the time beside each sum of an input's gradient is that of the products beside it.
+
+    `products_s`: seconds of the products, by number of the sum. The parts of a layer take times by their numbers of
+    operations. Where the products take longer than the parts beside the sum, the part before it is shorter, and the
+    reverse.
+    """
+    found = list(tasks)
+    for start, task in enumerate(tasks):
+        if task.stream != "slices":
+            continue
+        end = next(i for i in range(start, len(found)) if found[i].after == (task.id,) and found[i].id.action)
+        before = next(i for i in reversed(range(start)) if _is_part(found[i]))
+        beside = [i for i in range(start, end) if _is_part(found[i])]
+        there_s = sum(found[i].duration_s for i in beside)
+        both_s = found[before].duration_s + there_s
+        product_s = min(products_s[task.id.part or 0], both_s)
+        for i in beside:
+            share = found[i].duration_s / there_s if there_s else 1 / len(beside)
+            found[i] = replace(found[i], duration_s=product_s * share)
+        found[before] = replace(found[before], duration_s=both_s - product_s)
+    return found
+
+
+def _is_part(task: Task) -> bool:
+    return task.exchange is None and not task.id.action and task.id.op in ("forward", "recompute", "backward")
 
 
 def _wait_for(collective: TaskId) -> Task:
@@ -142,8 +201,7 @@ def _overlapping(tasks: Sequence[Task], products: Mapping[int, "_Product"]) -> l
     found: list[Task] = []
     gather: Task | None = None
     for task in tasks:
-        is_part = task.exchange is None and not task.id.action and task.id.op in ("forward", "recompute", "backward")
-        if gather is not None and is_part:
+        if gather is not None and _is_part(task):
             overlap, rest = _divided(task, products[gather.id.part or 0])
             found += [replace(overlap, issue=task.issue), _wait_for(gather.id), replace(rest, issue=None)]
             gather = None
@@ -179,6 +237,22 @@ class _Product(NamedTuple):
     """Whether the products read what the exchange brings; otherwise they come before it."""
 
 
+def _weight_products_s(low: Lowering, rank: int, instance: LayerInstance, samples: int) -> dict[int, float]:
+    """Return the seconds of the products of weights' gradients that run beside each sum, by number of the sum."""
+    layer = instance.layer
+    maps = dict(zip(map(id, input_gradient_sums(layer)), maps_of_sums(layer), strict=True))
+    return {
+        number: _products_s(low, rank, [each.shape for each in maps[id(exchange)]], samples, "weight_gradient")
+        for number, exchange in enumerate(reductions_in(layer, "b", "none"))
+        if exchange.awaited is not None
+    }
+
+
+def _products_s(low: Lowering, rank: int, shapes: Sequence[tuple[int, ...]], samples: int, kind: ProductKind) -> float:
+    tokens = samples * (low.scenario.workload.sequence_length or 1) // low.policies.cp
+    return cost.maps_time_s(low.device(rank), low.scenario.workload, shapes, tokens=tokens, kind=kind)
+
+
 def _products_beside(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int
 ) -> Mapping[int, _Product]:
@@ -189,36 +263,8 @@ def _products_beside(
     again, for the weight gradients.
     """
     layer, plan = instance.layer, low.scenario.plan
-    # what else is summed are statistics of norms over all heads, mostly in fp32 whatever the precision
-    of_inputs = [e for e in layer.reductions if e.moment.phase == "b" and e.kind in SUMS and not e.fixed]
-    if any(e.kind == "reduce-scatter" for e in of_inputs):
-        of_inputs = [e for e in of_inputs if e.kind == "reduce-scatter"]
-    ends = [e.moment.position for e in of_inputs]
-    maps = sorted((p for p in layer.parameters if p.sliced and len(p.shape) == 2), key=lambda p: p.ready.position)
-    # where a forward sums results, those of its last map are summed, and of all maps cut in the same dimension
-    sums_results = any(e.moment.phase == "f" and e.kind in SUMS for e in layer.reductions)
-    cut = maps[0].sliced_dimension if maps and sums_results else None
-    of_sums, of_input = (
-        [
-            [p.shape for p in maps if begin < p.ready.position <= end and (p.sliced_dimension == cut) == is_summed]
-            for begin, end in pairwise((-1, *ends))
-        ]
-        for is_summed in (True, False)
-    )
-
-    def product_s(shapes: Sequence[tuple[int, ...]], kind: ProductKind) -> float:
-        tokens = samples * (low.scenario.workload.sequence_length or 1) // low.policies.cp
-        return cost.maps_time_s(low.device(rank), low.scenario.workload, shapes, tokens=tokens, kind=kind)
-
-    if plan.async_input_gradients:
-        exchanges = list(enumerate(reductions_in(layer, "b", plan.recompute)))
-        at_experts = {exchange.moment.position for _, exchange in exchanges if exchange.kind in EXPERT_EXCHANGES}
-        sums = (each for each in exchanges if each[1] in of_inputs)
-        return {
-            number: _Product(product_s(shapes, "weight_gradient"), follows=False)
-            for (number, exchange), shapes in zip(sums, of_input, strict=True)
-            if shapes and exchange.moment.position not in at_experts
-        }
+    ends = [end_of(each) for each in input_gradient_sums(layer)]
+    of_sums, of_input = ([[p.shape for p in maps] for maps in maps_of_sums(layer, rows=rows)] for rows in (True, False))
     hidden_ratio = (low.policies.tp - 1) / low.policies.tp
     backward, found, seen = phase == "b", {}, Counter[tuple[int, str]]()
     for number, exchange in enumerate(reductions_in(layer, phase, plan.recompute)):
@@ -234,7 +280,8 @@ def _products_beside(
         if not 0 <= place < len(ends):
             continue
         shapes = (of_sums if gathers == (backward and not again) else of_input)[place]
-        if beside_s := hidden_ratio * product_s(shapes, "input_gradient" if backward else "forward"):
+        kind: ProductKind = "input_gradient" if backward else "forward"
+        if beside_s := hidden_ratio * _products_s(low, rank, shapes, samples, kind):
             found[number] = _Product(beside_s, follows=gathers and not again)
     return found
 
@@ -252,8 +299,6 @@ def _without_ring(
     return [replace(part, duration_s=(1 - ratio) * part.duration_s) for part in parts], ratio * whole_s
 
 
-SUMS = ("all-reduce", "reduce-scatter")
-"""Kinds of the collectives that sum over tensor-parallel ranks."""
 OPERATIONS: Mapping[str, Operation] = {
     "all-reduce": "all-reduce",
     "all-gather": "gather-sequence",
@@ -262,6 +307,8 @@ OPERATIONS: Mapping[str, Operation] = {
     GATHER_AGAIN: "gather-sequence",
 }
 """Operation of each kind of collective."""
+CARRIED_AS = {GATHER_AGAIN: "all-gather"}
+"""The collective of each kind that is not called as one."""
 CONTEXT_EXCHANGES = ("all-to-all", "ring")
 """Kinds of collectives of context parallelism; a layer's other collectives are over tensor-parallel ranks."""
 CONTEXT_OPERATIONS = frozenset(["exchange-heads", *BLOCK_OPERATIONS])

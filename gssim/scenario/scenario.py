@@ -295,8 +295,11 @@ class Scenario:
 
     @property
     def cuts_natively(self) -> bool:
-        """Whether DTensor cuts the blocks' linear maps; not where some have adapters or are frozen."""
-        return self.policies.cuts_natively and self.workload.adapters is None and self.workload.frozen is None
+        """Whether DTensor cuts the blocks' linear maps; not where some have adapters or are frozen, nor where sums of
+        gradients run beside products.
+        """
+        own = self.workload.adapters, self.workload.frozen
+        return self.policies.cuts_natively and own == (None, None) and not self.plan.async_input_gradients
 
     @cached_property
     def stage_ranges(self) -> tuple[range, ...]:

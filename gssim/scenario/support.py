@@ -40,6 +40,12 @@ FEATURES: dict[str, Mapping[str, Any]] = {
         "workload.adapters.rank": 8,
     },
     "tp 2, exchanges beside products": {"plan.tp": 2, "plan.sequence_parallel": True, "plan.tp_overlap": True},
+    "tp 2, input gradients summed beside products": {"plan.tp": 2, "plan.async_input_gradients": True},
+    "tp 2, input gradients summed beside products, autocast in bf16": {
+        "plan.tp": 2,
+        "plan.async_input_gradients": True,
+        "workload.autocast": "bf16",
+    },
     "ep 2, low-rank adapters": {"plan.ep": 2, "workload.adapters.rank": 8},
     "pp 2": {"plan.pp": 2, "plan.micro_batches": 2},
     "pp 2, interleaved": {"plan.pp": 2, "plan.schedule": "interleaved", "plan.micro_batches": 2},

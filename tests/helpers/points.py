@@ -134,6 +134,15 @@ FROZEN = (
 """Models whose divided layers are traced in every role that frozen layers give them."""
 ADAPTED_LOSSES = 27_000
 """From this seed on points have low-rank adapters where tensor ranks divide sequences and losses, as a rule."""
+SUMS_BESIDE_PRODUCTS = 28_000
+"""From this seed on tensor ranks sum gradients of inputs beside products, as a rule."""
+BESIDE = (
+    Trained("gpt-byte-150k", 12, (24,), 4),
+    Trained("bert-byte-1m", 12, (24,), 4),
+    Trained(str(SCENARIOS.parent / "tests/helpers/models/of_tests/frozen-llama.toml"), 12, (24, 48), 4),
+    Trained(str(SCENARIOS.parent / "tests/helpers/models/of_tests/autocast-gpt.toml"), 12, (24,), 2),
+)
+"""Models of such points; weights of the last are (inputs, outputs)."""
 PERIODIC = tuple(name for name, method in REGISTRY.items() if method.sync_every_steps)
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
@@ -188,6 +197,8 @@ def _dividing_late(seed: int) -> tuple[str, ...]:
 
 def _late_models(seed: int) -> tuple[Trained, ...]:
     """Return the models of points under autocast, and of later ones."""
+    if seed >= SUMS_BESIDE_PRODUCTS:
+        return BESIDE
     if seed >= ADAPTED_LOSSES:
         return (ADAPTED[0],) * 3 + ADAPTED
     if seed >= FROZEN_PARTS:
@@ -782,6 +793,9 @@ def _combined_keys(random: Random, workload: Table, plan: Table) -> None:
 def _cast_products(random: Random, seed: int, cluster: Table, workload: Table, plan: Table) -> None:
     """Set autocast in late points, and leave out what does not go with it, mostly."""
     precisions = [each for each in ("bf16", "fp16") if each in _precisions(cluster)]
+    if seed >= SUMS_BESIDE_PRODUCTS:
+        _sum_beside_products(random, workload, plan)
+        return
     if seed >= SPLIT_BACKWARDS and seed < ADAPTED_LOSSES:
         _train_parts(random, seed, workload, plan)
         return
@@ -803,6 +817,17 @@ def _cast_products(random: Random, seed: int, cluster: Table, workload: Table, p
             workload.pop(key, None)
         for key in ("loss_parallel", "embedding_parallel", "gathered_inputs"):
             plan.pop(key, None)
+
+
+def _sum_beside_products(random: Random, workload: Table, plan: Table) -> None:
+    """Sum gradients of inputs beside products where ranks divide blocks, and leave out what does not go with it."""
+    for key in ("frozen", "adapters", "autocast"):
+        workload.pop(key, None)
+    divides = plan.get("tp", 1) > 1 or plan["method"] in ("tensor", "gs_tp")
+    if random.random() < (0.95 if divides else 0.02):
+        plan["async_input_gradients"] = True
+    if divides and random.random() < 0.3:
+        plan |= {"loss_parallel": True, "embedding_parallel": True}
 
 
 def _train_parts(random: Random, seed: int, workload: Table, plan: Table) -> None:

@@ -35,6 +35,7 @@ from points import (
     SPLIT_BACKWARDS,
     STREAMED,
     SUMMED_EXPERTS,
+    SUMS_BESIDE_PRODUCTS,
     UNDER_AUTOCAST,
     random_point,
 )
@@ -70,6 +71,7 @@ FURTHER = (
     *range(SPLIT_BACKWARDS, SPLIT_BACKWARDS + 10),
     *range(FROZEN_PARTS, FROZEN_PARTS + 10),
     *range(ADAPTED_LOSSES, ADAPTED_LOSSES + 10),
+    *range(SUMS_BESIDE_PRODUCTS, SUMS_BESIDE_PRODUCTS + 10),
 )
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
@@ -91,6 +93,7 @@ MANY = [
         SPLIT_BACKWARDS,
         FROZEN_PARTS,
         ADAPTED_LOSSES,
+        SUMS_BESIDE_PRODUCTS,
     )
 ]
 """Seeds of the large test: 3,000 points, 10,000 where tests are to be thorough."""

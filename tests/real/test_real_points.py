@@ -30,6 +30,7 @@ from points import (
     SPLIT_BACKWARDS,
     STREAMED,
     SUMMED_EXPERTS,
+    SUMS_BESIDE_PRODUCTS,
     UNDER_AUTOCAST,
     random_real_point,
 )
@@ -70,6 +71,7 @@ MANY = [
         SPLIT_BACKWARDS,
         FROZEN_PARTS,
         ADAPTED_LOSSES,
+        SUMS_BESIDE_PRODUCTS,
     )
 ]
 """Seeds of the slow tests: 300 points, 1200 where tests are to be thorough."""

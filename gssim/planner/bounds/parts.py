@@ -123,9 +123,11 @@ class ModelParts:
         positions = sequence_positions(policies, self.workload)
         again = plan.gathered_inputs == "gathered-again"
         divided = divided_vocabulary(plan, self.value)
-        key = ("slice", parts, position, positions, divided, again)
+        beside = plan.async_input_gradients
+        key = ("slice", parts, position, positions, divided, again, beside)
         held = partial(model_slice, self.model, parts, position)
-        slices: dict[str, Any] = {"positions": positions, "vocabulary": divided, "gathers_again": again}
+        slices: dict[str, Any] = {"positions": positions, "vocabulary": divided}
+        slices |= {"gathers_again": again, "sums_beside": beside}
         return self.once(key, lambda: self._of_traced(unrolled(held(**slices))))
 
     def parts(self, plan: Plan, policies: Policies) -> Sequence[Part]:
@@ -196,7 +198,7 @@ class ModelParts:
 
     def slices_key(self, plan: Plan, policies: Policies) -> Hashable:
         """Return everything that layers of tensor ranks, and on parts of sequences, depend on, but the own place."""
-        slices = policies.tp, policies.sequence_parallel, plan.gathered_inputs
+        slices = policies.tp, policies.sequence_parallel, plan.gathered_inputs, plan.async_input_gradients
         return (*slices, plan.embedding_parallel, plan.loss_parallel, self._context(plan, policies))
 
     def _context(self, plan: Plan, policies: Policies) -> Hashable:

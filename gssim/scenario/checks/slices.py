@@ -6,6 +6,7 @@ from gssim.scenario.checks.experts import check_experts_of_parts, variant_in_tra
 from gssim.scenario.expert_load import routes_parts
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.vocabulary_slices import (
+    divided_entries,
     shares_embedding,
     undivided_embedding_reason,
     undivided_loss_reason,
@@ -92,6 +93,23 @@ def check_divided_vocabulary(scenario: Scenario, policies: Policies, file: str) 
             f"{file}: plan.{asked[0]} = true: the head of '{model.name}' has the weight of its token embedding, which "
             f"is divided for both; set plan.{other} = true too"
         )
+    if asked:
+        _check_equal_rows(scenario, policies, f"{file}: plan.{asked[0]} = true")
+
+
+def _check_equal_rows(scenario: Scenario, policies: Policies, where: str) -> None:
+    """Refuse parts of the vocabulary of which tensor ranks hold unequal numbers of rows, if these ranks sum gradients
+    that are pushed: the owners of a bucket would own other parts of these.
+    """
+    model, ranks = scenario.workload.model, policies.tp
+    uneven = next((each for each in divided_entries(scenario.plan, model) if each % ranks), None)
+    layers = model.sequence_layers if policies.sequence_parallel else model.sliced_layers
+    sums = any(each.summed for layer in layers for each in layer.parameters)
+    if policies.gradients == "push" and uneven is not None and sums and len(scenario.shard_shares) > ranks:
+        raise UserError(
+            f"{where}: {ranks} tensor-parallel ranks do not divide the {uneven} entries of the vocabulary evenly, and "
+            "sum gradients of norms or adapters, of which they would own other parts; leave it out"
+        )
 
 
 def check_tensor_overlap(scenario: Scenario, policies: Policies, file: str) -> None:
@@ -108,7 +126,9 @@ def check_tensor_overlap(scenario: Scenario, policies: Policies, file: str) -> N
         raise UserError(f"{where}: reduce-scatters run beside products already; leave out plan.async_input_gradients")
     if policies.tp == 1:
         raise UserError(f"{where}: no tensor-parallel ranks sum gradients of inputs; set plan.tp")
-    if backend != "nccl":
+    if not any(each.cut is not None and len(each.shape) == 2 for layer in layers for each in layer.parameters):
+        raise UserError(f"{where}: the blocks of '{model.name}' are not cut in linear maps; leave it out")
+    if plan.tp_overlap and backend != "nccl":
         raise UserError(f"{where}: the cluster's backend is '{backend}', which copies by the host; allowed with 'nccl'")
 
 

@@ -149,6 +149,12 @@ def check_autocast(scenario: Scenario, policies: Policies, where: str) -> None:
             ("plan.loss_parallel", plan.loss_parallel, False, head),
             ("plan.embedding_parallel", tied, False, f"the head has the weight of the embedding, and {head}"),
             ("plan.gathered_inputs", plan.gathered_inputs, "kept", "maps keep casts of what is gathered"),
+            (
+                "plan.async_input_gradients",
+                plan.async_input_gradients,
+                False,
+                "gradients are cast between the products and their sums",
+            ),
         ),
     )
 

@@ -1,0 +1,189 @@
+"""Linear maps cut by columns, whose input's gradient is summed over the ranks beside the product of their weight's.
+
+Without this, the sum of an input's gradient follows the whole backward of a map. Here it begins as soon as that
+gradient is computed; then come the gradients of weight and bias, and then the wait for the sum (`plan
+.async_input_gradients`). Source: Megatron-LM, core/tensor_parallel/layers.py,
+LinearWithGradAccumulationAndAsyncCommunication.
+
+[Note: deferred weights] Where ranks divide sequences, several maps read one gathered tensor, and one reduce-scatter
+sums its gradient, which is complete when all of these maps have added theirs. The gradients of their weights are left
+for then: the gather is a function of the weights too, and its backward computes them, one map after another, beside
+the reduce-scatter. Until then the gradients of the maps' outputs stay in memory, as they do for one fused map.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Started = Callable[[], Tensor]
+"""Waits for a collective, and returns its result."""
+Start = Callable[[Tensor], Started]
+"""Begins the sum of a tensor over the ranks of a group; it may overwrite the tensor."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The layout of a linear map's weight: (outputs, inputs) in nn.Linear, transposed in Hugging Face's Conv1D."""
+
+    transposed: bool
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the map's output for an input of shape (..., inputs), by the operations of the module itself."""
+        if not self.transposed:
+            return F.linear(x, weight, bias)
+        assert bias is not None  # Conv1D always has one
+        return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view(*x.shape[:-1], -1)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of the input, of shape (..., inputs)."""
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        return (flat @ (weight.t() if self.transposed else weight)).view(*gradient.shape[:-1], -1)
+
+    def weight_gradients(self, gradient: Tensor, x: Tensor, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of weight and bias."""
+        flat, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        of_weight = rows.t() @ flat if self.transposed else flat.t() @ rows
+        return of_weight, flat.sum(0) if has_bias else None
+
+
+def can_overlap(module: nn.Module) -> bool:
+    """Return whether a column-parallel module is a linear map, beside whose weight's gradient a sum can run."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _kind_of(module: nn.Module) -> _Kind:
+    return _Kind(transposed=not isinstance(module, nn.Linear))
+
+
+def _parameters(module: Any) -> tuple[Tensor, Tensor | None]:
+    return module.weight, getattr(module, "bias", None)
+
+
+class _SummedLinear(torch.autograd.Function):
+    """A linear map that sums its input's gradient over the ranks, beside the product of its weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: _Kind, start: Start) -> Tensor:
+        """Return the map's output."""
+        ctx.save_for_backward(x, weight)
+        ctx.kind, ctx.start, ctx.has_bias = kind, start, bias is not None
+        return kind.output(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        """Return the gradients of input, summed, and of weight and bias."""
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        wait = ctx.start(ctx.kind.input_gradient(gradient, weight))
+        of_weight, of_bias = ctx.kind.weight_gradients(gradient, x, has_bias=ctx.has_bias)
+        return wait(), of_weight, of_bias, None, None
+
+
+def sum_beside(module: nn.Module, start: Start) -> None:
+    """Let a linear map sum its input's gradient by `start`, beside the product of its weight's gradient."""
+
+    def forward(x: Tensor) -> Tensor:
+        output: Tensor = _SummedLinear.apply(x, *_parameters(module), _kind_of(module), start)
+        return output
+
+    module.forward = forward
+
+
+@dataclass
+class _Deferred:
+    """What the maps that read one gathered tensor leave for the backward of its gather."""
+
+    inputs: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """The gradient of each map's output, and its input, by path of the map."""
+
+
+class _DeferringLinear(torch.autograd.Function):
+    """A linear map whose backward gives its input's gradient only; see [Note: deferred weights]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: _Kind, path: str, deferred: _Deferred
+    ) -> Tensor:
+        """Return the map's output."""
+        ctx.save_for_backward(x, weight)
+        ctx.kind, ctx.path, ctx.deferred = kind, path, deferred
+        return kind.output(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        """Return the gradient of the input."""
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        ctx.deferred.inputs[ctx.path] = gradient, x
+        return ctx.kind.input_gradient(gradient, weight), None, None, None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """The gather of parts of sequences, as a function of the weights of the maps that read it too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        whole: Callable[[Tensor], Tensor],
+        start: Start,
+        kinds: dict[str, tuple[_Kind, bool]],
+        deferred: _Deferred,
+        *_parameters: Tensor,
+    ) -> Tensor:
+        """Return the gathered tensor; `kinds`: layout of each map by its path, and whether it has a bias."""
+        ctx.start, ctx.kinds, ctx.deferred = start, kinds, deferred
+        return whole(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of this rank's part, summed, and of the maps' weights and biases."""
+        wait = ctx.start(gradients[0])
+        found: list[Tensor] = []
+        for path, (kind, has_bias) in ctx.kinds.items():
+            of_map = kind.weight_gradients(*ctx.deferred.inputs[path], has_bias=has_bias)
+            found += [each for each in of_map if each is not None]
+        result = wait()
+        ctx.deferred.inputs.clear()
+        return result, None, None, None, None, *found
+
+
+def gather_beside(
+    owner: nn.Module, maps: dict[str, nn.Module], whole: Callable[[Tensor], Tensor], start: Start
+) -> Callable[[Tensor], Tensor]:
+    """Return the gather of the input of `owner`, whose backward computes the weights' gradients of `maps` (by path).
+
+    `whole` gathers a tensor, `start` begins the reduce-scatter of its gradient. Changes the maps' forwards.
+    """
+    kinds = {path: (_kind_of(module), _parameters(module)[1] is not None) for path, module in maps.items()}
+    for path, module in maps.items():
+        module.forward = partial(_deferring_forward, module, path, owner)
+
+    def gathered(x: Tensor) -> Tensor:
+        deferred = _Deferred()
+        owner.__dict__["_gsreal_deferred"] = deferred  # of this forward: micro-batches and recomputations have theirs
+        result: Tensor = _Gather.apply(x, whole, start, kinds, deferred, *_in_turn(maps.values()))
+        return result
+
+    return gathered
+
+
+def _in_turn(maps: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the parameters of maps as views, made so that autograd accumulates their gradients in this order.
+
+    It runs the latest node first, and each view is one; of nodes that only accumulate, the order is undefined.
+    """
+    parameters = [each for module in maps for each in _parameters(module) if each is not None]
+    return [each.view_as(each) for each in reversed(parameters)][::-1]
+
+
+def _deferring_forward(module: nn.Module, path: str, owner: nn.Module, x: Tensor) -> Tensor:
+    weight, bias = _parameters(module)
+    constant = None if bias is None else bias.detach()
+    output: Tensor = _DeferringLinear.apply(
+        x, weight.detach(), constant, _kind_of(module), path, owner.__dict__["_gsreal_deferred"]
+    )
+    return output
