@@ -732,3 +732,12 @@ def test_a_line_leads_to_a_label_that_is_off_its_point() -> None:
     assert len(arrows) == 12
     assert any(arrows)
     assert not arrows[0]
+
+
+def test_a_front_says_which_memory_it_is_of(tmp_path: Path) -> None:
+    """The terminal's table has allocated bytes, the chart's axis the reserved ones, where they are known."""
+    for reserved, says in ((2 * GIB, True), (None, False)):
+        rows = [row | {"peak_reserved_bytes": reserved} for row in grid()]
+        (chart,) = (each for each in sweep_charts(made(rows, tmp_path)) if each.name == "time_and_memory")
+        words = " ".join(text.get_text() for text in chart.figure.findobj(Text)).replace("\n", " ")
+        assert ("allocator reserves" in words) is says
