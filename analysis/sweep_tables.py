@@ -387,6 +387,12 @@ def family(name: object) -> str:
     return ("-" if "-" in str(name) and " " not in str(name) else " ").join(word for word in words if word)
 
 
+UNCLEAR = frozenset(
+    ("none", "full", "selective", "every-second-product", "auto", "even", "throughput", "compute", "memory", "cost")
+)
+"""Values of several keys, which do not tell alone what they are of."""
+
+
 def shown(column: str, value: object) -> str:
     """Return a column's value as text, with the last word of its key where the value alone is unclear.
 
@@ -396,12 +402,16 @@ def shown(column: str, value: object) -> str:
     ('8 devices', '2 servers (site 1)')
     >>> shown("cluster.topology.link.latency_s", 0.01), shown("cluster.topology.servers.0.count", 1)
     ('latency 10 ms', '1 server')
+    >>> shown("plan.recompute", "none"), shown("plan.overlap", False), shown("workload.precision", "bf16")
+    ('recompute none', 'overlap false', 'bf16')
     """
+    word = column.rpartition(".")[2]
     if value is None:
         return "default" if column.startswith(PLAN) else "none"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
-    word = column.rpartition(".")[2]
+    if isinstance(value, bool):
+        return f"{word} {str(value).lower()}"
+    if not isinstance(value, (int, float)):
+        return f"{word} {value}" if value in UNCLEAR and column.startswith((PLAN, "workload.")) else str(value)
     counted = re.search(r"(?:\.sites\.(\d+)\..*)?\.(devices|servers)\.\d+\.count$", column)
     if counted:
         things = counted[2] if value != 1 else counted[2].removesuffix("s")

@@ -1,6 +1,7 @@
 """Common parts of all charts: style, marks of methods, units, placement of labels, and picture files."""
 
 import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,6 +55,15 @@ class Box:
             and other.y < self.y + self.high
         )
 
+    def distance_in(self, x: float, y: float) -> float:
+        """Return the distance of a point from the rectangle.
+
+        >>> Box(0, 0, 2, 1).distance_in(5, 5), Box(0, 0, 2, 1).distance_in(1, 0.5)
+        (5.0, 0.0)
+        """
+        across, up = max(self.x - x, 0.0, x - self.x - self.wide), max(self.y - y, 0.0, y - self.y - self.high)
+        return math.hypot(across, up)
+
 
 def place_labels(
     axes: Axes,
@@ -62,7 +72,9 @@ def place_labels(
     marks: Sequence[tuple[float, float]],
     **look: Any,
 ) -> None:
-    """Write each text beside its point, where it overlaps the fewest marks and other labels."""
+    """Write each text beside its point, where it overlaps the fewest marks and other labels; a line leads to one
+    that is further off.
+    """
     wide_in, high_in = _size_in(axes)
     look = {"fontsize": LABEL_POINTS - 1} | look
     taken = [_around(*_inches(axes, mark)) for mark in marks]
@@ -77,6 +89,7 @@ def place_labels(
         ]
         best = min(inside or boxes, key=lambda box: sum(box.hides(other) for other in taken))
         taken.append(best)
+        is_far = best.distance_in(x, y) > 1.5 * MARK_IN
         axes.annotate(
             plain(text),
             point,
@@ -86,6 +99,9 @@ def place_labels(
             va="center",
             annotation_clip=False,
             zorder=6,
+            arrowprops={"arrowstyle": "-", "color": "0.45", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 2}
+            if is_far
+            else None,
             bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.4},
             **look,
         )

@@ -33,6 +33,8 @@ from gssim.units import counted
 MOST_SETTINGS = 40
 NAMED_SETTINGS = 6
 """Largest number of settings whose fastest plans the summary names."""
+NAMED_PLANS = 4
+"""Largest number of plans of which the summary says in how many settings they are the fastest."""
 MOST_ROWS = 200
 MOST_REASONS = 10
 
@@ -74,6 +76,8 @@ def summary(sweep: SweepTable) -> list[str]:
     if len(settings) <= NAMED_SETTINGS:
         found = (_fastest_of(place, rows, layout) for place, rows in settings.items())
         sentences += [sentence for sentence in found if sentence]
+    else:
+        sentences += _wins(settings, layout)
     gains = [gain for rows in settings.values() if (gain := best_gain(rows))]
     if gains:
         faster = [gain for gain in gains if gain.speed_up_ratio > 1]
@@ -88,6 +92,19 @@ def summary(sweep: SweepTable) -> list[str]:
             f"Change of loss: not measured. {_control(sweep)}"
         )
     return sentences
+
+
+def _wins(settings: Mapping[Place, Sequence[Row]], layout: Layout) -> list[str]:
+    """Return in how many settings which dense plan is the fastest, in a sentence; none where no setting has two."""
+    dense = [[row for row in rows if is_dense(row)] for rows in settings.values()]
+    fastest = [min(rows, key=lambda row: row["step_time_s"]) for rows in dense if len(rows) > 1]
+    wins = Counter(layout.plan_label(layout.plan_of(row)) for row in fastest).most_common()
+    if not wins:
+        return []
+    named = ", ".join(f"{plan} in {count}" for plan, count in wins[:NAMED_PLANS])
+    rest = sum(count for _, count in wins[NAMED_PLANS:])
+    others = f", others in {rest}" if rest else ""
+    return [f"The fastest dense plan that fits, in {counted(len(fastest), 'setting')}: {named}{others}."]
 
 
 def _fastest_of(place: Place, rows: Sequence[Row], layout: Layout) -> str:

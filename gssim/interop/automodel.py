@@ -171,7 +171,7 @@ def automodel(keys: Keys) -> Training:
     training.clip_norm = keys.number("clip_grad_norm.max_norm") or Value(
         1.0, "clip_grad_norm.max_norm = 1.0 (its default)"
     )
-    training.seed = keys.integer("rng.seed", "seed", least=0)
+    training.seed = keys.seed("rng.seed", "seed")
     if training.pp is not None and training.pp.value > 1:
         training.schedule = keys.choice(SCHEDULES, "distributed.pipeline.pp_schedule", sets="plan.schedule")
         key = "distributed.pipeline.pp_microbatch_size"

@@ -295,7 +295,7 @@ def megatron(keys: Keys) -> Training:
     _recompute(keys, training)
     _optimizer(keys, training)
     training.clip_norm = keys.number("clip-grad") or Value(1.0, "clip-grad = 1.0 (its default)")
-    training.seed = keys.integer("seed", least=0)
+    training.seed = keys.seed("seed")
     if (offloads := keys.enabled("optimizer-cpu-offload")) is not None:
         training.offload = Value("optimizer", offloads.origin)
     _deepspeed(keys, training)

@@ -303,6 +303,14 @@ class Keys:
             return None
         return Value(int(found.value), found.origin)
 
+    def seed(self, *names: str) -> Value | None:
+        """Return `integer`; a seed that a script leaves open, such as $RANDOM, is listed: any gives the same answer."""
+        for name in names:
+            if isinstance(self.values.get(name), Undecided):
+                self.note(name, f"left open; it {NUMERICS}")
+                return None
+        return self.integer(*names, least=0)
+
     def flag(self, *names: str) -> Value | None:
         """Return the value of the first of these keys that the file holds, as true or false."""
         for name in names:

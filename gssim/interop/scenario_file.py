@@ -158,6 +158,10 @@ def _content(path: Path, text: str, form: str | None, variables: dict[str, str])
                 f"{file}: a Python script is not read; give the configuration that it is started with, and its own "
                 f"settings, such as the batch, by --set; {_allowed()}"
             )
+        case ".md" | ".rst" | ".ipynb":
+            raise UserError(
+                f"{file}: is a text, no script; give the command line in it, from stdin by `-`; {_allowed()}"
+            )
         case _ if text.lstrip().startswith("{"):
             data = parsed_json(text, file=file)
         case _:

@@ -298,6 +298,177 @@ def _loss_in(keys: Keys, training: Training, program: str) -> None:
         keys.listed.append(("loss_type", f"approximated: {usual}"))
 
 
+<<<<<<< HEAD
+=======
+def base_model_in(keys: Keys, training: Training, key: str) -> None:
+    """Read the name of the base model, and its sizes where it is a folder with a config."""
+    name = keys.raw(key)
+    if name is None:
+        return
+    line = keys.line(key)
+    training.base_model = Value(name, line)
+    config = named_file(keys, f"{name}/config.json")
+    if config is None:
+        keys.note(key, "the model is --model, of as many parameters where the name says how many")
+        return
+    for size, value in sizes_in(parsed_json(read_bounded(config), file=str(config))).items():
+        training.architecture[size] = Value(value, line)
+
+
+def hyperparameters_in(keys: Keys, training: Training) -> None:
+    """Read the learning rate, the weight decay, the norm of clipping, and the seed."""
+    for name in ("learning_rate", "weight_decay"):
+        setattr(training, name, keys.number(name, sets=f"workload.{name}"))
+    training.clip_norm = keys.number("max_grad_norm") or Value(1.0, "max_grad_norm = 1.0 (the Trainer's default)")
+    training.seed = keys.seed("seed")
+
+
+def sharding_in(keys: Keys, training: Training, cluster: Cluster, *, program: str) -> bool:
+    """Read the sharding, and return whether FSDP is on."""
+    file = keys.raw("deepspeed")
+    on = _fsdp_options(keys.raw("fsdp"))
+    if on and isinstance(keys.raw("fsdp_config"), str):
+        _read_fsdp_file(keys)
+    config = any(key.startswith("fsdp_config.") and keys.has(key) for key in keys.values)
+    shards = bool(on) or (config and program == AXOLOTL)  # axolotl's key fsdp may be missing
+    if file and shards:
+        keys.refuse("deepspeed", "contradicts fsdp: it is one or the other")
+    elif file:
+        _deepspeed_in(keys, training, str(file), program)
+    elif shards:
+        _fsdp_in(keys, training, cluster, on, program)
+        # the Trainer leaves gradients whole until the last micro-batch (accelerate's no_sync)
+        each = keys.enabled("accelerator_config.gradient_accumulation_kwargs.sync_each_batch")
+        if each is not None:
+            training.gradient_sync = Value("micro-batch", each.origin)
+        elif training.accumulation is not None and training.accumulation.value > 1:
+            training.gradient_sync = Value("step", f"{training.accumulation.origin}: the Trainer's no_sync")
+    else:
+        training.sharding = Value("none", REPLICAS)
+    return shards
+
+
+def _fsdp_options(on: Any) -> list[str]:
+    """Return the options of the key `fsdp`: a list, a text of words, or true.
+
+    >>> _fsdp_options("full_shard auto_wrap"), _fsdp_options(["shard_grad_op"]), _fsdp_options(True), _fsdp_options("")
+    (['full_shard', 'auto_wrap'], ['shard_grad_op'], ['full_shard'], [])
+    """
+    if on is True or str(on).lower() == "true":
+        return ["full_shard"]
+    words = on.replace(",", " ").split() if isinstance(on, str) else on if isinstance(on, list) else []
+    return [str(word).lower() for word in words]
+
+
+def _read_fsdp_file(keys: Keys) -> None:
+    """Add the keys of the JSON file that `fsdp_config` names."""
+    path = named_file(keys, str(keys.raw("fsdp_config")))
+    if path is None:
+        keys.refuse("fsdp_config", "no such file, beside the file, in a folder above, or in the working directory")
+        return
+    content = flattened(parsed_json(read_bounded(path), file=str(path)), file=str(path))
+    keys.values = keys.values | {f"fsdp_config.{key}": value for key, value in content.items()}
+
+
+def _fsdp_in(keys: Keys, training: Training, cluster: Cluster, on: list[str], program: str) -> None:
+    """Read FSDP's keys, all of which may have a prefix; `on`: the options in `fsdp`."""
+    prefixed = (key for key in keys.values if key.startswith("fsdp_config.fsdp_") and key != "fsdp_config.fsdp_version")
+    prefix = "fsdp_config.fsdp_" if any(prefixed) else "fsdp_config."
+    read_fsdp(keys, training, cluster, prefix=prefix)
+    if program == AXOLOTL:  # which sets Accelerate's variables by the keys of the table
+        options = [word for word in on if word in OPTIONS]
+        said = any(keys.has(f"{prefix}{name}") for name in ("reshard_after_forward", "sharding_strategy"))
+        if options and not said:
+            shard_by(keys, training, cluster, Value(SHARDINGS[options[0]], keys.line("fsdp")), "fsdp")
+    else:
+        _units_in(keys, training, cluster, on, prefix)
+    unknown = [word for word in on if word not in (*OPTIONS, "auto_wrap", "offload")]
+    if unknown:
+        keys.refuse("fsdp", f"what {unknown[0]} does is not known")
+    if "offload" in on:
+        training.offload = Value("parameters", keys.line("fsdp"))
+    pinned = keys.flag(f"{prefix}cpu_offload_pin_memory")
+    if pinned is not None and not pinned.value and training.offload is not None:
+        keys.refuse(f"{prefix}cpu_offload_pin_memory", "copies are from and to pinned memory here")
+    precision = keys.raw(f"{prefix}mixed_precision_policy")
+    if precision is not None and keys.values.get(str(precision)) not in (True, "auto", "true"):
+        keys.refuse(f"{prefix}mixed_precision_policy", "contradicts the recipe's own precision")
+
+
+def _units_in(keys: Keys, training: Training, cluster: Cluster, on: list[str], prefix: str) -> None:
+    """Read how the Trainer shards and wraps: by its own options, and in FSDP2 by `reshard_after_forward`.
+
+    Source: transformers, training_args.py, _process_fsdp_args.
+    """
+    options = [word for word in on if word in OPTIONS]
+    reshard, strategy = (f"{prefix}{name}" for name in ("reshard_after_forward", "sharding_strategy"))
+    versions = [name for name in ("fsdp_config.version", "fsdp_config.fsdp_version") if keys.has(name)]
+    if versions and str(keys.raw(versions[0])) == "2":
+        if not keys.has(reshard):
+            line = f"{keys.line(versions[0])}: reshard_after_forward is not given: false"
+            shard_by(keys, training, cluster, Value(SHARDINGS["false"], line), "fsdp")
+    else:
+        shard_by(keys, training, cluster, Value(SHARDINGS[(*options, "full_shard")[0]], keys.line("fsdp")), "fsdp")
+        for name in (reshard, strategy):
+            if keys.has(name):
+                keys.note(name, "the Trainer reads its key fsdp instead")
+        gathers = training.sharding is not None and training.sharding.value == "zero3"  # in the backward too
+        if gathers and not keys.has(f"{prefix}backward_prefetch"):
+            keys.listed.append((keys.line("fsdp"), NO_PREFETCH))
+        if gathers and training.recompute is not None and training.recompute.value == "full":
+            keys.listed.append((training.recompute.origin, GATHERED_AGAIN))
+    if "auto_wrap" not in on:
+        keys.refuse("fsdp", f"without auto_wrap the whole model is one unit; {UNITS}")
+
+
+def _deepspeed_in(keys: Keys, training: Training, file: str, program: str) -> None:
+    """Read the DeepSpeed file; batch and precision are those of the recipe."""
+    flags = ("bf16", "bfloat16", "fp16", "float16")
+    on = [PRECISIONS[flag] for flag in flags if str(keys.values.get(flag)).lower() in ("true", "auto")]
+    precision = (*on, "bf16" if program == TRL and not keys.has("bf16") else "")[0]
+    found = deepspeed_file(keys, "deepspeed", file, fills=program, precision=precision)
+    if found is None:
+        return
+    if found.precision is not None and found.precision.value not in ("fp32", precision):
+        keys.refuse("deepspeed", f"its {found.precision.origin} contradicts the recipe: {precision or 'fp32'}")
+    _engine_in(keys, training, found, file)
+    for name in ("micro_batch", "accumulation", "cp"):
+        ours, theirs = getattr(training, name), getattr(found, name)
+        if theirs is not None and theirs.value != (ours.value if ours is not None else 1):
+            said = ours.origin if ours is not None else "the recipe, which has none"
+            keys.refuse("deepspeed", f"its {theirs.origin} contradicts {said}")
+
+
+def _engine_in(keys: Keys, training: Training, found: Training, file: str) -> None:
+    """Set what DeepSpeed's engine decides; `found`: the training in its file."""
+    for name in OF_ENGINE:
+        setattr(training, name, getattr(found, name))
+    for name in ("dp_shard", "tp", "loss_scale"):
+        setattr(training, name, getattr(training, name) or getattr(found, name))
+    if found.clip_norm is not None:
+        training.clip_norm = found.clip_norm
+    if found.optimizer is not None:  # the Trainer makes none of its own then
+        for name in ("optim", "optimizer"):
+            if keys.has(name):
+                keys.note(name, f"the optimizer of {file} takes its place")
+        for name in ("optimizer", "optimizer_implementation", "optimizer_state_precision"):
+            setattr(training, name, getattr(found, name))
+
+
+def add_adapters(
+    keys: Keys, training: Training, key: str, *, rank: Value, alpha: Value | None, targets: str | list[str]
+) -> None:
+    """Set low-rank adapters; `key`: the key that turns them on."""
+    dropout = keys.number("lora_dropout")
+    if dropout is not None and dropout.value:
+        keys.note("lora_dropout", "approximated: the masks of dropout in adapters are not counted")
+    table: dict[str, object] = {"rank": rank.value}
+    if alpha is not None:
+        table["alpha"] = alpha.value
+    training.adapters = Value(table | {"targets": targets}, keys.line(key))
+
+
+>>>>>>> doors3
 def _targets(given: Any) -> str | list[str]:
     """Return the maps that adapters are beside: a text, or a list.
 

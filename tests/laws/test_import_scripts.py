@@ -281,6 +281,25 @@ def test_srun_counts_the_ranks_of_megatron(tmp_path):
     assert (tables["plan"]["ranks"], tables["plan"]["tp"]) == (4, 4)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torchrun finetune.py --per_device_train_batch_size 1 --block_size 512 --seed $RANDOM\n",
+        (ROOT / "scenarios/imports/megatron.sh").read_text().rstrip() + " --seed $RANDOM\n",
+    ],
+)
+def test_a_seed_that_is_left_open_is_not_refused(tmp_path, text):
+    _, found = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert any("seed" in line and "left open" in line for line in found.listed)
+
+
+def test_a_readme_is_no_script(tmp_path):
+    """A quotation in its prose had no end."""
+    text = "# Fine-tuning\nIt's easy:\n```\ntorchrun train.py --per_device_train_batch_size 1\n```\n"
+    with pytest.raises(UserError, match="is a text, no script; give the command line in it"):
+        imported(tmp_path, text, name="README.md", model="gpt3-1.3b")
+
+
 def test_a_variable_among_the_launchers_options_has_its_name(tmp_path):
     text = 'ARGS="--master_port=11000"\nif [ $# -ge 1 ]; then\n  ARGS="$1"\nfi\n'
     text += "deepspeed ${ARGS} finetune.py --per_device_train_batch_size 1 --block_size 512\n"

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
-from matplotlib.text import Text
+from matplotlib.text import Annotation, Text
 from PIL import Image
 from results import assert_refused, run
 from sweep_tables import AXES, DENSITIES, GIB, LINK, grid, made, make_row, write
 
 from analysis.charts import png, svg
-from analysis.charts.drawing import Chart
+from analysis.charts.drawing import Chart, place_labels
 from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.memory import LOOKS, layout_by_memory, memory_by_category, parts_of
 from analysis.charts.sweeps.scaling import lines_of
@@ -26,6 +26,7 @@ from analysis.charts.sweeps.steps import MOST_BARS, steps
 from analysis.charts.sweeps.thresholds import ENDS_OF_BANDS, draw_band
 from analysis.charts.sweeps.winners import who_wins
 from analysis.html_report.report import report
+from analysis.html_report.sweep import summary
 from analysis.sweep_tables import (
     THRESHOLD,
     SweepTable,
@@ -42,6 +43,7 @@ from analysis.sweep_tables import (
     layout_of,
     read_table,
     representative,
+    shown,
     winner,
 )
 from gssim.errors import UserError
@@ -686,3 +688,56 @@ def test_what_is_no_table_or_has_no_answer_is_refused_in_one_line(tmp_path, monk
 def test_axes_are_the_columns_between_the_point_and_its_outcome() -> None:
     assert list(AXES) == [THRESHOLD, LINK]
     assert inf not in [row[THRESHOLD] for row in grid(control=False)]
+
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "text"),
+    [
+        ("plan.recompute", "none", "recompute none"),
+        ("plan.shares.batch", "even", "batch even"),
+        ("plan.tp_overlap", True, "tp_overlap true"),
+        ("workload.precision", "bf16", "bf16"),
+        ("cluster.topology.link", "tcp-25g", "tcp-25g"),
+    ],
+)
+def test_values_that_do_not_tell_what_they_are_of_have_their_key(column: str, value: object, text: str) -> None:
+    """A plan was `zero2, micro_batches 1, none`."""
+    assert shown(column, value) == text
+
+
+def test_of_many_settings_the_summary_counts_who_is_the_fastest(tmp_path: Path) -> None:
+    """With more than six settings it said nothing of them."""
+    few, many = (tuple(1e8 * 2**i for i in range(count)) for count in (6, 9))
+    assert any("the fastest dense plan that fits is" in each for each in summary(made(grid(few), tmp_path)))
+    table = made(grid(many), tmp_path)
+    wins = next(each for each in summary(table) if "that fits, in 9 settings" in each)
+    rows = by_setting(table.fitting, layout_of(table)).values()
+    fastest = Counter(
+        str(min((row for row in each if is_dense(row)), key=lambda row: row["step_time_s"])["method"]) for each in rows
+    )
+    for method, count in fastest.items():
+        assert f"{method} in {count}" in wins
+
+
+def test_a_line_leads_to_a_label_that_is_off_its_point() -> None:
+    axes = Figure(figsize=(4, 3)).add_subplot()
+    axes.set_xlim(0, 10)
+    axes.set_ylim(0, 10)
+    points = [(5 + 0.05 * i, 5.0) for i in range(12)]
+    place_labels(axes, points, [str(i) for i in range(12)], points)
+    arrows = [text.arrow_patch is not None for text in axes.texts if isinstance(text, Annotation)]
+    assert len(arrows) == 12
+    assert any(arrows)
+    assert not arrows[0]
+
+
+def test_a_front_says_which_memory_it_is_of(tmp_path: Path) -> None:
+    """The terminal's table has allocated bytes, the chart's axis the reserved ones, where they are known."""
+    for reserved, says in ((2 * GIB, True), (None, False)):
+        rows = [row | {"peak_reserved_bytes": reserved} for row in grid()]
+        (chart,) = (each for each in sweep_charts(made(rows, tmp_path)) if each.name == "time_and_memory")
+        words = " ".join(text.get_text() for text in chart.figure.findobj(Text)).replace("\n", " ")
+        assert ("allocator reserves" in words) is says

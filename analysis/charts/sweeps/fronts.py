@@ -53,6 +53,7 @@ from analysis.sweep_tables import (
 )
 
 SIZE = Size(wide=3.9, high=3.1, left=0.9, right=0.5, below=0.75)
+RESERVED = " Peak memory is what PyTorch's allocator reserves: more than is allocated of it, without the context."
 MOST_PANELS = 9
 MOST_LABELS = 7
 MOST_LOOKS = 12
@@ -112,6 +113,7 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
     note = (
         "Predicted; plans that fit. Left and below is better. Line: the best of the dense plans: no other is faster "
         f"at a lower {price.label}."
+        + (RESERVED if price.of is peak_bytes and any(row.get("peak_reserved_bytes") for row in drawn) else "")
         + (
             f" Dotted: {kinds} plans (hollow) too, which do not exchange all gradients in every step; change of loss: "
             "not measured." + (" Asterisk: nothing is pushed." if controlled else " No control (threshold = inf) here.")
