@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gsreal.measure import MemoryCounter
-from gsreal.methods.tensor_slices import cut_of, slice_block
+from gsreal.methods.cuts import cut_of
+from gsreal.methods.tensor_slices import slice_block
 from gsreal.model_files.build import build_module, logits_of, loss_of
 from gsreal.model_files.divided_steps import TRACED_BATCH_SIZES, TRACED_UNITS, Step
 from gsreal.model_files.partial_backward import FIRST, NOTHING, recorded

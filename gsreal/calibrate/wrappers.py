@@ -15,7 +15,8 @@ from gsreal.calibrate.bench import Bench, optimizer_alone
 from gsreal.gradient_sharding import shard_gradients
 from gsreal.lab.throttle import device_time_s
 from gsreal.measure import Timeline
-from gsreal.methods.tensor_slices import cut_of, distribute, slices_of
+from gsreal.methods.cuts import cut_of
+from gsreal.methods.tensor_slices import distribute, slices_of
 from gsreal.methods.training import Training, Weights
 from gsreal.models import TransformerBlock
 from gsreal.run.progress import note_progress

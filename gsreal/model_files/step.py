@@ -28,18 +28,9 @@ from torch.utils._pytree import tree_leaves
 
 from gsreal.methods.checkpointing import checkpoint_inside
 from gsreal.methods.context_parallel import ContextParts, divide_context
+from gsreal.methods.cuts import cut_beside_experts, cut_of, cut_or_reason, is_linear
 from gsreal.methods.experts import Splits, divided_reason, experts_of, replace_experts
-from gsreal.methods.tensor_slices import (
-    SequenceParts,
-    cut_beside_experts,
-    cut_of,
-    cut_or_reason,
-    divide_sequences,
-    end_of_parts,
-    is_linear,
-    slice_block,
-    whole_with_parts,
-)
+from gsreal.methods.tensor_slices import SequenceParts, divide_sequences, end_of_parts, slice_block, whole_with_parts
 from gsreal.model_files.build import (
     DTYPES,
     autocast,

@@ -54,7 +54,7 @@ def hyperparameters_in(keys: Keys, training: Training) -> None:
     for name in ("learning_rate", "weight_decay"):
         setattr(training, name, keys.number(name, sets=f"workload.{name}"))
     training.clip_norm = keys.number("max_grad_norm") or Value(1.0, "max_grad_norm = 1.0 (the Trainer's default)")
-    training.seed = keys.integer("seed", least=0)
+    training.seed = keys.seed("seed")
 
 
 def sharding_in(keys: Keys, training: Training, cluster: Cluster, *, program: str) -> bool:

@@ -8,7 +8,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import torch
 import transformers
 
-from gsreal.methods.tensor_slices import Cut, cut_beside_experts, cut_or_reason
+from gsreal.methods.cuts import Cut, cut_beside_experts, cut_or_reason
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}

@@ -23,13 +23,7 @@ from gsreal.cli import main
 from gsreal.measure import MemoryCounter
 from gsreal.measure.memory import _StorageTracker
 from gsreal.methods.checkpointing import checkpoint_blocks
-from gsreal.methods.tensor_slices import (
-    ATTENTION_OUTPUTS,
-    FIRST_MAPS,
-    HEAD_COUNTS,
-    LAST_MAPS,
-    QUERIES_KEYS_VALUES,
-)
+from gsreal.methods.cuts import ATTENTION_OUTPUTS, FIRST_MAPS, HEAD_COUNTS, LAST_MAPS, QUERIES_KEYS_VALUES
 from gsreal.model_files.build import build_module, example_batch, loss_of
 from gsreal.model_files.recorder import Record, Recorder, _is_alias
 from gsreal.model_files.request import Request, traced_model

@@ -40,7 +40,7 @@ def _check_units(scenario: Scenario, policies: Policies, file: str) -> None:
         variant, option = variant_in_trace(scenario.workload)
         raise UserError(
             f"{file}: workload.model: has no slices of its blocks{variant} for {ranks} tensor-parallel ranks; "
-            f"trace it again with `gsreal trace{option}` (gsreal.methods.tensor_slices tells which blocks can be cut)"
+            f"trace it again with `gsreal trace{option}` (gsreal.methods.cuts tells which blocks can be cut)"
         )
     if any(each.summed for layer in layers for each in layer.parameters):
         _check_equal_owners(scenario, f"{file}: plan.tp = {ranks}")
@@ -155,7 +155,7 @@ def check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> N
         variant, option = variant_in_trace(scenario.workload)
         raise UserError(
             f"{where}: workload.model: '{model.name}' is not traced with parts of sequences{variant}; trace it again "
-            f"with `gsreal trace{option}` (gsreal.methods.tensor_slices tells which blocks can run so)"
+            f"with `gsreal trace{option}` (gsreal.methods.cuts tells which blocks can run so)"
         )
     if (scenario.workload.sequence_length or 0) % policies.tp:
         raise UserError(
