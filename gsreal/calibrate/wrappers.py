@@ -113,11 +113,14 @@ WARMUPS = 4
 
 
 class _Stack(nn.Module):
-    """Units of `tensors` tiny vectors: their compute is negligible beside the host time of their wrapper."""
+    """Units of `tensors` tiny vectors: their compute is negligible beside the host time of their wrapper.
 
-    def __init__(self, units: int, tensors: int, elements: int) -> None:
+    `memory`: what the backward reads and writes between two gradients; None: nothing.
+    """
+
+    def __init__(self, units: int, tensors: int, elements: int, memory: Tensor | None = None) -> None:
         super().__init__()
-        self.units = nn.ModuleList(_Unit(tensors, elements) for _ in range(units))
+        self.units = nn.ModuleList(_Unit(tensors, elements, memory) for _ in range(units))
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in self.units:
@@ -126,14 +129,35 @@ class _Stack(nn.Module):
 
 
 class _Unit(nn.Module):
-    def __init__(self, tensors: int, elements: int) -> None:
+    def __init__(self, tensors: int, elements: int, memory: Tensor | None) -> None:
         super().__init__()
+        self.memory = memory
         self.values = nn.ParameterList(nn.Parameter(torch.zeros(elements)) for _ in range(tensors))
 
     def forward(self, x: Tensor) -> Tensor:
         for value in self.values:
             x = x + value[:1]
+            if self.memory is not None:
+                x = _ComputeInBackward.apply(x, self.memory)
         return x
+
+
+COMPUTED_BYTES = 2**21
+"""Memory that compute between two gradients touches: about as much as a core's cache or a layer's activations."""
+
+
+class _ComputeInBackward(torch.autograd.Function):
+    """The identity, whose backward reads and writes some memory."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, memory: Tensor) -> Tensor:
+        context.memory = memory
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        context.memory.add_(1.0)
+        return gradients[0], None
 
 
 UNITS = 6
@@ -317,7 +341,7 @@ def gradient_hook_cost(bench: Bench) -> float:
         return module, step
 
     tensors = 48
-    cost_s = bench.alone(lambda: (_backward_s(bench, tensors, sharded) - _backward_s(bench, tensors)) / tensors)
+    cost_s = bench.alone(lambda: _added_s_by_wrapper(bench, tensors, sharded) / tensors)
     return max(0.0, float(cost_s or 0.0))
 
 
@@ -392,10 +416,7 @@ def replica_costs(bench: Bench) -> dict[str, float]:
         return nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True), None
 
     def hook_s() -> float:
-        few_s, many_s = (
-            _backward_s(bench, tensors, replicated) - _backward_s(bench, tensors)
-            for tensors in (FEW_TENSORS, MANY_TENSORS)
-        )
+        few_s, many_s = (_added_s_by_wrapper(bench, tensors, replicated) for tensors in (FEW_TENSORS, MANY_TENSORS))
         return max(0.0, (many_s - few_s) / (MANY_TENSORS - FEW_TENSORS))
 
     def forward_s() -> float:
@@ -419,29 +440,34 @@ def replica_costs(bench: Bench) -> dict[str, float]:
     return costs or {}
 
 
-def _backward_s(
-    bench: Bench,
-    tensors: int,
-    wrap: Callable[[nn.Module], tuple[nn.Module, Callable[[], float] | None]] | None = None,
-) -> float:
-    """Return the median time of a backward through a unit of `tensors` tensors, in a wrapper.
+Wrapper = Callable[[nn.Module], tuple[nn.Module, Callable[[], float] | None]]
+"""Returns the wrapped module, and the rest of its step, if there is more, which returns the seconds to leave out."""
+BACKWARDS, BACKWARD_WARMUPS = 25, 5
 
-    It includes the time of the step that `wrap` returns, less the seconds which that step returns.
+
+def _added_s_by_wrapper(bench: Bench, tensors: int, wrap: Wrapper) -> float:
+    """Return how much longer a backward through a unit of `tensors` tensors takes in a wrapper, with the rest of the
+    wrapper's step.
+
+    Backwards with and without it take turns: slow periods of the machine affect both. On a CPU, compute between the
+    gradients displaces the caches, as layers do: a hook that finds its code there takes half as long.
     """
-    module: nn.Module = _Stack(1, tensors, 64).to(bench.device)
-    finish = None
-    if wrap is not None:
-        module, finish = wrap(module)
-    times = []
-    for step in range(25):
-        total = module(torch.ones(1, device=bench.device)).sum()
-        bench.displace()
-        bench.finish()
-        began = device_time_s()
-        total.backward()
-        left_out_s = finish() if finish else 0.0
-        bench.finish()
-        if step >= 5:
-            times.append(device_time_s() - began - left_out_s)
-        module.zero_grad(set_to_none=True)
-    return statistics.median(times)
+    memory = torch.ones(COMPUTED_BYTES // 4) if bench.device.type == "cpu" else None
+    plain, inner = (_Stack(1, tensors, 64, memory).to(bench.device) for _ in range(2))
+    wrapped, finish = wrap(inner)
+    modules: tuple[nn.Module, ...] = (plain, wrapped)
+    times: tuple[list[float], ...] = ([], [])
+    for step in range(BACKWARDS):
+        for module, rest, found in zip(modules, (None, finish), times, strict=True):
+            total = module(torch.ones(1, device=bench.device)).sum()
+            bench.displace()
+            bench.finish()
+            began = device_time_s()
+            total.backward()
+            left_out_s = rest() if rest else 0.0
+            bench.finish()
+            if step >= BACKWARD_WARMUPS:
+                found.append(device_time_s() - began - left_out_s)
+            module.zero_grad(set_to_none=True)
+    before_s, after_s = map(statistics.median, times)
+    return after_s - before_s

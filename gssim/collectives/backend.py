@@ -26,7 +26,9 @@ ended finds them. Measured with torch 2.13 between two pinned ranks on one machi
 
 Waking threads is not the cause: it is part of the second column, too, and a pause of 0.5 ms without compute changes
 nothing, whereas 1 ms of matrix products restores a quarter to a half of the difference, 5 ms three quarters. A queue is
-carried out by two threads, so that one's waits are the other's work: it proceeds at the pace of the processor.
+carried out by two threads, so that one's waits are the other's work: it proceeds at the pace of the processor. In steps
+of a model of 4.5 MB on these ranks, ZeRO-1's 53 broadcasts took 4.8 ms (predicted: 4.2; all of them cold: 11.2), and
+Gradient Sharding's 11 publications 3.0 ms (2.9; 5.9).
 """
 
 from collections.abc import Mapping
