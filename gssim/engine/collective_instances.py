@@ -8,6 +8,7 @@ Groups that turn out to differ are then separated and everything is arranged aga
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -280,6 +281,7 @@ def _instances(
     parts: dict[Groups, list[tuple[Groups, tuple[RankClass, ...]]]] = {}
     instances: dict[int, tuple[CollectiveInstance, ...]] = {}
     by_communication: dict[Communication, tuple[CollectiveInstance, ...]] = {}
+    represented = {each.representative: each for each in classes.ranks}
     for communication, _ in program.exchanges:
         alike = (
             None if communication.pair_bytes else by_communication.get(communication)
@@ -291,9 +293,8 @@ def _instances(
                 colours = classes.groups[groups].tolist() if len(groups) > 1 else [0]
                 for colour in dict.fromkeys(colours):
                     part = tuple(group for group, own in zip(groups, colours, strict=True) if own == colour)
-                    ranks = {rank for group in part for rank in group}
-                    members = tuple(each for each in classes.ranks if each.representative in ranks)
-                    parts[groups].append((part, members))
+                    first = sorted(represented.keys() & chain.from_iterable(part))
+                    parts[groups].append((part, tuple([represented[rank] for rank in first])))
             equal = []
             for part, members in parts[groups]:
                 own = communication if part == groups else replace(communication, group=part[0], beside=part[1:])

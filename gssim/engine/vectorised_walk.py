@@ -385,6 +385,8 @@ class VectorisedWalk:
     def _numbers_of(self, ranks: Ranks, instances: Instances) -> tuple[Ints, int | None]:
         """Return the number of the instance in which each class takes part; and that of all, if it is the same one."""
         key = (id(ranks), instances)
+        if len(instances) == 1:
+            return np.zeros(len(ranks.classes), np.int64), 0
         if key not in self._numbers:
             of_class = {each.index: number for number, instance in enumerate(instances) for each in instance.classes}
             numbers = [of_class[each] for each in ranks.classes.tolist()]

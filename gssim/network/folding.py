@@ -252,7 +252,9 @@ def _first_colours(patterns: Sequence[_Pattern]) -> Ints:
 
 def _traffic(pattern: _Pattern, link_class: Ints, representative: NDArray[np.bool_]) -> Traffic:
     """Return a pattern's sessions by class; a class's load is read from one representative link of every link class."""
-    _, first, session_class = np.unique(pattern.colour, return_index=True, return_inverse=True)
+    first = session_class = np.zeros(1, np.int64)
+    if len(pattern.colour) != 1:  # most patterns are one session, and looking for distinct ones takes long
+        _, first, session_class = np.unique(pattern.colour, return_index=True, return_inverse=True)
     entries = np.flatnonzero(representative[pattern.link])
     classes = link_class[pattern.link[entries]]
     place = session_class[pattern.session[entries]] * (len(link_class) + 1) + classes

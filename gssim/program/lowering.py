@@ -68,7 +68,7 @@ def once_a_step(function: Callable[Concatenate["Lowering", P], T]) -> Callable[C
 
 def once_a_run(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
     """Cache a function of the lowering over all steps: its result depends neither on the step nor on statistics, nor on
-    how large the threshold of a push is.
+    how large thresholds are.
     """
     return _once(function, attrgetter("run_cache"))
 
@@ -79,7 +79,7 @@ def once_for_statistics(function: Callable[Concatenate["Lowering", P], T]) -> Ca
 
 
 def once_for_densities(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
-    """Cache a function of the lowering over all steps under the same gradient statistics and the same threshold."""
+    """Cache a function of the lowering over all steps under the same gradient statistics and thresholds."""
     return _once(function, attrgetter("densities_cache"))
 
 
@@ -132,7 +132,7 @@ class Lowering:
     step_cache: dict[Hashable, Any] = field(default_factory=dict)
     """Values of functions that differ from step to step, by function and arguments."""
     densities_cache: dict[Hashable, Any] = field(default_factory=dict)
-    """Values of functions that differ with the statistics or the threshold of a push, by function and arguments."""
+    """Values of functions that differ with the statistics or thresholds, by function and arguments."""
     run_cache: dict[Hashable, Any] = field(default_factory=dict)
     """Values of functions that are equal in all steps, by function and arguments; and by statistics, such caches."""
 
@@ -148,8 +148,8 @@ class Lowering:
         return other
 
     def under(self, scenario: Scenario, statistics: GradientStatistics | None) -> "Lowering":
-        """Return the lowering under other gradient statistics and another threshold of pushes, of a scenario that
-        agrees in all else that lowering reads; what is independent of them stays cached.
+        """Return the lowering under other gradient statistics and thresholds, of a scenario that agrees in all else
+        that lowering reads; what is independent of them stays cached.
         """
         other = copy(self)
         other.__dict__.pop("push", None)

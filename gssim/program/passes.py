@@ -96,13 +96,15 @@ def lowering_key(
     Of the cluster, the key holds only the devices and the backend's costs. Wiring affects a program only through shard
     sizes that are derived from it, and these are in the key. `any_count`: the key does not hold the number of
     micro-batches, nor the samples; `any_shares`: nor the sizes of the ranks' parts of the batch, and of their shards;
-    `any_threshold`: nor how large the threshold of a push is under which some gradients stay.
+    `any_threshold`: nor how large the thresholds are under which gradients or changes of parameters stay.
     """
     cluster, workload, plan, ranks = scenario.cluster, scenario.workload, scenario.plan, scenario.ranks
     not_read = NOT_READ | {"global_batch_size"} if any_count else NOT_READ
     unasked: dict[str, Any] = {"micro_batches": 1} if any_count else {}
     unasked |= {"shares": ShareRules()} if any_shares else {}
-    unasked |= {"push": replace(plan.push, threshold=0.5)} if any_threshold and plan.push.selects else {}
+    if any_threshold:
+        selecting = {name: each for name, each in (("push", plan.push), ("publish", plan.publish)) if each.selects}
+        unasked |= {name: replace(each, threshold=0.5) for name, each in selecting.items()}
     return (
         shared.once("devices", (Same(cluster), ranks), lambda: _devices(cluster, ranks)),
         cluster.backend,
@@ -206,8 +208,8 @@ class Steps:
         """For steps with or without thresholding: payloads of the uneven collectives, and which depend on the data."""
 
     def under(self, scenario: Scenario, statistics: GradientStatistics | None) -> "Steps":
-        """Return the steps under other gradient statistics and another threshold of pushes, of a scenario that agrees
-        in all else that lowering reads; they share everything that does not depend on these.
+        """Return the steps under other gradient statistics and thresholds, of a scenario that agrees in all else that
+        lowering reads; they share everything that does not depend on these.
         """
         other = copy(self)
         other.scenario, other._lowerings = scenario, [low.under(scenario, statistics) for low in self._lowerings]

@@ -104,7 +104,8 @@ class MemoryFootprint:
     @cached_property
     def reported_peak(self) -> dict[str, float]:
         """The peak as Results have it: categories in their order, rounded."""
-        rounded = {category: float(round(self.peak.get(category, 0.0), SIZE_DIGITS)) for category in CATEGORIES}
+        present = [category for category in CATEGORIES if category in self.peak]
+        rounded = {category: float(round(self.peak[category], SIZE_DIGITS)) for category in present}
         return {category: size for category, size in rounded.items() if size}
 
     @cached_property

@@ -70,16 +70,20 @@ def test_what_points_share_changes_no_answer(order, most, alone):
         assert answer(path, list(overrides), shared) == alone[i]
 
 
-@pytest.mark.parametrize("seed", [109, 252, 445, 10043, 20019])
-def test_thresholds_of_one_plan_share_its_steps_and_keep_their_answers(tmp_path, seed):
-    """All methods that push, each kind of threshold, and a threshold of publications."""
+@pytest.mark.parametrize(
+    ("seed", "sent"),
+    [(109, "push"), (252, "push"), (445, "push"), (10043, "push"), (20019, "push"), (20019, "publish")],
+)
+def test_thresholds_of_one_plan_share_its_steps_and_keep_their_answers(tmp_path, seed, sent):
+    """All methods that push, each kind of threshold, and thresholds of publications."""
     file, shared = tmp_path / "point.toml", Shared()
     file.write_text(tomli_w.dumps(random_point(seed, most_devices=8)))
+    asked = [[f"plan.{sent}.threshold={each}"] for each in (0.3, 0.05, 1e-3)]
     with patch.object(Steps, "__init__", autospec=True, side_effect=Steps.__init__) as made:
-        together = [answer(file, [f"plan.push.threshold={each}"], shared) for each in (0.3, 0.05, 1e-3)]
+        together = [answer(file, each, shared) for each in asked]
         assert made.call_count == 1
-    assert together == [answer(file, [f"plan.push.threshold={each}"], None) for each in (0.3, 0.05, 1e-3)]
-    assert len(set(together)) > 1
+    assert together == [answer(file, each, None) for each in asked]
+    assert len(set(together)) == len(asked)
 
 
 def test_a_file_that_has_changed_is_read_again(tmp_path):
