@@ -2,12 +2,15 @@
 
 from importlib.util import find_spec
 
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from gsreal.compiled import compiler
 from gsreal.data.sources import check_data, check_held_out
 from gsreal.machine import check_machine
 from gsreal.methods.stage_modules import check_stages
 from gsreal.methods.tensor_slices import check_slices
-from gsreal.model_files.build import check_factory
+from gsreal.model_files.build import build_module, check_factory, example_batch
 from gssim.errors import UserError
 from gssim.plan import PREDICTED_ONLY, RUNS_WITH
 from gssim.scenario import Loaded, Scenario, routes_parts
@@ -28,6 +31,7 @@ def check_real(loaded: Loaded) -> None:
     check_offload(ours, where=where)
     check_gloo_on_gpus(ours, where=where)
     check_samples(ours, where=where)
+    check_norms(ours, where=where)
     check_compiled(ours, where=where)
     check_experts_in_fp64(ours, where=where)
 
@@ -152,6 +156,32 @@ def check_samples(scenario: Scenario, *, where: str) -> None:
             f"predicted, but modules of Hugging Face ('{module.hugging_face.model_type}') run no empty batch; give "
             "each rank at least one"
         )
+
+
+def check_norms(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError if a micro-batch of one sample leaves a batch norm one value of a channel, which has no variance.
+
+    The module's forward tells, on a device that computes nothing.
+    """
+    model, parts = scenario.workload.model, scenario.plan.micro_batches
+    alone = [rank for rank, samples in enumerate(scenario.batch_sizes) if samples // parts == 1]
+    if not alone or model.input.kind != "image":
+        return
+    with torch.device("meta"):
+        module = build_module(model.module, where=where)
+    if not any(isinstance(each, _BatchNorm) for each in module.modules()):
+        return
+    inputs, _ = example_batch(model, batch_size=1, sequence_length=None)
+    try:
+        module(inputs.to("meta"))
+    except ValueError as error:
+        if not str(error).startswith("Expected more than 1 value per channel"):
+            raise
+        raise UserError(
+            f"{where}: rank {alone[0]} trains a sample at a time: it can be predicted, but a batch norm of "
+            f"'{model.name}' then has one value of each channel, and torch refuses it; allowed: at least two samples "
+            "in a micro-batch"
+        ) from None
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:

@@ -390,6 +390,7 @@ def _exchange_memory(
     `packed` frees the send buffer once the messages are sent, or, where they are `staged` in host memory, once they
     are copied there; receive buffers are freed once their messages are added. The backend's all-to-all holds a flat
     copy of the sent messages and another of the received ones until it is waited for, on the host if staged.
+    Where there is nothing to send, the bucket is freed as it is posted.
     """
     received, dropped = Event(0, received_bytes, "communication"), Event(5, -received_bytes, "communication")
     copies = 0.0 if low.policies.point_to_point else received_bytes + sent_bytes
@@ -400,6 +401,10 @@ def _exchange_memory(
         at_post, at_end = (freed, []) if low.scenario.plan.overlap else ([], freed)
         return [received, *flat, *at_post], at_end, [*adding, dropped]
     if not copies:
+        if not sent_bytes:  # the rank owns all: no message keeps its bucket once `push` returns
+            freed = [packed._replace(position=1)]
+            at_post, at_end = (freed, []) if low.scenario.plan.overlap else ([], freed)
+            return [received, *at_post], at_end, [*adding, dropped]
         return [received], [], [packed, *adding, dropped]
     posted = [Event(0, copies + received_bytes, "communication"), packed]
     return posted, [], [Event(0, -copies, "communication"), *adding, dropped]

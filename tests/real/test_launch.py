@@ -22,13 +22,14 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
+from real_runs import HELPERS, scenario_file, star
 from small_models import kept
 
 from gsreal import cli
 from gsreal.machine import device_name, usable_cores
 from gsreal.model_files.request import Request
 from gsreal.model_files.trace import write_model
-from gsreal.run.checks import check_gloo_on_gpus
+from gsreal.run.checks import check_gloo_on_gpus, check_norms
 from gsreal.run.launch import reason_of
 from gssim.errors import UserError
 from gssim.plan import Plan
@@ -616,6 +617,20 @@ def test_a_module_of_hugging_face_on_a_rank_without_samples(refusal, files):
     said = refusal("run", files / "scenario.toml", *overrides([*DENSE[1:], *changes]))
     assert "rank 1 has no samples" in said
     assert "modules of Hugging Face ('llama') run no empty batch" in said
+
+
+def test_a_batch_norm_of_one_value_per_channel():
+    """Ranks ended in torch's own error: after all halvings images of 8x8 have one pixel."""
+
+    def loaded_with(*changes):
+        model = f"workload.model={HELPERS}/models/resnet.toml"
+        return load_scenario(Path(scenario_file("resnet-digits.toml")), [star(2), model, *changes]).scenario
+
+    check_norms(loaded_with("plan.method=ddp", "workload.global_batch_size=4"), where="file")
+    for change in ("workload.global_batch_size=2", "plan.micro_batches=2"):
+        scenario = loaded_with("plan.method=ddp", "workload.global_batch_size=4", change)
+        with pytest.raises(UserError, match=r"file: rank 0 trains a sample at a time: .* at least two samples in a mi"):
+            check_norms(scenario, where="file")
 
 
 def test_experts_of_hugging_face_in_fp64(refusal, files):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from real_runs import SGD, predicted, quick, run_cases, scenario_file, selected, star
+from real_runs import SGD, predicted, predicted_peaks, quick, run_cases, scenario_file, selected, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -23,6 +23,7 @@ PLANS = {
     "zero1": ["plan.method=zero1", UNEVEN],
     "gs": ["plan.method=gs", UNEVEN, "plan.shares.shards=[0.6, 0.4]"],
     "gs_z3": ["plan.method=gs_z3", "plan.micro_batches=2"],
+    "gs_z3-of-one": ["plan.method=gs_z3", "plan.shares.shards=[0, 1]", "workload.sequence_length=3"],
     "zero2": ["plan.method=zero2"],
 }
 CASES = {
@@ -32,7 +33,7 @@ CASES = {
     }
     for name, plan in PLANS.items()
     for overlap in (False, True)
-    if not overlap or name in ("ddp", "gs")
+    if not overlap or name in ("ddp", "gs", "gs_z3-of-one")
 }
 ALONE = [name for name in CASES if name.endswith("-alone")]
 each_alone = pytest.mark.parametrize("name", quick(ALONE, set(ALONE) - {"zero1-alone", "zero2-alone"}))
@@ -60,6 +61,14 @@ def test_what_overlaps_nothing_trains_the_same_and_sends_the_same(seen: dict[str
     assert found["collectives"] == json.loads(json.dumps([entry.key for entry in expected.collectives]))
     peaks = {rank: each.peak_allocated_bytes for each in expected.ranks for rank in each.ranks}
     assert found["peaks"] == pytest.approx([peaks[0], peaks[1]], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["gs_z3-of-one-overlap", "gs_z3-of-one-alone"])
+def test_who_owns_all_sends_nothing_and_frees_gradients_once_their_push_is_posted(
+    seen: dict[str, dict], name: str
+) -> None:
+    """A prediction kept a whole unit of them until others' gradients had come: of one GPT 12 % of a rank's peak."""
+    assert predicted_peaks(CASES[name]) == pytest.approx(seen[name]["peaks"], rel=0.001)
 
 
 @pytest.mark.parametrize(
