@@ -184,6 +184,7 @@ class OperationBuilder:
             backward_scratch=reduced if self.software.gathers_alone and not by_rows else ZERO_BYTES,
             reduced=reduced if by_rows else None,
             backward_reduced=None if by_rows or self.is_gathered(reads) else reduced,
+            in_wide_format=wide,
         )
 
     def whole_linear(self, name: str, reads: str, inputs: int, outputs: int) -> Operation:

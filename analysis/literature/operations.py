@@ -117,6 +117,8 @@ class Operation:
     """Bytes that tensor ranks all-reduce after the forward; None: nothing."""
     backward_reduced: Polynomial | None = None
     """Bytes that tensor ranks all-reduce after the backward; None: nothing."""
+    in_wide_format: bool = False
+    """Whether its product is in 16 bits even if those of blocks are in float8."""
     ring: Polynomial | None = None
     """Bytes of keys and values that context ranks pass around after each pass; None: nothing."""
 
@@ -133,6 +135,8 @@ class LayerOperations:
     """Whether ranks gather and reduce-scatter parts of the sequence in calls of their own; see `Software`."""
     attention_alone: bool = False
     """Whether selective recomputation reruns the attention, and nothing else."""
+    gathered_ratio: float = 1.0
+    """Bytes of what `gathers_alone` gathers over those of the tensor, which may be cast to fewer bits before."""
     last: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -281,15 +285,23 @@ class LayerOperations:
         for place, operation in enumerate(self.operations):
             if operation.backward_reduced is not None and operation.reads[0] != INPUT:
                 reader = next(place for place, each in enumerate(self.operations) if each.name == operation.reads[0])
-                yield Reduction(Moment("f", reader), operation.backward_reduced, "all-gather")
+                gathered = self._gathered(operation, operation.backward_reduced)
+                yield Reduction(Moment("f", reader), gathered, "all-gather")
             if operation.reduced is not None:
                 yield Reduction(Moment("f", place), operation.reduced, "reduce-scatter")
         for place, operation in reversed(list(enumerate(self.operations))):
             if operation.reduced is not None:
-                yield Reduction(Moment("b", max(0, self.last - place - 1)), operation.reduced, "all-gather")
+                moment = Moment("b", max(0, self.last - place - 1))
+                yield Reduction(moment, self._gathered(operation, operation.reduced), "all-gather")
             if operation.backward_reduced is not None:
-                yield Reduction(Moment("b", self.last - place), operation.backward_reduced, "all-gather")
-                yield Reduction(Moment("b", self.last - place), operation.backward_reduced, "reduce-scatter")
+                moment = Moment("b", self.last - place)
+                yield Reduction(moment, self._gathered(operation, operation.backward_reduced), "all-gather")
+                yield Reduction(moment, operation.backward_reduced, "reduce-scatter")
+
+    def _gathered(self, operation: Operation, size: Polynomial) -> Polynomial:
+        """Return the bytes of the gather of a linear layer's input, or of the gradient of its output."""
+        is_cast = self.gathered_ratio != 1 and not operation.in_wide_format
+        return total([size], self.gathered_ratio) if is_cast else size
 
     def _reductions(self) -> Iterable[Reduction]:
         if self.gathers_alone:

@@ -37,6 +37,8 @@ class Platform:
     """Rate of matrix products in TF32; absent: the device has no TF32."""
     attention_ratio: PositiveFloat = 1.0
     """Rate of flash attention relative to linear layers; see `Software`."""
+    fused_attention_ratio: PositiveFloat | None = None
+    """The same ratio for the attention of cuDNN; absent: as `attention_ratio`."""
     first_attention_ratio: PositiveFloat = 1.0
     """The same ratio for the first version of FlashAttention (Triton)."""
     host_core_bytes_per_s: BytesPerSecond | None = None
@@ -81,6 +83,17 @@ def attention_ratio_of(gpu: str) -> float:
     """
     platform = platform_of(gpu)
     return platform.attention_ratio if platform else 1.0
+
+
+def fused_attention_ratio_of(gpu: str) -> float:
+    """Return the rate of cuDNN's attention relative to linear layers; where it is not known, that of other kernels.
+
+    >>> fused_attention_ratio_of("H100"), fused_attention_ratio_of("A100-SXM-80GB")
+    (0.87, 0.74)
+    """
+    platform = platform_of(gpu)
+    known = platform.fused_attention_ratio if platform else None
+    return attention_ratio_of(gpu) if known is None else known
 
 
 def first_attention_ratio_of(gpu: str) -> float:

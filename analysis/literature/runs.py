@@ -232,6 +232,8 @@ class Software:
     """Context ranks are those of `plan.cp`, each exchange of whose rings is waited for as soon as it has begun
     (`plan.context_overlap`): so compiled blocks do, see `TransformerBuilder.ring`. Else they count as data ranks with
     shorter sequences, whose exchanges take no time."""
+    overlaps_rings: bool = False
+    """The exchanges of `rings` run beside the attention to a block."""
     float8_maps: bool = False
     """The blocks' linear layers are in float8 (`workload.map_precision`)."""
     attention_ratio: float = 1.0
@@ -257,6 +259,10 @@ class Software:
     """The all-gather of a tensor-parallel layer's input is split into parts that alternate with the product, and no
     gathered tensor is saved; reduce-scatters likewise (torch's asynchronous tensor parallelism, Transformer Engine's
     userbuffers). With `gathers_alone`."""
+    gathers_float8: bool = False
+    """Where these are in float8, all-gathers of their inputs and of the gradients of their outputs are too, if they
+    overlap with products: so are Transformer Engine's userbuffers (1.13, pytorch/module/base.py, initialize_ub, fp8_buf
+    of all layers that gather). With `pipelined_maps`."""
     sums_beside_products: bool = False
     """Without sequence parallelism, the sum of a map's input gradient over tensor-parallel ranks runs beside the
     product that gives the weight's gradient (Megatron-LM since 2022, core/tensor_parallel/layers.py)."""
@@ -365,6 +371,9 @@ class Run:
     flat_optimizer: bool = False
     """For `zero1`: Megatron-LM's distributed optimizer, whose gradients are in one buffer that is reduce-scattered; of
     `muon` the layer-wise one."""
+    gathers_beside_forward: bool = False
+    """That optimizer gathers updated parameters beside the next forward (`overlap_param_gather`); without stages, where
+    this is not modelled."""
     deferred_outputs: int = 0
     """Number of micro-batches whose gradients of the logits, and inputs of the output layer, are kept to the step's
     end, where that layer's weight gets its gradient from them (Megatron-LM, core/tensor_parallel/layers.py,

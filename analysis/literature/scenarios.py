@@ -282,13 +282,7 @@ def plan_of(run: Run) -> dict[str, Any]:
         plan["ep"] = run.ep
         if run.etp not in (None, run.tp):
             plan["etp"] = run.etp
-    # torch's default gathers all keys at once
-    rings = {"cp": run.software.context_ranks, "context_exchange": "gather", "context_overlap": False}
-    plan |= rings if run.software.rings else {}
-    beside = {"tp_overlap": run.software.pipelined_maps, "async_input_gradients": run.software.sums_beside_products}
-    plan |= {key: True for key, is_beside in beside.items() if is_beside}
-    if run.flat_optimizer and run.method == "zero1":
-        plan["zero1_implementation"] = "megatron"
+    plan |= _features(run)
     if run.pp > 1:
         plan["pp"] = run.pp
         if run.software.receives_in_flight:
@@ -301,6 +295,21 @@ def plan_of(run: Run) -> dict[str, Any]:
     if (run.method == "ddp" or run.flat_optimizer) and not run.overlap:
         plan["bucket_bytes"] = ONE_BUCKET
     return plan
+
+
+def _features(run: Run) -> dict[str, Any]:
+    """Return the keys of a plan that say how context ranks, tensor ranks and the optimizer communicate."""
+    software, keys = run.software, dict[str, Any]()
+    if software.rings:  # torch's default gathers all keys at once
+        exchange = "ring" if software.overlaps_rings else "gather"
+        keys |= {"cp": software.context_ranks, "context_exchange": exchange, "context_overlap": software.overlaps_rings}
+    beside = {"tp_overlap": software.pipelined_maps, "async_input_gradients": software.sums_beside_products}
+    keys |= {key: True for key, is_beside in beside.items() if is_beside}
+    if run.flat_optimizer and run.method == "zero1":
+        keys["zero1_implementation"] = "megatron"
+    if run.gathers_beside_forward:
+        keys["publish"] = {"overlap": True}
+    return keys
 
 
 def _counted_context_ranks(run: Run) -> int:

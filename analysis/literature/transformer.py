@@ -27,6 +27,7 @@ BATCH_CALLS = 12
 """Operations by which Megatron-LM brings a micro-batch to the device: sizes and tokens, each broadcast; sizes back to
 the host; tokens, labels, positions, and the masks of loss and attention (tensor_parallel/data.py, broadcast_data;
 utils.py, get_ltor_masks_and_position_ids)."""
+FLOAT8_BYTES = 1
 EMBEDDING_CALLS = 4
 """Those of the embedding of tokens and positions: two look-ups, their sum, dropout."""
 LOSS_CALLS = {"f": 29, "b": 13}
@@ -430,6 +431,7 @@ class TransformerBuilder(OperationBuilder):
                 backward_streamed=self.unsplit_bytes(3.0 * h),
                 also_saved=self.token_bytes(1, shared=False, value=8),
                 weights=tuple(weights),
+                in_wide_format=True,
                 kernels=BATCH_CALLS + EMBEDDING_CALLS if megatron else 1,
                 backward_kernels=EMBEDDING_CALLS if megatron else None,
                 reduced=self.token_bytes(h, shared=False),
@@ -616,9 +618,11 @@ def layers_of(
     block = builder.block()
     freed_at = next(len(block) - 1 - i for i, operation in enumerate(block) if operation.name == "map_norm")
     parts = _parts(builder, tied=tied)
+    in_float8 = software.gathers_float8 and software.float8_maps and software.pipelined_maps
+    gathered = FLOAT8_BYTES / builder.value if in_float8 else 1.0
     layers = [
         LayerOperations(
-            operations, of.split, software.early_stop, software.gathers_alone, software.recomputes_attention
+            operations, of.split, software.early_stop, software.gathers_alone, software.recomputes_attention, gathered
         ).layer(
             name,
             names,

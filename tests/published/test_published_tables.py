@@ -64,6 +64,11 @@ ROWS: dict[str, dict[str, str]] = {
         "tp=2 | pp=1 | dp=4 | ep=1 | cp=1 | seq=1024 | micro_batch=1 | micro_batches=2 | iter_time_ms=50 | "
         "peak_allocated_gib_max=12"
     ),
+    "nemo": fields(
+        "source=NeMo summary | release=24.07 | published=2024-09 | gpu=H100 | n_gpus=8 | model=llama2-7b | layers=4 | "
+        "tuning= | precision=fp8 | seq=512 | gbs=16 | mbs=1 | tp=2 | pp=2 | cp=1 | vp=2 | recompute= | tp_overlap= | "
+        "attention=cudnn | step_s= | tokens_per_s_per_gpu=20000 | note= | url=here"
+    ),
     "foundry": fields(
         "Model=125m | SeqLen (T)=256 | # GPUs=8 | GPU=h100_80gb | MicroBatchSize=2 | GlobalBatchSize=32 | "
         "Throughput (T/s)=1000000 | Precision=amp_bf16 | Sharding Strategy=FULL_SHARD | "

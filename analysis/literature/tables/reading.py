@@ -8,6 +8,7 @@ from pathlib import Path
 from analysis.literature.runs import Run, SkippedError, UnscoredError
 from analysis.literature.tables.frameworks import llm_foundry, megatron_tests, simumax
 from analysis.literature.tables.many_sources import many_sources
+from analysis.literature.tables.nemo import nemo
 from analysis.literature.tables.periodic import periodic
 from analysis.literature.tables.planners import amp, sailor, vtrain
 from gssim.errors import UserError
@@ -48,6 +49,7 @@ KINDS = (
         read_in_table=periodic,
     ),
     Kind("SimuMax's B200", frozenset({"case", "iter_time_ms", "peak_allocated_gib_max", "micro_batches"}), simumax),
+    Kind("NVIDIA's NeMo", frozenset({"release", "model", "tuning", "gbs", "mbs", "vp", "tokens_per_s_per_gpu"}), nemo),
     Kind("LLM Foundry", frozenset({"Model", "SeqLen (T)", "# GPUs", "GPU", "Throughput (T/s)"}), llm_foundry),
 )
 
