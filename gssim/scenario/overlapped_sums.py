@@ -61,26 +61,34 @@ def summing_beside(layer: Layer) -> Layer:
         owners = {each.name.rpartition(".")[0] for each in maps}
         of_maps = [each for each in layer.parameters if each.name.rpartition(".")[0] in owners]
         if maps and not any(each.of_experts for each in maps):
+            is_traced = all(each.born.position < reduction.moment.position for each in of_maps)
             change = _with_scatter if reduction.kind == "reduce-scatter" else _with_all_reduce
-            layer = change(layer, reduction, of_maps)
+            layer = (change if is_traced else _with_sum_of_one_operation)(layer, reduction, of_maps)
     return layer
+
+
+def _with_sum_of_one_operation(layer: Layer, reduction: Reduction, parameters: Sequence[Parameter]) -> Layer:
+    """Return a layer with such a sum at an operation that stands for the whole backward of a map, in files that are not
+    traced (those of published runs): what it sums is no copy there.
+    """
+    end = reduction.moment
+    ready = {id(each): replace(each, ready=_next(end)) for each in parameters}
+    return _replaced(layer, {}, ready, reduction, Moment("b", end.position - 1))
 
 
 def _with_all_reduce(layer: Layer, reduction: Reduction, parameters: Sequence[Parameter]) -> Layer:
     """Return a layer with one such all-reduce; `parameters`: weight and bias of the map."""
     end = reduction.moment
-    sent = next((e for e in layer.buffers if e.freed == end and e.size_bytes == reduction.size_bytes), None)
-    copy = next((e for e in layer.buffers if e.born == end and e.size_bytes == reduction.size_bytes), None)
-    if sent is None or copy is None:
-        return layer
+    as_large = [each for each in layer.buffers if each.born.phase == "b" and each.size_bytes == reduction.size_bytes]
+    sent = next(each for each in as_large if each.freed == end)
+    copy = next(each for each in as_large if each.born == end)
     places = [sent.born.position, *(each.born.position for each in parameters)]
     begin, later = Moment("b", min(places)), Moment("b", max(places))
-    in_place = replace(copy, born=begin)
     changed = {
         id(each): replace(each, born=later if each.born.position <= begin.position else each.born, ready=_next(end))
         for each in parameters
     }
-    return _replaced(layer, {id(sent): None, id(copy): in_place}, changed, reduction, begin)
+    return _replaced(layer, {id(sent): None, id(copy): replace(copy, born=begin)}, changed, reduction, begin)
 
 
 def _with_scatter(layer: Layer, reduction: Reduction, parameters: Sequence[Parameter]) -> Layer:

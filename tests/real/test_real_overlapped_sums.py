@@ -19,15 +19,9 @@ HALVES = [*UNEVEN, "plan.shares.shards=[0.7,0.3]"]
 THREE = [*UNEVEN, "plan.shares.shards=[0.5,0.25,0.25]"]
 VOCABULARY = ["plan.loss_parallel=true", "plan.embedding_parallel=true"]
 BASE = {"gpt": "small-demo.toml", "bert": "small-bert.toml"}
-MODELS = {
-    name: [f"workload.model={HELPERS}/models/of_tests/{file}.toml"]
-    for name, file in {
-        "llama": "tiny-llama",
-        "gpt2": "tiny-gpt2",
-        "olmo2": "decoder-olmo2",
-        "neox": "decoder-gpt_neox",
-    }.items()
-}
+FILES = {"llama": "tiny-llama", "gpt2": "tiny-gpt2"}
+FILES |= {name: f"decoder-{name}" for name in ("olmo2", "gpt_neox", "phi", "opt", "gemma", "falcon")}
+MODELS = {name: [f"workload.model={HELPERS}/models/of_tests/{file}.toml"] for name, file in FILES.items()}
 REPLICAS, SHARDS = (["plan.tp=2", f"plan.{axis}=2"] for axis in ("dp_replicate", "dp_shard"))
 ON = {
     2: {
@@ -46,8 +40,12 @@ ON = {
         "gpt2-parts-adamw": [*ADAMW64, *TENSOR, *PARTS],
         "olmo2-sgd": [*SGD, *TENSOR],
         "olmo2-parts-sgd": [*SGD, *TENSOR, *PARTS],
-        "neox-adamw": [*ADAMW64, *TENSOR],
-        "neox-parts-sgd": [*SGD, *TENSOR, *PARTS],
+        "gpt_neox-adamw": [*ADAMW64, *TENSOR],
+        "gpt_neox-parts-sgd": [*SGD, *TENSOR, *PARTS],
+        "phi-parts-sgd": [*SGD, *TENSOR, *PARTS],
+        "opt-sgd": [*SGD, *TENSOR],
+        "gemma-parts-sgd": [*SGD, *TENSOR, *PARTS],
+        "falcon-sgd": [*SGD, *TENSOR],
         # the peaks of these are in the backward of the maps themselves
         "gpt-parts-small-batch-sgd": [*SGD, *TENSOR, *PARTS, *VOCABULARY, "workload.global_batch_size=2"],
         "llama-parts-full-vocabulary-sgd": [*SGD, *TENSOR, *PARTS, *VOCABULARY, "plan.recompute=full"],
@@ -64,6 +62,9 @@ ON = {
     },
     4: {
         "gpt-adamw": [*ADAMW64, *TENSOR],
+        # their peaks would be higher if a sum were a copy
+        "llama-full-vocabulary-sgd": [*SGD, *TENSOR, *VOCABULARY, "plan.recompute=full"],
+        "llama-selective-vocabulary-sgd": [*SGD, *TENSOR, *VOCABULARY, "plan.recompute=selective"],
         "llama-parts-sgd": [*SGD, *TENSOR, *PARTS],
         "bert-parts-adamw": [*ADAMW64, *TENSOR, *PARTS],
         "gpt-ddp-sgd": [*SGD, "plan.method=ddp", *REPLICAS],
