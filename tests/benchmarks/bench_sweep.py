@@ -67,6 +67,18 @@ def test_thresholds_among_many_on_links_of_many_rates(benchmark, ranks):
     benchmark.pedantic(lambda: answer(points), rounds=3)
 
 
+@pytest.mark.parametrize("method", THRESHOLDED)
+def test_thresholds_of_one_plan_among_1024_unequal_devices(benchmark, method):
+    """All but densities is equal, and computed once."""
+    statistics = f"workload.gradients={SCENARIOS / 'gradients/gpt-byte-1m-1024.json'}"
+    changes = [f"cluster={SCENARIOS / 'clusters/unequal-1024.toml'}", f"plan.method={method}", statistics]
+    changes += ["workload.global_batch_size=1024", "run.steps=8", "run.warmup_steps=4"]
+    thresholds = (1e-5, 2e-5, 3e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3)
+    points = [(SCENARIOS / "demo.toml", [*changes, f"plan.push.threshold={each}"]) for each in thresholds]
+    benchmark.extra_info["points"] = len(points)
+    benchmark.pedantic(lambda: answer(points), rounds=3)
+
+
 def fully_sharded_70_billion_parameters() -> Loaded:
     model = f"workload.model={SCENARIOS / 'models/llama2-70b.toml'}"
     changes = [OF_H100.format(servers=8), model, "plan.method=fsdp", "workload.global_batch_size=64"]
