@@ -7,7 +7,7 @@ moves. Any other operation is refused: it would count as free, however much it c
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -225,6 +225,10 @@ class Record:
     output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     until_saved: dict[int, dict[Recompute, Work]] = field(default_factory=dict)
     """By layer and kind of checkpointing: recomputed work of its forward, up to the last tensor that autograd saves."""
+    saved_storages: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """By layer: the storages that autograd saves, by their number among those that the forward creates; -1: another."""
+    saved_after: dict[int, int] = field(default_factory=dict)
+    """By layer: number of operations of its forward before the last tensor that autograd saves."""
     before_saved: dict[int, int] = field(default_factory=dict)
     """Number of storages that a layer's backward creates before it needs the first tensor that autograd saved."""
     counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -295,6 +299,8 @@ class Recorder(TorchDispatchMode):
         self.products: Counter[tuple[int, str]] = Counter()
         self.allocating = False
         """Whether operations only allocate what a collective fills."""
+        self.saved_after: Mapping[int, int] = {}
+        """As of the record of another shape: after so many operations of a layer, `until_saved` is noted."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -386,6 +392,8 @@ class Recorder(TorchDispatchMode):
                 self.recomputed[*place, each] += again
         self.record.counted[place].append(self.position[place])
         self.record.names[place].append(called or name)
+        if place[1] == "f" and self.saved_after.get(place[0]) == len(self.record.counted[place]):
+            self.record.until_saved[place[0]] = self.again()
 
     def count_kernel(self, name: str, moved: int) -> None:
         """Count a kernel of fused operations, which no operation of torch launches, by the bytes that it moves."""

@@ -8,7 +8,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from gsreal.methods.checkpointing import checkpoint_inside
+from gsreal.methods.checkpointing import SELECTIVE, checkpoint_inside
 from gsreal.methods.context_parallel import ContextParts, divide_context
 from gsreal.methods.cuts import cut_beside_experts, cut_of, cut_or_reason, is_linear
 from gsreal.methods.experts import Splits, divided_reason, experts_of, replace_experts
@@ -42,7 +42,7 @@ from gsreal.model_files.build import (
     sequences_not_packed,
 )
 from gsreal.model_files.layers import layer_modules
-from gsreal.model_files.recorder import NoPolynomialError, Record, Recorder, UnknownOperationError
+from gsreal.model_files.recorder import NoPolynomialError, Record, Recorder, UnknownOperationError, Work
 from gssim.errors import UserError
 from gssim.workload import Model
 
@@ -205,20 +205,19 @@ def record_step(
     process; in sliced blocks, routed experts are not sliced. `context`: number of ranks that divide sequences
     everywhere; raises UserError if a block cannot.
 
-    `like`: the record of such a step at another shape. What depends on no shape is taken from it, which saves two of
-    four forwards: the order of the modules, and when tensors would be freed that autograd did not save; for compiled
-    blocks also the order of kernels and the buffers that share memory. `apart`: a record at another shape, for the
-    first record of compiled blocks.
+    `like`: the record of such a step at another shape. What depends on no shape is taken from it, which saves three of
+    four forwards: the order of the modules, which tensors autograd saves, and when others would be freed if it saved
+    none; for compiled blocks also the order of kernels and the buffers that share memory. `apart`: a record at another
+    shape, for the first record of compiled blocks.
     """
     with without_values(model):
         step = _prepared(model, batch_size, sequence_length, units, parts, routed, context, where, like)
         record, module = step.record, step.module
         try:
             with _compiled(model, module, record, step.inputs, apart, where) if model.compiled else nullcontext():
-                with _explained(where):
-                    step.record_saved()
-                module.zero_grad(set_to_none=True)
-                step.record_operations(where)
+                if like is None or model.compiled:
+                    step.record_saved(where)
+                step.record_operations(where, None if model.compiled else like)
                 step.record_unsaved(like)
                 step.record_needed(like)
         except UnknownOperationError as error:
@@ -636,13 +635,18 @@ class _Step:
         self.stand_in.recorder = recorder = Recorder(record, known)
         return recorder
 
-    def record_saved(self) -> None:
+    def record_saved(self, where: str) -> None:
         """Record the unique storages that autograd saves, the work before the last of them, and each layer's output."""
         record, module = self.record, self.module
         known = known_storages(module, self.inputs, self.targets)
         seen: set[int] = set()
+        numbers: dict[int, int] = {}
+        """Number of each storage's life, by its identity."""
         keep = []
         recorder = self.recorder(Record(record.modules, record.blocks))
+        record.saved.clear()
+        record.saved_storages.clear()
+        record.output.clear()
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
@@ -650,30 +654,59 @@ class _Step:
                 seen.add(storage._cdata)
                 keep.append(storage)  # so that no other storage gets its address
                 record.saved[recorder.layer] += storage.nbytes()
+                born = recorder.record.alive
+                numbers.update((id(born[number]), number) for number in range(len(numbers), len(born)))
+                number = numbers.get(id(recorder.live.get(storage._cdata)), -1)
+                record.saved_storages[recorder.layer].append(number)
             if recorder.layer not in record.output:  # the layer's module has not returned yet
                 record.until_saved[recorder.layer] = recorder.again()
+                record.saved_after[recorder.layer] = len(recorder.record.counted[recorder.layer, "f"])
             return tensor
 
-        hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
-        with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
-            handles = []
-            for layer, name in enumerate(record.modules):
-
-                def note_output(_module: nn.Module, _args: Any, output: Any, layer: int = layer) -> None:
-                    tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-                    record.output[layer] = sum(t.numel() * t.element_size() for t in tensors[:1])
-
-                handles.append(module.get_submodule(name).register_forward_hook(note_output))
-            with autocast(record.autocast):
-                loss = loss_of(out(logits_of(module(self.inputs))), self.targets)
+        hooks, cast = saved_tensors_hooks(pack, lambda tensor: tensor), autocast(record.autocast)
+        boundaries = layer_boundaries(module, record.modules, enter=recorder.enter)
+        with recorder, boundaries as out, self.noting_outputs(where), hooks, cast:
+            loss = loss_of(out(logits_of(module(self.inputs))), self.targets)
             record.output[len(record.modules)] = loss.numel() * loss.element_size()
+        module.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def noting_outputs(self, where: str) -> Iterator[None]:
+        """Record the size of each layer's output, for a forward in the context; what fails in it is one line."""
+
+        def note(_module: nn.Module, _args: Any, output: Any, layer: int) -> None:
+            tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+            self.record.output[layer] = sum(t.numel() * t.element_size() for t in tensors[:1])
+
+        handles = [
+            self.module.get_submodule(name).register_forward_hook(partial(note, layer=layer))
+            for layer, name in enumerate(self.record.modules)
+        ]
+        with _explained(where):
+            yield
         for handle in handles:
             handle.remove()
 
-    def record_operations(self, where: str) -> None:
-        """Record every operation and every storage of one forward and backward."""
+    def record_operations(self, where: str, like: Record | None) -> None:
+        """Record every operation and every storage of one forward and backward.
+
+        `like`: a record of another shape, from which it is known what autograd saves; None: that is recorded already.
+        """
         record, recorder = self.record, self.recorder(self.record)
-        record_backward(recorder, self.module, self.inputs, self.targets)
+        if like is None:
+            record_backward(recorder, self.module, self.inputs, self.targets)
+        else:
+            recorder.saved_after = record.saved_after = dict(like.saved_after)
+            for layer, operations in like.saved_after.items():
+                if not operations:
+                    record.until_saved[layer] = {"full": Work(), **dict.fromkeys(SELECTIVE, Work())}
+            # torch asks for a parameter's device when it makes the node that accumulates its gradient, and the recorder
+            # counts that: the nodes exist already in the first record, and so they do here
+            nodes = [each.view_as(each).grad_fn for each in self.module.parameters() if each.requires_grad]
+            forward = self.noting_outputs(where)
+            record_backward(recorder, self.module, self.inputs, self.targets, forward=forward)
+            del nodes
+            self._sum_saved(like, where)
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
@@ -682,6 +715,21 @@ class _Step:
                 raise UserError(f"{where}: the parameter {name!r} gets no gradient (unused or frozen); not supported")
         if not record.parameters:
             raise UserError(f"{where}: the module has no parameters to train: all are frozen")
+
+    def _sum_saved(self, like: Record, where: str) -> None:
+        """Record the bytes of the storages that autograd saves, which are those of a record of another shape.
+
+        If their operations differ, another forward tells them (such records cannot be fitted together).
+        """
+        record = self.record
+        created, others = ([each for each in of.alive if each.born[1] == "f"] for of in (record, like))
+        numbers = like.saved_storages
+        if len(created) != len(others) or any(-1 in each for each in numbers.values()):
+            self.record_saved(where)
+            return
+        record.saved_storages = numbers
+        for layer, saved in numbers.items():
+            record.saved[layer] = sum(created[number].size_bytes for number in saved)
 
     def record_unsaved(self, like: Record | None) -> None:
         """Record when a forward's tensors would be freed if autograd saved nothing, or take that from `like`.
@@ -732,8 +780,15 @@ class _Step:
         record.before_saved = created
 
 
-def record_backward(recorder: Recorder, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
-    """Record a forward, and the backward of the parameters that require gradients, if any.
+def record_backward(
+    recorder: Recorder,
+    module: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    forward: AbstractContextManager[None] | None = None,
+) -> None:
+    """Record a forward, in the context `forward`, and the backward of the parameters that require gradients, if any.
 
     To be called under fake tensors, with a module whose parameters have no gradients yet. Gradients are not in the
     record's `alive`, but in its `parameters`, with the moments at which each is created and is ready.
@@ -749,8 +804,9 @@ def record_backward(recorder: Recorder, module: nn.Module, inputs: Tensor, targe
 
             handles.append(parameter.register_post_accumulate_grad_hook(note_ready))
     with recorder, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
-        with autocast(record.autocast):
+        with forward or nullcontext(), autocast(record.autocast):
             loss = loss_of(out(logits_of(module(inputs))), targets)
+        record.output[len(record.modules)] = loss.numel() * loss.element_size()
         if handles:
             recorder.enter(len(record.modules), "b")
             loss.backward()
