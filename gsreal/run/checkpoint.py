@@ -10,9 +10,9 @@ elements it needs. Data are a function of seed and step.
 Rank-specific state is restored if there are as many ranks as before, with the same shares: torch's random states (of
 dropout), and the residuals and threshold estimates of a push. Otherwise random states are seeded from seed, step and
 rank, and residuals are dropped: each element loses less than the threshold, once. Shares that follow the rank speeds
-are restored too, if there are as many ranks; speeds are measured anew. What a publication with a threshold has held back
-is not saved: all ranks resume with the owners' values, so that losses differ a little from those of a run that was never
-interrupted.
+are restored too, if there are as many ranks; speeds are measured anew. What a publication with a threshold has held
+back is not saved: all ranks resume with the owners' values, so that losses differ a little from those of a run that was
+never interrupted.
 
 Checkpoints are read without running code, although a pickle may name any function to call. torch's own reader unpickles
 `.metadata` and each non-tensor value without restrictions (torch 2.13, checkpoint/filesystem.py and
