@@ -12,8 +12,9 @@ with the products whose result it sums, in as many parts as there are ranks (n).
 other ranks; the sum of its last part is sent after the product. Of a product of g seconds, (n - 1) / n * g run beside
 the exchange, and the rest before (or after) it. In the backward these are the products that give the input's gradient.
 Sources: Transformer Engine's userbuffers (ring exchange); torch's `_symmetric_memory`, fused_all_gather_matmul. Under
-`plan.async_input_gradients` the all-reduce of a map's input gradient begins as soon as that is computed, and the whole
-product for the weight gradient runs beside it. Source: Megatron-LM, LinearWithGradAccumulationAndAsyncCommunication.
+`plan.async_input_gradients` the sum of a map's input gradient begins as soon as that is computed, and the products for
+the weight gradients run beside it; see `gssim.scenario.overlapped_sums`. Source: Megatron-LM,
+LinearWithGradAccumulationAndAsyncCommunication.
 
 torch's functional all-reduce copies its input and sums the copies (the copy is traced as the layer's own buffer). The
 rank waits for the sum at once, because the next operation needs it; on nccl, too, the compute stream waits. Before each
