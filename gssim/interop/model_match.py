@@ -1,4 +1,4 @@
-"""Whether a file's model is the one that --model gives: by its sizes, the size in its name, and its compilation."""
+"""Comparison of a file's model with that of --model: by its sizes, the size in its name, and its compilation."""
 
 import re
 from typing import Any
