@@ -315,7 +315,7 @@ def _sending(bench: Bench, gradient: Tensor, scratch: Scratch, fixed_s: float) -
         "pack_element_s": entry_s,
         "clear_element_s": max(0.0, (pack_s("coo", MANY, clear=True) - many_s) / many),
         "residual_element_s": _cold_s(bench, partial(scratch.add, residual, gradient)) / ELEMENTS,
-        "mean_element_s": _cold_s(bench, lambda: mean_magnitudes([[gradient]])) / ELEMENTS,
+        "mean_element_s": _cold_s(bench, lambda: mean_magnitudes([[gradient]], scratch)) / ELEMENTS,
         "estimate_element_s": _cold_s(bench, lambda: quantile([gradient], FEW, scratch)) / SAMPLE_ELEMENTS,
         "pack_bit_s": max(0.0, (pack_s("bitmap", FEW) - few_s) / ELEMENTS),
         "dense_element_s": max(0.0, (pack_s("dense", FEW) - select_s) / ELEMENTS),

@@ -270,7 +270,7 @@ class Thresholds:
         if self.push.kind == "absolute":
             return [(slice(self.places[0].start, self.places[-1].stop), self.push.threshold * scale)]
         if self.push.kind == "relative":
-            means = mean_magnitudes([pieces(place.start, place.stop) for place in self.places])
+            means = mean_magnitudes([pieces(place.start, place.stop) for place in self.places], scratch)
             thresholds = [_above_zero(self.push.threshold * mean) if self.push.threshold else 0.0 for mean in means]
         elif self.estimated is None or step % self.push.reestimate_steps == 0:
             tensors = [pieces(place.start, place.stop) for place in self.places]
@@ -328,16 +328,29 @@ def _above_zero(threshold: float) -> float:
 TINY = float(torch.finfo(torch.float32).tiny)
 
 
-def mean_magnitudes(tensors: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Return the mean magnitude of each tensor, given in pieces."""
-    flat = [piece for pieces in tensors for piece in pieces]
+def mean_magnitudes(tensors: Sequence[Sequence[Tensor]], scratch: Scratch) -> list[float]:
+    """Return the mean magnitude of each tensor, given in pieces.
+
+    On a CPU, torch's norm would copy a piece of 16 bits to fp32, whole: chunks of it are cast in scratch instead.
+    """
+    parts = [list(_in_chunks(pieces, scratch)) for pieces in tensors]
+    flat = [part for each in parts for part in each]
     if not flat:
         return [0.0] * len(tensors)
-    norms = torch.stack(
-        [torch.linalg.vector_norm(piece, 1, dtype=torch.promote_types(piece.dtype, torch.float32)) for piece in flat]
-    )
+    wide = scratch.magnitudes.dtype
+    cast = (scratch.cast_to(wide, part) if is_on_host(part) else part for part in flat)
+    norms = torch.stack([torch.linalg.vector_norm(part, 1, dtype=wide) for part in cast])
     totals = iter(norms.tolist())  # the device is waited for once
-    return [sum(next(totals) for _ in pieces) / max(1, sum(piece.numel() for piece in pieces)) for pieces in tensors]
+    return [sum(next(totals) for _ in each) / max(1, sum(part.numel() for part in each)) for each in parts]
+
+
+def _in_chunks(pieces: Sequence[Tensor], scratch: Scratch) -> Iterator[Tensor]:
+    """Give pieces, those that have to be cast on a CPU in chunks that fit in scratch."""
+    for piece in pieces:
+        if is_on_host(piece) and piece.dtype != scratch.magnitudes.dtype:
+            yield from (piece[first:last] for first, last in scratch.chunks(piece.numel()))
+        else:
+            yield piece
 
 
 def quantile(pieces: Sequence[Tensor], density: float, scratch: Scratch) -> float:

@@ -140,7 +140,7 @@ def test_a_threshold_found_does_not_depend_on_where_a_tensor_is_cut(a, b, densit
     found = quantile(pieces, density, scratch)
     assert found == quantile([tensor], density, scratch)
     assert int((tensor.abs() >= found).sum()) == max(1, round(100 * density))
-    assert mean_magnitudes([pieces])[0] == pytest.approx(float(tensor.abs().mean()))
+    assert mean_magnitudes([pieces], scratch)[0] == pytest.approx(float(tensor.abs().mean()))
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
@@ -153,9 +153,18 @@ def test_of_a_large_tensor_a_sample_gives_the_threshold_to_its_standard_error(de
 
 
 def test_a_tensor_of_which_nothing_is_here_has_no_mean_and_no_threshold():
-    assert mean_magnitudes([[], [torch.ones(2), -torch.ones(4)], []]) == [0, 1, 0]
-    assert mean_magnitudes([[]]) == [0]
-    assert quantile([], 0.5, Scratch(8, 8, torch.float32, CPU)) == math.inf
+    scratch = Scratch(8, 8, torch.float32, CPU)
+    assert mean_magnitudes([[], [torch.ones(2), -torch.ones(4)], []], scratch) == [0, 1, 0]
+    assert mean_magnitudes([[]], scratch) == [0]
+    assert quantile([], 0.5, scratch) == math.inf
+
+
+def test_the_mean_of_a_tensor_of_16_bits_is_found_in_chunks():
+    tensor = values(3 * CHUNK_ELEMENTS + 5).half()
+    scratch = Scratch(8, tensor.numel(), torch.float16, CPU)
+    assert tensor.numel() > scratch.magnitudes.numel()
+    expected = float(tensor.double().abs().mean())
+    assert mean_magnitudes([[tensor[:7], tensor[7:]]], scratch) == [pytest.approx(expected, rel=1e-5)]
 
 
 def test_a_tensor_of_zeros_reaches_no_threshold_that_is_found():

@@ -4,7 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import HELPERS, assert_collectives, predicted_peaks, quick, run_cases, scenario_file, selected, star
+from real_runs import (
+    HELPERS,
+    SCENARIOS,
+    assert_collectives,
+    predicted_peaks,
+    quick,
+    run_cases,
+    scenario_file,
+    selected,
+    star,
+)
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -41,6 +51,10 @@ CASES = {
         "plan.push.threshold=0",
         "plan.push.error_feedback=true",
         "plan.push.error_feedback_precision=bf16",
+    ],
+    "gs-relative-to-means": [
+        *("plan.method=gs_hier", "plan.dp_shard=2", "plan.dp_replicate=1", "workload.sequence_length=8"),
+        *("plan.push.kind=relative", "plan.push.threshold=0", f"workload.model={SCENARIOS}/models/gpt-byte-1m.toml"),
     ],
     "gs_z3": ["plan.method=gs_z3", "plan.micro_batches=2"],
     "gs-tensor": ["plan.method=gs", "plan.tp=2"],
