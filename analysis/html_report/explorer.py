@@ -86,7 +86,7 @@ def sweep_explorer(sweep: SweepTable, *, name: str = "") -> list[Part]:
     distinct = {
         column["key"]: len(set(column["values"]) - {None})
         for column in columns
-        if column["key"] in numeric and 2 * column["values"].count(None) <= len(rows)
+        if column["kind"] == "number" and column["key"] in numeric and 2 * column["values"].count(None) <= len(rows)
     }  # an axis that few plans have, such as thresholds, would leave out all others at first
     x = max(distinct, key=lambda axis: distinct[axis], default=next(key for key in keys if key != "step_time_s"))
     data = {

@@ -602,6 +602,19 @@ def overlapping(figure: Figure) -> list[str]:
     return found
 
 
+def test_the_heading_of_a_single_row_leaves_the_note_alone(tmp_path: Path) -> None:
+    """The label of the axis was longer than the axis, and ran through the note."""
+    rates = (1e8, 1e9)
+    rows = [row for row in grid(rates) if row.get(THRESHOLD) in (None, 1e-3)]
+    (map_of_one,) = who_wins(made(rows, tmp_path))
+    figure = map_of_one.figure
+    figure.canvas.draw()
+    (heading,) = [text for text in figure.axes[0].texts if text.get_text().startswith("threshold:")]
+    box = heading.get_window_extent()
+    assert box.x0 >= 0
+    assert not [text.get_text() for text in figure.texts if text.get_window_extent().overlaps(box)]
+
+
 def test_settings_that_take_the_same_memory_are_one_panel(tmp_path: Path) -> None:
     table = many_clusters(tmp_path)
     chart = memory_by_category(table)

@@ -33,6 +33,7 @@ from analysis.sweep_tables import (
 )
 
 TITLE = "Who wins by bandwidth and density: a threshold or dense training?"
+ROWS = "threshold:\ngradients pushed"
 HEAD_POINTS = LABEL_POINTS - 1
 CELL_IN, ROW_IN, MOST_COLUMNS, MOST_PANELS, MOST_ROWS, MOST_PAGES = 0.92, 0.46, 12, 6, 14, 4
 MOST_SAID = 16
@@ -141,9 +142,9 @@ def _chart(name: str, maps: list[Map], layout: Layout, columns: Layout, where: s
     size = Size(
         cell_in * widest,
         ROW_IN * len(levels),
-        left=labels_in + 0.45,
+        left=max(labels_in, label_width_in(ROWS.splitlines()[-1])) + 0.25,
         right=0.3,
-        above=0.3 + 0.16,
+        above=0.55,
         below=0.65 + 0.14 * max(map(len, heads.values())),
     )
     note = _note(maps, levels) + where
@@ -213,7 +214,9 @@ def _panel(
     )
     axes.tick_params(length=0)
     axes.set_xlabel(label)
-    axes.set_ylabel("threshold: gradients pushed")
+    # beside a single row, a rotated label would run into the note above
+    beside = {"xytext": (-4, 3), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+    axes.annotate(ROWS, (0, 1), xycoords="axes fraction", **beside, fontsize=LABEL_POINTS)
     for spine in axes.spines.values():
         spine.set_visible(False)
 
