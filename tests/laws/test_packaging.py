@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gssim", "gsreal", "analysis")
-DATA = {".cpp", ".css", ".html", ".js", ".json", ".py", ".toml", ".typed"}
+DATA = {".cpp", ".css", ".csv", ".html", ".js", ".json", ".py", ".toml", ".typed"}
 """Endings of the packages' files that a run needs; embedded libraries are packed with their licences."""
 DEEPSPEED = {
     "train_batch_size": 8,
