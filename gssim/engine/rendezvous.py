@@ -128,12 +128,14 @@ class PairwiseRendezvous(Rendezvous):
         if other_way and sends_first and lead_s < 0 and -lead_s >= notice_s:
             yield other_way
             lead_s = math.inf
+        pace = replace(schedule.pace(stage, lead_s=max(0.0, lead_s)), processor_s=0.0)
+        if wait_s := machine.network.wait_s(stage, pace):
+            yield machine.env.timeout(wait_s)  # a rank handles bytes once they come, not while notices travel
         now_s, handled_s = machine.env.now, self._bytes_of(key) * schedule.processor_byte_s
         for each in (source, target):
             self._busy_until_s[each] = max(now_s, self._busy_until_s[each]) + handled_s
         busy_until_s = max(self._busy_until_s[source], self._busy_until_s[target])
-        pace = replace(schedule.pace(stage, lead_s=max(0.0, lead_s)), processor_s=0.0)
-        yield from machine.network.carry(stage, pace)
+        yield from machine.network.carry(stage, replace(pace, latency=False))
         yield from machine.until(busy_until_s)
         machine.count_bytes(stage)
         for each in {source, target}:

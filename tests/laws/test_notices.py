@@ -11,7 +11,7 @@ from itertools import permutations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import cluster_of, communication_time_s, device_type, loaded_of, scenario_of, star
+from strategies import cluster_of, communicated, communication_time_s, device_type, loaded_of, scenario_of, star
 from tasks import other, program_with, task_of
 
 from gssim.cluster.cluster import BackendCost
@@ -275,3 +275,14 @@ def test_an_all_to_all_of_ranks_that_come_one_after_another_takes_both_ways_in_t
         ends_s = [ends[0] - late_s for ends in machine.ends_s]
         assert ends_s[late] == pytest.approx(sum(sizes) / rate, rel=0.02)
         assert ends_s[1 - late] == pytest.approx(sizes[late] / rate, rel=0.02)
+
+
+@given(st.floats(1e3, 1e7), st.floats(1e-10, 1e-7), LATENCIES)
+def test_ranks_handle_the_bytes_of_an_all_to_all_once_they_have_come(size, byte_s, latency_s):
+    """Latencies hid the processors' time where ranks were simulated apart, and not where they were taken together."""
+    cost = BackendCost(processor_byte_s={"default": byte_s}, source="test")
+    cluster = star(2, bandwidth=1e15, latency_s=latency_s / 2, backend_cost=cost)
+    exchange = Communication("all-to-all", (0, 1), 2 * size)
+    for unfolded in (False, True):  # each rank sends and receives `size` bytes
+        machine = communicated(cluster, exchange, unfolded=unfolded)
+        assert machine.env.now == pytest.approx(2 * latency_s + 2 * size * byte_s, rel=1e-5), unfolded
