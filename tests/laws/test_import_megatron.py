@@ -89,7 +89,8 @@ def test_megatrons_buckets_are_of_so_many_parameters_and_one_without_overlap(tmp
     ("words", "beside"),
     [
         ("", True),
-        ("--pipeline-model-parallel-size 2", "approximated: in a pipeline"),
+        ("--pipeline-model-parallel-size 2", True),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", True),
         ("--optimizer muon", "approximated: beside Muon"),
     ],
 )
