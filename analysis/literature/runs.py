@@ -372,8 +372,7 @@ class Run:
     """For `zero1`: Megatron-LM's distributed optimizer, whose gradients are in one buffer that is reduce-scattered; of
     `muon` the layer-wise one."""
     gathers_beside_forward: bool = False
-    """That optimizer gathers updated parameters beside the next forward (`overlap_param_gather`); without stages, where
-    this is not modelled."""
+    """That optimizer gathers updated parameters beside the next forward (`overlap_param_gather`)."""
     deferred_outputs: int = 0
     """Number of micro-batches whose gradients of the logits, and inputs of the output layer, are kept to the step's
     end, where that layer's weight gets its gradient from them (Megatron-LM, core/tensor_parallel/layers.py,

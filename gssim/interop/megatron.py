@@ -156,6 +156,9 @@ MEGATRON: dict[str, Rule] = {
         "topk mlp-type *moe* expert-interval use-tutel enable-expert-tensor-parallelism",
     ),
     **refused("arguments in a further file", "yaml-cfg config-file"),
+    **listed(
+        "approximated: gathers of virtual stages beside forwards begin on all ranks at once", "no-align-param-gather"
+    ),
     **listed("approximated: all gradients are reduced in the buckets of this method", "ddp-* no-align-*"),
     **refused(
         "shards of parameters or gradients in 16 bits cannot be simulated",

@@ -64,7 +64,7 @@ def plan_entries(
     entries += _sums_beside_products(training, tp.value, cluster, overrides)
     _note_separate_sums(training, keys, model, tp, overrides)
     entries += _megatron_bucket(training, asked, dp, model.elements // (tp.value * pp.value), overrides)
-    entries += _gathers_beside_forward(training, keys, asked, pp.value, cluster, overrides)
+    entries += _gathers_beside_forward(training, keys, asked, cluster, overrides)
     if not overrides.get("plan.sequence_parallel", True):
         entries = [entry for entry in entries if entry.key not in ("plan.gathered_inputs", "plan.tp_overlap")]
     entries += [*_offload(training, keys, cluster), *_vocabulary(training, keys, model, tp.value)]
@@ -145,7 +145,7 @@ def _megatron_bucket(training: Training, method: str, dp: int, elements: int, ov
 
 
 def _gathers_beside_forward(
-    training: Training, keys: Keys, method: str, pp: int, cluster: Cluster, overrides: dict[str, Any]
+    training: Training, keys: Keys, method: str, cluster: Cluster, overrides: dict[str, Any]
 ) -> list[Entry]:
     """Return the entry for gathers of updated parameters beside the next forward; note why they are not."""
     asked = training.gathers_beside_forward
@@ -156,7 +156,6 @@ def _gathers_beside_forward(
     gathers = method == "zero1" and overrides.get("plan.zero1_implementation", "megatron") == "megatron"
     reasons = {
         "the shards are those of the method, which gathers without it": not gathers or not overlaps,
-        "approximated: in a pipeline each stage gathers after its update": pp > 1,
         "approximated: beside Muon matrices are gathered after the update": optimizer == "muon",
         "of no effect on this cluster, whose backend is gloo": cluster.backend != "nccl",
     }

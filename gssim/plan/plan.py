@@ -91,8 +91,10 @@ class Publish:
     false, because other code that reads parameters after a step (a moving average, say) would read old values: it has
     to wait first. On gloo it gains nothing where every rank has only one core, which its threads share with the compute
     (measured on loopback: 1.02 times the step without, median of 20 pairs). For `zero1` with `zero1_implementation =
-    "megatron"`, on nccl and without stages: Megatron-LM's `--overlap-param-gather`, which gathers a bucket while the
-    layers before it run forward (predicted only)."""
+    "megatron"`, on nccl: Megatron-LM's `--overlap-param-gather`, which gathers a bucket while the layers before it run
+    forward. Stages after a pipeline's first gather all of theirs at once: with `schedule = "interleaved"` from the
+    step's begin on, one stage ahead of use; else only when the first activations arrive, so that steps may take longer
+    than without (predicted only)."""
 
     @property
     def selects(self) -> bool:

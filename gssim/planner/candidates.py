@@ -194,11 +194,7 @@ def candidates(
         for key in ("zero1_implementation", "zero2_implementation"):
             if key.startswith(table["method"]) and getattr(scenario.plan, key) != "torch":
                 whole[key] = getattr(scenario.plan, key)
-        if (
-            whole.get("zero1_implementation") == "megatron"
-            and scenario.plan.publish.overlap
-            and table.get("pp", 1) == 1
-        ):
+        if whole.get("zero1_implementation") == "megatron" and scenario.plan.publish.overlap:
             whole["publish"] = {"overlap": True}
         kind = METHODS[table["method"]]  # settings that only some methods have are taken over if this one has them
         of_methods = {

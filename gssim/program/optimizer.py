@@ -1,6 +1,5 @@
 """The optimizer's update of a rank's shard, the publication of updated parameters, and a rank's persistent memory."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -13,6 +12,7 @@ from gssim.program.compute import forward_id
 from gssim.program.lowering import Lowering, once_a_run, once_a_step
 from gssim.program.messages import threshold_memory
 from gssim.program.offload import around_update, copy_buffer_bytes, host_bytes, updating_device
+from gssim.program.parameter_gathers import gathered_when_read
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
 from gssim.program.publish import publish
 from gssim.program.sharded import insert_beside, owned_rows, units
@@ -177,7 +177,9 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
         return publish(low, rank, [*tasks, *summed, *unscaled, *clipped], update)
     updated = around_update(low, rank, update, partial(owned_tensors, low))
     if low.policies.publish_overlaps:
-        return [*_gather_beside_forward(low, tasks), *summed, *unscaled, *clipped, *updated]
+        if not low.stages:  # gathers of stages are among the schedule's tasks
+            tasks = _gather_beside_forward(low, tasks)
+        return [*tasks, *summed, *unscaled, *clipped, *updated]
     tasks = [*tasks, *summed, *unscaled, *clipped, *updated, *_publish_replicas(low)]
     return [*tasks, *synchronize_parameters(low, rank)]
 
@@ -336,37 +338,10 @@ def _all_gather_flat(low: Lowering) -> list[Task]:
 
 
 def _gather_beside_forward(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
-    """Return the tasks of a step whose forward gathers what the step before updated: Megatron-LM's
-    --overlap-param-gather.
-
-    Buckets are those of the reduction, the last one first. The first layer that reads a bucket waits for it, and the
-    gather of the next bucket is issued then; the first gather waits for nothing but the step's begin. Modules of a
-    block wait for their own buckets there, while here a block is one layer: it waits for its first bucket when it
-    begins, and the layer after it for the others. Divided experts, whose buckets are a chain of their own, are one
-    bucket here, and are gathered when the first of them is reached.
-
-    Source: Megatron-LM, core/distributed/param_and_grad_buffer.py, finish_param_sync.
-    """
-    before: dict[TaskId, list[Task]] = defaultdict(list)
+    """Return the tasks of a step without stages whose forward gathers what the step before updated."""
     number = low.micro_batches[0].number
     forwards = [forward_id(layer).at(micro_batch=number) for layer in low.layers]
-    for buckets, groups in ((low.buckets, [low.group]), (low.expert_buckets, low.expert_replicas)):
-        if len(groups[0]) == 1:
-            continue
-        reads = [(min(instance.index for instance, _ in bucket.members), bucket) for bucket in reversed(buckets)]
-        issued_at, latest = 0, None
-        for index, bucket in sorted(reads, key=lambda read: read[0]):
-            gather = TaskId("all-gather-parameters", bucket=bucket.index)
-            exchange = Communication.among(groups, "all-gather", bucket.elements * low.value_bytes)
-            issue = Task(gather.serving("issue"), "forward")
-            own = collective_task(gather, exchange, "communication", after=(issue.id,))
-            before[forwards[index if latest is None else issued_at]] += [issue, own]
-            is_first = index != latest
-            before[forwards[index if is_first else index + 1]].append(
-                Task(gather.serving("take"), "forward", after=(gather,))
-            )
-            issued_at = latest = index
-    return insert_beside(tasks, before=before, behind={})
+    return insert_beside(tasks, before=gathered_when_read(low, forwards), behind={})
 
 
 def _elements(low: Lowering, first: int, last: int) -> list[int]:

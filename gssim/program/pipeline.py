@@ -1,6 +1,7 @@
 """Pipeline parallelism: forwards and backwards of a rank's stages in schedule order, and messages between stages."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,10 +17,12 @@ from gssim.plan import Action
 from gssim.plan.pipeline_schedule import Message
 from gssim.program.collective_names import Named
 from gssim.program.compressed import HALF_BYTES
+from gssim.program.compute import forward_id
 from gssim.program.lowering import Lowering, once_a_run
+from gssim.program.parameter_gathers import Waits, aligned_starts, gathered_ahead, gathered_when_read
 from gssim.program.push import push_accumulated
 from gssim.program.replicated import is_reduction
-from gssim.program.sharded import Gathered, reduce_stage_gradients, reshard_stage, unshard_stage
+from gssim.program.sharded import Gathered, insert_beside, reduce_stage_gradients, reshard_stage, unshard_stage
 from gssim.program.task import (
     BACKWARD,
     ELEMENTS_PER_TASK,
@@ -62,7 +65,7 @@ def pipeline(
     see [Note: stages] in `sharded`. A rank that pushes, and has a copy of a tied parameter or several stages, pushes
     all gradients after the schedule: thresholds apply to the sum over the copies, and a bucket may have parameters of
     several stages. So does one whose backwards are split: torch computes gradients of weights without autograd's hooks
-    then.
+    then. Megatron-LM's optimizer may gather parameters beside the next forwards; see [Note: gathers of stages].
     """
     mesh = low.scenario.policies.mesh
     if len(low.stages) == 1:
@@ -77,6 +80,8 @@ def pipeline(
     writer = _ScheduleWriter(low, rank, named, replicas, stages, sizes, low.device(rank), pushes_last)
     writer.add(Task(TaskId("step-begin"), "idle"))
     actions = low.schedule[mesh.place(rank).pp]
+    if low.policies.publish_overlaps:
+        writer.gather_beside(actions)
     for place, action in enumerate(actions):
         if action.kind == "unshard":
             uses = (each for each in actions[place:] if each.kind in COMPUTES and each.stage == action.stage)
@@ -165,6 +170,13 @@ class _ScheduleWriter:
     """Copies out of the buffers into which stages' units were gathered ahead of use, by stage number."""
     after_step: list[Chunk] = field(default_factory=list)
     """What follows the update."""
+    gathers: dict[int, list[Task]] = field(default_factory=partial(defaultdict, list))
+    """Gathers of updated parameters, by the number of the compute (forward or backward) of the rank before which they
+    begin."""
+    awaited: dict[int, Waits] = field(default_factory=dict)
+    """Tasks that precede forwards of a stage's first micro-batch: waits for these gathers; by stage number."""
+    computes: int = 0
+    """How many forwards and backwards have been appended."""
     resharded: int = 0
     """How many times a stage's parameters were freed between two uses."""
     latest: TaskId | Chunk | Awaited = TaskId("step-begin")  # noqa: RUF009 -- immutable
@@ -186,6 +198,8 @@ class _ScheduleWriter:
     def add_action(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
         """Append the tasks of an action."""
         if action.kind in COMPUTES:
+            self.add(*self.gathers.pop(self.computes, ()))
+            self.computes += 1
             self.add_compute(action, stage_tasks, chunked=chunked)
         elif action.kind == "wait":
             self.add_part(Awaited(tuple([self.posted[message] for message in action.messages])))
@@ -207,6 +221,19 @@ class _ScheduleWriter:
         else:
             for message in action.messages:
                 self.post(message, sends=action.kind == "send")
+
+    def gather_beside(self, actions: Sequence[Action]) -> None:
+        """Plan the gathers of updated parameters beside the forwards; see [Note: gathers of stages]."""
+        place, first = self.low.policies.mesh.place(self.rank).pp, self.low.micro_batches[0]
+        aligned = dict(aligned_starts(actions, place)) if self.low.scenario.plan.schedule == "interleaved" else {}
+        for number, stage in self.stages.items():
+            forwards = [forward_id(layer) for layer in stage.layers]
+            if number in aligned:
+                gathers, self.awaited[number] = gathered_ahead(stage, forwards, at_once=number > 0)
+                self.gathers[aligned[number]] += self.numbered(gathers, first, self.stage_in_ids(number))
+            else:
+                self.awaited[number] = gathered_when_read(stage, forwards, at_once=number > 0)
+        self.add(*self.gathers.pop(0, ()))
 
     def add_compute(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
         """Append the forward or the backward of a stage, or a part of the backward."""
@@ -232,6 +259,10 @@ class _ScheduleWriter:
             else:
                 self.computed[key] = made()
         own, reductions = self.computed[key]
+        if action.kind == "forward" and action.stage in self.awaited:
+            plain = self.computed_of(stage_tasks(low, micro_batch, gathered), action.kind, as_chunk=False).own
+            assert not isinstance(plain, Template)
+            own = insert_beside(plain, before=self.awaited.pop(action.stage), behind={})
         if not own:  # the first part of the first stage's split backward
             return
         stage = None if low is self.low else action.stage

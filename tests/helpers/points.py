@@ -901,7 +901,7 @@ def _keys_of_other_programs(cluster: Table, plan: Table) -> None:
         plan["zero2_implementation"] = "deepspeed"
     if plan.get("schedule") == "1f1b":
         plan["schedule"] = "deepspeed"
-    if plan.get("zero1_implementation") == "megatron" and cluster["backend"] == "nccl" and "pp" not in plan:
+    if plan.get("zero1_implementation") == "megatron" and cluster["backend"] == "nccl":
         plan["publish"] = {"overlap": plan.get("overlap", True)}
     if "backend_cost" in cluster:
         cluster["backend_cost"] |= {"unpacking_s": 1e-4, "unpacking_byte_s": 1e-9}

@@ -89,7 +89,8 @@ def test_megatrons_buckets_are_of_so_many_parameters_and_one_without_overlap(tmp
     ("words", "beside"),
     [
         ("", True),
-        ("--pipeline-model-parallel-size 2", "approximated: in a pipeline"),
+        ("--pipeline-model-parallel-size 2", True),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", True),
         ("--optimizer muon", "approximated: beside Muon"),
     ],
 )
@@ -103,6 +104,15 @@ def test_megatron_gathers_parameters_beside_the_next_forward(tmp_path, words, be
     said = [line for line in found.listed if line.startswith("overlap-param-gather")]
     assert len(said) == (beside is not True)
     assert all(str(beside) in line for line in said)
+
+
+def test_gathers_that_megatron_does_not_align_are_listed_as_an_approximation(tmp_path):
+    words = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --no-align-param-gather"
+    text = f"{MEGATRON.rstrip()} --overlap-param-gather {words}"
+    tables, found = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["publish"] == {"overlap": True}
+    (said,) = [line for line in found.listed if line.startswith("no-align-param-gather")]
+    assert "begin on all ranks at once" in said
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def nemo(record: Mapping[str, str], identity: str) -> Run:
         micro_batches=micro_batches_of(batch, dp, micro),
         recompute=_recompute(record),
         overlap=True,
-        gathers_beside_forward=method == "zero1" and pp == 1,
+        gathers_beside_forward=method == "zero1",
         clip_norm=MEGATRON_CLIP_NORM,
         step_s=batch * shape.sequence_length / (rate * ranks) if rate else positive(record, "step_s"),
     )

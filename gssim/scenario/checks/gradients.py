@@ -176,9 +176,6 @@ def _check_gathers_beside_forward(scenario: Scenario, policies: Policies, file: 
     where = f"{file}: plan.publish.overlap = true"
     if not scenario.plan.overlap:
         raise UserError(f"{where}: plan.overlap = false; allowed: false, or leave it out")
-    if policies.pp > 1:
-        why = "each stage gathers when its first activations arrive, which is not modelled"
-        raise UserError(f"{where}: cannot run yet with plan.pp = {policies.pp}: {why}; leave it out")
     if scenario.cluster.backend != "nccl":
         raise UserError(f"{where}: Megatron-LM's optimizer gathers so with the backend 'nccl' alone; leave it out")
     if scenario.workload.optimizer == "muon":
