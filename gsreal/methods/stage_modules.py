@@ -30,27 +30,34 @@ def check_stages(scenario: Scenario, *, where: str) -> None:
         return
     with torch.device("meta"):
         module = build_module(model.module, where=where)
-    if model.module.hugging_face is not None:
-        tokens = isinstance(model.input, TokenInput)
-        if tokens and "inputs_embeds" not in inspect.signature(module.forward).parameters:
-            raise UserError(
-                f"{where}: plan.pp = {pp}: {type(module).__name__} takes no inputs_embeds, on which stages but the "
-                "first run; allowed: models whose forward has this parameter"
-            )
-        if model.module.hugging_face.auto_class.endswith("ForSequenceClassification"):
-            raise UserError(
-                f"{where}: plan.pp = {pp}: {type(module).__name__} needs the tokens in its last layers too, which the "
-                "first stage alone has; allowed: models of tokens or images without padding"
-            )
-        if not tokens:
-            _check_images_pass(scenario, module, where=where)
-        return
-    if not (callable(getattr(module, "keep_layers", None)) or isinstance(module, nn.Sequential)):
-        raise UserError(
-            f"{where}: plan.pp = {pp}: {type(module).__name__} cannot be cut into stages; "
-            "allowed: Hugging Face models, modules with a method keep_layers, such as those of gsreal.models, and "
-            "nn.Sequential"
+    reason = unstaged_reason(model, module)
+    if reason is not None:
+        raise UserError(f"{where}: plan.pp = {pp}: {reason}")
+    if model.module.hugging_face is not None and not isinstance(model.input, TokenInput):
+        _check_images_pass(scenario, module, where=where)
+
+
+def unstaged_reason(model: Model, module: nn.Module) -> str | None:
+    """Return why a model's real module cannot be cut into pipeline stages, with its class; None if nothing is known."""
+    kind = type(module).__name__
+    if model.module.hugging_face is None:
+        if callable(getattr(module, "keep_layers", None)) or isinstance(module, nn.Sequential):
+            return None
+        return (
+            f"{kind} cannot be cut into stages; allowed: Hugging Face models, modules with a method keep_layers, such "
+            "as those of gsreal.models, and nn.Sequential"
         )
+    if isinstance(model.input, TokenInput) and "inputs_embeds" not in inspect.signature(module.forward).parameters:
+        return (
+            f"{kind} takes no inputs_embeds, on which stages but the first run; allowed: models whose forward has this "
+            "parameter"
+        )
+    if model.module.hugging_face.auto_class.endswith("ForSequenceClassification"):
+        return (
+            f"{kind} needs the tokens in its last layers too, which the first stage alone has; allowed: models of "
+            "tokens or images without padding"
+        )
+    return None
 
 
 def _check_images_pass(scenario: Scenario, module: nn.Module, *, where: str) -> None:

@@ -290,6 +290,9 @@ class Model:
     """The layers with their blocks cut among ranks, see [Note: units]; empty: they cannot be cut."""
     uncut_reason: str | None = None
     """Why the blocks cannot be cut among ranks, with the module's name; absent: they can be, or it is not known."""
+    unstaged_reason: str | None = None
+    """Why a real run cannot cut the module into pipeline stages, with its class; absent: it can, or it is not known.
+    Predictions need no stages of the real module."""
     sequence_layers: tuple[Layer, ...] = ()
     """`sliced_layers` with sequences divided among these ranks too, see [Note: sequence parts]; empty: not possible."""
     expert_layers: tuple[Layer, ...] = ()
@@ -337,7 +340,7 @@ class Model:
 
     _serialized = omits_defaults(
         *("buffer_values", "expert_sequence_layers", "partly_trained", "expert_tensor_ranks"),
-        *("compiled", "compiled_recompute", "loss_fused"),
+        *("compiled", "compiled_recompute", "loss_fused", "unstaged_reason"),
     )
 
     def buffer_sizes(self, value_bytes: int) -> tuple[int, ...]:

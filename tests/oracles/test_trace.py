@@ -798,6 +798,21 @@ def test_a_tensor_that_is_no_buffer_may_be_saved():
     assert [name for layer in made("Lasting").layers for name in layer.modules] == ["first", "last"]
 
 
+@pytest.mark.parametrize(
+    ("factory", "arguments", "reason"),
+    [
+        (f"{__name__}.Shortcut", ("width=12",), "Shortcut cannot be cut into stages; allowed: "),
+        ("gsreal.models.resnet", ("widths=[8]", "blocks=1"), None),
+    ],
+)
+def test_a_model_file_says_why_a_real_run_has_no_stages_of_the_module(factory, arguments, reason, tmp_path):
+    with whole_layers_alone():
+        traced = traced_model(request_for(factory, arguments=arguments))
+    write_model(tmp_path / "model.toml", traced)
+    stored = load_model(tmp_path / "model.toml").unstaged_reason
+    assert stored is None if reason is None else stored.startswith(reason)
+
+
 def test_a_model_is_not_changed_by_tracing_it():
     model = made("Shortcut", arguments=("width=12",))
     with whole_layers_alone():
