@@ -133,7 +133,7 @@ def supported(path: Path, overrides: tuple[str, ...] = ()) -> Iterator[Support]:
                 reason = str(error).removeprefix(f"{base.file}: ")
                 yield Support(method, feature, reason, reason)
                 continue
-            refused = (
+            refused: Iterator[str] = (
                 f"{key} = '{value}': {PREDICTED_ONLY[key, value]}"
                 for key, value in changes.items()
                 if (key, value) in PREDICTED_ONLY and RUNS_WITH.get((key, value)) not in changes
