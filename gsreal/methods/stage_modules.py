@@ -10,7 +10,7 @@ stage of the earlier layer, as in a trace. Parameters keep their names.
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gsreal.model_files.build import build_module, example_batch, first_line, logits_of
+from gsreal.model_files.layers import layer_modules
 from gssim.errors import UserError
 from gssim.scenario import Scenario, of_no_sample
 from gssim.workload import LayerInstance, Model, TokenInput, unrolled
@@ -30,27 +31,34 @@ def check_stages(scenario: Scenario, *, where: str) -> None:
         return
     with torch.device("meta"):
         module = build_module(model.module, where=where)
-    if model.module.hugging_face is not None:
-        tokens = isinstance(model.input, TokenInput)
-        if tokens and "inputs_embeds" not in inspect.signature(module.forward).parameters:
-            raise UserError(
-                f"{where}: plan.pp = {pp}: {type(module).__name__} takes no inputs_embeds, on which stages but the "
-                "first run; allowed: models whose forward has this parameter"
-            )
-        if model.module.hugging_face.auto_class.endswith("ForSequenceClassification"):
-            raise UserError(
-                f"{where}: plan.pp = {pp}: {type(module).__name__} needs the tokens in its last layers too, which the "
-                "first stage alone has; allowed: models of tokens or images without padding"
-            )
-        if not tokens:
-            _check_images_pass(scenario, module, where=where)
-        return
-    if not (callable(getattr(module, "keep_layers", None)) or isinstance(module, nn.Sequential)):
-        raise UserError(
-            f"{where}: plan.pp = {pp}: {type(module).__name__} cannot be cut into stages; "
-            "allowed: Hugging Face models, modules with a method keep_layers, such as those of gsreal.models, and "
-            "nn.Sequential"
+    reason = unstaged_reason(model, module)
+    if reason is not None:
+        raise UserError(f"{where}: plan.pp = {pp}: {reason}")
+    if model.module.hugging_face is not None and not isinstance(model.input, TokenInput):
+        _check_images_pass(scenario, module, where=where)
+
+
+def unstaged_reason(model: Model, module: nn.Module) -> str | None:
+    """Return why a model's real module cannot be cut into pipeline stages, with its class; None if nothing is known."""
+    kind = type(module).__name__
+    if model.module.hugging_face is None:
+        if callable(getattr(module, "keep_layers", None)) or _is_chain(module):
+            return None
+        return (
+            f"{kind} cannot be cut into stages; allowed: Hugging Face models, modules with a method keep_layers, such "
+            "as those of gsreal.models, and nn.Sequential whose layers are children of it or of an nn.Sequential in it"
         )
+    if isinstance(model.input, TokenInput) and "inputs_embeds" not in inspect.signature(module.forward).parameters:
+        return (
+            f"{kind} takes no inputs_embeds, on which stages but the first run; allowed: models whose forward has this "
+            "parameter"
+        )
+    if model.module.hugging_face.auto_class.endswith("ForSequenceClassification"):
+        return (
+            f"{kind} needs the tokens in its last layers too, which the first stage alone has; allowed: models of "
+            "tokens or images without padding"
+        )
+    return None
 
 
 def _check_images_pass(scenario: Scenario, module: nn.Module, *, where: str) -> None:
@@ -83,23 +91,50 @@ def stage_module(
 ) -> nn.Module:
     """Return the module with these layers only; `shared`: copy it first, as other stages need `module` unchanged.
 
-    `model`: the model file, needed for Hugging Face models. `sequence_parts`: number of equal parts of a sequence, of
-    which the stage is given one.
+    `model`: the model file, needed for Hugging Face models and chains. `sequence_parts`: number of equal parts of a
+    sequence, of which the stage is given one.
     """
     part = copy.deepcopy(module) if shared else module
     names = {instance.module for instance in layers if instance.layer.modules}
     if model is not None and model.module.hugging_face is not None:
         _keep_hugging_face_layers(part, layers, model, sequence_parts)
     elif isinstance(part, nn.Sequential) and not hasattr(part, "keep_layers"):
-        is_kept = False  # a child without layers belongs to the layer before it
-        for name, child in list(part.named_children()):
-            has_layers = any(True for _ in child.parameters())
-            is_kept = name in names if has_layers or name in names else is_kept
-            if not is_kept:
-                setattr(part, name, nn.Identity())
+        others = {each.module for each in unrolled(model)} - names if model is not None else set()
+        held = {each for instance in layers for each in instance.held_names}
+        _keep_children(part, "", names, others, held, is_kept=False)
     else:
         part.keep_layers(names)  # type: ignore[operator]
     return part
+
+
+def _is_chain(module: nn.Module) -> bool:
+    """Return whether a module is an nn.Sequential, each of whose layers is a child of it or of one inside it."""
+    if not isinstance(module, nn.Sequential):
+        return False
+    chains = {path for path, inner in module.named_modules() if isinstance(inner, nn.Sequential)}
+    return all(path.rpartition(".")[0] in chains for path in layer_modules(module))
+
+
+def _keep_children(
+    chain: nn.Sequential, prefix: str, names: Set[str], others: Set[str], held: Set[str], *, is_kept: bool
+) -> bool:
+    """Replace the children of other stages by identities; return whether the last child was kept.
+
+    `names`, `others`: layers of this stage and of the others. A child that is no layer, as it runs no operation,
+    belongs to the layer before it (before the first: `is_kept`). After a child without operations, such as a flattening
+    of the inputs, a layer may bear that child's name: its parameters are among those `held`.
+    """
+    for name, child in list(chain.named_children()):
+        path = prefix + name
+        if isinstance(child, nn.Sequential) and any(each.startswith(f"{path}.") for each in names):
+            is_kept = _keep_children(child, f"{path}.", names, others, held, is_kept=is_kept)
+            continue
+        parameters = [f"{path}.{each}" for each, _ in child.named_parameters()]
+        if parameters or path in names or path in others:
+            is_kept = path in names or not held.isdisjoint(parameters)
+        if not is_kept:
+            setattr(chain, name, nn.Identity())
+    return is_kept
 
 
 def tied_names(module: nn.Module) -> dict[str, frozenset[str]]:

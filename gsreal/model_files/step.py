@@ -706,7 +706,6 @@ class _Step:
             forward = self.noting_outputs(where)
             record_backward(recorder, self.module, self.inputs, self.targets, forward=forward)
             del nodes
-            self._sum_saved(like, where)
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
@@ -715,6 +714,8 @@ class _Step:
                 raise UserError(f"{where}: the parameter {name!r} gets no gradient (unused or frozen); not supported")
         if not record.parameters:
             raise UserError(f"{where}: the module has no parameters to train: all are frozen")
+        if like is not None:  # last: another forward, where it is needed, drops the gradients
+            self._sum_saved(like, where)
 
     def _sum_saved(self, like: Record, where: str) -> None:
         """Record the bytes of the storages that autograd saves, which are those of a record of another shape.

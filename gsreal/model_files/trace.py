@@ -17,6 +17,7 @@ import torch
 from pydantic import TypeAdapter
 
 from gsreal.methods.adapters import adapted_maps
+from gsreal.methods.stage_modules import unstaged_reason
 from gsreal.model_files.divided_steps import (
     CHECKED_BATCH_SIZE,
     DIVIDED_STEPS,
@@ -105,10 +106,13 @@ def _traced(model: Model, lengths: Lengths, where: str, on_counted: Callable[[Op
     uncut = "compiled blocks are traced whole" if model.compiled else None
     if not model.compiled and not fields["sliced_layers"]:
         uncut = uncut_reason(model, where)
+    with without_values(model):
+        unstaged = unstaged_reason(model, fake_module(model, where))
     return replace(
         model,
         **fields,
         uncut_reason=uncut,
+        unstaged_reason=unstaged,
         **_buffers(model, where),
         traced_batch_sizes=TRACED_BATCH_SIZES,
         traced_sequence_lengths=tuple(s for s in lengths.traced if s is not None),

@@ -341,11 +341,11 @@ def check_checkpoints(scenario: Scenario, folder: Path, every: int, *, where: st
         return
     progress = last[1]
     ours = identity(scenario)
-    for key, value in progress.training.items():
-        if ours.get(key) != value:
+    for key in {**progress.training, **ours}:  # some are only in one of them
+        saved, asked = progress.training.get(key), ours.get(key)
+        if saved != asked:
             raise UserError(
-                f"--checkpoint {folder}: was saved by another training: {key} = {value!r} there, {ours.get(key)!r} "
-                f"in {where}"
+                f"--checkpoint {folder}: was saved by another training: {key} = {saved!r} there, {asked!r} in {where}"
             )
     total = scenario.run.warmup_steps + scenario.run.steps
     if progress.step >= total:
@@ -453,6 +453,7 @@ FORM = "form of the optimizer's state"
 def identity(scenario: Scenario) -> dict[str, Any]:
     """Return the settings that a training's loss curve depends on, except the number of ranks and their shares."""
     workload, run = scenario.workload, scenario.run
+    set_keys = {key: getattr(workload, key) for key in ("loss_scale", "clip_norm", "autocast", "frozen", "adapters")}
     return {
         FORM: _form(scenario),
         "workload.model": f"{workload.model.name}, {workload.model.elements} parameters",
@@ -460,7 +461,7 @@ def identity(scenario: Scenario) -> dict[str, Any]:
         "workload.global_batch_size": workload.global_batch_size,
         "workload.sequence_length": workload.sequence_length,
         "workload.precision": workload.precision,
-        **({} if workload.loss_scale is None else {"workload.loss_scale": workload.loss_scale}),
+        **{f"workload.{key}": _plain(value) for key, value in set_keys.items() if value is not None},
         "workload.optimizer": workload.optimizer,
         "workload.learning_rate": workload.learning_rate,
         "workload.momentum": workload.momentum,
@@ -468,6 +469,11 @@ def identity(scenario: Scenario) -> dict[str, Any]:
         "run.seed": run.seed,
         "run.warmup_steps": run.warmup_steps,
     }
+
+
+def _plain(value: Any) -> float | str:
+    """Return a value of a key as JSON gives it back."""
+    return value if isinstance(value, float) else str(value)
 
 
 def _form(scenario: Scenario) -> str:

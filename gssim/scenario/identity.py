@@ -36,7 +36,7 @@ AS_RESOLVED = {*POLICIES, "cp", "compress", "sync_every_steps", "ranks", "push",
 UNASKED_OF_MODEL = {
     *("source", "name", "layers", "whole_layers", "sliced_layers", "sequence_layers", "context_layers"),
     *("expert_layers", "expert_sequence_layers", "expert_tensor_ranks", "adapted", "autocast", "uncut_reason"),
-    "partly_trained",
+    *("unstaged_reason", "partly_trained"),
 }
 """Fields of a model that follow from its module, or only name it. Some fields of its layers count: `LAYER_FIELDS`."""
 LAYER_FIELDS = {
@@ -215,7 +215,7 @@ LEFT_OUT_UNSET: dict[str, tuple[str, ...]] = {
 def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
     """Return the tables of a scenario besides the cluster as plain data."""
     model, plan, run, policies = scenario.workload.model, scenario.plan, scenario.run, scenario.policies
-    unused = {"uncut_reason", "adapted", "autocast", "partly_trained"}
+    unused = {"uncut_reason", "unstaged_reason", "adapted", "autocast", "partly_trained"}
     unused |= set() if model.traced_autocast else {"traced_autocast"}
     unused |= set() if model.whole_layers else {"whole_layers"}
     unused |= set() if policies.sequence_parallel else {"sequence_layers"}

@@ -129,12 +129,16 @@ def supported(path: Path, overrides: tuple[str, ...] = ()) -> Iterator[Support]:
                 changed = [*overrides, *overrides_of(asked)]
                 scenario = load_scenario(path, changed, gradients_needed=False, shared=shared).scenario
                 check_rates(scenario.cluster, scenario.workload, ranks=scenario.ranks)
-                reason = None
             except UserError as error:
                 reason = str(error).removeprefix(f"{base.file}: ")
-            refused = (
+                yield Support(method, feature, reason, reason)
+                continue
+            refused: Iterator[str] = (
                 f"{key} = '{value}': {PREDICTED_ONLY[key, value]}"
                 for key, value in changes.items()
                 if (key, value) in PREDICTED_ONLY and RUNS_WITH.get((key, value)) not in changes
             )
-            yield Support(method, feature, reason, reason or next(refused, None))
+            pp, unstaged = scenario.policies.pp, scenario.workload.model.unstaged_reason
+            if pp > 1 and unstaged is not None:
+                refused = iter([f"plan.pp = {pp}: {unstaged}"])
+            yield Support(method, feature, None, next(refused, None))

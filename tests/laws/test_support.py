@@ -68,3 +68,16 @@ def test_what_is_supported_can_be_simulated_and_nothing_else(method, part, combi
             with pytest.raises(UserError) as refused:
                 simulate(load_scenario(SCENARIO, [*RATES, *changes]))
             assert entry.simulated in str(refused.value)
+
+
+def test_pipelines_of_a_module_that_real_runs_cannot_cut_are_only_simulated(tmp_path):
+    small = SCENARIO.parents[1] / "tests/helpers/models/of_tests/tiny-gpt.toml"
+    reason = "Own cannot be cut into stages"
+    model = tmp_path / "own.toml"
+    model.write_text(f'unstaged_reason = "{reason}"\n{small.read_text()}')
+    changes = (*RATES, f"workload.model={model}", "workload.sequence_length=24")
+    cells = {(each.method, each.feature): each for each in supported(SCENARIO, changes)}
+    staged = {place for place, each in cells.items() if each.simulated is None and reason in (each.real or "")}
+    assert {("pipeline", "alone"), ("ddp", "pp 2"), ("zero1", "pp 2, interleaved")} <= staged
+    assert all("pp 2" in feature or method == "pipeline" for method, feature in staged)
+    assert cells["ddp", "2 micro-batches"].real is None

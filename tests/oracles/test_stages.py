@@ -9,18 +9,20 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
+from small_models import whole_layers_alone
 from strategies import scenario_of, star, tiny_model
 from torch import nn
 
 from gsreal.methods.stage_modules import check_stages, stage_module, tied_names
 from gsreal.methods.tensor_slices import check_slices
 from gsreal.model_files.build import build_module, example_batch, logits_of
+from gsreal.model_files.trace import trace
 from gsreal.run.feed import Feed
 from gssim.errors import UserError
 from gssim.scenario import Scenario, held_layers, load_model
 from gssim.scenario.stages import stage_cut_error
 from gssim.units import validated
-from gssim.workload import HuggingFace, Model, Module, unrolled
+from gssim.workload import HuggingFace, ImageInput, Model, Module, unrolled
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 
@@ -124,6 +126,65 @@ def test_a_chain_of_the_users_needs_no_method_and_what_has_no_parameters_goes_wi
     for part in parts:
         made = part(made)
     assert torch.equal(made, whole(inputs))
+
+
+def flattened() -> nn.Module:
+    """Return a chain that begins with a module which runs no operation."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.GELU(), nn.LayerNorm(12), nn.Linear(12, 10))
+
+
+def nested() -> nn.Module:
+    """Return a chain with a stack inside."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), blocks, nn.Dropout(0.0), nn.Linear(12, 10))
+
+
+class Stacked(nn.Module):
+    """Adds to the output of a stack, so that no stage may have a part of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, x):
+        inputs = x
+        for block in self.blocks:
+            x = block(x)
+        return x + inputs
+
+
+def stacked() -> nn.Module:
+    """Return a chain with a stack inside a module that is no chain."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), Stacked(), nn.Linear(12, 10))
+
+
+def digits(factory: str) -> Model:
+    """Return a module of this file, traced on images of 8 by 8."""
+    source = ImageInput(kind="image", shape=(1, 8, 8), classes=10)
+    blank = replace(load_model(MODELS / "resnet-digits.toml"), module=Module(factory=f"test_stages.{factory}"))
+    with whole_layers_alone():
+        return trace(replace(blank, input=source, layers=(), sliced_layers=()), where="test")
+
+
+@pytest.mark.parametrize("factory", ["flattened", "nested"])
+def test_chains_cut_before_and_after_every_layer_make_what_the_whole_makes(factory):
+    model = digits(factory)
+    layers = unrolled(model)
+    whole = build_module(model.module, where="test")
+    inputs = torch.rand(2, 1, 8, 8)
+    for cut in range(1, len(layers) - 1):
+        stages = (layers[:cut], layers[cut:])
+        first, last = (stage_module(whole, stage, shared=True, model=model) for stage in stages)
+        for part, stage in ((first, stages[0]), (last, stages[1])):
+            assert {name for name, _ in part.named_parameters()} == {n for each in stage for n in each.parameter_names}
+        assert torch.equal(last(first(inputs)), whole(inputs))
+    check_stages(pipeline(model), where="file")
+
+
+def test_a_chain_with_layers_inside_a_module_that_is_no_chain_is_refused():
+    assert len(unrolled(digits("stacked"))) > 4  # the blocks of the stack are layers
+    with pytest.raises(UserError, match=r"Sequential cannot be cut into stages; allowed: .* in it"):
+        check_stages(pipeline(digits("stacked")), where="file")
 
 
 def renamed(instance, module):

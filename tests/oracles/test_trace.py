@@ -207,6 +207,25 @@ class Cubic(Shortcut):
         return super().forward(images) + 0 * torch.ones(len(images) ** 3).sum()
 
 
+class Branching(Shortcut):
+    """Runs one more operation for a batch of three than for two."""
+
+    def forward(self, images):
+        return super().forward(images.tanh() if len(images) > 2 else images)
+
+
+class Lasting(nn.Module):
+    """Multiplies by a tensor that is no buffer, which the backward needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 12), nn.Linear(12, 10)
+        self.scale = torch.ones(12)
+
+    def forward(self, images):
+        return self.last(self.first(images.flatten(1)) * self.scale)
+
+
 def number():
     return 3
 
@@ -723,6 +742,7 @@ FAULTS = {
     "unused-parameter": ((f"{__name__}.Unused", *IMAGE), "the parameter 'spare.weight' gets no gradient"),
     "runs-twice": ((f"{__name__}.Again", *IMAGE), "the module 'steps.0' runs more than once in a forward"),
     "no-polynomial": ((f"{__name__}.Cubic", *IMAGE), "is no polynomial in batch size and sequence length"),
+    "branching": ((f"{__name__}.Branching", *IMAGE), "the operations depend on batch size or sequence length"),
     "no-input": ((f"{__name__}.Shortcut",), "exactly one of --vocabulary (tokens) and --image is needed"),
     "no-image": ((f"{__name__}.Shortcut", "--image", "8x8"), "--image 8x8: must be CHANNELSxHEIGHTxWIDTH"),
     "too-long": (
@@ -771,6 +791,26 @@ def test_a_fault_of_a_hugging_face_model_is_one_short_line(model):
         traced_model(request_for(model, auto_class="AutoNothing"))
     assert len(str(refused.value)) < 500
     assert "\n" not in str(refused.value)
+
+
+def test_a_tensor_that_is_no_buffer_may_be_saved():
+    # such a tensor is created outside of the forward: its size is not that of one of the forward's storages
+    assert [name for layer in made("Lasting").layers for name in layer.modules] == ["first", "last"]
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "reason"),
+    [
+        (f"{__name__}.Shortcut", ("width=12",), "Shortcut cannot be cut into stages; allowed: "),
+        ("gsreal.models.resnet", ("widths=[8]", "blocks=1"), None),
+    ],
+)
+def test_a_model_file_says_why_a_real_run_has_no_stages_of_the_module(factory, arguments, reason, tmp_path):
+    with whole_layers_alone():
+        traced = traced_model(request_for(factory, arguments=arguments))
+    write_model(tmp_path / "model.toml", traced)
+    stored = load_model(tmp_path / "model.toml").unstaged_reason
+    assert stored is None if reason is None else stored.startswith(reason)
 
 
 def test_a_model_is_not_changed_by_tracing_it():

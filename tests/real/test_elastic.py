@@ -339,8 +339,30 @@ def test_another_trainings_checkpoint_is_refused(tmp_path: Path):
     assert "form of the optimizer's state = 'gradient-sharding' there, 'torch'" in refusal(
         "plan.method=ddp", folder=tmp_path
     )
+    clipped = refusal("plan.method=gs", "workload.clip_norm=0.5", folder=tmp_path)
+    assert "workload.clip_norm = None there, 0.5 in scenario.toml" in clipped
+    scaled = ["workload.precision=fp16", "workload.loss_scale=1024"]
+    scenario = load_scenario(DEMO, overrides(2, STEPS, "plan.method=gs", *scaled), gradients_needed=False).scenario
+    written(tmp_path / "scaled", scenario, 4)
+    check_checkpoints(scenario, tmp_path / "scaled", 1, where="scenario.toml")
     assert "raise run.steps" in refusal("plan.method=gs", folder=tmp_path, steps=4)
     assert "--every 0" in refusal("plan.method=gs", folder=tmp_path, every=0)
+
+
+@pytest.mark.parametrize("change", ["workload.clip_norm=0.5", "workload.autocast=bf16"])
+def test_a_checkpoint_of_a_training_without_a_setting_is_refused_with_it(change, tmp_path: Path):
+    """And the other way round; the same scenario goes on."""
+    file = Path(__file__).parents[1] / "helpers/models/of_tests/autocast-gpt.toml"
+    same = ["plan.method=ddp", f'workload.model="{file}"', "workload.sequence_length=24", "workload.precision=fp32"]
+    loaded = [
+        load_scenario(DEMO, overrides(2, STEPS, *same, *changes), gradients_needed=False).scenario
+        for changes in ((), (change,))
+    ]
+    for number, scenario in enumerate(loaded):
+        written(tmp_path / str(number), scenario, 4)
+        check_checkpoints(scenario, tmp_path / str(number), 1, where="scenario.toml")
+        with pytest.raises(UserError, match=f"was saved by another training: {change.partition('=')[0]} = "):
+            check_checkpoints(loaded[1 - number], tmp_path / str(number), 1, where="scenario.toml")
 
 
 def test_stages_with_copies_of_a_tied_parameter_save_a_state_for_each(tmp_path: Path):
