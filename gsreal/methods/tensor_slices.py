@@ -465,20 +465,23 @@ def started_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> Start:
 
 
 def _started_reduce_scatter(mesh: DeviceMesh, timeline: Timeline) -> Start:
-    """Return the same of a reduce-scatter of all ranks' parts, one after another in the first dimension."""
+    """Return the start of a reduce-scatter, whose wait is recorded as a span.
+
+    The parts for the ranks are one after another in the first dimension.
+    """
     group, ranks = mesh.get_group(), mesh.size()
 
     def start(whole: Tensor) -> Started:
         part = whole.new_empty((len(whole) // ranks, *whole.shape[1:]))
         work = dist.reduce_scatter_tensor(part, whole, group=group, async_op=True)
-        # gloo has sent a copy, but nccl reads what it sends until the end
+        # gloo sends a copy, but NCCL reads `whole` until the collective ends
         return partial(_awaited, [work], [whole, part], "reduce-scatter sequence", timeline, group)
 
     return start
 
 
 def _awaited(works: list[Any], tensors: list[Tensor], label: str, timeline: Timeline, group: Any) -> Tensor:
-    """Return the last tensor once the collective has ended; empties both lists, in order to hold nothing."""
+    """Wait for a collective and return its result, the last of `tensors`; empties both lists, to release the others."""
     with timeline.span(label, "exposed_communication", group):
         works.pop().wait()
     result = tensors.pop()

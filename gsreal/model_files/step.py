@@ -641,7 +641,7 @@ class _Step:
         known = known_storages(module, self.inputs, self.targets)
         seen: set[int] = set()
         numbers: dict[int, int] = {}
-        """Number of each storage's life, by its identity."""
+        """Index of each storage among those that the forward creates, by its `id`."""
         keep = []
         recorder = self.recorder(Record(record.modules, record.blocks))
         record.saved.clear()
@@ -672,7 +672,7 @@ class _Step:
 
     @contextmanager
     def noting_outputs(self, where: str) -> Iterator[None]:
-        """Record the size of each layer's output, for a forward in the context; what fails in it is one line."""
+        """Record the size of each layer's output in a forward within this context; raise its failures as UserError."""
 
         def note(_module: nn.Module, _args: Any, output: Any, layer: int) -> None:
             tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
@@ -690,7 +690,7 @@ class _Step:
     def record_operations(self, where: str, like: Record | None) -> None:
         """Record every operation and every storage of one forward and backward.
 
-        `like`: a record of another shape, from which it is known what autograd saves; None: that is recorded already.
+        `like`: a record at another shape, whose saved storages are taken over; None: `record_saved` has run.
         """
         record, recorder = self.record, self.recorder(self.record)
         if like is None:
@@ -717,9 +717,9 @@ class _Step:
             raise UserError(f"{where}: the module has no parameters to train: all are frozen")
 
     def _sum_saved(self, like: Record, where: str) -> None:
-        """Record the bytes of the storages that autograd saves, which are those of a record of another shape.
+        """Record the bytes of the storages that autograd saves: of the same storages as in `like`, at another shape.
 
-        If their operations differ, another forward tells them (such records cannot be fitted together).
+        If the two forwards create different storages, another forward is run to find the saved ones.
         """
         record = self.record
         created, others = ([each for each in of.alive if each.born[1] == "f"] for of in (record, like))

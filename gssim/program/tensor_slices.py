@@ -163,11 +163,11 @@ def _exchange(
 
 
 def _with_products_beside(tasks: Sequence[Task], products_s: Mapping[int, float]) -> list[Task]:
-    """Return a backward in which the time beside each sum of an input's gradient is that of the products beside it.
+    """Return a backward in which the parts beside each sum of an input's gradient take as long as the products there.
 
-    `products_s`: seconds of the products, by number of the sum. The parts of a layer take times by their numbers of
-    operations. Where the products take longer than the parts beside the sum, the part before it is shorter, and the
-    reverse.
+    `products_s`: seconds of the products that run beside a sum, by number of the sum. In `tasks`, a layer's time is
+    divided among its parts by their numbers of operations; what the parts beside a sum gain here, the part before it
+    loses, and the reverse.
     """
     found = list(tasks)
     for start, task in enumerate(tasks):
@@ -309,7 +309,7 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 """Operation of each kind of collective."""
 CARRIED_AS = {GATHER_AGAIN: "all-gather"}
-"""The collective of each kind that is not called as one."""
+"""The collective that carries out an exchange whose kind has another name."""
 CONTEXT_EXCHANGES = ("all-to-all", "ring")
 """Kinds of collectives of context parallelism; a layer's other collectives are over tensor-parallel ranks."""
 CONTEXT_OPERATIONS = frozenset(["exchange-heads", *BLOCK_OPERATIONS])

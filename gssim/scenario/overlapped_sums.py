@@ -1,10 +1,10 @@
 """Layers of a tensor-parallel rank that sum the gradients of their maps' inputs beside the products of the weights'.
 
-They are derived from traced layers, in which such a sum follows the whole backward of its map, as `gsreal.methods
-.overlapped_sums` changes it (`plan.async_input_gradients`):
+They are derived from traced layers, in which such a sum follows the whole backward of its map. The changes are those
+that `gsreal.methods.overlapped_sums` makes in real runs (`plan.async_input_gradients`):
 
 - An all-reduce begins where the gradient of the map's input is computed, which comes before those of weight and bias.
-  It is done in place: the copy of the traced sum is not made.
+  It is done in place, without the copy of its operand that the trace has.
 - A reduce-scatter begins where the input's gradient of all maps that read the gathered tensor is complete. Only then
   come the gradients of these maps' weights and biases; their inputs, and the gradients of their outputs, live until
   the wait.
@@ -39,10 +39,10 @@ def input_gradient_sums(layer: Layer) -> list[Reduction]:
 
 
 def maps_of_sums(layer: Layer, *, rows: bool = False) -> list[list[Parameter]]:
-    """Return the weights of the maps cut by columns whose inputs' gradients each of `input_gradient_sums` sums.
+    """Return, for each of `input_gradient_sums`, the weights of the column-parallel maps whose input gradients it sums.
 
-    `rows`: of the maps cut by rows whose weights' gradients come in the same part of the backward. Where a forward sums
-    results, those of its last map are summed, and of all maps cut in the same dimension.
+    `rows`: instead, those of row-parallel maps whose weight gradients are computed between that sum and the one before.
+    A layer whose forward sums outputs ends with a row-parallel map; all maps cut in its dimension are row-parallel.
     """
     maps = sorted((p for p in layer.parameters if p.sliced and len(p.shape) == 2), key=lambda p: p.ready.position)
     sums_results = any(e.moment.phase == "f" and e.kind in SUMS for e in layer.reductions)
