@@ -141,9 +141,8 @@ def _divide_loss(
         part, first = _own_rows(scenario, whole, mesh)
         head.weight = nn.Parameter(part.of(whole.detach()), requires_grad=whole.requires_grad)
         mark(head, "weight", part, group)
-    if (
-        scenario.plan.async_input_gradients and not is_divided
-    ):  # a shared weight's gradient belongs to the embedding's layer
+    # a shared weight's gradient belongs to the embedding's layer
+    if scenario.plan.async_input_gradients and not is_divided:
         sum_beside(head, started_all_reduce(mesh, timeline))
     else:
         head.register_forward_pre_hook(

@@ -205,10 +205,10 @@ def record_step(
     process; in sliced blocks, routed experts are not sliced. `context`: number of ranks that divide sequences
     everywhere; raises UserError if a block cannot.
 
-    `like`: the record of such a step at another shape. What depends on no shape is taken from it, which saves three of
-    four forwards: the order of the modules, which tensors autograd saves, and when others would be freed if it saved
-    none; for compiled blocks also the order of kernels and the buffers that share memory. `apart`: a record at another
-    shape, for the first record of compiled blocks.
+    `like`: the record of such a step at another shape. What no shape changes is taken from it: the order of the
+    modules, which tensors autograd saves, and when the others would be freed if it saved none; for compiled blocks also
+    the order of kernels and the buffers that share memory. That saves three of four forwards. `apart`: for the first
+    record of compiled blocks, a record at another shape.
     """
     with without_values(model):
         step = _prepared(model, batch_size, sequence_length, units, parts, routed, context, where, like)

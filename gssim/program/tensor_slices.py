@@ -127,7 +127,7 @@ def with_all_reduces(
             exchange = Communication.among(groups, CARRIED_AS.get(reduction.kind, reduction.kind), size)
             added, wait = _exchange(low, rank, own, reduction, exchange, after=tasks[-1].id)
             tasks += added
-            if wait is not None:  # of a second gather, after the next part
+            if wait is not None:  # a second gather is awaited after the next part
                 awaited.append((end + 0.25 if reduction.awaited is None else reduction.awaited, wait))
     tasks += [wait for _, wait in awaited]
     if low.scenario.plan.tp_overlap:
