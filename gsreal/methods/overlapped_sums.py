@@ -65,7 +65,7 @@ def _parameters(module: Any) -> tuple[Tensor, Tensor | None]:
 
 
 class _SummedLinear(torch.autograd.Function):
-    """A linear map that sums its input's gradient over the ranks, beside the product of its weight's."""
+    """A linear map that sums its input gradient over the ranks while it computes the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: _Kind, start: Start) -> Tensor:
@@ -83,8 +83,8 @@ class _SummedLinear(torch.autograd.Function):
         return wait(), of_weight, of_bias, None, None
 
 
-def sum_beside(module: nn.Module, start: Start) -> None:
-    """Let a linear map sum its input's gradient by `start`, beside the product of its weight's gradient."""
+def overlap_sum(module: nn.Module, start: Start) -> None:
+    """Let a linear map start the sum of its input gradient by `start`, and overlap it with the weight's gradient."""
 
     def forward(x: Tensor) -> Tensor:
         output: Tensor = _SummedLinear.apply(x, *_parameters(module), _kind_of(module), start)
@@ -151,7 +151,7 @@ class _Gather(torch.autograd.Function):
         return result, None, None, None, None, *found
 
 
-def gather_beside(
+def gather_with_overlapped_sum(
     owner: nn.Module, maps: dict[str, nn.Module], whole: Callable[[Tensor], Tensor], start: Start
 ) -> Callable[[Tensor], Tensor]:
     """Return the gather of the input of `owner`, whose backward computes the weights' gradients of `maps` (by path).

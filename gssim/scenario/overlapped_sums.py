@@ -1,4 +1,4 @@
-"""Layers of a tensor-parallel rank that sum the gradients of their maps' inputs beside the products of the weights'.
+"""Layers of a tensor-parallel rank in which sums of input gradients overlap with the products of weight gradients.
 
 They are derived from traced layers, in which such a sum follows the whole backward of its map. The changes are those
 that `gsreal.methods.overlapped_sums` makes in real runs (`plan.async_input_gradients`):
@@ -55,8 +55,8 @@ def maps_of_sums(layer: Layer, *, rows: bool = False) -> list[list[Parameter]]:
 
 
 @lru_cache(maxsize=256)
-def summing_beside(layer: Layer) -> Layer:
-    """Return a layer whose sums of inputs' gradients run beside the products that give the weights'."""
+def with_overlapped_sums(layer: Layer) -> Layer:
+    """Return a layer whose sums of input gradients overlap with the products that give the weight gradients."""
     for reduction, maps in zip(input_gradient_sums(layer), maps_of_sums(layer), strict=True):
         owners = {each.name.rpartition(".")[0] for each in maps}
         of_maps = [each for each in layer.parameters if each.name.rpartition(".")[0] in owners]
@@ -68,8 +68,9 @@ def summing_beside(layer: Layer) -> Layer:
 
 
 def _with_sum_of_one_operation(layer: Layer, reduction: Reduction, parameters: Sequence[Parameter]) -> Layer:
-    """Return a layer with such a sum at an operation that stands for the whole backward of a map, in files that are not
-    traced (those of published runs): what it sums is no copy there.
+    """Return a layer that is not traced (of a published run) with such a sum.
+
+    There one operation stands for the whole backward of a map, and its sum has no copy of its operand.
     """
     end = reduction.moment
     ready = {id(each): replace(each, ready=_next(end)) for each in parameters}
@@ -125,12 +126,12 @@ def _replaced(
     begin: Moment,
 ) -> Layer:
     """Return a layer with changed buffers and parameters, by `id` (None: left out), and a sum from `begin` on."""
-    held = (buffers.get(id(each), each) for each in layer.buffers)
+    kept = (buffers.get(id(each), each) for each in layer.buffers)
     beside = replace(reduction, moment=begin, awaited=reduction.moment.position)
     reductions = [beside if each is reduction else each for each in layer.reductions]
     return replace(
         layer,
-        buffers=tuple(each for each in held if each is not None),
+        buffers=tuple(each for each in kept if each is not None),
         parameters=tuple(parameters.get(id(each), each) for each in layer.parameters),
         reductions=tuple(reductions),
     )
