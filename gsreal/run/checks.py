@@ -1,4 +1,4 @@
-"""Refusals of scenarios that are valid, and can be predicted, but cannot run for real on this machine."""
+"""Checks that refuse scenarios which are valid and can be predicted, but cannot run for real on this machine."""
 
 from importlib.util import find_spec
 
