@@ -390,7 +390,7 @@ def family(name: object) -> str:
 UNCLEAR = frozenset(
     ("none", "full", "selective", "every-second-product", "auto", "even", "throughput", "compute", "memory", "cost")
 )
-"""Values of several keys, which do not tell alone what they are of."""
+"""Values that several keys may have, and that are therefore shown with the key's last word."""
 
 
 def shown(column: str, value: object) -> str:

@@ -56,7 +56,7 @@ class Box:
         )
 
     def distance_in(self, x: float, y: float) -> float:
-        """Return the distance of a point from the rectangle.
+        """Return the distance of a point from the rectangle, in inches.
 
         >>> Box(0, 0, 2, 1).distance_in(5, 5), Box(0, 0, 2, 1).distance_in(1, 0.5)
         (5.0, 0.0)
@@ -72,8 +72,9 @@ def place_labels(
     marks: Sequence[tuple[float, float]],
     **look: Any,
 ) -> None:
-    """Write each text beside its point, where it overlaps the fewest marks and other labels; a line leads to one
-    that is further off.
+    """Write each text beside its point, where it overlaps the fewest marks and other labels.
+
+    A label that is far from its point is joined to it by a line.
     """
     wide_in, high_in = _size_in(axes)
     look = {"fontsize": LABEL_POINTS - 1} | look

@@ -34,7 +34,7 @@ MOST_SETTINGS = 40
 NAMED_SETTINGS = 6
 """Largest number of settings whose fastest plans the summary names."""
 NAMED_PLANS = 4
-"""Largest number of plans of which the summary says in how many settings they are the fastest."""
+"""Largest number of plans for which the summary counts the settings where they are the fastest."""
 MOST_ROWS = 200
 MOST_REASONS = 10
 
@@ -95,7 +95,7 @@ def summary(sweep: SweepTable) -> list[str]:
 
 
 def _wins(settings: Mapping[Place, Sequence[Row]], layout: Layout) -> list[str]:
-    """Return in how many settings which dense plan is the fastest, in a sentence; none where no setting has two."""
+    """Return a sentence that counts the settings by their fastest dense plan; none where no setting has two plans."""
     dense = [[row for row in rows if is_dense(row)] for rows in settings.values()]
     fastest = [min(rows, key=lambda row: row["step_time_s"]) for rows in dense if len(rows) > 1]
     wins = Counter(layout.plan_label(layout.plan_of(row)) for row in fastest).most_common()

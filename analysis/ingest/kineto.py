@@ -35,7 +35,7 @@ OTHER_FILES = {
     b".qdrep": "a report of Nsight Systems",
     b".et": "an execution trace (Chakra)",
 }
-"""Files of other profilers, by their beginning or the ending of their name."""
+"""Files of other profilers, by their first bytes or by the suffix of their name."""
 NO_TRACE = "not a trace of torch.profiler (export_chrome_trace)"
 STEP = "ProfilerStep#"
 WAITING = "exposed_communication"
@@ -147,7 +147,7 @@ class _Event:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a trace, packed by gzip or not; raise UserError where it is none, or too large."""
+    """Return the JSON object in a trace, compressed by gzip or not; raise UserError if it has none, or is too large."""
     try:
         with path.open("rb") as stream:
             packed = path.name.endswith(".gz") or stream.read(len(GZIP)) == GZIP
@@ -156,7 +156,7 @@ def read_document(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
-        raise UserError(f"{path}: a folder; name its files, one of each rank ({path}/*.json.gz)") from None
+        raise UserError(f"{path}: a folder; name its files, one for each rank ({path}/*.json.gz)") from None
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(content) > MOST_BYTES:
@@ -258,7 +258,9 @@ def _events(path: Path, found: list[Any]) -> tuple[list[_Event], list[Memory], f
                 memory.append((start_s, allocated, reserved))
             continue
         if category in OLD_CATEGORIES:
-            raise UserError(f"{where}: cat = {category!r}: of a torch of 2022 or older; record with a newer one")
+            raise UserError(
+                f"{where}: cat = {category!r}: a category of PyTorch before 2023; record with a newer release"
+            )
         if category not in (*HOST_CATEGORIES, *DEVICE_CATEGORIES):
             raise UserError(
                 f"{where}: cat = {category!r:.40}: unknown event; "
@@ -520,7 +522,7 @@ def _nccl_call(trace: RankTrace, event: _Event, records: Mapping[Any, _Event], g
     kind = _kind(str(name)) if name is not None else None
     if kind is None:
         lacking = f"collectives named {name!r:.40}"
-        if str(name) in NO_CALLS or (name is None and "SendRecv" in event.name):  # older traces have it of neither
+        if str(name) in NO_CALLS or (name is None and "SendRecv" in event.name):  # older traces name neither of the two
             lacking = "messages of a batch of isend and irecv (or an all-to-all), which have no record"
         elif name is None:
             lacking = "NCCL's kernels without the fields of record_param_comms"

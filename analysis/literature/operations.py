@@ -118,7 +118,7 @@ class Operation:
     backward_reduced: Polynomial | None = None
     """Bytes that tensor ranks all-reduce after the backward; None: nothing."""
     in_wide_format: bool = False
-    """Whether its product is in 16 bits even if those of blocks are in float8."""
+    """Whether its product is in 16 bits although the other products of blocks are in float8."""
     ring: Polynomial | None = None
     """Bytes of keys and values that context ranks pass around after each pass; None: nothing."""
 
@@ -136,7 +136,7 @@ class LayerOperations:
     attention_alone: bool = False
     """Whether selective recomputation reruns the attention, and nothing else."""
     gathered_ratio: float = 1.0
-    """Bytes of what `gathers_alone` gathers over those of the tensor, which may be cast to fewer bits before."""
+    """Ratio of gathered bytes to the tensor's bytes with `gathers_alone`; below 1 if it is cast to float8 before."""
     last: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ class Platform:
     attention_ratio: PositiveFloat = 1.0
     """Rate of flash attention relative to linear layers; see `Software`."""
     fused_attention_ratio: PositiveFloat | None = None
-    """The same ratio for the attention of cuDNN; absent: as `attention_ratio`."""
+    """The same ratio for cuDNN's attention; None: `attention_ratio`."""
     first_attention_ratio: PositiveFloat = 1.0
     """The same ratio for the first version of FlashAttention (Triton)."""
     host_core_bytes_per_s: BytesPerSecond | None = None

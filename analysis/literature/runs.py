@@ -233,7 +233,7 @@ class Software:
     (`plan.context_overlap`): so compiled blocks do, see `TransformerBuilder.ring`. Else they count as data ranks with
     shorter sequences, whose exchanges take no time."""
     overlaps_rings: bool = False
-    """The exchanges of `rings` run beside the attention to a block."""
+    """The exchanges of `rings` overlap with the attention to blocks of keys and values."""
     float8_maps: bool = False
     """The blocks' linear layers are in float8 (`workload.map_precision`)."""
     attention_ratio: float = 1.0
@@ -260,9 +260,9 @@ class Software:
     gathered tensor is saved; reduce-scatters likewise (torch's asynchronous tensor parallelism, Transformer Engine's
     userbuffers). With `gathers_alone`."""
     gathers_float8: bool = False
-    """Where these are in float8, all-gathers of their inputs and of the gradients of their outputs are too, if they
-    overlap with products: so are Transformer Engine's userbuffers (1.13, pytorch/module/base.py, initialize_ub, fp8_buf
-    of all layers that gather). With `pipelined_maps`."""
+    """With `float8_maps` and `pipelined_maps`, inputs and gradients of outputs are cast to float8 before they are
+    gathered, as by Transformer Engine's userbuffers (1.13, pytorch/module/base.py, initialize_ub, fp8_buf of all layers
+    that gather)."""
     sums_beside_products: bool = False
     """Without sequence parallelism, the sum of a map's input gradient over tensor-parallel ranks runs beside the
     product that gives the weight's gradient (Megatron-LM since 2022, core/tensor_parallel/layers.py)."""
@@ -372,7 +372,8 @@ class Run:
     """For `zero1`: Megatron-LM's distributed optimizer, whose gradients are in one buffer that is reduce-scattered; of
     `muon` the layer-wise one."""
     gathers_beside_forward: bool = False
-    """That optimizer gathers updated parameters beside the next forward (`overlap_param_gather`)."""
+    """With `flat_optimizer`, updated parameters are gathered beside the next forward (Megatron-LM's
+    `overlap_param_gather`)."""
     deferred_outputs: int = 0
     """Number of micro-batches whose gradients of the logits, and inputs of the output layer, are kept to the step's
     end, where that layer's weight gets its gradient from them (Megatron-LM, core/tensor_parallel/layers.py,

@@ -137,22 +137,25 @@ def communication_cost(bench: Bench) -> dict[str, Any]:
 
 
 FOLLOWING, QUEUED = 8, 16
-"""Numbers of collectives that follow a first one: each after the last, and in a queue."""
+"""Numbers of collectives that follow a first one: started one after another; all posted at once."""
 
 
 @dataclass(frozen=True)
 class FollowingTimes:
-    """Times of one collective after compute, and of sequences of small ones whose first follows compute."""
+    """Times of one small collective after compute, and of it with others that follow it."""
 
     one_s: float
     in_turn_s: float
-    """`FOLLOWING` more, each called when the one before has ended."""
+    """It and `FOLLOWING` more, each called when the one before has ended."""
     queued_s: float | None
-    """`QUEUED` more, all posted at once; None for kinds that the caller's thread carries out."""
+    """It and `QUEUED` more, all posted at once; None for kinds that the caller's thread carries out."""
 
 
 def following_of(times: Mapping[str, FollowingTimes], lines: Mapping[str, Line]) -> dict[str, dict[str, float]]:
-    """Return, by kind, what a collective saves that starts when another ends, and what one adds to a queue."""
+    """Return the keys `following_saving_s` and `queued_s` of a backend's cost, by kind.
+
+    The time that a collective adds to a queue counts without the part that is proportional to its bytes.
+    """
     savings_s, queued_s = {}, {}
     for kind, each in times.items():
         following_s = (each.in_turn_s - each.one_s) / FOLLOWING
@@ -181,13 +184,13 @@ def _following_times(bench: Bench, group: dist.ProcessGroup) -> dict[str, Follow
 
 
 def _call_in_turn(call: Callable[[], object], count: int) -> None:
-    """Call this often, each time when the call before has ended."""
+    """Call a function `count` times, each time when the call before has ended."""
     for _ in range(count):
         call()
 
 
 def _call_in_queue(post: Callable[[], Any], count: int) -> None:
-    """Post this many collectives, then wait for all of them."""
+    """Post `count` collectives, then wait for all of them."""
     for work in [post() for _ in range(count)]:
         work.wait()
 

@@ -115,7 +115,7 @@ WARMUPS = 4
 class _Stack(nn.Module):
     """Units of `tensors` tiny vectors: their compute is negligible beside the host time of their wrapper.
 
-    `memory`: what the backward reads and writes between two gradients; None: nothing.
+    `memory`: the tensor that the backward reads and writes between two gradients; None: none.
     """
 
     def __init__(self, units: int, tensors: int, elements: int, memory: Tensor | None = None) -> None:
@@ -441,16 +441,17 @@ def replica_costs(bench: Bench) -> dict[str, float]:
 
 
 Wrapper = Callable[[nn.Module], tuple[nn.Module, Callable[[], float] | None]]
-"""Returns the wrapped module, and the rest of its step, if there is more, which returns the seconds to leave out."""
+"""Returns the wrapped module and, if its step is more than the backward, a function that runs the rest of the step and
+returns the seconds that do not count."""
 BACKWARDS, BACKWARD_WARMUPS = 25, 5
 
 
 def _added_s_by_wrapper(bench: Bench, tensors: int, wrap: Wrapper) -> float:
-    """Return how much longer a backward through a unit of `tensors` tensors takes in a wrapper, with the rest of the
-    wrapper's step.
+    """Return by how many seconds a wrapper, with the rest of its step, lengthens the backward of `tensors` tensors.
 
-    Backwards with and without it take turns: slow periods of the machine affect both. On a CPU, compute between the
-    gradients displaces the caches, as layers do: a hook that finds its code there takes half as long.
+    Backwards with and without the wrapper alternate, so that slow periods of the machine affect both. On a CPU, compute
+    between the gradients evicts the hooks' code from the caches, as a model's layers do; a hook whose code is in the
+    caches takes half as long.
     """
     memory = torch.ones(COMPUTED_BYTES // 4) if bench.device.type == "cpu" else None
     plain, inner = (_Stack(1, tensors, 64, memory).to(bench.device) for _ in range(2))

@@ -226,7 +226,10 @@ def _made_optimizer(
     param_groups: Sequence[Mapping[str, Any]] | None,
     hierarchy: Hierarchy,
 ) -> torch.optim.Optimizer:
-    """Return the factory's optimizer of this rank's shards, which all ranks make alike, and tell the buckets of it."""
+    """Return the factory's optimizer of this rank's shards, and set the buckets' parameter groups.
+
+    Raises ValueError if the optimizer differs between ranks.
+    """
     shards = shards_by_group(buckets, param_groups)
     optimizer = factory(shards)
     check_optimizer_tensors(optimizer, shards)

@@ -302,13 +302,13 @@ TYPES: Mapping[str, type] = {
     "param_groups": Iterable,
     "parameter_order": Iterable,
 }
-"""Types of the arguments of `shard_gradients` that are None or an object of one."""
+"""Types of the arguments of `shard_gradients` that are an object of one type, or None."""
 FLAGS = ("skip_nonfinite", "whole_tensors", "point_to_point", "publish_overlaps", "overlap")
-"""Its arguments that are True or False."""
+"""Arguments of `shard_gradients` that are True or False; `overlap` may also be None."""
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ValueError if one of the arguments of `shard_gradients`, taken by itself, is not what it is to be."""
+    """Raise ValueError if an argument of `shard_gradients` has a wrong type, or is no valid size in bytes."""
     for name, kind in TYPES.items():
         value = given[name]
         if value is not None and not isinstance(value, kind):

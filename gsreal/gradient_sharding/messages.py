@@ -40,7 +40,7 @@ class Scratch:
     def cast_to(self, dtype: torch.dtype, part: Tensor) -> Tensor:
         """Return a chunk in a type.
 
-        Itself if it has it, else a copy in the buffer of the magnitudes, whose elements are as wide or wider.
+        The chunk itself if it has that type, else a copy in `magnitudes`, whose elements are at least as wide.
         """
         return part if part.dtype == dtype else self.magnitudes.view(dtype)[: part.numel()].copy_(part)
 
@@ -331,7 +331,7 @@ TINY = float(torch.finfo(torch.float32).tiny)
 def mean_magnitudes(tensors: Sequence[Sequence[Tensor]], scratch: Scratch) -> list[float]:
     """Return the mean magnitude of each tensor, given in pieces.
 
-    On a CPU, torch's norm would copy a piece of 16 bits to fp32, whole: chunks of it are cast in scratch instead.
+    On a CPU, torch's norm would copy a whole 16-bit piece to fp32; here its chunks are cast in `scratch`, in turn.
     """
     parts = [list(_in_chunks(pieces, scratch)) for pieces in tensors]
     flat = [part for each in parts for part in each]
@@ -345,7 +345,7 @@ def mean_magnitudes(tensors: Sequence[Sequence[Tensor]], scratch: Scratch) -> li
 
 
 def _in_chunks(pieces: Sequence[Tensor], scratch: Scratch) -> Iterator[Tensor]:
-    """Give pieces, those that have to be cast on a CPU in chunks that fit in scratch."""
+    """Yield pieces; of those that are cast on a CPU, yield chunks that fit in `scratch`."""
     for piece in pieces:
         if is_on_host(piece) and piece.dtype != scratch.magnitudes.dtype:
             yield from (piece[first:last] for first, last in scratch.chunks(piece.numel()))

@@ -1,4 +1,4 @@
-"""Cuts: which modules of a block tensor-parallel ranks divide, by its class or by the roles of its maps.
+"""Slicing rules of blocks: the modules that tensor-parallel ranks divide, by the class or the roles of linear maps.
 
 A unit of a transformer block is a key-value head, with the query heads that share it and its part of the perceptron's
 columns. A unit of a residual block is a norm group's channels.

@@ -1,14 +1,14 @@
-"""Linear maps cut by columns, whose input's gradient is summed over the ranks beside the product of their weight's.
+"""Column-parallel linear maps whose input gradient is summed over the ranks while the weight's gradient is computed.
 
-Without this, the sum of an input's gradient follows the whole backward of a map. Here it begins as soon as that
-gradient is computed; then come the gradients of weight and bias, and then the wait for the sum (`plan
-.async_input_gradients`). Source: Megatron-LM, core/tensor_parallel/layers.py,
-LinearWithGradAccumulationAndAsyncCommunication.
+Otherwise the sum of an input gradient follows the whole backward of a map. With `plan.async_input_gradients` it begins
+as soon as the input gradient is computed; the gradients of weight and bias follow, and then the wait for the sum.
+Source: Megatron-LM, core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.
 
 [Note: deferred weights] Where ranks divide sequences, several maps read one gathered tensor, and one reduce-scatter
-sums its gradient, which is complete when all of these maps have added theirs. The gradients of their weights are left
-for then: the gather is a function of the weights too, and its backward computes them, one map after another, beside
-the reduce-scatter. Until then the gradients of the maps' outputs stay in memory, as they do for one fused map.
+sums its gradient, which is complete when all of these maps have added theirs. The gradients of their weights are
+computed only then, one map after another, while the reduce-scatter runs: the autograd function of the gather takes the
+weights as inputs too, and computes these gradients in its backward. Until then the gradients of the maps' outputs stay
+in memory, as they do where one fused map replaces them.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,7 +52,7 @@ class _Kind:
 
 
 def can_overlap(module: nn.Module) -> bool:
-    """Return whether a column-parallel module is a linear map, beside whose weight's gradient a sum can run."""
+    """Return whether a column-parallel module is a linear map (nn.Linear or Conv1D), as a convolution is not."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
@@ -65,7 +65,7 @@ def _parameters(module: Any) -> tuple[Tensor, Tensor | None]:
 
 
 class _SummedLinear(torch.autograd.Function):
-    """A linear map that sums its input's gradient over the ranks, beside the product of its weight's."""
+    """A linear map that sums its input gradient over the ranks while it computes the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: _Kind, start: Start) -> Tensor:
@@ -83,8 +83,8 @@ class _SummedLinear(torch.autograd.Function):
         return wait(), of_weight, of_bias, None, None
 
 
-def sum_beside(module: nn.Module, start: Start) -> None:
-    """Let a linear map sum its input's gradient by `start`, beside the product of its weight's gradient."""
+def overlap_sum(module: nn.Module, start: Start) -> None:
+    """Let a linear map start the sum of its input gradient by `start`, and overlap it with the weight's gradient."""
 
     def forward(x: Tensor) -> Tensor:
         output: Tensor = _SummedLinear.apply(x, *_parameters(module), _kind_of(module), start)
@@ -95,7 +95,7 @@ def sum_beside(module: nn.Module, start: Start) -> None:
 
 @dataclass
 class _Deferred:
-    """What the maps that read one gathered tensor leave for the backward of its gather."""
+    """Tensors that the maps which read one gathered tensor keep for the backward of its gather."""
 
     inputs: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """The gradient of each map's output, and its input, by path of the map."""
@@ -122,7 +122,7 @@ class _DeferringLinear(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The gather of parts of sequences, as a function of the weights of the maps that read it too."""
+    """The all-gather of parts of sequences; its backward also gives the gradients of the weights of its readers."""
 
     @staticmethod
     def forward(
@@ -151,7 +151,7 @@ class _Gather(torch.autograd.Function):
         return result, None, None, None, None, *found
 
 
-def gather_beside(
+def gather_with_overlapped_sum(
     owner: nn.Module, maps: dict[str, nn.Module], whole: Callable[[Tensor], Tensor], start: Start
 ) -> Callable[[Tensor], Tensor]:
     """Return the gather of the input of `owner`, whose backward computes the weights' gradients of `maps` (by path).
@@ -164,7 +164,7 @@ def gather_beside(
 
     def gathered(x: Tensor) -> Tensor:
         deferred = _Deferred()
-        owner.__dict__["_gsreal_deferred"] = deferred  # of this forward: micro-batches and recomputations have theirs
+        owner.__dict__["_gsreal_deferred"] = deferred  # one for each forward, of a micro-batch or a recomputation
         result: Tensor = _Gather.apply(x, whole, start, kinds, deferred, *_in_turn(maps.values()))
         return result
 
@@ -174,7 +174,8 @@ def gather_beside(
 def _in_turn(maps: Iterable[nn.Module]) -> list[Tensor]:
     """Return the parameters of maps as views, made so that autograd accumulates their gradients in this order.
 
-    It runs the latest node first, and each view is one; of nodes that only accumulate, the order is undefined.
+    Autograd runs the node first that was created last, and each view has a node. The nodes that accumulate gradients
+    run in no defined order.
     """
     parameters = [each for module in maps for each in _parameters(module) if each is not None]
     return [each.view_as(each) for each in reversed(parameters)][::-1]

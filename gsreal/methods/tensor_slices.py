@@ -49,7 +49,7 @@ from gsreal.methods.cuts import (
     is_norm,
 )
 from gsreal.methods.mapped import Mapped
-from gsreal.methods.overlapped_sums import Start, Started, can_overlap, gather_beside, sum_beside
+from gsreal.methods.overlapped_sums import Start, Started, can_overlap, gather_with_overlapped_sum, overlap_sum
 from gsreal.model_files.build import build_module
 from gssim.errors import UserError
 from gssim.scenario import Scenario, units_of_ranks
@@ -150,7 +150,7 @@ def slice_block(
 
     `parts`: how they divide sequences, if they do; see [Note: sequence parts]. `reduce_fixed`: sums what has one type
     in every precision; None: `all_reduce` does that too. `start`: begins the sum of an input's gradient, which then
-    runs beside the products of weights' gradients; None: it follows them.
+    overlaps with the products of weights' gradients; None: it follows them.
     """
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
@@ -180,12 +180,12 @@ def slice_block(
         module = block.get_submodule(path)
         change: Callable[[Tensor], Tensor] = partial(_mapped, *f)
         if start is not None and parts is None and can_overlap(module):
-            sum_beside(module, start)
+            overlap_sum(module, start)
             continue
         if start is not None and parts is not None:
             reading = [each for each in cut.columns if each == path or each.startswith(f"{path}.")]
             maps = {each: block.get_submodule(each) for each in reading}
-            change = gather_beside(module, maps, parts.whole, partial(parts.start_sum, start))
+            change = gather_with_overlapped_sum(module, maps, parts.whole, partial(parts.start_sum, start))
         module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
     for path in cut.rows:
         module = block.get_submodule(path)
@@ -465,20 +465,23 @@ def started_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> Start:
 
 
 def _started_reduce_scatter(mesh: DeviceMesh, timeline: Timeline) -> Start:
-    """Return the same of a reduce-scatter of all ranks' parts, one after another in the first dimension."""
+    """Return the start of a reduce-scatter, whose wait is recorded as a span.
+
+    The parts for the ranks are one after another in the first dimension.
+    """
     group, ranks = mesh.get_group(), mesh.size()
 
     def start(whole: Tensor) -> Started:
         part = whole.new_empty((len(whole) // ranks, *whole.shape[1:]))
         work = dist.reduce_scatter_tensor(part, whole, group=group, async_op=True)
-        # gloo has sent a copy, but nccl reads what it sends until the end
+        # gloo sends a copy, but NCCL reads `whole` until the collective ends
         return partial(_awaited, [work], [whole, part], "reduce-scatter sequence", timeline, group)
 
     return start
 
 
 def _awaited(works: list[Any], tensors: list[Tensor], label: str, timeline: Timeline, group: Any) -> Tensor:
-    """Return the last tensor once the collective has ended; empties both lists, in order to hold nothing."""
+    """Wait for a collective and return its result, the last of `tensors`; empties both lists, to release the others."""
     with timeline.span(label, "exposed_communication", group):
         works.pop().wait()
     result = tensors.pop()

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.measure import Timeline
 from gsreal.methods.mapped import Mapped
-from gsreal.methods.overlapped_sums import sum_beside
+from gsreal.methods.overlapped_sums import overlap_sum
 from gsreal.methods.tensor_slices import Slice, mark, observed_all_reduce, started_all_reduce
 from gsreal.model_files.build import loss_of
 from gssim.scenario import Scenario, shares_embedding, token_embedding, units_of_ranks
@@ -141,8 +141,9 @@ def _divide_loss(
         part, first = _own_rows(scenario, whole, mesh)
         head.weight = nn.Parameter(part.of(whole.detach()), requires_grad=whole.requires_grad)
         mark(head, "weight", part, group)
-    if scenario.plan.async_input_gradients and not is_divided:  # a shared weight's gradient is another layer's
-        sum_beside(head, started_all_reduce(mesh, timeline))
+    # a shared weight's gradient belongs to the embedding's layer
+    if scenario.plan.async_input_gradients and not is_divided:
+        overlap_sum(head, started_all_reduce(mesh, timeline))
     else:
         head.register_forward_pre_hook(
             lambda _head, inputs: (Mapped.apply(inputs[0], lambda x: x.view_as(x), all_reduce), *inputs[1:])

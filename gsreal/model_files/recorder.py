@@ -226,7 +226,7 @@ class Record:
     until_saved: dict[int, dict[Recompute, Work]] = field(default_factory=dict)
     """By layer and kind of checkpointing: recomputed work of its forward, up to the last tensor that autograd saves."""
     saved_storages: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """By layer: the storages that autograd saves, by their number among those that the forward creates; -1: another."""
+    """By layer: the storages that autograd saves, as indices of those that the forward creates; -1: another."""
     saved_after: dict[int, int] = field(default_factory=dict)
     """By layer: number of operations of its forward before the last tensor that autograd saves."""
     before_saved: dict[int, int] = field(default_factory=dict)
@@ -300,7 +300,7 @@ class Recorder(TorchDispatchMode):
         self.allocating = False
         """Whether operations only allocate what a collective fills."""
         self.saved_after: Mapping[int, int] = {}
-        """As of the record of another shape: after so many operations of a layer, `until_saved` is noted."""
+        """`saved_after` of a record at another shape: number of operations after which `until_saved` is recorded."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -205,10 +205,10 @@ def record_step(
     process; in sliced blocks, routed experts are not sliced. `context`: number of ranks that divide sequences
     everywhere; raises UserError if a block cannot.
 
-    `like`: the record of such a step at another shape. What depends on no shape is taken from it, which saves three of
-    four forwards: the order of the modules, which tensors autograd saves, and when others would be freed if it saved
-    none; for compiled blocks also the order of kernels and the buffers that share memory. `apart`: a record at another
-    shape, for the first record of compiled blocks.
+    `like`: the record of such a step at another shape. What no shape changes is taken from it: the order of the
+    modules, which tensors autograd saves, and when the others would be freed if it saved none; for compiled blocks also
+    the order of kernels and the buffers that share memory. That saves three of four forwards. `apart`: for the first
+    record of compiled blocks, a record at another shape.
     """
     with without_values(model):
         step = _prepared(model, batch_size, sequence_length, units, parts, routed, context, where, like)
@@ -641,7 +641,7 @@ class _Step:
         known = known_storages(module, self.inputs, self.targets)
         seen: set[int] = set()
         numbers: dict[int, int] = {}
-        """Number of each storage's life, by its identity."""
+        """Index of each storage among those that the forward creates, by its `id`."""
         keep = []
         recorder = self.recorder(Record(record.modules, record.blocks))
         record.saved.clear()
@@ -672,7 +672,7 @@ class _Step:
 
     @contextmanager
     def noting_outputs(self, where: str) -> Iterator[None]:
-        """Record the size of each layer's output, for a forward in the context; what fails in it is one line."""
+        """Record the size of each layer's output in a forward within this context; raise its failures as UserError."""
 
         def note(_module: nn.Module, _args: Any, output: Any, layer: int) -> None:
             tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
@@ -690,7 +690,7 @@ class _Step:
     def record_operations(self, where: str, like: Record | None) -> None:
         """Record every operation and every storage of one forward and backward.
 
-        `like`: a record of another shape, from which it is known what autograd saves; None: that is recorded already.
+        `like`: a record at another shape, whose saved storages are taken over; None: `record_saved` has run.
         """
         record, recorder = self.record, self.recorder(self.record)
         if like is None:
@@ -718,9 +718,9 @@ class _Step:
             self._sum_saved(like, where)
 
     def _sum_saved(self, like: Record, where: str) -> None:
-        """Record the bytes of the storages that autograd saves, which are those of a record of another shape.
+        """Record the bytes of the storages that autograd saves: of the same storages as in `like`, at another shape.
 
-        If their operations differ, another forward tells them (such records cannot be fitted together).
+        If the two forwards create different storages, another forward is run to find the saved ones.
         """
         record = self.record
         created, others = ([each for each in of.alive if each.born[1] == "f"] for of in (record, like))

@@ -1,4 +1,4 @@
-"""Refusals of scenarios that are valid, and can be predicted, but cannot run for real on this machine."""
+"""Checks that refuse scenarios which are valid and can be predicted, but cannot run for real on this machine."""
 
 from importlib.util import find_spec
 
@@ -159,9 +159,9 @@ def check_samples(scenario: Scenario, *, where: str) -> None:
 
 
 def check_norms(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if a micro-batch of one sample leaves a batch norm one value of a channel, which has no variance.
+    """Raise UserError if a micro-batch of one sample leaves a batch norm one value per channel, without a variance.
 
-    The module's forward tells, on a device that computes nothing.
+    That is found by the module's forward on the meta device, which computes nothing.
     """
     model, parts = scenario.workload.model, scenario.plan.micro_batches
     alone = [rank for rank, samples in enumerate(scenario.batch_sizes) if samples // parts == 1]
@@ -178,8 +178,8 @@ def check_norms(scenario: Scenario, *, where: str) -> None:
         if not str(error).startswith("Expected more than 1 value per channel"):
             raise
         raise UserError(
-            f"{where}: rank {alone[0]} trains a sample at a time: it can be predicted, but a batch norm of "
-            f"'{model.name}' then has one value of each channel, and torch refuses it; allowed: at least two samples "
+            f"{where}: rank {alone[0]} has micro-batches of one sample: that can be predicted, but a batch norm of "
+            f"'{model.name}' then has one value per channel, which torch refuses; allowed: at least two samples "
             "in a micro-batch"
         ) from None
 

@@ -211,12 +211,11 @@ class BackendCost:
     """Added to `overhead_s` for each rank of the group beyond two: over gloo, messages of GPUs are copied through the
     host's memory one by one."""
     following_saving_s: dict[str, Seconds] = field(default_factory=dict)
-    """By kind: how much shorter a collective is that starts as soon as another on its stream has ended, over gloo. Its
-    code and buffers are still in the caches; before other collectives, compute has displaced them. Absent: no shorter.
-    """
+    """By kind: how much shorter a collective over gloo is if it starts as soon as another on its stream has ended. Its
+    code and buffers are then still in the caches, from which compute evicts them. Absent: 0."""
     queued_s: dict[str, Seconds] = field(default_factory=dict)
     """By kind: the part of the fixed time of such a collective in which it occupies its ranks' processors, so that
-    others which run at once wait for it: what it adds to a queue of asynchronous collectives."""
+    other collectives in progress wait: the time that each collective adds to an asynchronous queue. Absent: 0."""
     message_s: Seconds = 0.0
     """Fixed time of a message, or of a receiver's notice, in addition to the latency of its path: waking up threads. If
     a link's latency was measured from rank to rank, it includes this time."""

@@ -14,9 +14,9 @@ all bytes of the sent message, so the two messages do not overlap. Messages to t
 too (Pair::tx_): those of two broadcasts at once do not share the link, but the first has all of it. The segments of two
 rings at once alternate, and share it. NCCL has no notices: its kernels poll the peer's memory.
 
-[Note: following] The fixed time of a collective over gloo is mostly that of cold caches: a step's compute has displaced
-the code and the buffers of torch, gloo and the kernel's network stack. A collective that starts as soon as another has
-ended finds them. Measured with torch 2.13 between two pinned ranks on one machine, 4 KiB, in ms:
+[Note: following] The fixed time of a collective over gloo is mostly due to cold caches: a step's compute has evicted
+the code and the buffers of torch, gloo and the kernel's network stack. For a collective that starts as soon as another
+has ended, they are still there. Measured with torch 2.13 between two pinned ranks on one machine, 4 KiB, in ms:
 
                           after compute   each after the last   in a queue of 24, all awaited at the end
     broadcast                      0.45                  0.10                                       0.04
@@ -24,11 +24,11 @@ ended finds them. Measured with torch 2.13 between two pinned ranks on one machi
     reduce-scatter                 0.69                  0.20                                       0.15
     all-gather                     0.71                  0.14                                       0.09
 
-Waking threads is not the cause: it is part of the second column, too, and a pause of 0.5 ms without compute changes
-nothing, whereas 1 ms of matrix products restores a quarter to a half of the difference, 5 ms three quarters. A queue is
-carried out by two threads, so that one's waits are the other's work: it proceeds at the pace of the processor. In steps
-of a model of 4.5 MB on these ranks, ZeRO-1's 53 broadcasts took 4.8 ms (predicted: 4.2; all of them cold: 11.2), and
-Gradient Sharding's 11 publications 3.0 ms (2.9; 5.9).
+Waking threads is not the cause: the second column includes it, too, and a pause of 0.5 ms without compute changes
+nothing, whereas 1 ms of matrix products restores a quarter to a half of the difference, 5 ms three quarters. Two
+threads carry out a queue; one works while the other waits, so that processor time alone limits it. In steps of a model
+of 4.5 MB on these ranks, ZeRO-1's 53 broadcasts took 4.8 ms (predicted: 4.2 ms; with cold caches for all: 11.2 ms), and
+Gradient Sharding's 11 publications 3.0 ms (2.9 ms; 5.9 ms).
 """
 
 from collections.abc import Mapping

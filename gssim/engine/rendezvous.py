@@ -215,7 +215,7 @@ def carry_out(
     scheduled, env = instance.schedule, machine.env
     machine.set_communicating(instance, +1)
     saved_s = occupied_s = 0.0
-    if follows:  # the processor's part comes with the bytes, so that other collectives wait for it
+    if follows:  # processor time is spent with the bytes, so that other collectives wait for it
         saved_s, occupied_s = scheduled.following_saving_s + scheduled.queued_s, scheduled.queued_s
     fixed_s = max(0.0, scheduled.fixed_s - saved_s)
     saved_s = max(0.0, saved_s - scheduled.fixed_s)

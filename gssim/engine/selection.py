@@ -57,12 +57,12 @@ class CollectiveSchedule:
     group_bytes: int = 0
     """Bytes that a shaped link passes as one segment; 0 for links that are not shaped."""
     following_saving_s: float = 0.0
-    """How much shorter it is if it starts as soon as another collective of its stream has ended."""
+    """Time by which it is shorter if it starts as soon as another collective of its stream has ended."""
     queued_s: float = 0.0
-    """For how long it then occupies its ranks' processors, whatever its bytes."""
+    """Time for which it then occupies its ranks' processors, whatever its size."""
 
     def least_fixed_s(self) -> float:
-        """Return the least time before the first byte, other than of latencies: that after another collective."""
+        """Return the least fixed time before the first byte, without latencies: that of one that follows another."""
         return max(0.0, self.fixed_s - self.following_saving_s - self.queued_s)
 
     def pace(self, stage: Stage, *, latency: bool = True, lead_s: float = 0.0) -> Pace:

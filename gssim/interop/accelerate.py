@@ -140,7 +140,7 @@ DEEPSPEED: dict[str, Rule] = {
 
 
 OF_FP16 = ("fp16.auto_cast", "fp16.fp16_master_weights_and_grads")
-"""Keys that matter in fp16 alone, whatever their value."""
+"""Keys that have no effect outside fp16, whatever their value."""
 
 
 def _precision_of_deepspeed(keys: Keys, training: Training) -> None:

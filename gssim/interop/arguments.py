@@ -42,7 +42,7 @@ OF_MODELS = {
 }
 """Options that mark a command, or a variable, as Megatron-LM's."""
 READ = (BEGINS_TRAINING | OF_MODELS) - {"batch-size", "lr"}
-"""Options of these programs alone: training scripts of others have a batch size and a learning rate, too."""
+"""Options that mark a program as one that is read; many others also have a batch size and a learning rate."""
 LAUNCHER = {
     "nproc-per-node": "nproc-per-node",
     "nnodes": "nnodes",
@@ -51,7 +51,7 @@ LAUNCHER = {
 }
 """Options of torchrun and deepspeed that count ranks."""
 OF_SRUN = {"ntasks": "ntasks"}
-"""Options of srun that count ranks, where it starts the program itself."""
+"""Options of srun that count ranks, where no other launcher starts them."""
 STARTERS = ("torchrun", "deepspeed", "accelerate", "mpirun", "mpiexec")
 """Programs that start the ranks of a host."""
 IN_LAUNCHER = "launcher:"
@@ -142,9 +142,9 @@ def _refuse_program(file: str, commands: Sequence[Command]) -> None:
     if programs:
         names = one_line(", ".join(programs), 100)
         raise UserError(
-            f"{file}: runs {names}, and none of the options is read; read are those of Megatron-LM "
+            f"{file}: runs {names}, none of whose options is known; known are those of Megatron-LM "
             "(--micro-batch-size 1) and of Hugging Face's Trainer (--per_device_train_batch_size 1): write the "
-            "scenario yourself, or give the DeepSpeed or Accelerate file that it names"
+            "scenario yourself, or give the DeepSpeed or Accelerate file that the command names"
         )
 
 
@@ -166,7 +166,7 @@ def _is_program(words: Sequence[str], place: int) -> bool:
 
 LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch", "deepspeed.launcher")
 """Modules that start the program that follows."""
-OF_PAIRS = re.compile(r"(^|[_-])(reward|dpo|kto|orpo|simpo|ppo|grpo|rloo)([_-]|\.)")
+PREFERENCE_TRAININGS = re.compile(r"(^|[_-])(reward|dpo|kto|orpo|simpo|ppo|grpo|rloo)([_-]|\.)")
 """Part of the name of programs that train by preferences or rewards."""
 WITHOUT_TRAINING = re.compile(r"text_generation|inference|convert|evaluate|preprocess|prune|quantize")
 """Part of the name of Megatron-LM's programs that take the options of a training, and do not train."""
@@ -182,7 +182,7 @@ def _reason_against(command: Command, options: Options) -> str:
     words, program = command.words, _program(command.words)
     if options.keys() & OF_TRAINER:
         reason = f"{one_line(program, 60)}, which trains by preferences or rewards; that cannot be simulated"
-        return reason if OF_PAIRS.search(program) else ""
+        return reason if PREFERENCE_TRAININGS.search(program) else ""
     if WITHOUT_TRAINING.search(program):
         return f"{one_line(program, 60)}, which trains no model; give the script of a training"
     said = next((word for name, word in pairwise(words) if name == "megatron" and word in OF_SWIFT), None)
@@ -271,7 +271,7 @@ def _name(word: str) -> str:
 def _pairs(words: Sequence[str], script: Script, *, one_value: bool = False) -> list[tuple[str, str | bool]]:
     """Return options and their values. A mark that is not a value stands for options, and counts as a name.
 
-    `one_value`: of the words behind an option only the first is its value, as of launchers.
+    `one_value`: only the first word behind an option is its value, as in options of launchers.
     """
     found: list[tuple[str, str | bool]] = []
     values: list[str] | None = None

@@ -1,4 +1,4 @@
-"""Refuses reports on hosts that hold no links, and says what to give instead: Slurm's nodes, nvidia-smi -q, lstopo."""
+"""Refusals of reports without the links of GPUs or hosts (Slurm's nodes, nvidia-smi -q, lstopo), by what they are."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from gssim.cluster import hosts_in
 from gssim.errors import UserError, one_line
 
 MATRIX = "give the output of `nvidia-smi topo -m`, or the XML that NCCL_TOPO_DUMP_FILE names"
-BY_HAND = "of GPUs without a preset: describe devices and links in a cluster file (scenarios/README.md)"
+BY_HAND = "these GPUs have no preset: describe devices and links in a cluster file (scenarios/README.md)"
 REPORTS = {
     r"==+NVSMI LOG==|<nvidia_smi_log|^\| NVIDIA-SMI |^GPU \d+: .*UUID: GPU-": (
         "nvidia-smi's list of GPUs, without their links",
@@ -25,15 +25,15 @@ REPORTS = {
     ),
     r"^PARTITION +AVAIL": ("sinfo's list, without switches", "give topology.conf, or --gpu, --devices and --hosts"),
 }
-"""What other commands print, by a pattern: what it is, and what to give instead."""
+"""(what it is, what to give instead) of the output of other commands, by a pattern that it matches."""
 MATRIX_ROW = r"(?m)^\W*GPU0\s+X\s"
 NODES = r"(?im)^\s*NodeName="
 GPUS = re.compile(r"(?i)Gres=gpu:(?:([a-z][\w.-]*):)?(\d+)(?![\w.])|Name=gpu(?: +Type=(\S+))? +File=\S*\[0-(\d+)\]")
 
 
 def refuse_other_reports(text: str, *, file: str) -> None:
-    """Raise UserError for a report that does not say how GPUs or hosts are joined."""
-    if re.search(MATRIX_ROW, text):  # beside other output of nvidia-smi
+    """Raise UserError for a report that does not say how GPUs or hosts are linked."""
+    if re.search(MATRIX_ROW, text):  # other output of nvidia-smi may stand beside it
         return
     for pattern, (what, instead) in REPORTS.items():
         if re.search(pattern, text, re.MULTILINE):

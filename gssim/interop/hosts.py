@@ -21,8 +21,8 @@ from gssim.interop.reading import parsed_xml
 from gssim.interop.servers import DETECTED, SERVERS, Server, server_of, short_name
 
 NVSWITCH, NVLINK_PEER = "0x068000", "0x03"
-"""Classes of NVLinks' targets in NCCL's XML (tclass): NVSwitch; another GPU, whose class is 0x030200, or 0x030000 of
-cards that can drive a display (A40, RTX A6000, RTX 3090): as NCCL does, by its beginning."""
+"""Classes of NVLinks' targets in NCCL's XML (tclass): NVSwitch; another GPU, by the first digits, as in
+NCCL: 0x030200, or 0x030000 for cards that can drive a display (A40, RTX A6000, RTX 3090)."""
 NVLINK_BYTES_PER_S = {60: 20e9, 70: 25e9, 80: 25e9, 86: 14.0625e9, 90: 25e9, 100: 50e9}
 """Rate of one NVLink's wire in each direction, by compute capability. Source: NVIDIA's data sheets (86: 112.5 GB/s in
 both directions of the four links between two RTX 3090 or A40, GA102's whitepaper)."""
@@ -52,7 +52,7 @@ PCIE_LANE_BYTES_PER_S = {2.5: 0.1875e9, 5.0: 0.375e9, 8.0: 0.75e9, 16.0: 1.5e9, 
 """Usable rate of a lane by its GT/s. Source: NCCL, topo.h (12 GB/s for 16 lanes of 8 GT/s, and in proportion)."""
 INFINIBAND = {100: "ib-edr-100", 200: "ib-hdr-200", 400: "ib-ndr-400"}
 EFA_GBIT, EFA_BYTES_PER_S = 400, 37e9
-"""Wire rate of the cards of the preset efa-400x8, and what they reach of it."""
+"""Wire rate of the network cards of the preset efa-400x8 in Gbit/s, and the bytes/s that they reach."""
 ETHERNET = {1: "tcp-1g", 10: "tcp-10g", 25: "tcp-25g", 100: "tcp-100g"}
 """Presets of network cards by Gbit/s."""
 
@@ -181,7 +181,7 @@ def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:
 
 
 def _nets(root: Element) -> list[Element]:
-    """Return the network cards. One without a place on PCIe is listed below each processor, and is one card."""
+    """Return the network cards. A card without a PCIe address is listed below each processor; it counts once."""
     nets = [net for pci in root.iter("pci") for net in pci.findall("nic/net")]
     listed = set()
     for cpu in root.iter("cpu"):
@@ -298,7 +298,7 @@ def card_link(name: str, gbit: float) -> Rate:
     if name.startswith(("rdmap", "efa")):
         if gbit == EFA_GBIT:
             return "efa-400x8"
-        source = f"{name}: {gbit:g} Gbit/s; assumed: reached as of efa-400x8"
+        source = f"{name}: {gbit:g} Gbit/s; assumed: same ratio reached as efa-400x8"
         rate = EFA_BYTES_PER_S * gbit / EFA_GBIT
         return {"preset": "efa-400x8", "bandwidth_bytes_per_s": rate, "source": one_line(source, 80)}
     infiniband = name.startswith(("mlx", "ib", "rocep", "bnxt"))

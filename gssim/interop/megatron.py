@@ -285,7 +285,7 @@ def megatron(keys: Keys) -> Training:
     if not isinstance(keys.values.get("nnodes"), Undecided):
         training.world = launched(keys, processes, nodes)
     if training.world is None and "ntasks" not in keys.read:
-        training.world = keys.integer("ntasks", sets="plan.ranks")  # of srun
+        training.world = keys.integer("ntasks", sets="plan.ranks")  # an option of srun
     _architecture(keys, training)
     if training.ep is not None and training.ep.value > 1:
         training.etp = keys.integer("expert-tensor-parallel-size", sets="plan.etp")

@@ -43,7 +43,7 @@ ROUNDED_RATIO = 1.5
 
 
 def check_model(training: Training, keys: Keys, model: Model) -> None:
-    """Refuse what a file says of its model that is not so of the model that --model gives."""
+    """Refuse what a file says of its model where the model of --model differs."""
     known = sizes_of(model)
     for name, value in training.architecture.items():
         if name in known and known[name] != value.value:

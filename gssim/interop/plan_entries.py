@@ -253,7 +253,7 @@ def _note_separate_sums(training: Training, keys: Keys, model: Model, tp: Value,
 
 
 def _sums_beside_products(training: Training, tp: int, cluster: Cluster, overrides: dict[str, Any]) -> list[Entry]:
-    """Return the entry for sums of input gradients that overlap with products, which gloo cannot do.
+    """Return the entry for sums of input gradients that overlap with products, on NCCL alone.
 
     There is none with sequence parallelism: there, Megatron-LM's reduce-scatters and second gathers slow down the
     products beside them by about as much as they are hidden, and this slowdown is not modelled (Korthikanti et al.

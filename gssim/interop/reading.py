@@ -304,7 +304,7 @@ class Keys:
         return Value(int(found.value), found.origin)
 
     def seed(self, *names: str) -> Value | None:
-        """Return `integer`; a seed that a script leaves open, such as $RANDOM, is listed: any gives the same answer."""
+        """Return the seed; one that a script leaves open, such as $RANDOM, is listed: it changes no prediction."""
         for name in names:
             if isinstance(self.values.get(name), Undecided):
                 self.note(name, f"left open; it {NUMERICS}")

@@ -160,7 +160,7 @@ def _content(path: Path, text: str, form: str | None, variables: dict[str, str])
             )
         case ".md" | ".rst" | ".ipynb":
             raise UserError(
-                f"{file}: is a text, no script; give the command line in it, from stdin by `-`; {_allowed()}"
+                f"{file}: is a document, not a script; give the command line in it on stdin (`-`); {_allowed()}"
             )
         case _ if text.lstrip().startswith("{"):
             data = parsed_json(text, file=file)
@@ -220,7 +220,7 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "open-instruct": ("with_tracking", "model_name_or_path"),
     "ms-swift": ("tuner_type", "model"),
     "torchtune": ("checkpointer", "optimizer"),
-    "FlagScale (of whose trainings --format megatron reads the arguments)": ("system", "model"),
+    "FlagScale (give its arguments as a command line of Megatron-LM)": ("system", "model"),
     "Megatron-Bridge (give its sizes and batch as Megatron-LM's arguments)": ("model", "train", "ddp"),
     "MosaicML Composer or OLMo": ("device_train_microbatch_size",),
     "Kubernetes (give the command that its containers run)": ("apiVersion", "kind"),

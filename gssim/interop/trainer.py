@@ -241,7 +241,7 @@ def _devices_in(keys: Keys, training: Training, cluster: Cluster) -> None:
     """Read the number of ranks; refuse another backend, or other devices, than the cluster's."""
     training.world = keys.integer("ray_num_workers", sets="plan.ranks")
     ranks, hosts = (keys.integer(name, sets="plan.ranks") for name in ("nproc_per_node", "nnodes"))  # of torchrun
-    tasks = keys.integer("ntasks", sets="plan.ranks")  # of srun
+    tasks = keys.integer("ntasks", sets="plan.ranks")  # an option of srun
     training.world = launched(keys, ranks, hosts) or tasks or training.world
     backend = keys.raw("ddp_backend")
     if backend is not None and backend != cluster.backend:

@@ -84,7 +84,7 @@ def _resolve_targets(training: Training, keys: Keys, model: Model) -> None:
     patterns = [each.rpartition(".")[2] or each for each in targets]
     if any(re.search(r"\d|[(\\|\[]", each) for each in targets) or not maps:
         keys.refuse_value(
-            adapters, "adapters in some blocks alone, or by such a pattern, cannot be told", "workload.adapters"
+            adapters, "adapters in only some blocks, or by such a pattern, cannot be simulated", "workload.adapters"
         )
         return
     found = tuple(name for name in maps if any(fnmatchcase(name, pattern) for pattern in patterns))

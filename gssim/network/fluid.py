@@ -98,9 +98,9 @@ class Pace:
     group_bytes: int = 0
     """Size of segment groups on shaped links (see [Note: head start] in `cluster`); 0 for wires."""
     saved_s: float = 0.0
-    """Time by which the wait before the bytes is shorter."""
+    """Time by which the wait before the first byte is shorter."""
     occupied_s: float = 0.0
-    """Processor time of the ends in addition to that for the bytes."""
+    """Processor time of sender and receiver, in addition to that for the bytes."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -195,7 +195,7 @@ def _mixed(values: Ints) -> Marks:
 
 
 class _Owners:
-    """Owners of marks, whose sums of marks are asked for again and again."""
+    """Sums of marks by owner, for owners that stay the same over many sums."""
 
     def __init__(self, owner: Ints, owners: int) -> None:
         self._order = np.argsort(owner, kind="stable")

@@ -421,10 +421,10 @@ class Plan:
     tp-comm-overlap, torch's asynchronous tensor parallelism; predicted only). Memory outside the allocator is that of
     Transformer Engine's buffers with `gathered_inputs = "gathered-again"`, else of torch's workspace."""
     async_input_gradients: bool = False
-    """Run the sum over the ranks of the axis tp of the gradient of a linear map's input (an all-reduce; with
-    `sequence_parallel`, a reduce-scatter) beside the product that gives the weight's gradient, as Megatron-LM does. All
-    weights whose maps read one gathered tensor get their gradients beside its reduce-scatter. DTensor does not cut the
-    blocks then. On gloo, threads that sum share the rank's cores with its products."""
+    """Overlap the sum of a linear map's input gradient over the ranks of the axis tp with the product that gives the
+    weight's gradient, as Megatron-LM does. The sum is an all-reduce; with `sequence_parallel`, a reduce-scatter for
+    each gathered tensor, which overlaps with the products of all maps that read it. Real runs then cut blocks without
+    DTensor. On gloo, the threads that sum share the rank's cores with the products."""
     embedding_parallel: bool = False
     """Divide the rows of the token embedding among the ranks of the axis tp: each looks up the tokens whose rows it
     has, and one all-reduce adds the ranks' results (Megatron-LM, torchtitan). A head that shares the embedding's weight

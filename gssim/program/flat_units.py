@@ -172,8 +172,9 @@ def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, beg
 
 @once_a_run
 def _gather(low: Lowering, device_type: str, unit: FlatUnit, phase: str, place: int, owned: int) -> list[Task]:
-    """Return the gather of a unit by a rank at a place, which owns some of its elements: the rank casts its shard into
-    a new flat buffer; all shards are all-gathered.
+    """Return the tasks that gather a unit on the rank at `place` among its owners, which owns `owned` of its elements.
+
+    The rank casts its shard into a new flat buffer; all shards are all-gathered.
     """
     own, device = gather_id(unit.name, phase), low.scenario.cluster.device_types[device_type]
     communication, exchange = _all_gather(low.owning(unit.bucket), unit, phase, place)

@@ -148,8 +148,9 @@ class Lowering:
         return other
 
     def under(self, scenario: Scenario, statistics: GradientStatistics | None) -> "Lowering":
-        """Return the lowering under other gradient statistics and thresholds, of a scenario that agrees in all else
-        that lowering reads; what is independent of them stays cached.
+        """Return the lowering of a scenario that differs, in what lowering reads, only in thresholds or statistics.
+
+        Cached values that depend on neither are kept.
         """
         other = copy(self)
         other.__dict__.pop("push", None)

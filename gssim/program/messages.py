@@ -574,8 +574,8 @@ def residual_value_bytes(low: Lowering) -> int:
 def accumulates_in_residual(low: Lowering) -> bool:
     """Return whether gradients are added to the residual, so that their bucket is freed early.
 
-    Otherwise the residual is added to the gradients: the sum is made in the more precise of the two. bf16 does not hold
-    what fp16 does, though both have 16 bits.
+    Otherwise the residual is added to the gradients: the sum is made in the more precise of the two. bf16 has
+    fewer bits of mantissa than fp16, though both have 16 bits.
     """
     kept = low.push.error_feedback_precision
     holds = kept == low.scenario.workload.precision or residual_value_bytes(low) > low.value_bytes

@@ -96,7 +96,7 @@ def lowering_key(
     Of the cluster, the key holds only the devices and the backend's costs. Wiring affects a program only through shard
     sizes that are derived from it, and these are in the key. `any_count`: the key does not hold the number of
     micro-batches, nor the samples; `any_shares`: nor the sizes of the ranks' parts of the batch, and of their shards;
-    `any_threshold`: nor how large the thresholds are under which gradients or changes of parameters stay.
+    `any_threshold`: nor the values of the thresholds of pushes and publications.
     """
     cluster, workload, plan, ranks = scenario.cluster, scenario.workload, scenario.plan, scenario.ranks
     not_read = NOT_READ | {"global_batch_size"} if any_count else NOT_READ
@@ -208,8 +208,9 @@ class Steps:
         """For steps with or without thresholding: payloads of the uneven collectives, and which depend on the data."""
 
     def under(self, scenario: Scenario, statistics: GradientStatistics | None) -> "Steps":
-        """Return the steps under other gradient statistics and thresholds, of a scenario that agrees in all else that
-        lowering reads; they share everything that does not depend on these.
+        """Return the steps of a scenario that differs, in what lowering reads, only in thresholds or statistics.
+
+        They share all cached values that depend on neither.
         """
         other = copy(self)
         other.scenario, other._lowerings = scenario, [low.under(scenario, statistics) for low in self._lowerings]

@@ -13,7 +13,7 @@ other ranks; the sum of its last part is sent after the product. Of a product of
 the exchange, and the rest before (or after) it. In the backward these are the products that give the input's gradient.
 Sources: Transformer Engine's userbuffers (ring exchange); torch's `_symmetric_memory`, fused_all_gather_matmul. Under
 `plan.async_input_gradients` the sum of a map's input gradient begins as soon as that is computed, and the products for
-the weight gradients run beside it; see `gssim.scenario.overlapped_sums`. Source: Megatron-LM,
+the weight gradients overlap with it; see `gssim.scenario.overlapped_sums`. Source: Megatron-LM,
 LinearWithGradAccumulationAndAsyncCommunication.
 
 torch's functional all-reduce copies its input and sums the copies (the copy is traced as the layer's own buffer). The
@@ -59,7 +59,7 @@ def sum_positions(layer: Layer, phase: str, recompute: Recompute) -> tuple[int, 
 
 
 def await_positions(layer: Layer, phase: str) -> tuple[int, ...]:
-    """Return the positions at which a layer's phase waits for the collectives that run beside a part of it."""
+    """Return the positions at which a layer's phase waits for the collectives that overlap with its compute."""
     beside = (each for each in layer.reductions if each.moment.phase == phase)
     return tuple(each.awaited for each in beside if each.awaited is not None)
 
@@ -67,7 +67,7 @@ def await_positions(layer: Layer, phase: str) -> tuple[int, ...]:
 def copied_positions(layer: Layer, phase: str, recompute: Recompute) -> tuple[int, ...]:
     """Return the positions of the collectives whose tensors a backend may copy: those of parts of sequences.
 
-    Of a collective beside compute, that is the position at which the layer waits for it.
+    For a collective that overlaps with compute, that is the position at which the layer waits for it.
     """
     parts = (each for each in reductions_in(layer, phase, recompute) if each.kind in ("all-gather", "reduce-scatter"))
     return tuple(map(end_of, parts))
@@ -127,22 +127,22 @@ def with_all_reduces(
             exchange = Communication.among(groups, CARRIED_AS.get(reduction.kind, reduction.kind), size)
             added, wait = _exchange(low, rank, own, reduction, exchange, after=tasks[-1].id)
             tasks += added
-            if wait is not None:  # of a second gather, after the next part
+            if wait is not None:  # a second gather is awaited after the next part
                 awaited.append((end + 0.25 if reduction.awaited is None else reduction.awaited, wait))
     tasks += [wait for _, wait in awaited]
     if low.scenario.plan.tp_overlap:
         return _overlapping(tasks, _products_beside(low, rank, instance, phase, samples))
     if await_positions(instance.layer, phase):
-        return _with_products_beside(tasks, _weight_products_s(low, rank, instance, samples))
+        return _with_overlapped_products(tasks, _weight_products_s(low, rank, instance, samples))
     return tasks
 
 
 def _exchange(
     low: Lowering, rank: int, own: TaskId, reduction: Reduction, exchange: Communication, *, after: TaskId
 ) -> tuple[list[Task], Task | None]:
-    """Return the tasks that take part in an exchange, and the later wait for it where it runs beside compute.
+    """Return the tasks that take part in an exchange, and the later wait for it if it overlaps with compute.
 
-    What a backend allocates for an exchange beside compute lives until that wait.
+    Buffers that a backend allocates for an exchange with such a wait live until it.
     """
     if reduction.kind == GATHER_AGAIN:
         return [collective_task(own, exchange, "gather", after=(after,))], _wait_for(own)
@@ -162,12 +162,12 @@ def _exchange(
     return [*tasks, collective_task(own, exchange, "slices", after=(tasks[-1].id if tasks else after,))], wait
 
 
-def _with_products_beside(tasks: Sequence[Task], products_s: Mapping[int, float]) -> list[Task]:
-    """Return a backward in which the time beside each sum of an input's gradient is that of the products beside it.
+def _with_overlapped_products(tasks: Sequence[Task], products_s: Mapping[int, float]) -> list[Task]:
+    """Return a backward in which the parts that overlap with a sum of input gradients take as long as its products.
 
-    `products_s`: seconds of the products, by number of the sum. The parts of a layer take times by their numbers of
-    operations. Where the products take longer than the parts beside the sum, the part before it is shorter, and the
-    reverse.
+    `products_s`: seconds of the products that overlap with a sum, by number of the sum. In `tasks`, a layer's time is
+    divided among its parts by their numbers of operations; what the overlapping parts gain here, the part before it
+    loses, and the reverse.
     """
     found = list(tasks)
     for start, task in enumerate(tasks):
@@ -239,7 +239,7 @@ class _Product(NamedTuple):
 
 
 def _weight_products_s(low: Lowering, rank: int, instance: LayerInstance, samples: int) -> dict[int, float]:
-    """Return the seconds of the products of weights' gradients that run beside each sum, by number of the sum."""
+    """Return the seconds of the weight-gradient products that overlap with each sum, by number of the sum."""
     layer = instance.layer
     maps = dict(zip(map(id, input_gradient_sums(layer)), maps_of_sums(layer), strict=True))
     return {
@@ -309,7 +309,7 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 """Operation of each kind of collective."""
 CARRIED_AS = {GATHER_AGAIN: "all-gather"}
-"""The collective of each kind that is not called as one."""
+"""The collective that carries out an exchange whose kind has another name."""
 CONTEXT_EXCHANGES = ("all-to-all", "ring")
 """Kinds of collectives of context parallelism; a layer's other collectives are over tensor-parallel ranks."""
 CONTEXT_OPERATIONS = frozenset(["exchange-heads", *BLOCK_OPERATIONS])

@@ -1,10 +1,10 @@
-"""Layers of a tensor-parallel rank that sum the gradients of their maps' inputs beside the products of the weights'.
+"""Layers of a tensor-parallel rank in which sums of input gradients overlap with the products of weight gradients.
 
-They are derived from traced layers, in which such a sum follows the whole backward of its map, as `gsreal.methods
-.overlapped_sums` changes it (`plan.async_input_gradients`):
+They are derived from traced layers, in which such a sum follows the whole backward of its map. The changes are those
+that `gsreal.methods.overlapped_sums` makes in real runs (`plan.async_input_gradients`):
 
 - An all-reduce begins where the gradient of the map's input is computed, which comes before those of weight and bias.
-  It is done in place: the copy of the traced sum is not made.
+  It is done in place, without the copy of its operand that the trace has.
 - A reduce-scatter begins where the input's gradient of all maps that read the gathered tensor is complete. Only then
   come the gradients of these maps' weights and biases; their inputs, and the gradients of their outputs, live until
   the wait.
@@ -39,10 +39,10 @@ def input_gradient_sums(layer: Layer) -> list[Reduction]:
 
 
 def maps_of_sums(layer: Layer, *, rows: bool = False) -> list[list[Parameter]]:
-    """Return the weights of the maps cut by columns whose inputs' gradients each of `input_gradient_sums` sums.
+    """Return, for each of `input_gradient_sums`, the weights of the column-parallel maps whose input gradients it sums.
 
-    `rows`: of the maps cut by rows whose weights' gradients come in the same part of the backward. Where a forward sums
-    results, those of its last map are summed, and of all maps cut in the same dimension.
+    `rows`: instead, those of row-parallel maps whose weight gradients are computed between that sum and the one before.
+    A layer whose forward sums outputs ends with a row-parallel map; all maps cut in its dimension are row-parallel.
     """
     maps = sorted((p for p in layer.parameters if p.sliced and len(p.shape) == 2), key=lambda p: p.ready.position)
     sums_results = any(e.moment.phase == "f" and e.kind in SUMS for e in layer.reductions)
@@ -55,8 +55,8 @@ def maps_of_sums(layer: Layer, *, rows: bool = False) -> list[list[Parameter]]:
 
 
 @lru_cache(maxsize=256)
-def summing_beside(layer: Layer) -> Layer:
-    """Return a layer whose sums of inputs' gradients run beside the products that give the weights'."""
+def with_overlapped_sums(layer: Layer) -> Layer:
+    """Return a layer whose sums of input gradients overlap with the products that give the weight gradients."""
     for reduction, maps in zip(input_gradient_sums(layer), maps_of_sums(layer), strict=True):
         owners = {each.name.rpartition(".")[0] for each in maps}
         of_maps = [each for each in layer.parameters if each.name.rpartition(".")[0] in owners]
@@ -68,8 +68,9 @@ def summing_beside(layer: Layer) -> Layer:
 
 
 def _with_sum_of_one_operation(layer: Layer, reduction: Reduction, parameters: Sequence[Parameter]) -> Layer:
-    """Return a layer with such a sum at an operation that stands for the whole backward of a map, in files that are not
-    traced (those of published runs): what it sums is no copy there.
+    """Return a layer that is not traced (of a published run) with such a sum.
+
+    There one operation stands for the whole backward of a map, and its sum has no copy of its operand.
     """
     end = reduction.moment
     ready = {id(each): replace(each, ready=_next(end)) for each in parameters}
@@ -125,12 +126,12 @@ def _replaced(
     begin: Moment,
 ) -> Layer:
     """Return a layer with changed buffers and parameters, by `id` (None: left out), and a sum from `begin` on."""
-    held = (buffers.get(id(each), each) for each in layer.buffers)
+    kept = (buffers.get(id(each), each) for each in layer.buffers)
     beside = replace(reduction, moment=begin, awaited=reduction.moment.position)
     reductions = [beside if each is reduction else each for each in layer.reductions]
     return replace(
         layer,
-        buffers=tuple(each for each in held if each is not None),
+        buffers=tuple(each for each in kept if each is not None),
         parameters=tuple(parameters.get(id(each), each) for each in layer.parameters),
         reductions=tuple(reductions),
     )

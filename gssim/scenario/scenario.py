@@ -296,7 +296,7 @@ class Scenario:
     @property
     def cuts_natively(self) -> bool:
         """Whether DTensor cuts the blocks' linear maps; not where some have adapters or are frozen, nor where sums of
-        gradients run beside products.
+        gradients overlap with products.
         """
         own = self.workload.adapters, self.workload.frozen
         return self.policies.cuts_natively and own == (None, None) and not self.plan.async_input_gradients

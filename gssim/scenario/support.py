@@ -40,8 +40,8 @@ FEATURES: dict[str, Mapping[str, Any]] = {
         "workload.adapters.rank": 8,
     },
     "tp 2, exchanges beside products": {"plan.tp": 2, "plan.sequence_parallel": True, "plan.tp_overlap": True},
-    "tp 2, input gradients summed beside products": {"plan.tp": 2, "plan.async_input_gradients": True},
-    "tp 2, input gradients summed beside products, autocast in bf16": {
+    "tp 2, sums of input gradients overlapped": {"plan.tp": 2, "plan.async_input_gradients": True},
+    "tp 2, sums of input gradients overlapped, autocast in bf16": {
         "plan.tp": 2,
         "plan.async_input_gradients": True,
         "workload.autocast": "bf16",

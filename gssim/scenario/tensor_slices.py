@@ -13,7 +13,7 @@ from gssim.execution.cache import Same
 from gssim.scenario.context_slices import in_context, ring_layer
 from gssim.scenario.device_rates import value_bytes
 from gssim.scenario.expert_load import layers_of_own_experts, on_context_parts, routes_parts
-from gssim.scenario.overlapped_sums import summing_beside
+from gssim.scenario.overlapped_sums import with_overlapped_sums
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.vocabulary_slices import DividedVocabulary, divided_layers, divided_vocabulary, units_of_ranks
 from gssim.workload import (
@@ -62,14 +62,14 @@ def model_slice(
     positions: int | None = None,
     vocabulary: DividedVocabulary | None = None,
     gathers_again: bool = False,
-    sums_beside: bool = False,
+    overlaps_sums: bool = False,
 ) -> Model:
     """Return the slice of the model on the rank at `position` of a tensor group; `parts`: every rank's share.
 
     `positions`: with sequence parallelism, the rank's number of positions of each sequence; None: without it.
     `vocabulary`: how ranks divide the vocabulary; None: not at all. `gathers_again`: whether gathered inputs are
-    gathered again in the backward instead of being kept for it. `sums_beside`: whether gradients of inputs are summed
-    beside the products of weights' gradients.
+    gathered again in the backward instead of being kept for it. `overlaps_sums`: whether sums of input gradients
+    overlap with the products of weight gradients.
     """
     layers = []
     for layer in model.sliced_layers if positions is None else model.sequence_layers:
@@ -81,8 +81,8 @@ def model_slice(
         layers = [_gathering_again(layer, len(parts), length) for layer in layers]
     if vocabulary is not None:
         layers = divided_layers(model, layers, parts, position, vocabulary)
-    if sums_beside:
-        layers = list(map(summing_beside, layers))
+    if overlaps_sums:
+        layers = list(map(with_overlapped_sums, layers))
     return replace(model, layers=tuple(layers), **_WHOLE_ONLY)
 
 
@@ -120,11 +120,11 @@ def held_slice(scenario: Scenario, position: int) -> Model:
     again = scenario.plan.gathered_inputs == "gathered-again"
     shares, beside = scenario.slice_shares, scenario.plan.async_input_gradients
     if policies.cp == 1:
-        how: dict[str, Any] = {"vocabulary": divided, "gathers_again": again, "sums_beside": beside}
+        how: dict[str, Any] = {"vocabulary": divided, "gathers_again": again, "overlaps_sums": beside}
         return model_slice(model, shares, position, positions=positions, **how)
     of_part = (positions or 0) // policies.tp if policies.sequence_parallel else None
     held = _context_slice(Same(model), shares, position, positions or 0, of_part, divided, again, policies.ring)
-    return replace(held, layers=tuple(map(summing_beside, held.layers))) if beside else held
+    return replace(held, layers=tuple(map(with_overlapped_sums, held.layers))) if beside else held
 
 
 @lru_cache(maxsize=64)

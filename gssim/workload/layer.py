@@ -429,7 +429,7 @@ class Reduction:
     fixed: bool = False
     """Whether its size is the same in every precision: a norm that computes in fp32 sums its means in fp32."""
     awaited: int | None = None
-    """Position at which the layer waits for it, beside whose compute it runs until then; None: at once. In no file."""
+    """Position at which the layer waits for it; until then it overlaps with compute. None: at once. Not in files."""
 
     @classmethod
     def parse(cls, text: object) -> "Reduction":

@@ -286,7 +286,7 @@ def test_a_scalar_is_no_parameter_that_fsdp2_could_shard(refusal, tmp_path, meth
     """A prediction answered, and the ranks ended in torch's own error."""
     model = MODEL_TOML.replace("{}.bias 4 b0 b1", "{}.bias scalar b0 b1")
     path = write_files(tmp_path, model=model)
-    assert "FSDP2 shards no scalar such as h.0.bias" in refusal(path, f"plan.method={method}")
+    assert "FSDP2 cannot shard a scalar such as h.0.bias" in refusal(path, f"plan.method={method}")
     load_scenario(path, ["plan.method=zero1"])
 
 

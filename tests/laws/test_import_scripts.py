@@ -235,7 +235,7 @@ def test_a_training_script_in_python_is_refused_with_what_is_read_instead(tmp_pa
 )
 def test_a_script_that_runs_a_program_of_its_own_is_refused_by_its_name(tmp_path, command, program):
     """Each option was refused as Megatron-LM's: `batch-size: a retired spelling: see Megatron's own message`."""
-    with pytest.raises(UserError, match=f"runs {re.escape(program)}, and none of the options is read") as caught:
+    with pytest.raises(UserError, match=f"runs {re.escape(program)}, none of whose options is known") as caught:
         imported(tmp_path, f"#!/bin/bash\nexport OMP_NUM_THREADS=1\n{command}\n", name="train.sh", model="gpt3-1.3b")
     assert "\n" not in str(caught.value)
 
@@ -296,7 +296,7 @@ def test_a_seed_that_is_left_open_is_not_refused(tmp_path, text):
 def test_a_readme_is_no_script(tmp_path):
     """A quotation in its prose had no end."""
     text = "# Fine-tuning\nIt's easy:\n```\ntorchrun train.py --per_device_train_batch_size 1\n```\n"
-    with pytest.raises(UserError, match="is a text, no script; give the command line in it"):
+    with pytest.raises(UserError, match="is a document, not a script; give the command line in it"):
         imported(tmp_path, text, name="README.md", model="gpt3-1.3b")
 
 

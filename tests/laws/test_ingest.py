@@ -329,7 +329,7 @@ REFUSED = {
     "ranks": (changed(lambda data: data["distributedInfo"].update(world_size=4)), "of a job of 4 ranks"),
     "missing": (lambda folder: folder / "none.json", "no such file"),
     "folder": (lambda folder: folder, "a folder; name its files"),
-    "old-torch": (changed(set_in_event(cat="Operator")), "cat = 'Operator': of a torch of 2022 or older"),
+    "old-torch": (changed(set_in_event(cat="Operator")), "cat = 'Operator': a category of PyTorch before 2023"),
     "nsight": (zipped(b"SQLite format 3\0" + bytes(range(256)), "report1.sqlite"), "as Nsight Systems exports it"),
     "nsight-report": (zipped(bytes(range(256)), "report1.nsys-rep"), "a report of Nsight Systems; record"),
     "chakra": (zipped(bytes(range(256)), "chakra.0.et"), "an execution trace (Chakra); record"),

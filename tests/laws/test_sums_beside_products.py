@@ -8,7 +8,7 @@ import pytest
 from gssim.memory import footprint
 from gssim.memory.lifetimes import activation_timeline, gradient_events
 from gssim.scenario import load_model
-from gssim.scenario.overlapped_sums import end_of, input_gradient_sums, maps_of_sums, summing_beside
+from gssim.scenario.overlapped_sums import end_of, input_gradient_sums, maps_of_sums, with_overlapped_sums
 from gssim.workload import Layer, LayerInstance, Parameter, Reduction, sliced_layer
 from gssim.workload.layer import Buffer
 
@@ -38,7 +38,7 @@ def peak_bytes(layer: Layer) -> float:
 def test_products_are_between_the_begin_of_a_sum_and_its_end(file, kind):
     """Every map that is cut by columns has one; what is saved for the backward, and what is sent, stay as they were."""
     for layer in blocks(file, kind):
-        beside = summing_beside(layer)
+        beside = with_overlapped_sums(layer)
         assert [each.size_bytes for each in beside.reductions] == [each.size_bytes for each in layer.reductions]
         sums, maps = input_gradient_sums(beside), maps_of_sums(beside)
         assert [sorted(p.name for p in each) for each in maps] == [
@@ -77,7 +77,7 @@ def test_a_backward_of_one_operation_keeps_its_tensors():
         ),
         reductions=[Reduction.parse("f2 64*b"), Reduction.parse("b2 64*b")],
     )
-    beside = summing_beside(layer)
+    beside = with_overlapped_sums(layer)
     assert beside.buffers == layer.buffers
     (found,) = input_gradient_sums(beside)
     assert (found.moment.position, found.awaited) == (1, 2)

@@ -67,7 +67,7 @@ def test_a_map_sums_its_input_gradient_while_it_computes_that_of_its_weight(kind
     torch.manual_seed(0)
     owner, x = torch.nn.ModuleList([KINDS[kind]()]), torch.randn(2, 3, 6, requires_grad=True)
     of_input, *of_weights = gradients(owner, x)
-    overlapped.sum_beside(owner[0], noting_start(products))
+    overlapped.overlap_sum(owner[0], noting_start(products))
     found, *others = gradients(owner, x)
     torch.testing.assert_close(found, 2 * of_input)
     torch.testing.assert_close(others, of_weights)
@@ -82,7 +82,7 @@ def test_maps_of_one_gathered_tensor_compute_their_weights_gradients_in_order_be
     x = torch.randn(2, 3, 6, requires_grad=True)
     of_input, *of_weights = gradients(owner, x)
     maps = dict(owner.named_children())
-    gather = overlapped.gather_beside(owner, maps, lambda part: part.clone(), noting_start(products))
+    gather = overlapped.gather_with_overlapped_sum(owner, maps, lambda part: part.clone(), noting_start(products))
     ready: list[str] = []
     for name, parameter in owner.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))

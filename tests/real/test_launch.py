@@ -629,7 +629,9 @@ def test_a_batch_norm_of_one_value_per_channel():
     check_norms(loaded_with("plan.method=ddp", "workload.global_batch_size=4"), where="file")
     for change in ("workload.global_batch_size=2", "plan.micro_batches=2"):
         scenario = loaded_with("plan.method=ddp", "workload.global_batch_size=4", change)
-        with pytest.raises(UserError, match=r"file: rank 0 trains a sample at a time: .* at least two samples in a mi"):
+        with pytest.raises(
+            UserError, match=r"file: rank 0 has micro-batches of one sample: .* at least two samples in a mi"
+        ):
             check_norms(scenario, where="file")
 
 

@@ -53,7 +53,7 @@ from analysis.sweep_tables import (
 )
 
 SIZE = Size(wide=3.9, high=3.1, left=0.9, right=0.5, below=0.75)
-RESERVED = " Peak memory is what PyTorch's allocator reserves: more than is allocated of it, without the context."
+RESERVED = " Peak memory is what PyTorch's caching allocator reserves; the CUDA context is not counted."
 MOST_PANELS = 9
 MOST_LABELS = 7
 MOST_LOOKS = 12

@@ -215,7 +215,7 @@ def _panel(
     axes.tick_params(length=0)
     axes.set_xlabel(label)
     # beside a single row, a rotated label would run into the note above
-    beside = {"xytext": (-4, 3), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+    beside: dict[str, Any] = {"xytext": (-4, 3), "textcoords": "offset points", "ha": "right", "va": "bottom"}
     axes.annotate(ROWS, (0, 1), xycoords="axes fraction", **beside, fontsize=LABEL_POINTS)
     for spine in axes.spines.values():
         spine.set_visible(False)

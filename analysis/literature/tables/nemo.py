@@ -22,7 +22,7 @@ LLAMAS = {
     "llama3-70b": (80, 8192, 64, 8, 28672, 128256),
     "llama3-405b": (126, 16384, 128, 16, 53248, 128256),
 }
-"""Layers, width, heads, heads of keys and values, width of the maps, vocabulary (`num_query_groups` is 16 at 405B)."""
+"""Layers, width, heads, heads of keys and values, width of the perceptron, vocabulary (405B has 16 query groups)."""
 GPT3S = {"gpt3-5b": (24, 4096, 32), "gpt3-20b": (44, 6144, 48), "gpt3-175b": (96, 12288, 96)}
 """Layers, width, heads. Positions are learned, the output layer shares the embedding's weight."""
 NEMOTRONS = {
@@ -34,11 +34,14 @@ NEMOTRONS = {
 """Layers, width, heads, heads of keys and values. Positions are rotary, activations squared ReLU, nothing is biased."""
 GPT2_VOCABULARY, NEMOTRON_VOCABULARY = 50257, 256000
 GPT2_TOKENS = "tokenizer of GPT-2"
-"""Remark of recipes whose made-up data has the tokenizer of GPT-2, whose vocabulary the model then takes."""
+"""Value of the column `note` for recipes with synthetic data and GPT-2's vocabulary."""
 
 
 def nemo(record: Mapping[str, str], identity: str) -> Run:
-    """Return the run of a row; raise SkippedError for missing fields, or a run that cannot be written."""
+    """Return the run of a row.
+
+    Raises SkippedError for missing fields, or a run that no scenario describes; UnscoredError for fine-tuning.
+    """
     model, tuning = record["model"], record["tuning"]
     if tuning == "lora":
         raise SkippedError("low-rank adapters beside fused projections")

@@ -127,7 +127,7 @@ class ModelParts:
         key = ("slice", parts, position, positions, divided, again, beside)
         held = partial(model_slice, self.model, parts, position)
         slices: dict[str, Any] = {"positions": positions, "vocabulary": divided}
-        slices |= {"gathers_again": again, "sums_beside": beside}
+        slices |= {"gathers_again": again, "overlaps_sums": beside}
         return self.once(key, lambda: self._of_traced(unrolled(held(**slices))))
 
     def parts(self, plan: Plan, policies: Policies) -> Sequence[Part]:

@@ -304,7 +304,7 @@ def _check_batch(scenario: Scenario, ranks: int, file: str) -> None:
 
 
 def check_scalars(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse parameters without a dimension where FSDP2 shards: it cuts every parameter along its first one."""
+    """Refuse scalar parameters where FSDP2 shards: it splits every parameter along its first dimension."""
     if policies.gradients != "reduce-scatter" or scenario.plan.zero2_implementation != "torch":
         return
     layers = unrolled(scenario.workload.model)
@@ -313,8 +313,8 @@ def check_scalars(scenario: Scenario, policies: Policies, file: str) -> None:
     if (name := next(named, None)) is not None:
         raise UserError(
             f"{file}: workload.model: '{scenario.workload.model.name}' cannot run with method "
-            f"'{scenario.plan.method}': FSDP2 shards no scalar such as {name}; allowed: a model in which it has one "
-            "dimension of size 1, or methods that keep parameters whole"
+            f"'{scenario.plan.method}': FSDP2 cannot shard a scalar such as {name}; allowed: a model in which its "
+            "shape is (1,), or a method without FSDP2, such as ddp"
         )
 
 

@@ -98,8 +98,9 @@ def check_divided_vocabulary(scenario: Scenario, policies: Policies, file: str) 
 
 
 def _check_equal_rows(scenario: Scenario, policies: Policies, where: str) -> None:
-    """Refuse parts of the vocabulary of which tensor ranks hold unequal numbers of rows, if these ranks sum gradients
-    that are pushed: the owners of a bucket would own other parts of these.
+    """Refuse a vocabulary that tensor ranks do not divide evenly, if they sum some of the gradients that are pushed.
+
+    Their buckets have unequal sizes then, so that their owners' shards hold different parts of what is summed.
     """
     model, ranks = scenario.workload.model, policies.tp
     uneven = next((each for each in divided_entries(scenario.plan, model) if each % ranks), None)
@@ -108,12 +109,15 @@ def _check_equal_rows(scenario: Scenario, policies: Policies, where: str) -> Non
     if policies.gradients == "push" and uneven is not None and sums and len(scenario.shard_shares) > ranks:
         raise UserError(
             f"{where}: {ranks} tensor-parallel ranks do not divide the {uneven} entries of the vocabulary evenly, and "
-            "sum gradients of norms or adapters, of which they would own other parts; leave it out"
+            "each would own another part of the norms or adapters whose gradients they sum; leave it out"
         )
 
 
 def check_tensor_overlap(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse to run exchanges of tensor-parallel ranks beside products where there are none, or they go by the host."""
+    """Refuse to overlap exchanges of tensor-parallel ranks with products where there are none, or they go by the host.
+
+    Only `tp_overlap` is refused for a backend that copies by the host.
+    """
     plan, model, backend = scenario.plan, scenario.workload.model, scenario.cluster.backend
     if not plan.tp_overlap and not plan.async_input_gradients:
         return
@@ -127,7 +131,7 @@ def check_tensor_overlap(scenario: Scenario, policies: Policies, file: str) -> N
     if policies.tp == 1:
         raise UserError(f"{where}: no tensor-parallel ranks sum gradients of inputs; set plan.tp")
     if not any(each.cut is not None and len(each.shape) == 2 for layer in layers for each in layer.parameters):
-        raise UserError(f"{where}: the blocks of '{model.name}' are not cut in linear maps; leave it out")
+        raise UserError(f"{where}: the blocks of '{model.name}' have no linear maps that ranks divide; leave it out")
     if plan.tp_overlap and backend != "nccl":
         raise UserError(f"{where}: the cluster's backend is '{backend}', which copies by the host; allowed with 'nccl'")
 
