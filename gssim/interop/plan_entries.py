@@ -61,7 +61,7 @@ def plan_entries(
     _shorten(training, entries, batch, pp.value)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
-    entries += _sums_beside_products(training, tp.value, cluster, overrides)
+    entries += _sums_beside_products(training, tp.value, overrides)
     _note_separate_sums(training, keys, model, tp, overrides)
     entries += _megatron_bucket(training, asked, dp, model.elements // (tp.value * pp.value), overrides)
     entries += _gathers_beside_forward(training, keys, asked, cluster, overrides)
@@ -252,8 +252,8 @@ def _note_separate_sums(training: Training, keys: Keys, model: Model, tp: Value,
         keys.listed.append((tp.origin, what))
 
 
-def _sums_beside_products(training: Training, tp: int, cluster: Cluster, overrides: dict[str, Any]) -> list[Entry]:
-    """Return the entry for sums of input gradients that overlap with products, on NCCL alone.
+def _sums_beside_products(training: Training, tp: int, overrides: dict[str, Any]) -> list[Entry]:
+    """Return the entry for sums of input gradients that overlap with products.
 
     There is none with sequence parallelism: there, Megatron-LM's reduce-scatters and second gathers slow down the
     products beside them by about as much as they are hidden, and this slowdown is not modelled (Korthikanti et al.
@@ -261,7 +261,7 @@ def _sums_beside_products(training: Training, tp: int, cluster: Cluster, overrid
     """
     asked, sequences = training.async_input_gradients, training.sequence_parallel
     divides = overrides.get("plan.sequence_parallel", sequences is not None and sequences.value)
-    if asked is None or not asked.value or tp == 1 or cluster.backend != "nccl" or divides:
+    if asked is None or not asked.value or tp == 1 or divides:
         return []
     return [Entry("plan.async_input_gradients", True, asked.origin)]
 

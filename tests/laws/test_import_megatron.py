@@ -560,3 +560,14 @@ def test_megatrons_experts_beside_whole_optimizers_have_gradients_that_are_summe
         if entry.kind == "all-reduce" and entry.group in {(rank, rank + 4) for rank in range(4)}
     ]
     assert set(of_experts) == {2 * maps * 4096 * 14336 * 4 for maps in (1, 2)}  # of two experts, in fp32
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_sums_beside_products_are_read_for_every_backend(tmp_path, backend):
+    """They run over gloo too; an import for such a cluster left them out without a word."""
+    text = (ROOT / "scenarios/clusters/dgx-h100.toml").read_text()
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(text.replace('backend = "nccl"', f'backend = "{backend}"'))
+    script = MEGATRON.replace("--lr 1.5e-4", "--lr 1.5e-4 --tensor-model-parallel-size 2")
+    tables, _ = imported(tmp_path, script, name="train.sh", model="gpt3-1.3b", cluster=cluster)
+    assert tables["plan"]["async_input_gradients"]
