@@ -129,8 +129,9 @@ def communication_cost(bench: Bench) -> dict[str, Any]:
     on_gpu = bench.device.type == "cuda"
     lines = _lines(bench, group, STAGED_BYTES if on_gpu else EXCHANGE_BYTES)
     costs = costs_of(lines, bench.ranks)
-    if on_gpu and bench.ranks > 2:
-        costs |= overheads_of(_lines(bench, dist.new_group([0, 1]), SMALL_BYTES), lines, bench.ranks)
+    if on_gpu:
+        if bench.ranks > 2:
+            costs |= overheads_of(_lines(bench, dist.new_group([0, 1]), SMALL_BYTES), lines, bench.ranks)
     elif own_place() is None:
         costs |= following_of(_following_times(bench, group), lines)
     return costs | _posting_cost(bench)

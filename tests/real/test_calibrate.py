@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 import torch
 
-from gsreal.calibrate import kernels, wrappers
+from gsreal.calibrate import communication, kernels, wrappers
 from gsreal.calibrate.bench import Bench
 from gsreal.calibrate.cluster_file import averaged, write_all_reduces
 from gsreal.calibrate.communication import _mean, line_through
@@ -47,6 +47,23 @@ def test_a_calibration_of_a_busy_machine_says_so(monkeypatch, capsys, ratio, ran
     said = capsys.readouterr().err
     assert bool(said) == warned
     assert not warned or "for 40% of the time" in said
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "place", "measured"),
+    [("cpu", 2, None, True), ("cpu", 2, "lab", False), ("cuda", 2, None, False), ("cuda", 3, None, False)],
+)
+def test_collectives_that_follow_one_another_are_measured_on_cpus_outside_of_the_lab(
+    monkeypatch, device, ranks, place, measured
+):
+    """Between two GPUs they were measured too, with tensors of the CPU beside those of the GPUs."""
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=object()))
+    monkeypatch.setattr(torch.distributed, "new_group", lambda _ranks: object())
+    monkeypatch.setattr(communication, "own_place", lambda: place)
+    for name in ("_lines", "costs_of", "overheads_of", "_posting_cost", "_following_times"):
+        monkeypatch.setattr(communication, name, lambda *_: {})
+    costs = communication.communication_cost(SimpleNamespace(device=torch.device(device), ranks=ranks))
+    assert ("following_saving_s" in costs) == measured
 
 
 def curve(*values: float) -> dict:
