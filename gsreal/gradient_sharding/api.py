@@ -110,7 +110,7 @@ def shard_gradients(
 
     Raises ValueError if parameters, units and options do not fit together, or differ between ranks.
     """
-    check_arguments(locals())
+    check_arguments(locals())  # as given: first, before any local name is made
     units, param_groups = tuple(units), param_groups if param_groups is None else tuple(param_groups)
     hierarchy = hierarchy_of(mesh, group, expert_group)
     push, publish = push or Push(), publish or Publish()
