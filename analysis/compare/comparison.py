@@ -511,12 +511,22 @@ class Effect:
 
 def effects(pairs: Sequence[Pair]) -> list[Effect | None]:
     """Return the effect of each thresholded run; None for others, and without a dense run of the same training."""
-    return [_effect(pair, pairs) if is_thresholded(pair.measured.result) else None for pair in pairs]
+    dense: dict[str, list[Pair]] = defaultdict(list)
+    """The runs that exchange all gradients in every step, by training."""
+    for pair in pairs:
+        real = pair.measured.result
+        method = METHODS.get(method_of(real))
+        if not is_thresholded(real) and (method is None or method.exchanges_all_gradients):
+            dense[_training_key(real)].append(pair)
+    return [
+        _effect(pair, dense[_training_key(pair.measured.result)]) if is_thresholded(pair.measured.result) else None
+        for pair in pairs
+    ]
 
 
-def _effect(pair: Pair, pairs: Sequence[Pair]) -> Effect | None:
-    real, key = pair.measured.result, _training_key(pair.measured.result)
-    same = [each for each in pairs if _is_dense(each.measured.result) and _training_key(each.measured.result) == key]
+def _effect(pair: Pair, same: Sequence[Pair]) -> Effect | None:
+    """Return the effect of a run against a dense one of the same training, preferably of the same method."""
+    real = pair.measured.result
 
     def distance(other: Pair) -> tuple[bool, str]:
         return method_of(other.measured.result) != method_of(real), name_of(other.measured.result)
@@ -535,12 +545,6 @@ def _effect(pair: Pair, pairs: Sequence[Pair]) -> Effect | None:
 def is_thresholded(result: Result) -> bool:
     """Return whether a threshold decides what is pushed or published."""
     return threshold_of(result) is not None or _table(result, "publish").get("threshold") is not None
-
-
-def _is_dense(result: Result) -> bool:
-    """Return whether all gradients are exchanged in every step."""
-    method = METHODS.get(method_of(result))
-    return not is_thresholded(result) and (method is None or method.exchanges_all_gradients)
 
 
 def last_loss(result: Result) -> float | None:

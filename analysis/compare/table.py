@@ -14,7 +14,7 @@ import polars as pl
 
 from gssim.errors import UserError
 from gssim.execution.files import parsed_json, read_json
-from gssim.result import MEASURED_PHASES, SCHEMA, Result, read_result
+from gssim.result import MEASURED_PHASES, SCHEMA, Result
 from gssim.scenario.sweep import SEPARATOR
 from gssim.units import excess, validated
 
@@ -79,10 +79,17 @@ def find_results(paths: Sequence[Path]) -> Found:
             if candidate.name.endswith(ARCHIVES):
                 for member, modified_ns, content in _archived_json(candidate):
                     _add(resolved / member, candidate / member, modified_ns, content, files, skipped)
-            elif inside and not _is_result_file(candidate):
+                continue
+            try:
+                data = read_json(candidate)
+            except UserError:
+                if not inside:
+                    raise
+                data = None  # unreadable or no JSON, so no Result
+            if inside and not _is_result(data):
                 skipped.add(resolved)
             else:
-                files[resolved] = _read(candidate)
+                files[resolved] = _read(data, candidate)
     return Found(tuple(files.values()), len(skipped))
 
 
@@ -131,20 +138,13 @@ def _add(
     files[place] = ResultFile(path, modified_ns, result)
 
 
-def _is_result_file(path: Path) -> bool:
-    try:
-        return _is_result(read_json(path))
-    except UserError:  # unreadable or no JSON, so no Result
-        return False
-
-
 def _is_result(data: Any) -> bool:
     return isinstance(data, dict) and data.get("schema") == SCHEMA
 
 
-def _read(path: Path) -> ResultFile:
+def _read(data: Any, path: Path) -> ResultFile:
+    result = validated(Result, data, file=str(path))
     try:
-        result = read_result(path)
         modified_ns = path.stat().st_mtime_ns
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None

@@ -84,12 +84,14 @@ def summary(sweep: SweepTable) -> list[str]:
         best = max(gains, key=lambda gain: gain.speed_up_ratio)
         label = layout.setting_label(layout.setting_of(best.thresholded))
         where = f" in '{label}'" if label else ""
+        silent = sum(is_control(row) and is_thresholded(row) for row in sweep.fitting)
+        controls = f"{counted(silent, 'control')} (nothing pushed)" if silent else "No control"
         sentences.append(
             f"A threshold is predicted to be faster than the fastest dense plan in {len(faster)} of "
             f"{counted(len(gains), 'setting')}; most{where}: "
             f"{_threshold(best.thresholded, layout)} has {best.speed_up_ratio:.2f} times the speed of dense "
             f"{layout.plan_label(layout.plan_of(best.dense))}, with {density_words(best.thresholded)}. "
-            f"Change of loss: not measured. {_control(sweep)}"
+            f"Change of loss: not measured. {controls} among the points."
         )
     return sentences
 
@@ -119,15 +121,6 @@ def _fastest_of(place: Place, rows: Sequence[Row], layout: Layout) -> str:
     return (
         f"{where} fastest dense plan that fits is {fast}, {seconds(timed[0]['step_time_s'])} a step; the slowest, "
         f"{slow}, takes {times:.2f} times as long."
-    )
-
-
-def _control(sweep: SweepTable) -> str:
-    controls = [row for row in sweep.fitting if is_control(row) and is_thresholded(row)]
-    return (
-        f"{counted(len(controls), 'control')} (nothing pushed) among the points."
-        if controls
-        else "No control among the points."
     )
 
 

@@ -385,12 +385,6 @@ def _experts(record: Mapping[str, str]) -> tuple[Experts | None, Latent | None]:
     return experts, latent
 
 
-def _is_in_cloud(record: Mapping[str, str]) -> bool:
-    """Return whether a test was measured on the cloud machines; see `CLOUD_TESTS`."""
-    test = record["test_case"].removeprefix("gpt3_").removeprefix("mcore_")
-    return "dgxc" in record["platform"] or (record["platform"] == "dev_dgx_h100" and test in CLOUD_TESTS)
-
-
 def _gpu(platform: str) -> str:
     gpu = next((gpu for part, gpu in GPUS.items() if part in platform), None)
     if gpu is None:
@@ -460,6 +454,9 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         ranks = needed(record, "nodes") * needed(record, "gpus_per_node")
         compared = tp + ranks // (tp * (count(record, "pipeline-model-parallel-size") or 1))
     ring = 2 if "a2a_p2p" in test else context  # two levels, one of which exchanges heads
+    in_cloud = "dgxc" in record["platform"] or (
+        record["platform"] == "dev_dgx_h100" and test.removeprefix("gpt3_").removeprefix("mcore_") in CLOUD_TESTS
+    )
     return Software(
         precision="fp16" if record["fp16"] == "True" else "bf16",
         flash_attention=fused,
@@ -482,9 +479,7 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         in_place_loss=True,
         recomputes_attention=True,
         fused_projections=True,
-        operation_overhead_s=CLOUD_OVERHEAD_S
-        if _is_in_cloud(record)
-        else OPERATION_OVERHEADS_S[_gpu(record["platform"])],
+        operation_overhead_s=CLOUD_OVERHEAD_S if in_cloud else OPERATION_OVERHEADS_S[_gpu(record["platform"])],
     )
 
 
