@@ -427,7 +427,12 @@ def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
     shown = list(phases)
     if max(imbalances_s) > least_s:
         shown.insert(phases.index("exposed_communication") + 1, IMBALANCE)
-    shares = _unequal_shares(result)
+    total = result.scenario["workload"]["global_batch_size"]
+    shares = {
+        "samples": [f"{round(entry.batch_share * total):,}" for entry in result.ranks],
+        "shard": [f"{entry.shard_share:.2%}" for entry in result.ranks],
+    }
+    shares = {head: column for head, column in shares.items() if len(set(column)) > 1}  # only what differs
     alike: dict[tuple[str, ...], list[int]] = {}
     for place, (entry, imbalance_s) in enumerate(zip(result.ranks, imbalances_s, strict=True)):
         times = {phase: human_seconds(entry.phases_s[phase]) for phase in phases}
@@ -445,16 +450,6 @@ def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
         alike.setdefault(cells, []).extend(entry.ranks)
     heads = ["ranks", "device", *shares, *memory, *(name.replace("_", " ") for name in shown)]
     return heads, [[rank_list(sorted(ranks)), *cells] for cells, ranks in alike.items()]
-
-
-def _unequal_shares(result: Result) -> dict[str, list[str]]:
-    """Return each rank class's samples of a batch and its part of the shards, by heading; only what differs."""
-    total = result.scenario["workload"]["global_batch_size"]
-    cells = {
-        "samples": [f"{round(entry.batch_share * total):,}" for entry in result.ranks],
-        "shard": [f"{entry.shard_share:.2%}" for entry in result.ranks],
-    }
-    return {head: column for head, column in cells.items() if len(set(column)) > 1}
 
 
 SHOWN_IMBALANCE_RATIO = 0.01
@@ -595,14 +590,15 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
             if getattr(sys, name) is None:
                 nowhere = closed.enter_context(open(os.devnull, "wb"))  # takes the number of the closed descriptor
                 setattr(sys, name, kind(nowhere, encoding="utf-8"))
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="surrogateescape")  # paths are printed as they are, text in UTF-8 or not
         _run_command_line(app, program, interrupted)
 
 
 def _run_command_line(app: typer.Typer, program: str, interrupted: str) -> None:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # paths are printed as they are, text in UTF-8 or not
     try:
-        _check_words(sys.argv)
+        if "--out=" in sys.argv or ("--out", "") in pairwise(sys.argv):  # as a path, the empty text is this folder
+            raise UserError("--out '': is empty; allowed: a path, such as . for the working folder")
         with unwinding(), restored():
             code = app(standalone_mode=False)
         sys.stdout.flush()
@@ -625,12 +621,6 @@ def _run_command_line(app: typer.Typer, program: str, interrupted: str) -> None:
     if interrupted and code == INTERRUPTED:
         print(f"{program}: interrupted; {interrupted}", file=sys.stderr)
     raise SystemExit(code or 0)
-
-
-def _check_words(words: Sequence[str]) -> None:
-    """Raise UserError for an output without a name: as a path, the empty text is the working folder."""
-    if "--out=" in words or ("--out", "") in pairwise(words):
-        raise UserError("--out '': is empty; allowed: a path, such as . for the working folder")
 
 
 def _end_with_file(program: str, error: OSError) -> None:

@@ -128,18 +128,16 @@ def read_points(path: Path) -> SweepTable:
 
 def _plans_in(path: Path, data: object) -> SweepTable | None:
     """Return the plans of a search in a file's JSON; None if it is anything else."""
-    if not isinstance(data, list) or not data or not all(map(_is_found, data)):
+    if not isinstance(data, list) or not data:
         return None
+    for each in data:
+        provenance = each.get("provenance") if isinstance(each, dict) else None
+        search = provenance.get("search") if isinstance(provenance, dict) else None
+        if not isinstance(search, dict) or "plan" not in search or each.get("schema") != SCHEMA:
+            return None
     results = [validated(Result, each, file=f"{path}: [{number}]") for number, each in enumerate(data)]
     files = [ResultFile(path, 0, result) for result in results]
     return table_of_search(files, name=path.stem) if all(map(_is_whole, files)) else None
-
-
-def _is_found(data: Any) -> bool:
-    """Return whether a JSON value is a Result of a search."""
-    provenance = data.get("provenance") if isinstance(data, dict) else None
-    search = provenance.get("search") if isinstance(provenance, dict) else None
-    return isinstance(search, dict) and "plan" in search and data.get("schema") == SCHEMA
 
 
 def _is_whole(file: ResultFile) -> bool:

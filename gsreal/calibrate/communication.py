@@ -173,40 +173,30 @@ def _following_times(bench: Bench, group: dist.ProcessGroup) -> dict[str, Follow
     Messages and all-to-alls are left out: they start pair by pair.
     """
     found = {}
-    calls, posts = _calls(bench, group), _posts(bench)
-    for kind in (*posts, "all-gather-v", "reduce-scatter-v"):
-        call, post = calls[kind](SMALL_BYTES[0]), posts.get(kind)
-        found[kind] = FollowingTimes(
-            _synchronised_s(bench, call),
-            _synchronised_s(bench, partial(_call_in_turn, call, 1 + FOLLOWING)),
-            _synchronised_s(bench, partial(_call_in_queue, post, 1 + QUEUED)) if post else None,
-        )
-    return found
-
-
-def _call_in_turn(call: Callable[[], object], count: int) -> None:
-    """Call a function `count` times, each time when the call before has ended."""
-    for _ in range(count):
-        call()
-
-
-def _call_in_queue(post: Callable[[], Any], count: int) -> None:
-    """Post `count` collectives, then wait for all of them."""
-    for work in [post() for _ in range(count)]:
-        work.wait()
-
-
-def _posts(bench: Bench) -> dict[str, Callable[[], Any]]:
-    """Return functions that post a small collective of all ranks and return its work, by kind."""
     whole = torch.zeros(SMALL_BYTES[0] // 4 // bench.ranks * bench.ranks)
     part = torch.zeros(whole.numel() // bench.ranks)
-    return {
+    posts: dict[str, Callable[[], Any]] = {
         "broadcast": lambda: dist.broadcast(whole, 0, async_op=True),
         "all-reduce": lambda: dist.all_reduce(whole, async_op=True),
         "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole, async_op=True),
         "all-gather": lambda: dist.all_gather_into_tensor(whole, part, async_op=True),
         "all-to-all-v": _exchange(bench, SMALL_BYTES[0], wait=False),
     }
+    calls = _calls(bench, group)
+    for kind in (*posts, "all-gather-v", "reduce-scatter-v"):
+        call, post = calls[kind](SMALL_BYTES[0]), posts.get(kind)
+        found[kind] = FollowingTimes(
+            _synchronised_s(bench, call),
+            _synchronised_s(bench, call, in_turn=1 + FOLLOWING),
+            _synchronised_s(bench, partial(_call_in_queue, post, 1 + QUEUED)) if post else None,
+        )
+    return found
+
+
+def _call_in_queue(post: Callable[[], Any], count: int) -> None:
+    """Post `count` collectives, then wait for all of them."""
+    for work in [post() for _ in range(count)]:
+        work.wait()
 
 
 def _lines(bench: Bench, group: dist.ProcessGroup, sizes: Sequence[int]) -> dict[str, Line]:
@@ -303,8 +293,10 @@ def _mean(times: Sequence[float]) -> float:
     return statistics.fmean(sorted(times)[cut : len(times) - cut])
 
 
-def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
+def _synchronised_s(bench: Bench, call: Callable[[], object], *, in_turn: int = 1) -> float:
     """Return the mean time of a collective from its last rank's arrival to its last rank's end.
+
+    `in_turn`: how many are called, each when the one before has ended.
 
     As in training, ranks compute before the collective and continue immediately after it; nothing synchronises them. So
     caches are cold for the message. In the lab, the rank that is done first then computes on a core that threads need
@@ -320,7 +312,8 @@ def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
         _compute(bench)
         began = time.monotonic()
         try:
-            took_part = call() is not ABSENT
+            for _ in range(in_turn):
+                took_part = call() is not ABSENT
         except RuntimeError as error:  # before anything is sent: the backend does not take such tensors
             refusal = error
             break

@@ -333,24 +333,20 @@ def mean_magnitudes(tensors: Sequence[Sequence[Tensor]], scratch: Scratch) -> li
 
     On a CPU, torch's norm would copy a whole 16-bit piece to fp32; here its chunks are cast in `scratch`, in turn.
     """
-    parts = [list(_in_chunks(pieces, scratch)) for pieces in tensors]
+    wide = scratch.magnitudes.dtype
+    parts: list[list[Tensor]] = [[] for _ in tensors]
+    for chunks, pieces in zip(parts, tensors, strict=True):
+        for piece in pieces:
+            is_cast = is_on_host(piece) and piece.dtype != wide
+            places = scratch.chunks(piece.numel()) if is_cast else [(0, piece.numel())]
+            chunks += [piece[first:last] for first, last in places]
     flat = [part for each in parts for part in each]
     if not flat:
         return [0.0] * len(tensors)
-    wide = scratch.magnitudes.dtype
     cast = (scratch.cast_to(wide, part) if is_on_host(part) else part for part in flat)
     norms = torch.stack([torch.linalg.vector_norm(part, 1, dtype=wide) for part in cast])
     totals = iter(norms.tolist())  # the device is waited for once
     return [sum(next(totals) for _ in each) / max(1, sum(part.numel() for part in each)) for each in parts]
-
-
-def _in_chunks(pieces: Sequence[Tensor], scratch: Scratch) -> Iterator[Tensor]:
-    """Yield pieces; of those that are cast on a CPU, yield chunks that fit in `scratch`."""
-    for piece in pieces:
-        if is_on_host(piece) and piece.dtype != scratch.magnitudes.dtype:
-            yield from (piece[first:last] for first, last in scratch.chunks(piece.numel()))
-        else:
-            yield piece
 
 
 def quantile(pieces: Sequence[Tensor], density: float, scratch: Scratch) -> float:

@@ -42,7 +42,9 @@ def unstaged_reason(model: Model, module: nn.Module) -> str | None:
     """Return why a model's real module cannot be cut into pipeline stages, with its class; None if nothing is known."""
     kind = type(module).__name__
     if model.module.hugging_face is None:
-        if callable(getattr(module, "keep_layers", None)) or _is_chain(module):
+        sequences = {path for path, inner in module.named_modules() if isinstance(inner, nn.Sequential)}
+        is_chain = "" in sequences and all(path.rpartition(".")[0] in sequences for path in layer_modules(module))
+        if is_chain or callable(getattr(module, "keep_layers", None)):
             return None
         return (
             f"{kind} cannot be cut into stages; allowed: Hugging Face models, modules with a method keep_layers, such "
@@ -105,14 +107,6 @@ def stage_module(
     else:
         part.keep_layers(names)  # type: ignore[operator]
     return part
-
-
-def _is_chain(module: nn.Module) -> bool:
-    """Return whether a module is an nn.Sequential, each of whose layers is a child of it or of one inside it."""
-    if not isinstance(module, nn.Sequential):
-        return False
-    chains = {path for path, inner in module.named_modules() if isinstance(inner, nn.Sequential)}
-    return all(path.rpartition(".")[0] in chains for path in layer_modules(module))
 
 
 def _keep_children(

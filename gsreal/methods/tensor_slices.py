@@ -189,7 +189,7 @@ def slice_block(
         module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
     for path in cut.rows:
         module = block.get_submodule(path)
-        module.forward = partial(_row_forward, module, lambda y: Mapped.apply(y, *g), ranks)
+        module.forward = partial(_row_forward, module, partial(_mapped, *g), ranks)
         if (adapter := adapter_of(module)) is not None:
             adapter.added_by_hook = False
 

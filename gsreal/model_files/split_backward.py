@@ -26,7 +26,7 @@ from gsreal.model_files.fit import TERMS, Shape, fit_buffers, fit_polynomial, pa
 from gsreal.model_files.recorder import NoPolynomialError, Record, Recorder, StorageLife
 from gsreal.model_files.step import fake_module, known_storages, layer_boundaries, without_values
 from gssim.scenario import of_no_sample
-from gssim.workload import Buffer, Layer, Model, Moment, Parameter, SplitBackward
+from gssim.workload import Buffer, Layer, Model, Parameter, SplitBackward
 
 Records = Mapping[Shape, Record]
 WHOLE = TERMS["layers"]
@@ -226,8 +226,10 @@ def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int)
     parameters: tuple[Parameter, ...] = parameters_of(records, index, name)
     if not {each.name for each in layers[index].parameters} <= {each.name for each in parameters}:
         raise NoPolynomialError("a parameter gets no gradient")
-    buffers = tuple(
-        replace(buffer, category="activations") if _is_kept(buffer.born, buffer.freed) else buffer
+    buffers = tuple(  # a tensor of the forward, or of the first part, that a later part frees is kept for that part
+        replace(buffer, category="activations")
+        if buffer.born.phase in ("f", "i") and buffer.freed.phase != buffer.born.phase
+        else buffer
         for buffer in _with_forward_of(layers[index], fit_buffers(records, checked, index, name, WHOLE))
     )
     moments = [moment for each in buffers for moment in (each.born, each.freed)]
@@ -252,8 +254,3 @@ def _with_forward_of(layer: Layer, buffers: Sequence[Buffer]) -> list[Buffer]:
             buffer = replace(buffer, born=own.born, freed=freed)
         found.append(buffer)
     return found
-
-
-def _is_kept(born: Moment, freed: Moment) -> bool:
-    """Return whether a tensor is kept from a forward to a later part, or from the first part to the second."""
-    return freed.phase != born.phase and born.phase in ("f", "i")

@@ -309,20 +309,18 @@ def with_traced_frozen(model: Model, *, where: str, on_impossible: Callable[[str
         differ = name not in ("layers", "sliced_layers")
         whole = layers if stack is None else repeat_blocks(layers, stack, neighbours_differ=differ) or []
         if [layer.modules for layer in grouped(whole)] == [layer.modules for layer in listed]:
-            fields[name] = tuple(_roles_of(layer) for layer in grouped(whole))
+            fields[name] = tuple(
+                LayerRoles(
+                    untrained_buffers=each.untrained_buffers or (),
+                    untrained_reductions=each.untrained_reductions,
+                    frozen=each.frozen,
+                    deepest=each.deepest,
+                )
+                for each in grouped(whole)
+            )
     if missing and "layers" not in fields:
         return without("the operations of partly trained layers depend on the batch size or the sequence length")
     return replace(model, partly_trained=PartlyTrained(**fields))
-
-
-def _roles_of(layer: Layer) -> LayerRoles:
-    assert layer.untrained_buffers is not None
-    return LayerRoles(
-        untrained_buffers=layer.untrained_buffers,
-        untrained_reductions=layer.untrained_reductions,
-        frozen=layer.frozen,
-        deepest=layer.deepest,
-    )
 
 
 def _buffers(model: Model, where: str) -> dict[str, Any]:

@@ -453,7 +453,12 @@ FORM = "form of the optimizer's state"
 def identity(scenario: Scenario) -> dict[str, Any]:
     """Return the settings that a training's loss curve depends on, except the number of ranks and their shares."""
     workload, run = scenario.workload, scenario.run
-    set_keys = {key: getattr(workload, key) for key in ("loss_scale", "clip_norm", "autocast", "frozen", "adapters")}
+    optional = {key: getattr(workload, key) for key in ("loss_scale", "clip_norm", "autocast", "frozen", "adapters")}
+    set_keys = {  # as JSON gives them back
+        f"workload.{key}": value if isinstance(value, float) else str(value)
+        for key, value in optional.items()
+        if value is not None
+    }
     return {
         FORM: _form(scenario),
         "workload.model": f"{workload.model.name}, {workload.model.elements} parameters",
@@ -461,7 +466,7 @@ def identity(scenario: Scenario) -> dict[str, Any]:
         "workload.global_batch_size": workload.global_batch_size,
         "workload.sequence_length": workload.sequence_length,
         "workload.precision": workload.precision,
-        **{f"workload.{key}": _plain(value) for key, value in set_keys.items() if value is not None},
+        **set_keys,
         "workload.optimizer": workload.optimizer,
         "workload.learning_rate": workload.learning_rate,
         "workload.momentum": workload.momentum,
@@ -469,11 +474,6 @@ def identity(scenario: Scenario) -> dict[str, Any]:
         "run.seed": run.seed,
         "run.warmup_steps": run.warmup_steps,
     }
-
-
-def _plain(value: Any) -> float | str:
-    """Return a value of a key as JSON gives it back."""
-    return value if isinstance(value, float) else str(value)
 
 
 def _form(scenario: Scenario) -> str:

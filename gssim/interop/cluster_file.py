@@ -76,11 +76,16 @@ def cluster_of(
             raise UserError("--gpu: missing; without a host's file it names the usual server, such as h100")
         described = [of_server(server_of(gpu)) for gpu in gpus]
     host_count = _host_count(described, fabric, hosts)
-    _check_oversubscription(oversubscription, fabric)
+    if not 0 < oversubscription < 1000:
+        raise UserError(f"--oversubscription {oversubscription}: must be more than 0 and less than 1000")
+    if oversubscription != 1 and (fabric is None or fabric.tops == fabric.switches):
+        raise UserError(
+            f"--oversubscription {oversubscription:g}: no switch is above another here; give a file of switches, or "
+            "leave it out"
+        )
     used = _of_each("--devices", "numbers", devices, described)
-    described = _with_cards(described, nics)
     described = [first_devices(host, count) for host, count in zip(described, used, strict=True)]
-    described = _with_card_counts(described, nic_counts)
+    described = _with_cards(described, nics, nic_counts)
     all_hosts = described * host_count if len(described) == 1 else described
     notes = [*listed, *dict.fromkeys(note for host in described for note in host.defaults)]
     if host_count > 1 and are_usual:
@@ -106,17 +111,6 @@ def _host_count(described: Sequence[Host], fabric: Fabric | None, hosts: int | N
     if len(described) not in (1, count):
         raise UserError(f"{len(described)} files of hosts for {count} hosts: give one for all, or one for each")
     return count
-
-
-def _check_oversubscription(oversubscription: float, fabric: Fabric | None) -> None:
-    """Raise UserError where this is no ratio of rates, or no link has one."""
-    if not 0 < oversubscription < 1000:
-        raise UserError(f"--oversubscription {oversubscription}: must be more than 0 and less than 1000")
-    if oversubscription != 1 and (fabric is None or fabric.tops == fabric.switches):
-        raise UserError(
-            f"--oversubscription {oversubscription:g}: no switch is above another here; give a file of switches, or "
-            "leave it out"
-        )
 
 
 def _fit_nccl(data: dict[str, Any], cluster: Cluster, path: Path | None) -> list[str]:
@@ -166,24 +160,31 @@ def _read(paths: Sequence[Path], gpus: Sequence[str]) -> tuple[list[Host], Fabri
     return described, fabric, fabric.listed if fabric is not None else []
 
 
-def _with_cards(hosts: Sequence[Host], nics: Sequence[str]) -> list[Host]:
-    """Return hosts with network cards of these presets: one for all hosts, or one for each; none: as described."""
-    if not nics:
-        return list(hosts)
+def _with_cards(hosts: Sequence[Host], nics: Sequence[str], counts: Sequence[int]) -> list[Host]:
+    """Return hosts with network cards of these presets, and these numbers: one for all hosts, or one for each; none: as
+    described.
+    """
     for nic in nics:
         if nic not in presets("links"):
             raise UserError(f"--nic {nic}: no such preset; allowed: {', '.join(presets('links'))}")
-    return [
-        host
-        if nic is None
-        else replace(
-            host,
-            nics=host.nics or 1,
-            nic_link=nic,
-            defaults=[note for note in host.defaults if not note.startswith(CARDS_ASSUMED)],
-        )
-        for host, nic in zip(hosts, _of_each("--nic", "presets", nics, hosts), strict=True)
-    ]
+    links, numbers = _of_each("--nic", "presets", nics, hosts), _of_each("--nics", "numbers", counts, hosts)
+    found = []
+    for host, link, count in zip(hosts, links, numbers, strict=True):
+        defaults = host.defaults
+        if link is not None:
+            defaults = [note for note in defaults if not note.startswith(CARDS_ASSUMED)]
+            host = replace(host, nics=host.nics or 1, nic_link=link)
+        if count is not None:
+            if count < 1 or host.devices % count:
+                raise UserError(
+                    f"--nics {count}: must be at least 1, and shared evenly by a host's {host.devices} devices"
+                )
+            if host.nic_link is None:
+                raise UserError(f"--nics {count}: {host.source} has no network cards; name them by --nic")
+            defaults = [note for note in defaults if not note.startswith(CARD_COUNT_ASSUMED)]
+            host = replace(host, nics=count)
+        found.append(replace(host, defaults=defaults))
+    return found
 
 
 def _assumed_cards(hosts: Sequence[Host], *, nic_given: bool, count_given: bool) -> list[str]:
@@ -196,19 +197,6 @@ def _assumed_cards(hosts: Sequence[Host], *, nic_given: bool, count_given: bool)
             what = f"{host.nic_link} on each host of {host.devices} {host.device}"
             notes.append(f"{CARD_COUNT_ASSUMED}{host.nics}: of {what}, as in the usual server; --nics changes it")
     return list(dict.fromkeys(notes))
-
-
-def _with_card_counts(hosts: Sequence[Host], counts: Sequence[int]) -> list[Host]:
-    """Return hosts with these numbers of network cards: one for all hosts, or one for each; none: as described."""
-    found = []
-    for host, count in zip(hosts, _of_each("--nics", "numbers", counts, hosts), strict=True):
-        if count is not None and (count < 1 or host.devices % count):
-            raise UserError(f"--nics {count}: must be at least 1, and shared evenly by a host's {host.devices} devices")
-        if count is not None and host.nic_link is None:
-            raise UserError(f"--nics {count}: {host.source} has no network cards; name them by --nic")
-        defaults = [note for note in host.defaults if count is None or not note.startswith(CARD_COUNT_ASSUMED)]
-        found.append(replace(host, nics=host.nics if count is None else count, defaults=defaults))
-    return found
 
 
 def _of_each(option: str, values: str, given: Sequence[T], hosts: Sequence[Host]) -> Sequence[T | None]:

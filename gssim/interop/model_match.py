@@ -54,7 +54,10 @@ def check_model(training: Training, keys: Keys, model: Model) -> None:
             keys.refuse_value(value, f"the model '{model.name}' has no routed experts; give the right one by --model")
         elif name not in known and value.key in keys.values:
             keys.note(value.key, f"the model is --model ('{model.name}')")
-    _check_shared_embedding(training, keys, model)
+    shares = training.shares_embedding
+    if shares is not None and token_embedding(model) is not None and shares.value != shares_embedding(model):
+        said = "has the token embedding's weight" if shares_embedding(model) else "has a weight of its own"
+        keys.refuse_value(shares, f"the head of the model '{model.name}' {said}; give the right one by --model")
     _check_base_model(training, keys, model)
     _check_compiled(training, keys, model)
     _recompute_inside(training, keys, model)
@@ -90,14 +93,6 @@ def _check_base_model(training: Training, keys: Keys, model: Model) -> None:
     if not held / ROUNDED_RATIO <= stated <= held * ROUNDED_RATIO:
         reason = f"the model '{model.name}' has {held / 1e9:.3g}e9 parameters; give the right one by --model"
         keys.refuse_value(named, reason)
-
-
-def _check_shared_embedding(training: Training, keys: Keys, model: Model) -> None:
-    """Refuse a model whose head has a weight of its own if the file's has the token embedding's, and the reverse."""
-    shares = training.shares_embedding
-    if shares is not None and token_embedding(model) is not None and shares.value != shares_embedding(model):
-        said = "has the token embedding's weight" if shares_embedding(model) else "has a weight of its own"
-        keys.refuse_value(shares, f"the head of the model '{model.name}' {said}; give the right one by --model")
 
 
 def _recompute_inside(training: Training, keys: Keys, model: Model) -> None:

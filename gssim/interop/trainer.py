@@ -191,10 +191,8 @@ def trainer(keys: Keys, cluster: Cluster, model: Model) -> Training:
     hyperparameters_in(keys, training)
     bucket_in(keys, training, "ddp_bucket_cap_mb")
     _devices_in(keys, training, cluster)
-    _recompute_in(keys, training, program)
     _task_in(keys, program)
-    _attention_in(keys)
-    _loss_in(keys, training, program)
+    _computation_in(keys, training, program)
     shards = sharding_in(keys, training, cluster, program=program)
     unsharded = training.sharding is not None and training.sharding.key == REPLICAS
     if unsharded and not {"plan.method", "workload.precision"} <= keys.overridden:
@@ -251,7 +249,8 @@ def _devices_in(keys: Keys, training: Training, cluster: Cluster) -> None:
         keys.refuse(on_cores.key, "trains on processors, but --cluster has GPUs: give one of cores")
 
 
-def _recompute_in(keys: Keys, training: Training, program: str) -> None:
+def _computation_in(keys: Keys, training: Training, program: str) -> None:
+    """Read what a step computes besides the model: recomputation, and other attention and losses than its own."""
     key = "gradient_checkpointing"
     found = keys.flag(key)
     if program == FACTORY and (found is None or not found.value):
@@ -261,6 +260,20 @@ def _recompute_in(keys: Keys, training: Training, program: str) -> None:
     elif found is None:
         found = Value(program == TRL, f"{key} is not given: {str(program == TRL).lower()} (the default of {program})")
     training.recompute = Value("full" if found.value else "none", found.origin)
+    for name in ("attn_implementation", "flash_attn", "use_flash_attention_2"):
+        if keys.raw(name) in ("eager", "disabled", "off"):
+            keys.refuse(name, "attention whose scores are kept is not what shipped models have: see --model")
+        elif keys.has(name):
+            keys.note(name, ATTENTION)
+    loss = keys.raw("loss_type")
+    if loss == "chunked_nll":
+        training.fused_loss = Value(True, keys.line("loss_type"))
+        keys.note("loss_type", "approximated: the loss of all tokens, and logits are multiplied again in the backward")
+    elif loss is not None and loss not in ("nll", "dft"):
+        keys.refuse("loss_type", PREFERENCES)
+    elif loss is None and program == TRL and "workload.fused_loss" not in keys.overridden:
+        usual = "absent, so taken as nll; newer releases of TRL take chunked_nll: --set workload.fused_loss=true"
+        keys.listed.append(("loss_type", f"approximated: {usual}"))
 
 
 def _task_in(keys: Keys, program: str) -> None:
@@ -276,26 +289,6 @@ def _task_in(keys: Keys, program: str) -> None:
     for name in ("temperature", "top_p", "top_k", "do_sample", "num_beams", "repetition_penalty"):
         if keys.has(name):
             keys.note(name, LOGGING)
-
-
-def _attention_in(keys: Keys) -> None:
-    for name in ("attn_implementation", "flash_attn", "use_flash_attention_2"):
-        if keys.raw(name) in ("eager", "disabled", "off"):
-            keys.refuse(name, "attention whose scores are kept is not what shipped models have: see --model")
-        elif keys.has(name):
-            keys.note(name, ATTENTION)
-
-
-def _loss_in(keys: Keys, training: Training, program: str) -> None:
-    loss = keys.raw("loss_type")
-    if loss == "chunked_nll":
-        training.fused_loss = Value(True, keys.line("loss_type"))
-        keys.note("loss_type", "approximated: the loss of all tokens, and logits are multiplied again in the backward")
-    elif loss is not None and loss not in ("nll", "dft"):
-        keys.refuse("loss_type", PREFERENCES)
-    elif loss is None and program == TRL and "workload.fused_loss" not in keys.overridden:
-        usual = "absent, so taken as nll; newer releases of TRL take chunked_nll: --set workload.fused_loss=true"
-        keys.listed.append(("loss_type", f"approximated: {usual}"))
 
 
 def _targets(given: Any) -> str | list[str]:

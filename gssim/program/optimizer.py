@@ -178,7 +178,9 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     updated = around_update(low, rank, update, partial(owned_tensors, low))
     if low.policies.publish_overlaps:
         if not low.stages:  # gathers of stages are among the schedule's tasks
-            tasks = _gather_beside_forward(low, tasks)
+            number = low.micro_batches[0].number
+            forwards = [forward_id(layer).at(micro_batch=number) for layer in low.layers]
+            tasks = insert_beside(tasks, before=gathered_when_read(low, forwards), behind={})
         return [*tasks, *summed, *unscaled, *clipped, *updated]
     tasks = [*tasks, *summed, *unscaled, *clipped, *updated, *_publish_replicas(low)]
     return [*tasks, *synchronize_parameters(low, rank)]
@@ -335,13 +337,6 @@ def _all_gather_flat(low: Lowering) -> list[Task]:
             exchange = Communication.among(groups, "all-gather", ranks * elements * low.value_bytes)
             tasks.append(collective_task(TaskId("all-gather-parameters", part=len(tasks)), exchange))
     return tasks
-
-
-def _gather_beside_forward(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
-    """Return the tasks of a step without stages whose forward gathers what the step before updated."""
-    number = low.micro_batches[0].number
-    forwards = [forward_id(layer).at(micro_batch=number) for layer in low.layers]
-    return insert_beside(tasks, before=gathered_when_read(low, forwards), behind={})
 
 
 def _elements(low: Lowering, first: int, last: int) -> list[int]:

@@ -70,7 +70,9 @@ def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> Ow
             once[key] = _adapted_to_neighbours(layer_and_neighbours, roles_around, passed_to - index)
         layer, above = once[key], index - deepest
         if above < 0 and not instance.layer.parameters:
-            layer = _held_for_backward(instance.layer, layer, _first_use(layers, roles, index))
+            trained = (each.index for each in layers[index:] if each.layer.block and roles[each.index] != "untrained")
+            first_use = next(trained, index)  # by the first block with a backward
+            layer = _held_for_backward(instance.layer, layer, first_use - index)
         buffers = tuple(  # what an untrained layer's backward would free is freed at the end
             replace(each, freed=Moment("end"))
             if each.freed.phase == "b" and each.freed.layer_offset + above < 0
@@ -224,12 +226,6 @@ def _roles(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> list[str
     if deepest > 0:
         roles[deepest] = "deepest"
     return roles
-
-
-def _first_use(layers: Sequence[LayerInstance], roles: Sequence[str], index: int) -> int:
-    """Return how many layers after the one at `index` the first block with a backward is; 0 if none has one."""
-    blocks = (each.index for each in layers[index:] if each.layer.block and roles[each.index] != "untrained")
-    return next(blocks, index) - index
 
 
 def _held_for_backward(whole: Layer, untrained: Layer, offset: int) -> Layer:

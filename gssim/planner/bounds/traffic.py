@@ -39,11 +39,6 @@ class BusyTimes:
     links_s: Floats
 
 
-def _follows_samples(policies: Policies, task: Task, exchange: Communication) -> bool:
-    """Return whether all micro-batches together send as much however many they are: of slices, and rows of experts."""
-    return task.id.op in OPERATIONS.values() or len({policies.data_rank(rank) for rank in exchange.group}) == 1
-
-
 class TrafficBounds:
     """Lower bounds of communication time."""
 
@@ -120,7 +115,10 @@ class TrafficBounds:
             for task, each in sent
             if policies.gradient_sync == "micro-batch"
             and task.id.micro_batch == MICRO_BATCHES - 1
-            and not (policies.tp > 1 and _follows_samples(policies, task, each))
+            and not (  # slices, and rows of experts: as many bytes in all, however many micro-batches
+                policies.tp > 1
+                and (task.id.op in OPERATIONS.values() or len({policies.data_rank(rank) for rank in each.group}) == 1)
+            )
         ]
         return self._busy_times_of(sent, ranks), self._busy_times_of(later, ranks)
 
