@@ -528,7 +528,12 @@ def representative(places: Sequence[Place], most: int) -> list[Place]:
         taken.append(new)
         taken_of[kinds[new]] += 1
         for i in left:
-            likeness[i] += sum(_likeness(column[i], column[new]) for column in columns)
+            for column in columns:
+                one, other = column[i], column[new]
+                if isinstance(one, float) and isinstance(other, float):
+                    likeness[i] += exp(-abs(one - other))
+                else:
+                    likeness[i] += one is not None and one == other
     return [places[i] for i in sorted(taken)]
 
 
@@ -542,10 +547,3 @@ def _coordinates(values: Sequence[object]) -> list[Coordinate]:
     return [
         None if value is None else rank[value] if isinstance(value, (int, float)) else str(value) for value in values
     ]
-
-
-def _likeness(one: Coordinate, other: Coordinate) -> float:
-    """Return the similarity of two values, from 0 to 1."""
-    if isinstance(one, float) and isinstance(other, float):
-        return exp(-abs(one - other))
-    return float(one is not None and one == other)

@@ -443,7 +443,13 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
             return f"{file}: {path}.kind: missing{more}"
         tag, tags = shown_value(fault["ctx"]["tag"]), fault["ctx"]["expected_tags"].replace("'", "")
         return f"{file}: {path}.kind = {tag}: allowed: {tags}{more}"
-    message = ", or ".join(dict.fromkeys(_message(each) for each in same)).replace(", or Input should be", ", or")
+    messages = [
+        "must be more than 0"
+        if each.get("ctx", {}).get("ge") == RANGES["number"][0]
+        else NOT_OF_THE_TYPE.get(each["type"], each["msg"].removeprefix("Value error, "))
+        for each in same
+    ]
+    message = ", or ".join(dict.fromkeys(messages)).replace(", or Input should be", ", or")
     if fault["type"] == "literal_error" and isinstance(fault["input"], str):
         close = nearest_name(fault["input"], re.findall("'([^']*)'", fault["ctx"]["expected"]))
         message += f"; did you mean '{close}'?" if close else ""
@@ -473,14 +479,6 @@ def _of_one_key(cls: type, faults: Sequence[Any]) -> tuple[list[Any], int]:
     chosen = places[inside[0]] if inside else key
     same = [fault for fault, place in zip(faults, places, strict=True) if place == chosen]
     return same, sum(place not in (chosen, key) for place in places)
-
-
-def _message(fault: Any) -> str:
-    """Return an error's message, in the terms of TOML."""
-    if fault.get("ctx", {}).get("ge") == RANGES["number"][0]:
-        return "must be more than 0"
-    message: str = fault["msg"]
-    return NOT_OF_THE_TYPE.get(fault["type"], message.removeprefix("Value error, "))
 
 
 NOT_OF_THE_TYPE = {

@@ -86,7 +86,13 @@ def contents_of(folder: Path) -> Contents:
     tables = [path for path in sorted(folder.rglob("*.parquet")) if path.is_file()]
     tables += [path for path in sorted(folder.rglob("*.csv")) if not path.with_suffix(".parquet").is_file()]
     sweeps = [read_table(path) for path in tables if is_table(path)]
-    sweeps += _searches(folder)
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            data = read_json(path)
+        except UserError:  # no JSON: find_results has judged it
+            continue
+        if (plans := _plans_in(path, data)) is not None:
+            sweeps.append(plans)
     if len(predicted) >= FEWEST_PREDICTIONS and not joined.pairs and not sweeps and all(map(_is_whole, predicted)):
         sweeps.append(table_from(predicted, name=folder.name))
     contents = Contents(
@@ -102,18 +108,6 @@ def contents_of(folder: Path) -> Contents:
             f"{folder}: nothing to report: no Results, no table of `gssim sweep`, no comparison.csv, no convergence.csv"
         )
     return contents
-
-
-def _searches(folder: Path) -> Iterable[SweepTable]:
-    """Yield the plans of each list of Results that `gssim search --json` printed into a file."""
-    for path in sorted(folder.rglob("*.json")):
-        try:
-            data = read_json(path)
-        except UserError:  # no JSON: find_results has judged it
-            continue
-        found = _plans_in(path, data)
-        if found is not None:
-            yield found
 
 
 def read_points(path: Path) -> SweepTable:

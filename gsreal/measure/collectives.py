@@ -112,7 +112,12 @@ class CollectiveRecorder(TorchDispatchMode):
     def _record(self, name: str, args: Sequence[Any]) -> None:
         tensors = [tree_leaves(arg) for arg in args]
         sizes = [sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor)) for leaves in tensors]
-        group = _process_group(args)
+        group: dist.ProcessGroup | None = None
+        for arg in args:
+            if isinstance(arg, torch.ScriptObject):  # as which operations of c10d take it
+                with suppress(RuntimeError):
+                    group = dist.ProcessGroup.unbox(arg)
+                    break
         if self._logical is not None and name in ("send", "alltoall_base_"):
             self._logical.sent_bytes += sizes[0 if name == "send" else 1]
         elif name == "send":
@@ -124,15 +129,6 @@ class CollectiveRecorder(TorchDispatchMode):
             size = max(sizes) if kind in LARGER_SIDE else sizes[0]
             ranks = tuple(sorted(dist.get_process_group_ranks(group))) if group is not None else ()
             self.seen.append(ObservedCollective(kind, ranks, 0 if kind == "barrier" else size))
-
-
-def _process_group(args: Sequence[Any]) -> dist.ProcessGroup | None:
-    """Return the group among a c10d operation's arguments, in which it is a script object; None if it has none."""
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject):
-            with suppress(RuntimeError):
-                return dist.ProcessGroup.unbox(arg)
-    return None
 
 
 @dataclass

@@ -51,8 +51,10 @@ class Cut:
     """Modules that take the whole input and compute a slice of the output."""
     rows: tuple[str, ...]
     """Modules that take a slice of the input, and whose outputs are summed."""
-    resize: Callable[[Any, int], None]
-    """Sets the sizes in a block's modules to a number of units."""
+    sizes: tuple[str, ...] = ()
+    """Numbers in a block's modules that are proportional to its units: heads, channels, widths. None where they are
+    derived from the outputs of linear maps.
+    """
     between: tuple[str, ...] = ()
     """Norms between columns and rows, all of whose parameters are sliced."""
     over_heads: tuple[str, ...] = ()
@@ -68,35 +70,21 @@ class Cut:
     experts: tuple[str, ...] = ()
     """Modules of routed experts, which are not cut; see [Note: routed experts]."""
 
-
-def _resize_transformer(block: Any, held: int) -> None:
-    attention = block.attention
-    attention.heads = attention.heads * held // _transformer_units(block)
+    def resize(self, block: Any, held: int) -> None:
+        """Set the sizes in a block's modules to a number of units."""
+        units = self.units(block)
+        for path in self.sizes:
+            owner, _, name = path.rpartition(".")
+            module = block.get_submodule(owner)
+            setattr(module, name, getattr(module, name) * held // units)
 
 
 def _transformer_units(block: Any) -> int:
     return gcd(block.attention.heads, block.up.out_features)
 
 
-def _resize_residual(block: Any, held: int) -> None:
-    block.norm1.num_channels = block.norm1.num_channels * held // block.norm1.num_groups
-    block.norm1.num_groups = held
-
-
-def _resize_gpt2(block: Any, held: int) -> None:
-    units = _gpt2_units(block)
-    block.attn.num_heads = block.attn.num_heads * held // units
-    block.attn.split_size = block.attn.split_size * held // units
-    for module in (block.attn.c_attn, block.mlp.c_fc):
-        module.nf = module.nf * held // units
-
-
 def _gpt2_units(block: Any) -> int:
     return gcd(block.attn.num_heads, block.mlp.c_fc.nf)
-
-
-def _resize_nothing(_block: Any, _held: int) -> None:
-    """Change nothing: these modules derive the number of heads from the outputs of their linear maps."""
 
 
 CUTS: dict[str, Cut] = {
@@ -104,7 +92,7 @@ CUTS: dict[str, Cut] = {
         units=_transformer_units,
         columns=("attention.qkv", "up"),
         rows=("attention.out", "down"),
-        resize=_resize_transformer,
+        sizes=("attention.heads",),
         parts={"attention.qkv": 3},
         gathered=("attention", "up"),
     ),
@@ -112,14 +100,14 @@ CUTS: dict[str, Cut] = {
         units=lambda block: block.norm1.num_groups,
         columns=("conv1",),
         rows=("conv2",),
-        resize=_resize_residual,
+        sizes=("norm1.num_channels", "norm1.num_groups"),
         between=("norm1",),
     ),
     "transformers.models.gpt2.modeling_gpt2.GPT2Block": Cut(
         units=_gpt2_units,
         columns=("attn.c_attn", "mlp.c_fc"),
         rows=("attn.c_proj", "mlp.c_proj"),
-        resize=_resize_gpt2,
+        sizes=("attn.num_heads", "attn.split_size", "attn.c_attn.nf", "mlp.c_fc.nf"),
         parts={"attn.c_attn": 3},
         gathered=("attn", "mlp"),
     ),
@@ -129,7 +117,6 @@ CUTS: dict[str, Cut] = {
         ),
         columns=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
         rows=("self_attn.o_proj", "mlp.down_proj"),
-        resize=_resize_nothing,
         gathered=("self_attn", "mlp"),
     ),
 }
@@ -142,7 +129,6 @@ ENCODER = Cut(
     ),
     columns=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
     rows=("attention.output.dense", "output.dense"),
-    resize=_resize_nothing,
     gathered=("attention.self", "intermediate"),
 )
 """Slicing rules of blocks whose linear maps have these paths, as BERT's, RoBERTa's and Electra's. Their attentions
@@ -215,14 +201,11 @@ def _mixture_cut(block: Any) -> Cut:
     shared = block.mixture.shared_down is not None
     units = gcd(block.attention.heads, block.mixture.shared_down.in_features if shared else 0)
 
-    def resize(part: Any, held: int) -> None:
-        part.attention.heads = part.attention.heads * held // units
-
     return Cut(
         units=lambda _block: units,
         columns=("attention.qkv", *(["mixture.shared_up"] if shared else [])),
         rows=("attention.out", *(["mixture.shared_down"] if shared else [])),
-        resize=resize,
+        sizes=("attention.heads",),
         parts={"attention.qkv": 3, "mixture.shared_up": 2},
         gathered=("attention", *(["mixture.shared_up"] if shared else [])),
         experts=("mixture.experts",),
@@ -262,20 +245,16 @@ def _cut_by_roles(block: Any, experts: Sequence[str] = ()) -> Cut:
     units = gcd(groups, *(maps[each].out_features for each in first))
     norms, over_heads = _norms_in_attention(block, path, maps, head_width, beside)
 
-    def resize(part: Any, held: int) -> None:
-        inner = part.get_submodule(path)
-        for key in (*HEAD_COUNTS, *HEADS_WIDTHS):
-            value = inner.__dict__.get(key)
-            if isinstance(value, int) and (key in HEAD_COUNTS or value == heads_width):
-                setattr(inner, key, value * held // units)
-
+    numbers = {key: value for key, value in vars(attention).items() if isinstance(value, int)}
+    sizes = [key for key in HEAD_COUNTS if key in numbers]
+    sizes += [key for key in HEADS_WIDTHS if numbers.get(key) == heads_width]
     perceptron = first[0].rpartition(".")[0] if first else path
     gathered = tuple(dict.fromkeys((path, perceptron))) if perceptron else ()
     return Cut(
         lambda _block: units,
         (*inputs, *first),
         (output, *last),
-        resize,
+        sizes=tuple(f"{path}.{key}" for key in sizes),
         between=over_heads,
         over_heads=over_heads,
         gathered=gathered,

@@ -43,6 +43,7 @@ FOLDER_MARK = ".gssim-scratch"
 """File that marks a temporary folder as ours."""
 PREFIXES = ("gssim-run-", "gsreal-run-")
 """Prefixes of temporary folders' names, used by nothing else."""
+OUR_NAME = re.compile(rf"({'|'.join(PREFIXES)})[a-z0-9_]{{8}}")
 MOST_LINKS = 40
 """Longest chain of symbolic links, as in the kernel."""
 
@@ -410,9 +411,15 @@ def remove_abandoned(inside: Path | None = None) -> list[Path]:
     above = inside or Path(tempfile.gettempdir())
     for name in os.listdir(above) if above.is_dir() and fcntl is not None else ():
         folder = above / name
-        if not name.startswith(PREFIXES) or not _is_ours(folder):
+        if not OUR_NAME.fullmatch(name):
             continue
         with suppress(OSError):
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                continue
+            names = os.listdir(folder)
+            if names and FOLDER_MARK not in names:
+                continue
             handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 if _lock(handle, wait=False) and _is_at(handle, folder):
@@ -437,19 +444,6 @@ def _remove_marked(folder: Path) -> None:
                 path.unlink(missing_ok=True)
         if {FOLDER_MARK}.issuperset(os.listdir(folder)):  # nothing was written into it meanwhile
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_ours(folder: Path) -> bool:
-    """Return whether a folder is a temporary one of this user and of ours."""
-    try:
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            return False
-        names = os.listdir(folder)
-    except OSError:
-        return False
-    is_named = any(re.fullmatch(rf"{prefix}[a-z0-9_]{{8}}", folder.name) for prefix in PREFIXES)
-    return is_named and (FOLDER_MARK in names or not names)
 
 
 def read_text(path: Path) -> str:

@@ -159,8 +159,7 @@ def automodel(keys: Keys) -> Training:
     training.sequence = keys.integer(*names, sets="workload.sequence_length")
     _automodel_adapters(keys, training)
     _automodel_precision(keys, training)
-    _automodel_memory(keys, training)
-    _automodel_recompute(keys, training, f"{at}.activation_checkpointing")
+    _automodel_memory(keys, training, f"{at}.activation_checkpointing")
     optimizer_in(keys, training, "optimizer._target_")
     for flag in ("foreach", "fused"):
         if (value := keys.enabled(f"optimizer.{flag}")) is not None:
@@ -205,8 +204,17 @@ def _automodel_sharding(keys: Keys, training: Training, at: str) -> None:
         training.gradient_sync = Value("step" if deferred else "micro-batch", origin)
 
 
-def _automodel_memory(keys: Keys, training: Training) -> None:
-    """Read which state is kept in host memory, the size of buckets, and whether the loss makes logits whole."""
+def _automodel_memory(keys: Keys, training: Training, recompute: str) -> None:
+    """Read what is recomputed (by the key `recompute`), which state is kept in host memory, the size of buckets, and
+    whether the loss makes logits whole.
+    """
+    if keys.raw(recompute) == "selective":
+        why = "what it keeps is not this plan's 'selective'; nearest is selective"
+        keys.refuse(recompute, why, replaced_by=RECOMPUTE)
+    else:
+        found = Value(True, keys.line(recompute)) if keys.raw(recompute) == "full" else keys.flag(recompute)
+        found = found or Value(False, f"{recompute} is not given")
+        training.recompute = Value("full" if found.value else "none", found.origin)
     loss = str(keys.raw("loss_fn._target_") or keys.raw("loss_fn") or "").rpartition(".")[2]
     origin = "loss_fn._target_" if keys.has("loss_fn._target_") else "loss_fn"
     if loss == "FusedLinearCrossEntropy":
@@ -293,14 +301,3 @@ def _automodel_adapters(keys: Keys, training: Training) -> None:
 
 OUTSIDE_BLOCKS = re.compile("lm_head|vision|visual|image|audio|embed|projector")
 """Pattern of the names of modules that are not maps of a language model's blocks."""
-
-
-def _automodel_recompute(keys: Keys, training: Training, key: str) -> None:
-    if keys.raw(key) == "selective":
-        keys.refuse(key, "what it keeps is not this plan's 'selective'; nearest is selective", replaced_by=RECOMPUTE)
-        return
-    found = Value(True, keys.line(key)) if keys.raw(key) == "full" else keys.flag(key)
-    if found is not None:
-        training.recompute = Value("full" if found.value else "none", found.origin)
-    else:
-        training.recompute = Value("none", f"{key} is not given")

@@ -402,8 +402,16 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
             f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce, "
             f"reduce-scatter or push gradients (ddp, zero1, zero2, zero3, fsdp, hsdp, gs, gs_z3, gs_hier){hint}"
         )
-    if pushes:
-        _refuse_pushed_experts(plan, policies, where)
+    if pushes and plan.shares.shards in ("memory", "cost"):
+        raise UserError(
+            f"{where}: plan.shares.shards = '{plan.shares.shards}': what ranks that divide experts own is not weighed "
+            "yet; allowed: 'even', 'compute', or shares"
+        )
+    if pushes and not policies.point_to_point and plan.shares.shards != "even":
+        raise UserError(
+            f"{where}: plan.exchange = 'backend': cannot run yet with shards that are not even (plan.shares.shards); "
+            "allowed: 'point-to-point'"
+        )
     if plan.zero1_implementation == "deepspeed":
         raise UserError(
             f"{where}: cannot run yet with plan.zero1_implementation = 'deepspeed': its buffers of gradients of "
@@ -420,20 +428,6 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(f"{where}: cannot run yet with plan.gradient_sync = 'micro-batch'; allowed today: 'step'")
     if plan.shares.replan:
         raise UserError(f"{where}: plan.shares.replan = True: ranks that divide experts need as many samples each")
-
-
-def _refuse_pushed_experts(plan: Plan, policies: Policies, where: str) -> None:
-    """Refuse what owners of divided experts cannot be combined with yet."""
-    if plan.shares.shards in ("memory", "cost"):
-        raise UserError(
-            f"{where}: plan.shares.shards = '{plan.shares.shards}': what ranks that divide experts own is not weighed "
-            "yet; allowed: 'even', 'compute', or shares"
-        )
-    if not policies.point_to_point and plan.shares.shards != "even":
-        raise UserError(
-            f"{where}: plan.exchange = 'backend': cannot run yet with shards that are not even (plan.shares.shards); "
-            "allowed: 'point-to-point'"
-        )
 
 
 def _or_among_tensor_ranks(policies: Policies) -> str:

@@ -283,8 +283,19 @@ def _publish_replicas(low: Lowering) -> Sequence[Task]:
     """Return the tasks that bring updated parameters to all replicas of the rank's part of the model."""
     if low.assigns_tensors:
         return _broadcast_tensors(low, False)
+    tasks: list[Task] = []
     if low.flat_part:
-        return _all_gather_flat(low)
+        # DeepSpeed's ZeRO-1: each rank's part is all-gathered into the flat buffer, bucket by bucket, one after another
+        # (runtime/utils.py, `all_gather_dp_groups`)
+        for part, groups in ((low.flat_part, [low.group]), (low.flat_expert_part, low.expert_replicas)):
+            ranks = len(groups[0])
+            count = max(1, part * ranks // ALL_GATHER_BUCKET_ELEMENTS) if part and ranks > 1 else 0
+            size = part // max(1, count) // 2 * 2
+            for number in range(count):
+                elements = size if number < count - 1 else part - size * (count - 1)
+                exchange = Communication.among(groups, "all-gather", ranks * elements * low.value_bytes)
+                tasks.append(collective_task(TaskId("all-gather-parameters", part=len(tasks)), exchange))
+        return tasks
     if not low.assigns_layers:
         return []
     # each rank's updated layers are all-gathered into the flat replica by one ring
@@ -320,23 +331,6 @@ def _broadcast_tensors(low: Lowering, of_experts: bool) -> list[Task]:
 
 ALL_GATHER_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's `allgather_bucket_size`."""
-
-
-def _all_gather_flat(low: Lowering) -> list[Task]:
-    """DeepSpeed's ZeRO-1: each rank's part is all-gathered into the flat buffer, bucket by bucket, one after another.
-
-    Source: DeepSpeed, runtime/utils.py, `all_gather_dp_groups`.
-    """
-    tasks: list[Task] = []
-    for part, groups in ((low.flat_part, [low.group]), (low.flat_expert_part, low.expert_replicas)):
-        ranks = len(groups[0])
-        count = max(1, part * ranks // ALL_GATHER_BUCKET_ELEMENTS) if part and ranks > 1 else 0
-        size = part // max(1, count) // 2 * 2
-        for number in range(count):
-            elements = size if number < count - 1 else part - size * (count - 1)
-            exchange = Communication.among(groups, "all-gather", ranks * elements * low.value_bytes)
-            tasks.append(collective_task(TaskId("all-gather-parameters", part=len(tasks)), exchange))
-    return tasks
 
 
 def _elements(low: Lowering, first: int, last: int) -> list[int]:

@@ -61,7 +61,11 @@ def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> Ow
     adapted = []
     for instance, before in zip(layers, [None, *layers], strict=False):
         index = instance.index
-        passed_to = index + _user_offset([each.layer for each in layers[index : index + 2]])
+        following = layers[index + 1].layer if index + 1 < len(layers) else None
+        handed = layer_output(instance.layer.buffers, passed_bytes(instance.layer, following))
+        passed_to = index + 1
+        if handed is not None and handed.freed.phase == "b":  # by its user, which may be behind modules between the two
+            passed_to = index + max(1, handed.freed.layer_offset)
         after = layers[passed_to] if passed_to < len(layers) else None
         layer_and_neighbours = [each.layer if each else None for each in (before, instance, after)]
         roles_around = (roles[index - 1] if index else "", roles[index], roles[passed_to] if after else "")
@@ -135,8 +139,16 @@ def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
         )
     divided: dict[str, Any] = {name: _in_roles(model, name, frozen) for name in DIVIDED_FIELDS}
     undivided = _in_roles(model, "layers", frozen)
-    if not undivided:
-        raise ValueError(f"frozen: {_untraced_reason(model, layers)}")
+    if not undivided:  # the model has no costs of layers that are frozen
+        if (why := unchained([instance.layer for instance in layers], side_modules=True)) is not None:
+            raise ValueError(
+                f"frozen: '{model.name}' cannot run yet with frozen layers: {why}, and what that costs beside frozen "
+                "layers is not modelled; allowed: all layers trained, or workload.adapters"
+            )
+        raise ValueError(
+            f"frozen: the file of '{model.name}' lacks the costs of layers that are frozen; add them with `gsreal "
+            "trace FILE --frozen --out NEW`, where FILE is the model's, and set workload.model to NEW"
+        )
     return replace(
         model,
         module=replace(model.module, frozen=_frozen_names(layers, frozen)),
@@ -146,19 +158,6 @@ def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
         autocast=(),
         partly_trained=None,
         **divided,
-    )
-
-
-def _untraced_reason(model: Model, layers: Sequence[LayerInstance]) -> str:
-    """Return why a model has no costs of layers that are frozen, and what to do."""
-    if (why := unchained([instance.layer for instance in layers], side_modules=True)) is not None:
-        return (
-            f"'{model.name}' cannot run yet with frozen layers: {why}, and what that costs beside frozen layers is not "
-            "modelled; allowed: all layers trained, or workload.adapters"
-        )
-    return (
-        f"the file of '{model.name}' lacks the costs of layers that are frozen; add them with `gsreal trace FILE "
-        "--frozen --out NEW`, where FILE is the model's, and set workload.model to NEW"
     )
 
 
@@ -248,16 +247,6 @@ def _held_for_backward(whole: Layer, untrained: Layer, offset: int) -> Layer:
         if whole.buffers[other].freed.phase == "b" and freed.phase == "f" and freed.layer_offset >= offset:
             buffers[number] = replace(buffers[number], freed=Moment("b", LAST, offset), category="activations")
     return replace(untrained, buffers=tuple(buffers))
-
-
-def _user_offset(layer_and_next: Sequence[Layer]) -> int:
-    """Return how many layers after a layer that one is whose backward needs its output: 1, if none does.
-
-    Between the two may lie modules that return no part of it, such as those of rotary embeddings.
-    """
-    layer, *after = layer_and_next
-    handed = layer_output(layer.buffers, passed_bytes(layer, after[0] if after else None))
-    return max(1, handed.freed.layer_offset) if handed is not None and handed.freed.phase == "b" else 1
 
 
 def source_of_input(layers: Sequence[Layer], index: int) -> int:
