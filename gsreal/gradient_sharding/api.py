@@ -13,13 +13,16 @@ from gsreal.gradient_sharding.guards import (
     OptimizerFactory,
     Parameters,
     assign_param_groups,
-    check_arguments,
+    check_callables,
     check_experts,
     check_factory,
+    check_flags,
     check_model,
     check_optimizer_tensors,
     check_options,
     check_shares,
+    check_sizes,
+    check_types,
     describe_model,
     describe_optimizer,
     frozen_parameters,
@@ -110,7 +113,12 @@ def shard_gradients(
 
     Raises ValueError if parameters, units and options do not fit together, or differ between ranks.
     """
-    check_arguments(locals())  # as given: first, before any local name is made
+    check_types(model=model, mesh=mesh, push=push, publish=publish, scaler=scaler, experts=experts)
+    check_types(expert_group=expert_group, units=units, param_groups=param_groups, parameter_order=parameter_order)
+    check_flags(skip_nonfinite=skip_nonfinite, whole_tensors=whole_tensors, point_to_point=point_to_point)
+    check_flags(publish_overlaps=publish_overlaps, overlap=False if overlap is None else overlap)
+    check_callables(optimizer_factory=optimizer_factory, observe=observe)
+    check_sizes(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
     units, param_groups = tuple(units), param_groups if param_groups is None else tuple(param_groups)
     hierarchy = hierarchy_of(mesh, group, expert_group)
     push, publish = push or Push(), publish or Publish()

@@ -303,23 +303,27 @@ TYPES: Mapping[str, type] = {
     "parameter_order": Iterable,
 }
 """Types of the arguments of `shard_gradients` that are an object of one type, or None."""
-FLAGS = ("skip_nonfinite", "whole_tensors", "point_to_point", "publish_overlaps", "overlap")
-"""Arguments of `shard_gradients` that are True or False; `overlap` may also be None."""
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ValueError if an argument of `shard_gradients` has a wrong type, or is no valid size in bytes."""
-    for name, kind in TYPES.items():
-        value = given[name]
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r:.80}")
-    for name in FLAGS:
-        if not isinstance(given[name], bool) and not (name == "overlap" and given[name] is None):
-            raise ValueError(f"{name} must be True or False, not {given[name]!r:.80}")  # any text counts as true
-    for name in ("optimizer_factory", "observe"):
-        if not callable(given[name]):
-            raise ValueError(f"{name} must be a function or class, not {given[name]!r:.80}")
-    check_sizes(bucket_bytes=given["bucket_bytes"], first_bucket_bytes=given["first_bucket_bytes"])
+def check_types(**given: object) -> None:
+    """Raise ValueError if an argument of `shard_gradients` is neither None nor of its type in `TYPES`."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, TYPES[name]):
+            raise ValueError(f"{name} must be of type {TYPES[name].__name__}, not {value!r:.80}")
+
+
+def check_flags(**given: object) -> None:
+    """Raise ValueError if an argument is neither True nor False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, not {value!r:.80}")  # any text counts as true
+
+
+def check_callables(**given: object) -> None:
+    """Raise ValueError if an argument cannot be called."""
+    for name, value in given.items():
+        if not callable(value):
+            raise ValueError(f"{name} must be a function or class, not {value!r:.80}")
 
 
 def check_sizes(**bytes_of: float) -> None:

@@ -101,7 +101,7 @@ def measure(
         feed.divide(training.follower.following.samples)
     speed_ratio = partial(device_speed_ratio, scenario.cluster, rank, device, steps=scenario.run.steps)
     speed_before = None if scenario.cluster.type_of(rank).lab else speed_ratio()
-    losses = _timed_steps(scenario, training, feed, rank, course, resumed, checkpoints)
+    losses = _timed_steps(training, feed, course, resumed, checkpoints)
     core_wait_ratio = course.core_wait.ratio()
     speeds = [each for each in (speed_before, speed_ratio()) if each is not None]
     spans, ends_s = training.timeline.read()
@@ -109,9 +109,9 @@ def measure(
     sent, steps = _sent(training), len(ends_s) - 1
     pushed, published = ((each.entries, each.offered) for each in sent.values())
     payloads = {kind: [size / steps for size in each.by_bucket] for kind, each in sent.items()}
-    allocated, reserved = _peak(training, feed, counter, rank)
-    step = _step(scenario, training, feed, counter, rank, ends_s) if traced else None
-    seen = _collectives(training, feed, rank, payloads)
+    allocated, reserved = _peak(training, feed, counter)
+    step = _step(training, feed, counter, ends_s) if traced else None
+    seen = _collectives(training, feed, payloads)
     return RankReport(
         device=device_name(device),
         ends_s=ends_s,
@@ -203,20 +203,14 @@ def _sent(training: Training) -> dict[str, Sent]:
 
 
 def _timed_steps(
-    scenario: Scenario,
-    training: Training,
-    feed: Feed,
-    rank: int,
-    course: RunRecorder,
-    resumed: Progress,
-    checkpoints: Checkpoints | None,
+    training: Training, feed: Feed, course: RunRecorder, resumed: Progress, checkpoints: Checkpoints | None
 ) -> list[float]:
     """Train warm-up and timed steps from the resumed step on; return this rank's part of the losses after the warm-up.
 
     After a resume, as many steps as the warm-up has are untimed, as long as some are left. A step that follows a save
     includes the save's duration.
     """
-    run, sharding = scenario.run, _sharding(training)
+    run, rank, sharding = feed.scenario.run, feed.rank, _sharding(training)
     losses: list[Tensor] = []
     steps = range(resumed.step, run.warmup_steps + run.steps)
     feed.prepare(steps)
@@ -236,7 +230,7 @@ def _timed_steps(
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
         course.note(step)
         if checkpoints and checkpoints.is_due(step + 1, steps.stop):
-            checkpoints.save(scenario, training, step=step + 1, losses=losses_so_far(resumed, losses, rank))
+            checkpoints.save(feed.scenario, training, step=step + 1, losses=losses_so_far(resumed, losses, rank))
         note_progress(f"step {step + 1} done")
         done, total = step + 1, steps.stop
         if rank == 0 and (done == total or done % max(1, total // 10) == 0):
@@ -265,7 +259,7 @@ def _follow(training: Training, feed: Feed, step: int) -> None:
         sharding.reshard(division.shard_shares)
 
 
-def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> tuple[int, int | None]:
+def _peak(training: Training, feed: Feed, counter: MemoryCounter) -> tuple[int, int | None]:
     """Return (allocated, reserved) peak bytes: medians of three more steps, or periods if their steps differ.
 
     gloo's threads may hold a buffer a moment longer than the call that used it, so that single steps vary.
@@ -282,7 +276,9 @@ def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> 
         tensors += training.periods.state if training.periods else []
         tensors += training.compressor.state if training.compressor else []
         tensors += [*sharding.pusher.persistent_tensors, *sharding.publisher.persistent_tensors] if sharding else []
-        peaks.append(counter.peak_of(partial(synchronized_step, training, inputs, targets, weights, rank), tensors))
+        peaks.append(
+            counter.peak_of(partial(synchronized_step, training, inputs, targets, weights, feed.rank), tensors)
+        )
         note_progress(f"step {step + 1} of those for memory done")
     reserved = [peak for _, peak in peaks if peak is not None]
     return sorted(peak for peak, _ in peaks)[1], sorted(reserved)[1] if reserved else None
@@ -296,9 +292,7 @@ def _state_of(training: Training) -> dict[Any, dict[str, Any]]:
     return dict(inner.state)
 
 
-def _collectives(
-    training: Training, feed: Feed, rank: int, payloads: dict[str, list[float]]
-) -> list[ObservedCollective]:
+def _collectives(training: Training, feed: Feed, payloads: dict[str, list[float]]) -> list[ObservedCollective]:
     """Return the collectives that one more step submits to the process group.
 
     `payloads`: by kind, the mean bytes of the timed steps for each bucket. That step checks the sharding's own counts
@@ -309,7 +303,7 @@ def _collectives(
         sharding.reset_counts()
     inputs, targets, weights = feed.at(2)
     with CollectiveRecorder() as recorder:
-        synchronized_step(training, inputs, targets, weights, rank)
+        synchronized_step(training, inputs, targets, weights, feed.rank)
     training.finish()
     for kind, sent in _sent(training).items():
         dependent = [entry for entry in recorder.seen if entry.data_dependent and entry.kind == kind]
@@ -331,14 +325,13 @@ def _set_payloads(dependent: list[ObservedCollective], counted: list[int], paylo
         entry.sent_bytes = payloads[number % buckets] * buckets / len(dependent)
 
 
-def _step(
-    scenario: Scenario, training: Training, feed: Feed, counter: MemoryCounter, rank: int, ends_s: list[float]
-) -> RankStep:
+def _step(training: Training, feed: Feed, counter: MemoryCounter, ends_s: list[float]) -> RankStep:
     """Return a timed step of median length, with the memory of one more.
 
     In a run of periods, these are an inner step and the outer one after it; if fragments are synchronized, the last
     whole period.
     """
+    scenario = feed.scenario
     inputs, targets, weights = feed.at(1)
     outer = outer_steps(scenario, len(ends_s) - 1)
     number, steps = median_step(ends_s, outer), 1
@@ -351,7 +344,7 @@ def _step(
 
     def again() -> None:
         for _ in range(steps):
-            training.step(inputs, targets, weights, rank)
+            training.step(inputs, targets, weights, feed.rank)
 
     with _synchronizing(training, steps):
         return step_of_rank(

@@ -41,7 +41,7 @@ def paces(case: dict[str, Any]) -> dict[str, Any]:
     """Train a whole run; return its losses, step times and divisions of the batch."""
     scenario, training, feed = made(case)
     course = RunRecorder(scenario, training, dist.get_rank(), CPU)
-    losses = _timed_steps(scenario, training, feed, dist.get_rank(), course, Progress(), None)
+    losses = _timed_steps(training, feed, course, Progress(), None)
     spans, ends_s = training.timeline.read()
     divisions = training.follower.following.divisions if training.follower else ()
     inputs, targets, weights = feed.at(scenario.run.steps)

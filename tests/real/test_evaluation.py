@@ -131,7 +131,7 @@ def course_of(overrides, *, name="resnet-digits.toml"):
     scenario = load_scenario(Path(scenario_file(name)), changes, gradients_needed=False).scenario
     training = build(scenario, Timeline(0, CPU), CPU)
     course = RunRecorder(scenario, training, 0, CPU)
-    losses = _timed_steps(scenario, training, Feed(scenario, 0, CPU), 0, course, Progress(), None)
+    losses = _timed_steps(training, Feed(scenario, 0, CPU), course, Progress(), None)
     return training, course, losses
 
 
