@@ -10,15 +10,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from gsreal.model_files.fake_module import can_divide_sequences, experts_to_divide, fewest_units
 from gsreal.model_files.fit import Shape
 from gsreal.model_files.recorder import Record
-from gsreal.model_files.step import (
-    can_divide_sequences,
-    experts_to_divide,
-    fewest_units,
-    record_partial_steps,
-    record_step,
-)
+from gsreal.model_files.step import record_partial_steps, record_step
 from gssim.workload import Model, TokenInput
 
 TRACED_BATCH_SIZES = (2, 3)

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from gsreal.model_files.fake_module import fake_module, without_values
 from gsreal.model_files.fit import merge_key
 from gsreal.model_files.layers import layer_modules
-from gsreal.model_files.step import fake_module, without_values
 from gssim.errors import UserError
 from gssim.workload import Buffer, Layer, Model, Module, Moment, Parameter, PartialBackward, Reduction, SplitBackward
 

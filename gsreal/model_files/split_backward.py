@@ -22,9 +22,10 @@ from torch.distributed.pipelining import _backward
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gsreal.model_files.build import example_batch, logits_of, loss_of
+from gsreal.model_files.fake_module import fake_module, without_values
 from gsreal.model_files.fit import TERMS, Shape, fit_buffers, fit_polynomial, parameters_of
 from gsreal.model_files.recorder import NoPolynomialError, Record, Recorder, StorageLife
-from gsreal.model_files.step import fake_module, known_storages, layer_boundaries, without_values
+from gsreal.model_files.step import known_storages, layer_boundaries
 from gssim.scenario import of_no_sample
 from gssim.workload import Buffer, Layer, Model, Parameter, SplitBackward
 

@@ -4,7 +4,6 @@ A layer begins where a chosen module is entered, and ends where the next chosen 
 when the gradient of its output, which is the next layer's input, is complete.
 """
 
-import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -13,34 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from gsreal.methods.checkpointing import SELECTIVE, checkpoint_inside
-from gsreal.methods.context_parallel import ContextParts, divide_context
-from gsreal.methods.cuts import cut_beside_experts, cut_of, cut_or_reason, is_linear
-from gsreal.methods.experts import Splits, divided_reason, experts_of, replace_experts
-from gsreal.methods.tensor_slices import SequenceParts, divide_sequences, end_of_parts, slice_block, whole_with_parts
-from gsreal.model_files.build import (
-    DTYPES,
-    autocast,
-    build_module,
-    example_batch,
-    first_line,
-    logits_of,
-    loss_of,
-    sequences_not_packed,
-)
+from gsreal.methods.context_parallel import divide_context
+from gsreal.model_files.build import autocast, example_batch, first_line, logits_of, loss_of
+from gsreal.model_files.fake_module import Exchanges, divide_experts, fake_module, slice_blocks, without_values
 from gsreal.model_files.layers import layer_modules
 from gsreal.model_files.recorder import NoPolynomialError, Record, Recorder, UnknownOperationError, Work
 from gssim.errors import UserError
@@ -85,104 +67,6 @@ def layer_boundaries(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def fake_module(model: Model, where: str) -> nn.Module:
-    """Return the module, made without the one of torch's initialisers that reads values: fake tensors have none."""
-    with mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_settings: tensor):
-        module = build_module(model.module, where=where)
-    others = {str(p.dtype) for p in module.parameters()} - {str(DTYPES[model.traced_precision])}
-    if others:
-        raise UserError(
-            f"{where}: the module has parameters in {', '.join(sorted(others))}, but is traced in "
-            f"{model.traced_precision}, to which a run casts all: make them in torch's default type, or give "
-            "--precision"
-        )
-    return module
-
-
-class _FakeTensors(FakeTensorMode):
-    """Fake tensors whose grouped products accept fp32 and fp16 too, and whose LSTMs keep a workspace, as kernels do.
-
-    Torch's shape functions of these accept bf16 only, and have an empty workspace. A separate mode for them would see
-    every operation, which takes longer than most of what a trace does with it.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False, as `Recorder` does."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
-            with self:
-                return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
-        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is torch.ops.aten.mkldnn_rnn_layer.default:
-            with self:  # empty where nothing is kept for a backward
-                return *result[:3], torch.empty(_lstm_workspace(func, args), dtype=torch.uint8)
-        return result
-
-
-def _lstm_workspace(func: Any, args: Any) -> int:
-    """Return the bytes that oneDNN keeps of an LSTM's layer for its backward, a whole number for each sample.
-
-    It says how many by running, here on zeros. Its parts are rounded up to pages, which the bytes of a sample are not:
-    a page's worth of samples has whole ones only.
-    """
-    inputs, *others = args
-    length, samples = inputs.shape[:2]
-    whole = PAGE_BYTES // inputs.dtype.itemsize
-    key = (
-        inputs.dtype,
-        inputs.shape[2:],
-        *(each.shape if isinstance(each, Tensor) else str(each) for each in others[:4]),
-    )
-    if key not in _WORKSPACES:
-        sizes = []
-        with unset_fake_temporarily(), torch.enable_grad():  # without gradients nothing is kept
-            for steps in (1, 2):
-                real = [torch.zeros((steps, whole, *inputs.shape[2:]), dtype=inputs.dtype)]
-                real += [
-                    torch.zeros((whole, each.shape[-1]) if place in STATES else each.shape, dtype=each.dtype)
-                    if isinstance(each, Tensor)
-                    else each
-                    for place, each in enumerate(others, 1)
-                ]
-                workspace: Tensor | None = func(*real)[3]
-                sizes.append(0 if workspace is None else workspace.nbytes // whole)
-        _WORKSPACES[key] = (sizes[0], sizes[1] - sizes[0])
-    first, further = _WORKSPACES[key]
-    return int(samples * (first + further * (length - 1)))
-
-
-PAGE_BYTES = 4096
-STATES = (5, 6)
-"""Places of an LSTM's states among its arguments."""
-_WORKSPACES: dict[tuple[Any, ...], tuple[int, int]] = {}
-"""Bytes of workspace for a sample's first step, and for each further one, by the layer's sizes."""
-
-
-@contextmanager
-def traced_precision(model: Model) -> Iterator[None]:
-    """Create modules and images in the precision of the trace, for the duration of the context."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[model.traced_precision])
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def without_values(model: Model) -> Iterator[None]:
-    """Use fake tensors for the duration of the context, with the operations that the model runs on real values."""
-    whole = sequences_not_packed() if model.module.hugging_face is not None else nullcontext()
-    # what fails is reported in one line, and not by torch as well, with its own traceback
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    with _FakeTensors(allow_non_fake_inputs=False), traced_precision(model), whole:
-        yield
 
 
 def record_step(
@@ -313,19 +197,24 @@ def _prepared(
     chosen = layer_modules(module)
     length = (sequence_length or 0) // context if context else sequence_length
     inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=length)
-    _check_positions(module, sequence_length, where)
+    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    if sequence_length is not None and isinstance(longest, int) and sequence_length > longest:
+        raise UserError(  # fake tensors do not show that a module has no embedding for the last positions
+            f"{where}: the config has max_position_embeddings = {longest}, but sequences of {sequence_length} tokens "
+            "are asked for (input.maximum_sequence_length)"
+        )
     modules = like.modules if like else _execution_order(module, list(chosen), inputs, targets, model, where)
     blocks = [name for name in modules if chosen[name]]
     record = Record(modules, blocks=set(blocks), autocast=model.traced_autocast)
     record.kernel_plans = like.kernel_plans if like else {}
-    stand_in = _ReductionRecorder()
+    stand_in = Exchanges()
     if units:
-        _slice_blocks(record, module, chosen, stand_in, units, parts, beside_experts=routed is not None)
+        slice_blocks(record, module, chosen, stand_in, units, parts, beside_experts=routed is not None)
     exchanged = stand_in.context(context) if context else None
     if exchanged is not None:
         divide_context(module, [module.get_submodule(name) for name in blocks], exchanged)
     if routed is not None:
-        _divide_experts(record, module, stand_in, *routed)
+        divide_experts(record, module, stand_in, *routed)
     return _Step(record, module, inputs, targets, stand_in, exchanged.heads if exchanged is not None else frozenset())
 
 
@@ -346,185 +235,6 @@ def _compiled(
             others = apart.kernel_plans if apart else {}
             stack.enter_context(traced_as_compiled(blocks, lambda: module(inputs), record.kernel_plans, others))
         yield
-
-
-def _divide_experts(record: Record, module: nn.Module, stand_in: "_ReductionRecorder", held: int, rows: int) -> None:
-    """Let each layer hold `held` of its routed experts, which process `rows` rows; note its number of experts."""
-
-    def note(layer: int, _inner: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        index = args[1] if len(args) > 1 else named["top_k_index"]
-        record.experts_per_token[layer] = index.shape[1]
-
-    for path, inner in experts_of(module):
-        (layer,) = (i for i, name in enumerate(record.modules) if f"{path}.".startswith(f"{name}."))
-        (record.experts if layer in record.units else record.units)[layer] = inner.gate_up_proj.shape[0]
-        replace_experts(inner, range(held), _TracedExchange(stand_in, held, rows))
-        inner.register_forward_pre_hook(partial(note, layer), with_kwargs=True)
-
-
-@dataclass(frozen=True)
-class _TracedExchange:
-    """Stands in for the all-to-alls of divided experts: a rank holds `held` of them, which process `rows` rows."""
-
-    stand_in: "_ReductionRecorder"
-    held: int
-    rows: int
-
-    def share_counts(self, counts: Tensor) -> tuple[Tensor, Splits]:
-        """Return the received tensor of counts, and the total rows that all senders send."""
-        assert self.stand_in.recorder is not None
-        received = self.stand_in.recorder.exchange(counts, "counts", len(counts))
-        return received.view(-1, self.held), Splits([], [self.rows])
-
-    def move(self, rows: Tensor, splits: Splits, *, back: bool) -> Tensor:
-        """Return the received tensor of rows."""
-        assert self.stand_in.recorder is not None
-        if not splits.sent:  # the first dispatch, of all rows that this rank sends
-            splits.sent.append(len(rows))  # type: ignore[attr-defined]
-        (count,) = splits.sent if back else splits.received
-        return self.stand_in.recorder.exchange(rows, "combine" if back else "dispatch", count)
-
-
-class _ReductionRecorder:
-    """Stands in for the sums over ranks, and passes them to the active recorder."""
-
-    recorder: Recorder | None = None
-
-    def record_with(self, recorder: Recorder) -> None:
-        """Pass all later sums to `recorder`."""
-        self.recorder = recorder
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        assert self.recorder is not None  # blocks are sliced for a record
-        return self.recorder.reduce(tensor)
-
-    def fixed(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor that has the same type in every precision."""
-        assert self.recorder is not None
-        return self.recorder.reduce(tensor, fixed=True)
-
-    def parts(self, ranks: int) -> SequenceParts:
-        """Return the division of sequences among `ranks` ranks; this rank is the first of them."""
-
-        def received(kind: str, sent: Tensor) -> Tensor:
-            assert self.recorder is not None
-            return self.recorder.receive(sent, kind, ranks)
-
-        return SequenceParts(ranks, 0, partial(received, "all-gather"), partial(received, "reduce-scatter"))
-
-    def context(self, ranks: int) -> ContextParts:
-        """Return the division of sequences among `ranks` ranks from embedding to loss; this rank is the first."""
-
-        def received(sent: Tensor) -> Tensor:
-            assert self.recorder is not None
-            return self.recorder.receive(sent, "all-to-all", ranks)
-
-        return ContextParts(ranks, 0, received)
-
-
-def _slice_blocks(
-    record: Record,
-    module: nn.Module,
-    chosen: dict[str, bool],
-    stand_in: _ReductionRecorder,
-    units: int,
-    ranks: int | None,
-    *,
-    beside_experts: bool,
-) -> None:
-    """Slice each block to this number of units; note what was sliced, and which gradients are of parts of sequences.
-
-    `ranks`: number of ranks that divide sequences between sliced parts of blocks, if they do. `beside_experts`: routed
-    experts are divided among ranks, not sliced.
-    """
-    divided = stand_in.parts(ranks) if ranks else None
-    sliced: dict[str, tuple[int, bool]] = {}
-    """By name of a block: units of the whole block, and whether all sliced modules are linear maps."""
-    for name, block in [(name, module.get_submodule(name)) for name, is_block in chosen.items() if is_block]:
-        if beside_experts:
-            cut_beside_experts(block)
-        cut = cut_of(block)
-        if cut is not None:
-            sliced[name] = whole, _ = cut.units(block), is_linear(block, cut)
-            held = [unit % whole for unit in range(units)]  # units are alike: a trace may have more than the block has
-            # what one rank does is independent of the number of ranks
-            slice_block(block, held, stand_in, ranks=2, parts=divided, reduce_fixed=stand_in.fixed)
-    for layer, name in enumerate(record.modules):
-        if name in sliced:
-            record.units[layer], record.linear[layer] = sliced[name]
-    if divided is not None:
-        paths = [name for name in record.modules if chosen[name]]
-        end = end_of_parts(record.modules, paths, module)
-        record.summed = {*divide_sequences(paths, module, divided, end=end)}
-    else:
-        for name in sliced:
-            parted = whole_with_parts(module.get_submodule(name))
-            record.summed |= {f"{name}.{path}.{each}" for path, each in parted}
-
-
-@contextmanager
-def _blocks_without_values(model: Model, where: str, *, beside_experts: bool = False) -> Iterator[list[nn.Module]]:
-    """Yield a model's blocks, of fake tensors; `beside_experts`: routed experts are not sliced but divided."""
-    with without_values(model):
-        module = fake_module(model, where)
-        blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
-        for block in blocks if beside_experts else ():
-            cut_beside_experts(block)
-        yield blocks
-
-
-def fewest_units(model: Model, where: str, *, beside_experts: bool = False) -> int:
-    """Return the smallest number of units of the model's blocks; 0 if one cannot be sliced.
-
-    `beside_experts`: routed experts are not sliced but divided among ranks.
-    """
-    with _blocks_without_values(model, where, beside_experts=beside_experts) as blocks:
-        return min((cut.units(block) if (cut := cut_of(block)) else 0 for block in blocks), default=0)
-
-
-def uncut_reason(model: Model, where: str) -> str | None:
-    """Return why the model has no sliced layers, with the name of the module; None if it has no blocks."""
-    with _blocks_without_values(model, where) as blocks:
-        reasons = [cut for block in blocks if isinstance(cut := cut_or_reason(block), str)]
-        if reasons or not blocks:
-            return next(iter(reasons), None)
-        units = min(known.units(block) for block in blocks if (known := cut_of(block)) is not None)
-        kind = type(blocks[0]).__name__
-        if units < 2:
-            return f"{kind}: its heads (or groups that share keys) and its perceptron's width have no common divisor"
-        return f"{kind}: what it does is no polynomial in its {units} units (heads, or groups that share keys)"
-
-
-def experts_to_divide(model: Model, where: str) -> int:
-    """Return the fewest experts of the model's layers of routed experts; 0 if ranks cannot divide them."""
-    with without_values(model):
-        module = fake_module(model, where)
-        if divided_reason(module) is not None:
-            return 0
-        return min(inner.gate_up_proj.shape[0] for _, inner in experts_of(module))
-
-
-def can_divide_sequences(model: Model, where: str, *, beside_experts: bool = False) -> bool:
-    """Return whether ranks can divide the sequences between all slices of the model's blocks.
-
-    `beside_experts`: routed experts are divided among ranks, not sliced.
-    """
-    with _blocks_without_values(model, where, beside_experts=beside_experts) as blocks:
-        cuts = [cut_of(block) for block in blocks]
-        return bool(cuts) and all(cut is not None and cut.gathered for cut in cuts)
-
-
-def _check_positions(module: nn.Module, sequence_length: int | None, where: str) -> None:
-    """Raise UserError if a Hugging Face model has no embedding for the last positions.
-
-    Fake tensors do not detect that.
-    """
-    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    if sequence_length is not None and isinstance(longest, int) and sequence_length > longest:
-        raise UserError(
-            f"{where}: the config has max_position_embeddings = {longest}, but sequences of {sequence_length} tokens "
-            "are asked for (input.maximum_sequence_length)"
-        )
 
 
 def _check_logits(logits: Tensor, targets: Tensor, model: Model, where: str) -> None:
@@ -625,7 +335,7 @@ class _Step:
     module: nn.Module
     inputs: Tensor
     targets: Tensor
-    stand_in: _ReductionRecorder
+    stand_in: Exchanges
     heads: AbstractSet[int]
     """Numbers of heads that the forwards of attentions exchange among ranks; empty where they do not."""
 

@@ -28,12 +28,12 @@ from gsreal.model_files.divided_steps import (
     record_steps,
     whole_steps,
 )
+from gsreal.model_files.fake_module import fake_module, uncut_reason, without_values
 from gsreal.model_files.fit import TERMS, TERMS_WITH_ADAPTERS, Terms, fit_layers, grouped
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
 from gsreal.model_files.split_backward import with_split_costs
-from gsreal.model_files.step import fake_module, uncut_reason, without_values
 from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.workload import Adapters, Layer, Model, TokenInput

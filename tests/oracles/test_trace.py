@@ -25,9 +25,9 @@ from gsreal.measure.memory import _StorageTracker
 from gsreal.methods.checkpointing import checkpoint_blocks
 from gsreal.methods.cuts import ATTENTION_OUTPUTS, FIRST_MAPS, HEAD_COUNTS, LAST_MAPS, QUERIES_KEYS_VALUES
 from gsreal.model_files.build import build_module, example_batch, loss_of
+from gsreal.model_files.fake_module import without_values
 from gsreal.model_files.recorder import Record, Recorder, _is_alias
 from gsreal.model_files.request import Request, traced_model
-from gsreal.model_files.step import without_values
 from gsreal.model_files.trace import trace, with_traced_frozen, write_model
 from gssim.errors import UserError
 from gssim.memory import (

@@ -24,8 +24,9 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsreal.model_files.build import example_batch
+from gsreal.model_files.fake_module import fake_module
 from gsreal.model_files.recorder import Record
-from gsreal.model_files.step import fake_module, record_trained
+from gsreal.model_files.step import record_trained
 from gssim.memory import activation_timeline
 from gssim.scenario import load_model
 from gssim.workload import LayerInstance, Model, unrolled
