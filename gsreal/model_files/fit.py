@@ -246,6 +246,7 @@ def fit_buffers(
     """Return the buffers that a layer creates, with their sizes as polynomials of the shape."""
     first = next(iter(everything.values()))
     last = len(first.modules)
+    casts_again = sum(alive.casts_input for alive in first.alive if alive.born[0] == index) > 1
     buffers = []
     for number, alive in enumerate(first.alive):
         if alive.born[0] != index or (alive.freed == alive.born and alive.size_bytes == 0):
@@ -267,6 +268,7 @@ def fit_buffers(
                 category="activations" if is_saved else "temporaries",
                 size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", terms),
                 fixed=alive.fixed,
+                casts_input=alive.casts_input and casts_again,
             )
         )
     return tuple(buffers)

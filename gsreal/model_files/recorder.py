@@ -165,6 +165,8 @@ class StorageLife:
     """Position of its own layer's forward at which it would be freed if autograd did not save it."""
     fixed: bool = False
     """Whether it holds integers or truth values, whose size is the same in every precision."""
+    casts_input: bool = False
+    """Whether it is torch.autocast's copy of the layer's input in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,8 @@ class Recorder(TorchDispatchMode):
         self.products: Counter[tuple[int, str]] = Counter()
         self.allocating = False
         """Whether operations only allocate what a collective fills."""
+        self.input: Callable[[], Tensor | None] = lambda: None
+        """Weak reference to what the current layer takes from the one before."""
         self.saved_after: Mapping[int, int] = {}
         """`saved_after` of a record at another shape: number of operations after which `until_saved` is recorded."""
 
@@ -310,6 +314,10 @@ class Recorder(TorchDispatchMode):
     def enter(self, layer: int, phase: str) -> None:
         """Record subsequent operations for a phase of a layer."""
         self.layer, self.phase = layer, phase
+
+    def take(self, given: Tensor) -> None:
+        """Note what the current layer takes from the one before."""
+        self.input = weakref.ref(given)
 
     def work(self) -> Work:
         """Return the work of the current phase of the current layer so far."""
@@ -348,7 +356,15 @@ class Recorder(TorchDispatchMode):
             self._count(func, args, kwargs, result, inputs, outputs, place)
         for tensor in outputs:
             self._born(tensor)
+        if func is aten._to_copy.default and self._casts_input(args[0], result):
+            self.live[result.untyped_storage()._cdata].casts_input = True
         return result
+
+    def _casts_input(self, source: Tensor, copy: Tensor) -> bool:
+        """Return whether a copy is autocast's of the current layer's input: not of a view of it."""
+        if self.record.autocast is None or self.phase != "f" or source is not self.input():
+            return False
+        return source.dtype == torch.float32 and copy.element_size() < source.element_size()
 
     def _count(
         self,

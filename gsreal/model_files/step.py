@@ -34,12 +34,17 @@ LOSS = "loss"
 
 @contextmanager
 def layer_boundaries(
-    model: nn.Module, modules: list[str], *, enter: Callable[[int, str], None]
+    model: nn.Module,
+    modules: list[str],
+    *,
+    enter: Callable[[int, str], None],
+    take: Callable[[Tensor], None] | None = None,
 ) -> Iterator[Callable[[Tensor], Tensor]]:
     """Call `enter(layer, "f")` and `enter(layer, "b")` where layers begin, for the duration of the context.
 
-    Layer i begins at `modules[i]`; the last layer (index `len(modules)`) is the loss. Yields a function that marks the
-    model's output as the loss's input: call the loss on its result.
+    `take`: called with what a layer takes from the one before, if a gradient is computed for it. Layer i begins at
+    `modules[i]`; the last layer (index `len(modules)`) is the loss. Yields a function that marks the model's output as
+    the loss's input: call the loss on its result.
     """
     handles: list[Any] = []
     inner = dict(model.named_modules())
@@ -49,6 +54,8 @@ def layer_boundaries(
         carrying = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
         if layer > 0 and carrying and torch.is_grad_enabled():
             carrying[0].register_hook(lambda _gradient: enter(layer - 1, "b"))
+            if take is not None:
+                take(carrying[0])
 
     def before(layer: int) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -514,7 +521,7 @@ def record_backward(
                 ready[name] = recorder.now()
 
             handles.append(parameter.register_post_accumulate_grad_hook(note_ready))
-    with recorder, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
+    with recorder, layer_boundaries(module, record.modules, enter=recorder.enter, take=recorder.take) as out:
         with forward or nullcontext(), autocast(record.autocast):
             loss = loss_of(out(logits_of(module(inputs))), targets)
         record.output[len(record.modules)] = loss.numel() * loss.element_size()

@@ -352,10 +352,13 @@ def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], live
     if layers is not low.layers:  # the rank's experts have other loads than the first rank's
         own = zip(stage.layers, layers, strict=True)
         stage = replace(stage, layers=tuple(replace(instance, layer=each.layer) for instance, each in own))
+    is_leaf = not low.reduces_after_schedule
     return low.shared.once(
         "timelines of stages",
-        (stage.likeness, samples, length, scale, _settings(lives)),
-        lambda: stage_timeline(stage, batch_size=samples, sequence_length=length, scale=scale, lives=lives),
+        (stage.likeness, samples, length, scale, _settings(lives), is_leaf),
+        lambda: stage_timeline(
+            stage, batch_size=samples, sequence_length=length, scale=scale, lives=lives, input_is_leaf=is_leaf
+        ),
     )
 
 

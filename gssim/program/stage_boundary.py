@@ -7,11 +7,18 @@ gradient of its input. The latter two live until the schedule drops the last ref
 "release"). The last stage's logits are such an output as well. Every other buffer that would be freed in a layer beyond
 the boundary is freed when the stage's forward or backward returns. The parts of a split backward are no exception: what
 outlives the second part is freed when that returns.
+
+[Note: cast once] torch.autocast keeps the 16-bit casts of leaves of autograd's graph that require gradients until its
+context ends (aten/src/ATen/autocast_mode.cpp, cached_cast). Parameters are such leaves, and so is the input that a
+stage receives, but not the input of a layer within a model. A layer that casts its input for several products (BERT's
+queries, keys and values) therefore casts it once if it is the first of a stage, and all products save the same cast.
+Its backward sums their gradients in 16 bits; those are counted as traced, one by one and in fp32. FSDP2 passes a
+layer's input through an operation of its own (RegisterPostBackwardFunction), after which it is no leaf.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gssim.execution.cache import Same
@@ -124,11 +131,13 @@ def passed_on(layer: Layer) -> Buffer | None:
     return max(candidates, key=lambda buffer: (buffer.freed.phase == "b", buffer.born.position), default=None)
 
 
-def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale: float, lives: Lives) -> Timeline:
+def stage_timeline(
+    stage: Stage, *, batch_size: int, sequence_length: int, scale: float, lives: Lives, input_is_leaf: bool = True
+) -> Timeline:
     """Return the memory events of a stage, by the number of the layer in the stage; see [Note: borders].
 
     The stage's output and the gradient of its input are released by the schedule, so only their allocations are
-    included.
+    included. `input_is_leaf`: whether the first layer is given the received tensor itself; see [Note: cast once].
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
@@ -137,8 +146,12 @@ def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale
     befores = [stage.before.layer if stage.before else None, *around]
     for number, (instance, before, after) in enumerate(zip(stage.layers, befores, following(around), strict=False)):
         output = stage.output_place[1] if number == stage.output_place[0] else None
-        context = tuple(map(id, (before, instance.layer, *after)))
-        for place, buffer in enumerate(lives(instance.layer, before, after)):
+        receives = input_is_leaf and number == stage.shared and stage.before is not None
+        context = receives, *map(id, (before, instance.layer, *after))
+        buffers = lives(instance.layer, before, after)
+        if receives:
+            buffers = _with_input_cast_once(buffers)
+        for place, buffer in enumerate(buffers):
             freed = _freed(stage, number, buffer, output)
             # repetitions share their events; a moment's fields are hashed in a third of the time of its own hash
             key = (context, place, freed.phase, freed.position, freed.layer_offset)
@@ -160,6 +173,23 @@ def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale
         size = scale * stage.passed_part.at(b=batch_size, s=sequence_length)
         events[len(stage.layers) - 1, "f"].append(Event(LAST, size, "activations"))
     return Timeline(events, end)
+
+
+def _with_input_cast_once(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Return a layer's buffers with one cast of its input in place of several, in the forward and in its recomputation;
+    see [Note: cast once].
+    """
+    found: list[Buffer] = []
+    for place, buffer in enumerate(buffers):
+        if not buffer.casts_input:
+            found.append(buffer)
+            continue
+        phase = buffer.born.phase
+        casts = [(i, each) for i, each in enumerate(buffers) if each.casts_input and each.born.phase == phase]
+        if place == casts[0][0]:
+            freed = max((each.freed for _, each in casts), key=lambda moment: (moment.phase != phase, moment.position))
+            found.append(replace(buffer, freed=FORWARD_END if freed.phase == "f" else freed))
+    return found
 
 
 def _freed(stage: Stage, number: int, buffer: Buffer, output: Buffer | None) -> Moment:

@@ -21,7 +21,7 @@ from gssim.scenario.run import Run
 from gssim.units import adapter
 from gssim.workload import Workload
 from gssim.workload.gradient_statistics import GradientStatistics
-from gssim.workload.layer import FIXED
+from gssim.workload.layer import CASTS_INPUT, FIXED
 
 VERSION = 1
 """Version of the canonical data."""
@@ -113,8 +113,8 @@ def _model_digest(same: Same) -> str:
     """Return the digest of a model without its name, its source, and what follows from its module."""
     model: Any = same.value
     layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
-    for layer in layers:  # which buffers hold integers follows from the module
-        layer["buffers"] = [text.removesuffix(FIXED) for text in layer["buffers"]]
+    for layer in layers:  # which buffers hold integers, or casts of the input, follows from the module
+        layer["buffers"] = [text.removesuffix(FIXED).removesuffix(CASTS_INPUT) for text in layer["buffers"]]
     return _digest(_fields(model, leave_out=UNASKED_OF_MODEL) | {"layers": layers})
 
 

@@ -225,6 +225,8 @@ def _moment(text: str) -> Moment | None:
 
 FIXED = " fixed"
 """End of the text of a buffer or a collective whose size is the same in every precision."""
+CASTS_INPUT = " casts-input"
+"""End of the text of a buffer that is one of several casts of its layer's input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,9 @@ class Buffer:
     size_bytes: Polynomial
     fixed: bool = False
     """Whether its size is the same in every precision: it holds integers or truth values, such as indices and masks."""
+    casts_input: bool = False
+    """Whether it is one of several casts of the layer's input by torch.autocast; see [Note: borders] in
+    `gssim.program.stage_boundary`."""
 
     @classmethod
     def parse(cls, text: object) -> "Buffer":
@@ -246,19 +251,22 @@ class Buffer:
         'f0 b3@+1 activations 512*b*s'
         >>> Buffer.parse("f0 b3 activations 8*b*s fixed").bytes_at(b=2, s=3, scale=0.5)
         48
+        >>> Buffer.parse("f0 b3 activations 8*b*s casts-input").casts_input
+        True
         """
         if isinstance(text, Buffer):
             return text
         if not isinstance(text, str) or len(text.split(maxsplit=3)) != 4:
             raise ValueError(
-                'must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s", and may end in "fixed"'
+                'must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s", and may end in "fixed" or '
+                '"casts-input"'
             )
         born, freed, category, size = text.split(maxsplit=3)
-        fixed = size.endswith(FIXED)
+        fixed, casts_input = size.endswith(FIXED), size.endswith(CASTS_INPUT)
         if category not in BUFFER_CATEGORIES:
             raise ValueError(f"has the category {category!r}; allowed: {', '.join(BUFFER_CATEGORIES)}")
-        polynomial = Polynomial.parse(size.removesuffix(FIXED))
-        return cls(Moment.parse(born), Moment.parse(freed), category, polynomial, fixed)
+        polynomial = Polynomial.parse(size.removesuffix(FIXED).removesuffix(CASTS_INPUT))
+        return cls(Moment.parse(born), Moment.parse(freed), category, polynomial, fixed, casts_input)
 
     def bytes_at(self, *, b: Samples, s: int, scale: float) -> float:
         """Return its size for b samples of s tokens; `scale`: bytes of an element relative to those in the trace."""
@@ -271,7 +279,8 @@ class Buffer:
         return self.born.phase == "f" and self.freed.phase == "b" and self.freed.layer_offset <= 0
 
     def __str__(self) -> str:
-        return f"{self.born} {self.freed} {self.category} {self.size_bytes}{FIXED if self.fixed else ''}"
+        end = FIXED if self.fixed else CASTS_INPUT if self.casts_input else ""
+        return f"{self.born} {self.freed} {self.category} {self.size_bytes}{end}"
 
 
 def layer_output(buffers: Sequence[Buffer], output_bytes: Quantity) -> Buffer | None:
@@ -625,7 +634,8 @@ class Layer:
     all other compute-heavy operations are kept; absent: not traced."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
     """Every tensor that the layer allocates: the moments of its allocation and release, its category and its size;
-    `fixed`: it holds integers or truth values, which are as large in every precision."""
+    `fixed`: it holds integers or truth values, which are as large in every precision; `casts-input`: it is one of
+    several casts of the layer's input by torch.autocast."""
     module_buffer_bytes: Count = 0
     """Bytes of the module's buffers (not parameters), such as running means, in fp32."""
     integer_buffer_bytes: Count = 0

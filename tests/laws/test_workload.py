@@ -71,9 +71,9 @@ def test_what_is_no_moment_is_refused(text):
         Moment.parse(text)
 
 
-@given(MOMENTS, MOMENTS, st.sampled_from(["input", "activations", "temporaries"]), TERMS, st.booleans())
-def test_a_buffer_survives_its_text(born, freed, category, term, fixed):
-    buffer = Buffer(born, freed, category, Polynomial((term,)), fixed)
+@given(MOMENTS, MOMENTS, st.sampled_from(["input", "activations", "temporaries"]), TERMS, st.integers(0, 2))
+def test_a_buffer_survives_its_text(born, freed, category, term, mark):
+    buffer = Buffer(born, freed, category, Polynomial((term,)), fixed=mark == 1, casts_input=mark == 2)
     assert Buffer.parse(str(buffer)) == buffer
 
 

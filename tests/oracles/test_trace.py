@@ -93,6 +93,31 @@ class Shortcut(nn.Module):
         return self.head(torch.cat([start, x], 1))
 
 
+class Gate(nn.Module):
+    """Two linear maps of the same input."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.value, self.gate = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.value(x) * self.gate(x)
+
+
+class Gates(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.gates = nn.ModuleList(Gate(width) for _ in range(3))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images):
+        x = self.first(images.flatten(1, 2)).mean(1).float()
+        for gate in self.gates:
+            x = gate(x)
+        return self.head(x)
+
+
 class Convolution(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -605,6 +630,13 @@ def test_a_shortcut_keeps_what_it_skips_with():
     assert [layer.layer.block for layer in unrolled(model)] == [False, True, True, True, False, False]
     shape = (64, None)
     assert replayed_peak_bytes(model, shape) == pytest.approx(counted_peak_bytes(model, shape), rel=5e-3)
+
+
+def test_which_buffers_are_casts_of_a_layers_input_is_noted_where_there_are_several():
+    (under_autocast,) = made("Gates", autocast=("bf16",)).autocast
+    for layer in under_autocast.layers:
+        casts = [str(each.size_bytes) for each in layer.buffers if each.casts_input]
+        assert casts == (["32*b"] * 2 if layer.block else [])
 
 
 @pytest.mark.parametrize("both", [False, True])

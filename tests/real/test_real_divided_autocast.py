@@ -71,6 +71,8 @@ ON: dict[int, dict[str, list[str]]] = {
         "llama-context-fp16-zero1": [*FP16, *ZERO1, *CP],
         "llama-context-selective-zero2": [*BF16, *ZERO2, *CP, *SELECTIVE],
         "bert-context": [*BF16, *DDP, *CP],
+        "bert-pipeline": [*BF16, *PIPELINE, *TWICE, "plan.stages=[2,3]"],
+        "bert-pipeline-full": [*BF16, *PIPELINE, *TWICE, *FULL, "plan.stages=[2,3]"],
         "gpt-ring": [*BF16, *DDP, *CP, *RING],
         "llama-ring-selective-zero3": [*BF16, *ZERO3, *CP, *RING, *SELECTIVE],
         "llama-ring-gs_z3": [*BF16, *GS_Z3, *CP, *RING],
@@ -89,6 +91,7 @@ ON: dict[int, dict[str, list[str]]] = {
         "gpt-uneven": [*BF16, "plan.method=gs_tp", "plan.shares.shards=[0.5,0.25,0.25]"],
         "llama-ring-zero1": [*BF16, *ZERO1, "plan.cp=3", *RING],
         "bert-ring-full-zero3": [*BF16, *ZERO3, "plan.cp=3", *RING, *FULL],
+        "bert-pipeline": [*BF16, *PIPELINE, "plan.micro_batches=3", "plan.stages=[2,1,2]"],
         "mixture-experts-router-ddp": [*BF16, *DDP, "plan.ep=3", *ROUTER],
         "mixture-experts-full-zero3": [*BF16, *ZERO3, "plan.ep=3", *LOAD, *FULL],
     },
@@ -109,6 +112,8 @@ ON: dict[int, dict[str, list[str]]] = {
         "gpt-context-four-zero2": [*BF16, *ZERO2, "plan.cp=4"],
         "llama-ring-hsdp": [*BF16, *HSDP, *CP, *RING],
         "llama-context-gs": [*BF16, *GS, *CP],
+        "bert-staged-zero3": [*BF16, *ZERO3, *STAGED, "plan.stages=[2,3]"],
+        "bert-context-staged": [*BF16, *DDP, *CP, *STAGED, "plan.stages=[2,3]"],
         "llama-context-staged": [*BF16, *DDP, *CP, *STAGED],
         "gpt-ring-staged-full": [*BF16, *DDP, *CP, *RING, *STAGED, *FULL],
         "llama-context-tensor": [*BF16, *DDP, *CP, *TP],
@@ -147,10 +152,13 @@ def model_of(kind: str) -> Path:
 
 
 FEW = {
-    2: ("llama-sequence-full", "llama-ring-selective-zero3", "mixture-parts-router", "mixture-ring-experts-zero3"),
+    2: (
+        *("llama-sequence-full", "llama-ring-selective-zero3", "mixture-parts-router", "mixture-ring-experts-zero3"),
+        "bert-pipeline",  # the second stage casts its input once
+    ),
     3: ("mixture-experts-router-ddp",),  # one of the ranks may have no rows
 }
-"""Cases that are not slow: sums and parts of sequences, exchanges of heads and rows, in 16 bits and 32."""
+"""Cases that are not slow: sums and parts of sequences, exchanges of heads and rows, in 16 bits and 32; stages."""
 
 
 def case_of(ranks: int, name: str, changes: list[str], _folder: Path) -> dict[str, object]:
