@@ -212,7 +212,8 @@ MEGATRON: dict[str, Rule] = {
     ),
     **listed(
         NUMERICS,
-        "min-lr lr-* override-opt* adam-* muon-* lion-* decoupled-* use-checkpoint-opt* start-weight-decay "
+        "min-lr lr-* override-opt* override-lr-* adam-* muon-* lion-* decoupled-* use-checkpoint-opt* "
+        "start-weight-decay "
         "end-weight-decay weight-decay-incr* apply-wd* no-weight-decay-cond* *loss-scale* hysteresis "
         "calculate-per-token-loss mask-* eod-mask* reset-* accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 "
         "no-gradient-reduce-div* warmup no-initialization use-mup mup-* qk-clip* head-lr-mult "

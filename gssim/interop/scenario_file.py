@@ -208,9 +208,11 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "GPT-NeoX": ("pipe_parallel_size", "model_parallel_size"),
     "Lingua": ("model", "optim", "data", "distributed"),
     "verl's supervised fine-tuning": ("trainer", "optim", "data"),
+    "NeMo Automodel's diffusion": ("flow_matching", "step_scheduler"),
+    "Weights & Biases (a record of a run, not its configuration)": ("_wandb",),
     "PRIME-RL": ("trainer", "orchestrator"),
     "PRIME-RL's supervised fine-tuning": ("model", "optim", "data"),
-    "NeMo": ("trainer", "model"),
+    "NeMo, or of another program with the tables trainer and model": ("trainer", "model"),
     "LitGPT": ("out_dir", "train"),
     "LLaMA-Factory's version 1": ("model", "train_dataset"),
     "LLaMA-Factory with Megatron-LM (give Megatron-LM's arguments)": (
@@ -222,6 +224,9 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "torchtune": ("checkpointer", "optimizer"),
     "FlagScale (give its arguments as a command line of Megatron-LM)": ("system", "model"),
     "Megatron-Bridge (give its sizes and batch as Megatron-LM's arguments)": ("model", "train", "ddp"),
+    "Megatron-Bridge's recipes (give their sizes and batch as Megatron-LM's arguments)": (
+        *("train", "optimizer", "scheduler", "checkpoint"),
+    ),
     "MosaicML Composer or OLMo": ("device_train_microbatch_size",),
     "Kubernetes (give the command that its containers run)": ("apiVersion", "kind"),
     "SkyPilot (give the command in its 'run')": ("resources", "run"),
@@ -234,7 +239,7 @@ def _looks_like(data: Any, file: str) -> str | None:
         return None
     if "cluster" in data and "plan" in data:
         raise UserError(f"{file}: is a scenario already; give it to `gssim run`")
-    if "model_type" in data and "architectures" in data:
+    if "model_type" in data and "architectures" in data and "_wandb" not in data:
         raise UserError(f"{file}: is the config of a model; give it by --model, and the training's file here")
     keys = {str(key).replace("-", "_") for key in data}
     for program, signs in NOT_READ.items():

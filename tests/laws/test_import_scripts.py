@@ -329,6 +329,10 @@ def test_autocast_of_fp16_has_no_effect_where_fp16_is_off(tmp_path, precision):
         ("actor_rollout_ref: {}\ndata: {}\ntrainer: {}\n", "verl"),
         ("data: {}\nmodel: {}\noptim: {}\ntrainer: {}\n", "verl's supervised"),
         ("system: {tensor_model_parallel_size: 2}\nmodel: {num_layers: 2}\n", "FlagScale"),
+        ("model: {}\noptim: {}\ndata: {}\nstep_scheduler: {}\nflow_matching: {}\n", "NeMo Automodel's diffusion"),
+        ("_wandb: {value: {}}\nmodel_type: {value: llama}\narchitectures: {value: []}\n", "Weights & Biases"),
+        ("trainer: {path: train.py}\nmodel: {path: a}\nmethods: []\n", "NeMo, or of another program"),
+        ("train: {}\noptimizer: {}\nscheduler: {}\ncheckpoint: {}\nmodel: {}\n", "Megatron-Bridge's recipes"),
     ],
 )
 def test_files_of_other_programs_have_their_own_name(tmp_path, text, program):
