@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from gssim.cluster.presets import expanded
 from gssim.cluster.topology.builders import CUBE_MESH
 from gssim.errors import UserError, one_line
 from gssim.interop.reading import parsed_xml
 from gssim.interop.servers import DETECTED, SERVERS, Server, server_of, short_name
+from gssim.units import parse_quantity
 
 NVSWITCH, NVLINK_PEER = "0x068000", "0x03"
 """Classes of NVLinks' targets in NCCL's XML (tclass): NVSwitch; another GPU, by the first digits, as in
@@ -34,9 +36,9 @@ NVLINK_PRESETS = {
 }
 GPU_OF_CAPABILITY = {70: "v100", 80: "a100", 90: "h100", 100: "b200"}
 """GPU of each compute capability that only one of the presets has; other GPUs must be named."""
-CAPABILITY_OF_CARD = {"rtx3090": 86}
+CAPABILITY_OF_CARD = {"rtx3090": 86, "a40": 86, "rtxa6000": 86}
 """Compute capability of cards that are not in `GPU_OF_CAPABILITY`, and that NVLinks can join in pairs."""
-CARDS_WITHOUT_NVLINKS = ("t4", "a10", "l4", "l40s", "rtx4090")
+CARDS_WITHOUT_NVLINKS = ("t4", "a10", "l4", "l40s", "rtx4090", "rtx6000ada")
 """Source: NVIDIA's data sheets, which list PCIe as their only interconnect."""
 NCCL_OF_CAPABILITY = {
     70: "volta",
@@ -72,8 +74,8 @@ def assumed_cards(nic_link: object, gpu: str) -> str:
 
 
 NO_AMD = (
-    "AMD's GPUs have no preset and RCCL's choices are not known; describe devices and links in a cluster file "
-    "(scenarios/README.md)"
+    "RCCL's topology is not read; leave the file out (--gpu mi300x, or mi325x: their usual server), or describe the "
+    "links in a cluster file (scenarios/README.md)"
 )
 HIDDEN_WIDTH = "link_width = 0: a virtual machine hides it; taken as 16 lanes, as NCCL does"
 
@@ -117,6 +119,7 @@ def of_server(server: Server) -> Host:
         server.pcie_link,
         server.nccl,
         server.source,
+        defaults=list(server.notes),
     )
 
 
@@ -141,8 +144,20 @@ def first_devices(host: Host, count: int | None) -> Host:
         inside_link = _nvlink(70, sum(links for (a, b), links in CUBE_MESH.items() if a == 0 and b < count))
     elif inside == "links" and not pairs:
         inside = "pcie"
+    elif inside_link in MESHES:
+        inside_link = _part_of_mesh(str(inside_link), count, host.devices)
     nics = next((cards for cards in range(host.nics, 0, -1) if count % cards == 0), 0)
     return replace(host, devices=count, inside=inside, inside_link=inside_link, pairs=pairs, nics=nics)
+
+
+MESHES = ("xgmi-mi300x",)
+"""Links to all others of a host together: a part of the host has only its part of them."""
+
+
+def _part_of_mesh(link: str, count: int, devices: int) -> Rate:
+    """Return the rate of a device's links to `count` - 1 others, of which the host has `devices` - 1."""
+    rate = parse_quantity(expanded("links", link)["bandwidth_bytes_per_s"], "bytes/s") * (count - 1) / (devices - 1)
+    return {"preset": link, "bandwidth_bytes_per_s": rate, "source": f"links to {count - 1} of {devices - 1} others"}
 
 
 def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:

@@ -263,7 +263,7 @@ def test_cards_have_no_nvlinks(gpu, tmp_path):
     assert server_of(gpu).inside_link.startswith("pcie")
 
 
-@pytest.mark.parametrize("gpu", ["t4", "a10", "l4", "l40s", "rtx4090"])
+@pytest.mark.parametrize("gpu", ["t4", "a10", "l4", "l40s", "rtx4090", "rtx6000ada"])
 def test_nvlinks_between_cards_that_have_none_are_refused(gpu, tmp_path):
     """A matrix of other GPUs: they got the 300 GB/s of an A100's links."""
     for cells in ("NV12", {(0, 1): "NV12"}):
@@ -516,7 +516,7 @@ def test_cards_have_names_of_their_own_in_older_matrices(tmp_path, card):
 def test_gpus_of_rccl_are_not_those_of_nvidia_with_the_same_number(tmp_path):
     """RCCL's sm = 90 is an MI200 or older: it became an H100."""
     text = nccl_xml(target="none").replace('sm="90"', 'sm="90" gcn="gfx90a"')
-    with pytest.raises(UserError, match="gcn = 'gfx90a': AMD's GPUs have no preset"):
+    with pytest.raises(UserError, match="gcn = 'gfx90a': RCCL's topology is not read"):
         made(tmp_path, {"host.xml": text})
 
 
@@ -601,3 +601,36 @@ def test_options_without_effect_are_refused(tmp_path, options, said):
     """Before, they were ignored silently, or an error named a file of switches that was not given."""
     with pytest.raises(UserError, match=re.escape(said)):
         made(tmp_path, {}, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA RTX A6000", "rtxa6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("MI325X", "mi325x"),
+    ],
+)
+def test_gpus_are_known_by_the_names_of_their_tools(name, preset, tmp_path):
+    cluster, _ = made(tmp_path, {}, gpu=name, hosts=2)
+    assert set(cluster.device_types) == {preset}
+
+
+@pytest.mark.parametrize("name", ["AMD Instinct MI250X", "HL-225", "gaudi3"])
+def test_devices_whose_servers_have_other_shapes_are_presets_of_cluster_files(name, tmp_path):
+    with pytest.raises(UserError, match=r"describe them in a cluster file .* device_types.a = .(mi250x-gcd|gaudi[23])"):
+        made(tmp_path, {}, gpu=name)
+
+
+def test_a_part_of_a_mesh_has_a_part_of_its_links(tmp_path):
+    """Two of eight MI300X have one of seven links: 48 GB/s were measured where all eight reached 313."""
+    whole, found = made(tmp_path, {}, gpu="mi300x")
+    assert any("RCCL" in note for note in found.notes)
+    rates = [whole.topology.servers[0].inside_link.bandwidth_bytes_per_s]
+    for count in (4, 2):
+        part, _ = made(tmp_path, {}, gpu="mi300x", devices=[count])
+        rates.append(part.topology.servers[0].inside_link.bandwidth_bytes_per_s)
+    assert [rate / rates[0] for rate in rates] == pytest.approx([1, 3 / 7, 1 / 7])
