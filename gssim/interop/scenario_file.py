@@ -15,6 +15,7 @@ from gssim.interop.arguments import OF_TRAINER, arguments_in, arguments_of
 from gssim.interop.automodel import automodel
 from gssim.interop.axolotl import axolotl
 from gssim.interop.formats import FORMATS
+from gssim.interop.launchers import RANKS_OF
 from gssim.interop.megatron import megatron
 from gssim.interop.model_match import check_model
 from gssim.interop.models import find_model
@@ -183,7 +184,9 @@ def _of_script(path: Path, text: str, form: str | None, variables: dict[str, str
         usual = "--per_device_train_batch_size" if form == "trainer" else "--micro-batch-size"
         raise UserError(f"{path}: holds no arguments such as {usual} 1; {_allowed()}")
     if name == "trainer":  # whose names have underscores
-        arguments = {key.replace("-", "_"): value for key, value in arguments.items()}
+        arguments = {
+            key if key.startswith(RANKS_OF) else key.replace("-", "_"): value for key, value in arguments.items()
+        }
     return name, arguments
 
 
