@@ -4,7 +4,7 @@ import random
 import re
 import tomllib
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, zip_longest
 from pathlib import Path
 
 import commands
@@ -634,3 +634,37 @@ def test_a_part_of_a_mesh_has_a_part_of_its_links(tmp_path):
         part, _ = made(tmp_path, {}, gpu="mi300x", devices=[count])
         rates.append(part.topology.servers[0].inside_link.bandwidth_bytes_per_s)
     assert [rate / rates[0] for rate in rates] == pytest.approx([1, 3 / 7, 1 / 7])
+
+
+def test_matrices_of_several_hosts_in_a_file_are_as_many_hosts(tmp_path):
+    """The last host's rows stood below the first one's header: two hosts were one."""
+    first, second = smi_matrix("NV18", nics=8), smi_matrix("NV18", nics=4)
+    lines = {name: [f"{name}: {line}" for line in text.splitlines()] for name, text in (("a", first), ("b", second))}
+    in_turn = [line for pair in zip_longest(*lines.values(), fillvalue="") for line in pair]  # as pdsh prints them
+    headed = f"==== host-a ====\n{first}\n==== host-b ====\n{second}"
+    texts = (headed, "\n".join([*lines["a"], *lines["b"]]), "\n".join(in_turn))
+    for text in texts:
+        cluster, _ = made(tmp_path, {"topo.txt": text}, gpu="h100")
+        assert [(each.count, each.devices, each.nics) for each in cluster.topology.servers] == [(1, 8, 8), (1, 8, 4)]
+    alike, _ = made(tmp_path, {"topo.txt": first + first}, gpu="h100")
+    assert [(each.count, each.nics) for each in alike.topology.servers] == [(2, 8)]
+
+
+def test_topologies_of_several_hosts_in_a_file_are_refused_by_what_they_are(tmp_path):
+    """It was: not valid XML: junk after document element."""
+    text = nccl_xml()
+    with pytest.raises(UserError, match="holds topologies of 2 hosts; give each a file of its own"):
+        made(tmp_path, {"host.xml": f"{text}\n{text}"})
+
+
+def test_sockets_over_infiniband_have_the_rate_of_tcp(tmp_path):
+    """ib0 is the card's interface for TCP, which NCCL uses where it has no verbs: it was InfiniBand of 200 Gbit/s."""
+    card = '<net name="ib0" dev="0" speed="200000" port="0" guid="0x0" latency="0.0" gdr="0"/>'
+    text = re.sub(r"<net [^>]*/>", card, nccl_xml(nics=1))
+    assert card in text
+    cluster, found = made(tmp_path, {"host.xml": text})
+    assert cluster.topology.servers[0].nic_link.bandwidth_bytes_per_s == 4.5e9
+    assert any("network card ib0: sockets over InfiniBand" in note for note in found.notes)
+    verbs, found = made(tmp_path, {"host.xml": text.replace('guid="0x0"', 'guid="0x5a2b"')})
+    assert verbs.topology.servers[0].nic_link.bandwidth_bytes_per_s == 25e9
+    assert not any("sockets" in note for note in found.notes)
