@@ -134,7 +134,7 @@ DEEPSPEED: dict[str, Rule] = {
         "compression_training.* curriculum_learning.* aio.* data_efficiency.* autotuning.* elasticity.* compile.* "
         "amp.* progressive_layer_drop.* hybrid_engine.* eigenvalue.* quantize_training.*",
     ),
-    **listed(LAUNCHER, "cuda_visible_devices comm_backend_name *_comment* *comment"),
+    **listed(LAUNCHER, "cuda_visible_devices comm_backend_name *_comment* *comment _*"),
 }
 """How DeepSpeed's keys are treated that are not read; the first matching pattern counts."""
 

@@ -99,9 +99,11 @@ TRAINER: dict[str, Rule] = {
     **refused("PyTorch/XLA cannot be simulated", "fsdp_config.xla* tpu_*"),
     **refused("inputs of images, videos or sounds cannot be simulated", "image_* video_* audio_* media_dir crop_to_*"),
     **refused(
-        "which of its parts are not trained cannot be told", "freeze_language_model", or_set=("workload.frozen",)
+        "whose adapters, and beside which maps, is up to the program", "lora_enable", or_set=("workload.adapters",)
     ),
     **listed("only matters to models with inputs of images", "freeze_vision_tower freeze_multi_modal_projector"),
+    **listed("of a feature that is off, or refused above", "freeze_trainable_* freeze_extra_modules"),
+    **refused("which of its parts are not trained cannot be told", "freeze_*", or_set=("workload.frozen",)),
     **listed("approximated: one number more is summed over the ranks", "average_tokens_across_devices"),
     **listed(
         "units are the model's blocks, whichever way their activations are recomputed",
@@ -149,7 +151,7 @@ TRAINER: dict[str, Rule] = {
     ),
     **listed(
         "of a feature that is off, or refused above",
-        "lora_* quantization_* double_quantization bnb_4bit_* use_bnb_nested_quant freeze_* galore_* apollo_* badam_* "
+        "lora_* quantization_* double_quantization bnb_4bit_* use_bnb_nested_quant galore_* apollo_* badam_* "
         "kt_* liger_kernel_config* oft_* module_dropout create_new_adapter pref_* kto_* dpo_* parallelism_config.*",
     ),
 }

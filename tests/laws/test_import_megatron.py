@@ -595,3 +595,41 @@ def test_a_schedule_of_the_learning_rate_that_is_overridden_changes_no_step(tmp_
     text = "torchrun pretrain_gpt.py --micro-batch-size 1 --seq-length 512 --bf16 --override-lr-scheduler\n"
     _, found = imported(tmp_path, text, name="a.sh", model="gpt3-1.3b")
     assert any(line.startswith("override-lr-scheduler") for line in found.listed)
+
+
+CORE = """
+language_model:
+  num_layers: 24
+  hidden_size: 2048
+  num_attention_heads: 16
+  seq_length: 512
+  num_query_groups: null
+  activation_func: gelu
+  hidden_dropout: {dropout}
+  clone_scatter_output_in_embedding: True
+  layernorm_zero_centered_gamma: False
+  num_moe_experts: null
+  moe_router_topk: 2
+  perform_initialization: True
+model_parallel:
+  tensor_model_parallel_size: 1
+  batch_p2p_comm: True
+  cpu_offloading: {offloads}
+  cpu_offloading_activations: True
+  cpu_offloading_num_layers: 1
+  barrier_with_L1_time: True
+micro_batch_size: 1
+global_batch_size: 8
+bf16: True
+"""
+
+
+def test_megatrons_own_configuration_in_yaml_is_read(tmp_path):
+    """It was refused by what is off there: offloading, and the experts of a token without experts."""
+    tables, found = imported(
+        tmp_path, CORE.format(offloads=False, dropout=0.1), name="x.yaml", model="gpt3-1.3b", form="megatron"
+    )
+    assert tables["workload"]["global_batch_size"] == 8
+    assert any(line.startswith("hidden-dropout = 0.1: approximated: the masks") for line in found.listed)
+    text = CORE.format(offloads=True, dropout=0.0)
+    assert "cpu-offloading = true" in refused(tmp_path, text, name="x.yaml", model="gpt3-1.3b", form="megatron")
