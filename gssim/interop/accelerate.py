@@ -134,7 +134,7 @@ DEEPSPEED: dict[str, Rule] = {
         "compression_training.* curriculum_learning.* aio.* data_efficiency.* autotuning.* elasticity.* compile.* "
         "amp.* progressive_layer_drop.* hybrid_engine.* eigenvalue.* quantize_training.*",
     ),
-    **listed(LAUNCHER, "cuda_visible_devices comm_backend_name *_comment* *comment"),
+    **listed(LAUNCHER, "cuda_visible_devices comm_backend_name *_comment* *comment _*"),
 }
 """How DeepSpeed's keys are treated that are not read; the first matching pattern counts."""
 
@@ -275,11 +275,15 @@ def _offload_of_deepspeed(keys: Keys, training: Training) -> None:
     )
     states = states or keys.flag("zero_optimization.cpu_offload")
     offloads, everything = (each is not None and each.value for each in (states, parameters))
+    if everything and parameters is not None and training.sharding is not None and training.sharding.value != "zero3":
+        keys.note(parameters.key, "of stage 3: DeepSpeed's engine passes it to no other")  # runtime/engine.py
+        everything = False
     if everything and parameters is not None:
         key = parameters.key
         if not offloads:
             keys.refuse(key, "parameters alone cannot be offloaded here", replaced_by=["plan.offload"])
-        elif training.precision is not None and training.precision.value != "fp32":
+            return
+        if training.precision is not None and training.precision.value != "fp32":
             keys.refuse(
                 key,
                 "copies of parameters in 16 bits cannot be simulated: FSDP2's are in 32",
@@ -490,21 +494,20 @@ def _deepspeed_of_accelerate(keys: Keys) -> Training:
             "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
             "zero_optimization.offload_param.device": "offload_param_device",
         }
+        renamed = {theirs: f"deepspeed_config.{ours}" for theirs, ours in table.items()}
+        ignored = [each for each, key in renamed.items() if any(fnmatchcase(key, name) for name in keys.ignored)]
         # stage 2 unless it is given: utils/dataclasses.py, DeepSpeedPlugin
-        inner = Keys(keys.file, {"zero_optimization.stage": 2}, keys.overridden, keys.ignored)
-        renamed = {"zero_optimization.stage": "deepspeed_config.zero_stage"}
-        for theirs, ours in table.items():
-            key = f"deepspeed_config.{ours}"
-            if keys.has(key):
-                renamed[theirs], inner.values[theirs] = key, keys.raw(key)
+        inner = Keys(keys.file, {"zero_optimization.stage": 2}, keys.overridden, [*keys.ignored, *ignored])
+        inner.values |= {theirs: keys.raw(key) for theirs, key in renamed.items() if keys.has(key)}
         found = deepspeed(inner)
         found.zero1_implementation = "deepspeed"
         for name in ("sharding", "accumulation", "clip_norm", "offload"):
             value: Value | None = getattr(found, name)
             if value is not None and (theirs := value.key) in renamed:
                 setattr(found, name, Value(value.value, keys.line(renamed[theirs])))
-        keys.refused += inner.refused
-        keys.listed += inner.listed
+        lines = {inner.line(theirs): keys.line(key) for theirs, key in renamed.items() if keys.has(key)}
+        keys.refused += [(lines.get(line, line), reason) for line, reason in inner.refused]
+        keys.listed += [(lines.get(line, line), reason) for line, reason in inner.listed]
     return found
 
 

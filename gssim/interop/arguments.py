@@ -7,12 +7,13 @@ command that trains counts. Values that the script leaves open are `Undecided`. 
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from gssim.errors import UserError, one_line
+from gssim.interop.launchers import MODULES, STARTERS, header_of, host_files, slurm_variables, started_ranks
 from gssim.interop.reading import Undecided, flattened, read_bounded
 from gssim.interop.shell import Script, follow
 from gssim.interop.shell_syntax import MARKS, NAME, is_open, shown_mark, written
@@ -52,8 +53,6 @@ LAUNCHER = {
 """Options of torchrun and deepspeed that count ranks."""
 OF_SRUN = {"ntasks": "ntasks"}
 """Options of srun that count ranks, where no other launcher starts them."""
-STARTERS = ("torchrun", "deepspeed", "accelerate", "mpirun", "mpiexec")
-"""Programs that start the ranks of a host."""
 IN_LAUNCHER = "launcher:"
 FLAG = re.compile(
     r"(no|disable|enable|use|overlap)-.*|bf16|fp16|sequence-parallel|standalone|finetune|swiglu|recompute-activations"
@@ -75,7 +74,7 @@ def arguments_in(
     `variables`: values that the caller gives for the script's variables. `folder`: folder of the files that it
     includes.
 
-    >>> arguments_in("N=8\ntorchrun pretrain_gpt.py --micro-batch-size 2 --seq-length=$((N)) --bf16", file="train.sh")
+    >>> arguments_in("N=8\npython pretrain_gpt.py --micro-batch-size 2 --seq-length=$((N)) --bf16", file="train.sh")
     {'micro-batch-size': '2', 'seq-length': '8', 'bf16': True}
     """
 
@@ -88,8 +87,9 @@ def arguments_in(
         except UserError:
             return None
 
-    script = follow(text, file=file, given=variables, source=source)
-    found = _of_commands(script, file)
+    header = header_of(text)
+    script = follow(text, file=file, given={**slurm_variables(text, header), **(variables or {})}, source=source)
+    found = _of_commands(script, file, lambda words: _ranks_of(words, script, header, lambda name: source(name, False)))
     name = found.get(DEEPSPEED_FILE)
     document = script.files.get(str(name)) or next(
         (body for place, body in script.files.items() if written(place) == str(name)), None
@@ -100,14 +100,24 @@ def arguments_in(
     return found
 
 
-def _of_commands(script: Script, file: str) -> Options:
+def _ranks_of(
+    words: Sequence[str], script: Script, header: Mapping[str, int], read: Callable[[str], str | None]
+) -> Options:
+    """Return the number of ranks that a command's launcher starts, by the key that says what it is of."""
+    words = _split(words)
+    launcher = words[: _program_place(words) + 1]
+    files = host_files(launcher, script.files, read)
+    return started_ranks(launcher, header=header, files=files, value=lambda text: _valued(text, script))
+
+
+def _of_commands(script: Script, file: str, ranks: Callable[[Sequence[str]], Options]) -> Options:
     """Return the arguments of the command that trains or, without such a command, those in variables.
 
     Variables count if an option in one of them is of a training: others may hold those of a launcher, or a part alone.
     """
     pieces = [word for command in script.commands if command.words[0].startswith("--") for word in command.words]
     commands = [each for each in script.commands if not each.words[0].startswith("--")]
-    runs = [(each, _options_of(each.words, script)) for each in commands]
+    runs = [(each, ranks(each.words) | _options_of(each.words, script)) for each in commands]
     runs = [(command, options) for command, options in runs if options.keys() & (BEGINS_TRAINING | OF_MODELS)]
     trainings = [run for run in runs if run[1].keys() & BEGINS_TRAINING] or runs
     if others := [run for run in trainings if _reason_against(*run)]:
@@ -160,12 +170,10 @@ def _program(words: Sequence[str]) -> str:
 
 def _is_program(words: Sequence[str], place: int) -> bool:
     """Return whether a word of a command is a Python file or module that it runs, and no launcher."""
-    is_module = place > 0 and words[place - 1] in ("-m", "--module") and words[place] not in LAUNCHERS
+    is_module = place > 0 and words[place - 1] in ("-m", "--module") and words[place] not in MODULES
     return is_module or words[place].endswith(".py")
 
 
-LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch", "deepspeed.launcher")
-"""Modules that start the program that follows."""
 PREFERENCE_TRAININGS = re.compile(r"(^|[_-])(reward|dpo|kto|orpo|simpo|ppo|grpo|rloo)([_-]|\.)")
 """Part of the name of programs that train by preferences or rewards."""
 WITHOUT_TRAINING = re.compile(r"text_generation|inference|convert|evaluate|preprocess|prune|quantize")
@@ -218,17 +226,28 @@ def _undecided(values: Sequence[Any], decided: str) -> Any:
     return Undecided(" or ".join(shown), f"is {', '.join(shown[:-1])} or {shown[-1]}, {decided}", alternatives)
 
 
+def _split(words: Sequence[str]) -> list[str]:
+    """Return words of which those that hold several options are several."""
+    return [part for word in words for part in (word.split() if " --" in f" {word}" and " " in word else [word])]
+
+
+def _program_place(words: Sequence[str]) -> int:
+    """Return the place of the program in a command, -1 if there is none."""
+    first = next((i for i, word in enumerate(words) if _name(word) in BEGINS_TRAINING | OF_MODELS), len(words))
+    return max((i for i in range(first) if _is_program(words, i)), default=-1)
+
+
 def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options:
     """Return the options of a command, by name."""
-    words = [part for word in words for part in (word.split() if " --" in f" {word}" and " " in word else [word])]
-    first = next((i for i, word in enumerate(words) if _name(word) in BEGINS_TRAINING | OF_MODELS), len(words))
-    program = max((i for i in range(first) if _is_program(words, i)), default=-1)
+    words = _split(words)
+    program = _program_place(words)
     found: Options = {}
-    starts_ranks = any(word.rpartition("/")[2] in STARTERS or word in LAUNCHERS for word in words[: program + 1])
+    starts_ranks = any(word.rpartition("/")[2] in STARTERS or word in MODULES for word in words[: program + 1])
     for position, (name, value) in enumerate(_pairs(words[: program + 1], script, one_value=True)):
         counts = LAUNCHER if starts_ranks else LAUNCHER | OF_SRUN
         key = counts.get(name, f"{IN_LAUNCHER} {written(name)}")
-        _add(found, {key: _valued(value, script)} if position or name else {})
+        said = _hosts(_valued(value, script)) if key == "nnodes" else _valued(value, script)
+        _add(found, {key: said} if position or name else {})
     for name, value in _pairs(words[program + 1 :], script):
         if not name.startswith("\0"):
             _add(found, {name: _valued(value, script)})
@@ -245,6 +264,19 @@ def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options
             values = tuple(dict.fromkeys(choice.get(key) for choice in choices))
             _add(found, {key: _undecided(values, decided)})
     return found
+
+
+def _hosts(value: Any) -> Any:
+    """Return torchrun's number of hosts; a range of them is `Undecided`.
+
+    >>> _hosts("4:4"), str(_hosts("1:4"))
+    ('4', '1:4')
+    """
+    least, colon, most = str(value).partition(":")
+    if not colon or isinstance(value, Undecided):
+        return value
+    reason = f"is elastic, from {least} to {most} hosts: one number of ranks is predicted"
+    return least if least == most else Undecided(str(value), reason)
 
 
 def _add(found: Options, more: Options) -> None:

@@ -17,7 +17,7 @@ from gssim.interop.training import (
 
 LORA = "adapters of low rank and frozen weights cannot be simulated"
 AUTOMODEL: dict[str, Rule] = {
-    **refused(LORA, "peft.peft_fn peft.use_dora peft.lora_dtype"),
+    **refused(LORA, "peft.peft_fn peft.use_dora peft.lora_dtype peft.moe_rank_scaling"),
     **listed("of adapters, which are off or read", "peft.*"),
     **refused(
         "which of its parts are not trained cannot be told", "freeze_config.freeze_*", or_set=("workload.frozen",)

@@ -20,6 +20,7 @@ from gssim.interop.hosts import (
     assumed_cards,
     detected,
     first_devices,
+    matrices_in,
     of_nccl_xml,
     of_server,
     of_smi_matrix,
@@ -152,7 +153,10 @@ def _read(paths: Sequence[Path], gpus: Sequence[str]) -> tuple[list[Host], Fabri
         text = texts[path]
         if are_hosts[path]:
             gpu = gpus[min(len(described), len(gpus) - 1)] if gpus else None
-            described.append((of_nccl_xml if are_xml[path] else of_smi_matrix)(text, file=str(path), gpu=gpu))
+            if are_xml[path]:
+                described.append(of_nccl_xml(text, file=str(path), gpu=gpu))
+            else:
+                described += [of_smi_matrix(each, file=str(path), gpu=gpu) for each in matrices_in(text)]
         elif fabric is not None:
             raise UserError(f"{path}: a second file of switches; allowed: one")
         else:

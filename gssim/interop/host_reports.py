@@ -7,7 +7,8 @@ from gssim.cluster import hosts_in
 from gssim.errors import UserError, one_line
 
 MATRIX = "give the output of `nvidia-smi topo -m`, or the XML that NCCL_TOPO_DUMP_FILE names"
-BY_HAND = "these GPUs have no preset: describe devices and links in a cluster file (scenarios/README.md)"
+OF_AMD = "leave the file out: --gpu mi300x, or mi325x, names their usual server; others need a cluster file of your own"
+BY_HAND = "these devices' links are not known here: describe them in a cluster file (scenarios/README.md)"
 REPORTS = {
     r"==+NVSMI LOG==|<nvidia_smi_log|^\| NVIDIA-SMI |^GPU \d+: .*UUID: GPU-": (
         "nvidia-smi's list of GPUs, without their links",
@@ -15,7 +16,7 @@ REPORTS = {
     ),
     r"<!DOCTYPE topology|<topology[ >]": ("hwloc's topology (lstopo), without NVLinks", MATRIX),
     r"controller: .*(NVIDIA|Mellanox)": ("lspci's list, without links between GPUs", MATRIX),
-    r"ROCm System Management Interface|End of ROCm SMI|amd-smi": ("a report of rocm-smi or amd-smi", BY_HAND),
+    r"ROCm System Management Interface|End of ROCm SMI|amd-smi": ("a report of rocm-smi or amd-smi", OF_AMD),
     r"HL-SMI Version|habanalabs": ("a report of hl-smi", BY_HAND),
     r"npu-smi ": ("a report of npu-smi", BY_HAND),
     r"^CA '": ("ibstat's list of a host's cards", "name them by --nic, such as ib-hdr-200, and their number by --nics"),

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from gssim.cluster.presets import expanded
 from gssim.cluster.topology.builders import CUBE_MESH
 from gssim.errors import UserError, one_line
 from gssim.interop.reading import parsed_xml
 from gssim.interop.servers import DETECTED, SERVERS, Server, server_of, short_name
+from gssim.units import parse_quantity
 
 NVSWITCH, NVLINK_PEER = "0x068000", "0x03"
 """Classes of NVLinks' targets in NCCL's XML (tclass): NVSwitch; another GPU, by the first digits, as in
@@ -34,9 +36,9 @@ NVLINK_PRESETS = {
 }
 GPU_OF_CAPABILITY = {70: "v100", 80: "a100", 90: "h100", 100: "b200"}
 """GPU of each compute capability that only one of the presets has; other GPUs must be named."""
-CAPABILITY_OF_CARD = {"rtx3090": 86}
+CAPABILITY_OF_CARD = {"rtx3090": 86, "a40": 86, "rtxa6000": 86}
 """Compute capability of cards that are not in `GPU_OF_CAPABILITY`, and that NVLinks can join in pairs."""
-CARDS_WITHOUT_NVLINKS = ("t4", "a10", "l4", "l40s", "rtx4090")
+CARDS_WITHOUT_NVLINKS = ("t4", "a10", "l4", "l40s", "rtx4090", "rtx6000ada")
 """Source: NVIDIA's data sheets, which list PCIe as their only interconnect."""
 NCCL_OF_CAPABILITY = {
     70: "volta",
@@ -72,8 +74,8 @@ def assumed_cards(nic_link: object, gpu: str) -> str:
 
 
 NO_AMD = (
-    "AMD's GPUs have no preset and RCCL's choices are not known; describe devices and links in a cluster file "
-    "(scenarios/README.md)"
+    "RCCL's topology is not read; leave the file out (--gpu mi300x, or mi325x: their usual server), or describe the "
+    "links in a cluster file (scenarios/README.md)"
 )
 HIDDEN_WIDTH = "link_width = 0: a virtual machine hides it; taken as 16 lanes, as NCCL does"
 
@@ -117,6 +119,7 @@ def of_server(server: Server) -> Host:
         server.pcie_link,
         server.nccl,
         server.source,
+        defaults=list(server.notes),
     )
 
 
@@ -141,12 +144,26 @@ def first_devices(host: Host, count: int | None) -> Host:
         inside_link = _nvlink(70, sum(links for (a, b), links in CUBE_MESH.items() if a == 0 and b < count))
     elif inside == "links" and not pairs:
         inside = "pcie"
+    elif inside_link in MESHES:
+        inside_link = _part_of_mesh(str(inside_link), count, host.devices)
     nics = next((cards for cards in range(host.nics, 0, -1) if count % cards == 0), 0)
     return replace(host, devices=count, inside=inside, inside_link=inside_link, pairs=pairs, nics=nics)
 
 
+MESHES = ("xgmi-mi300x",)
+"""Links to all others of a host together: a part of the host has only its part of them."""
+
+
+def _part_of_mesh(link: str, count: int, devices: int) -> Rate:
+    """Return the rate of a device's links to `count` - 1 others, of which the host has `devices` - 1."""
+    rate = parse_quantity(expanded("links", link)["bandwidth_bytes_per_s"], "bytes/s") * (count - 1) / (devices - 1)
+    return {"preset": link, "bandwidth_bytes_per_s": rate, "source": f"links to {count - 1} of {devices - 1} others"}
+
+
 def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:
     """Return the host in a topology that NCCL has dumped; `gpu` names its GPUs if their capability does not."""
+    if (systems := len(re.findall(r"<system[ >]", text))) > 1:
+        raise UserError(f"{file}: holds topologies of {systems} hosts; give each a file of its own")
     root = parsed_xml(text, file=file)
     if root.tag != "system":
         raise UserError(f"{file}: <{one_line(root.tag, 40)}>: is no topology of NCCL; allowed: <system>")
@@ -284,14 +301,33 @@ def _cards(host: Host, nets: Sequence[Element], file: str) -> None:
         )
     if any(net.get("latency", "").strip("0.") for net in nets):  # as EFA's plugin tells NCCL's choice of algorithms
         host.defaults.append("latency of network cards: as in the preset, not as in the file")
-    host.nics, host.nic_link = count, card_link(cards[0][0], together * fastest / 1000)
+    sockets = [net for net in nets if net.get("name") == cards[0][0] and _is_socket(net)]
+    if sockets:
+        host.defaults.append(OVER_SOCKETS.format(name=one_line(cards[0][0], 40)))
+    host.nics = count
+    host.nic_link = card_link(cards[0][0], together * fastest / 1000, sockets=bool(sockets))
 
 
-def card_link(name: str, gbit: float) -> Rate:
+INFINIBAND_NAMES = ("mlx", "ib", "rocep", "bnxt")
+OVER_SOCKETS = (
+    "network card {name}: sockets over InfiniBand (IPoIB), as its guid is 0: at the rate of TCP, not of the card; a "
+    "dump under NCCL_IB_DISABLE=0 names the card itself, such as mlx5_0"
+)
+
+
+def _is_socket(net: Element) -> bool:
+    """Return whether a card that is named like InfiniBand's is used by sockets: those have no guid."""
+    named = net.get("name", "").startswith(INFINIBAND_NAMES)
+    return named and re.fullmatch("0x0*|0", net.get("guid", "")) is not None
+
+
+def card_link(name: str, gbit: float, *, sockets: bool = False) -> Rate:
     """Return the link of a network card by its name and rate in Gbit/s.
 
-    >>> card_link("mlx5_0", 400), card_link("eth0", 10)
-    ('ib-ndr-400', 'tcp-10g')
+    `sockets`: TCP goes over it, whatever its name: the fastest preset of TCP that is not faster than the card.
+
+    >>> card_link("mlx5_0", 400), card_link("eth0", 10), card_link("ib0", 200, sockets=True)
+    ('ib-ndr-400', 'tcp-10g', 'tcp-100g')
     >>> card_link("rdmap82s0", 400)
     'efa-400x8'
     """
@@ -301,13 +337,40 @@ def card_link(name: str, gbit: float) -> Rate:
         source = f"{name}: {gbit:g} Gbit/s; assumed: same ratio reached as efa-400x8"
         rate = EFA_BYTES_PER_S * gbit / EFA_GBIT
         return {"preset": "efa-400x8", "bandwidth_bytes_per_s": rate, "source": one_line(source, 80)}
-    infiniband = name.startswith(("mlx", "ib", "rocep", "bnxt"))
+    if sockets:
+        return ETHERNET[max((rate for rate in ETHERNET if rate <= gbit), default=1)]
+    infiniband = name.startswith(INFINIBAND_NAMES)
     table = INFINIBAND if infiniband else ETHERNET
     if gbit in table:
         return table[int(gbit)]
     source = f"{name}: {gbit:g} Gbit/s; latency as in the preset"
     preset = "ib-hdr-200" if infiniband else "tcp-25g"
     return {"preset": preset, "bandwidth_bytes_per_s": gbit * 1e9 / 8, "source": one_line(source, 80)}
+
+
+HOST_PREFIX = re.compile(r"([A-Za-z][\w.-]*): ?(.*)")
+"""A line of a host as pdsh and clush print it."""
+
+
+def matrices_in(text: str) -> list[str]:
+    r"""Return the matrices of `nvidia-smi topo -m` in a text of one or more hosts, one after another or line by line.
+
+    >>> matrices_in("a: \tGPU0\nb: \tGPU0\na: GPU0\tX\nb: GPU0\tX\n")
+    ['\tGPU0\nGPU0\tX', '\tGPU0\nGPU0\tX']
+    """
+    by_host: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        match = HOST_PREFIX.fullmatch(line)
+        name, rest = match.groups() if match and re.search(r"GPU\d", match[2]) else ("", line)
+        by_host.setdefault(name, []).append(rest)
+    if len(by_host) > 1:  # lines without a host are headings
+        by_host.pop("", None)
+    found: list[str] = []
+    for lines in by_host.values():
+        heads = [i for i, line in enumerate(lines) if "GPU0" in line.split() and "X" not in line.split()]
+        ends = [*heads[1:], len(lines)]
+        found += ["\n".join(lines[start:end]) for start, end in zip(heads, ends, strict=True)] if heads else []
+    return found or [text]
 
 
 def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:

@@ -7,7 +7,7 @@ import re
 
 from gssim.interop.accelerate import OF_ENGINE, deepspeed, deepspeed_file, read_ulysses
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Undecided, Value, listed, refused
-from gssim.interop.training import PRECISIONS, Training, launched, optimizer_in
+from gssim.interop.training import PRECISIONS, Training, launched, optimizer_in, read_processes, started
 from gssim.units import human_bytes
 
 KERNELS = "approximated: kernels are those that the model was traced with"
@@ -83,6 +83,10 @@ MEGATRON: dict[str, Rule] = {
     **listed("of pipelines, which send while they compute here", "wgrad-deferral-limit variable-seq-lengths"),
     **refused("knowledge distillation cannot be simulated", "export-kd* logits-* teacher-* modelopt* kd mos"),
     **refused("offloading of activations cannot be simulated", "cpu-offloading* offload-*"),
+    **listed(
+        "its default, as here",
+        "scatter-gather-tensors-in-pipeline clone-scatter-output-in-embedding delay-grad-reduce batch-p2p-*",
+    ),
     **refused("offloading cannot be simulated", "fine-grained-activation-offloading use-cpu-initialization-offload"),
     **refused("a part of the optimizer on the host cannot be simulated", "optimizer-offload-fraction", neutral=(1,)),
     **listed("approximated: copies to the host and back do not overlap with its update", "overlap-cpu-* *pin-cpu-*"),
@@ -208,14 +212,15 @@ MEGATRON: dict[str, Rule] = {
         "attention-head-type disable-bias-*-fc activation-func-clamp-value apply-residual-connection-post-layernorm "
         "embed-layernorm pad-vocab-size-to glu-activation embedding-weights-in-fp32 mask-factor "
         "disable-mem-efficient-ln sync-tp-duplicated-parameters use-mcore-models use-legacy-models model-provider "
-        "export-* onnx-safe model-name",
+        "export-* onnx-safe model-name layernorm-zero-centered-gamma activation-func",
     ),
     **listed(
         NUMERICS,
-        "min-lr lr-* override-opt* adam-* muon-* lion-* decoupled-* use-checkpoint-opt* start-weight-decay "
+        "min-lr lr-* override-opt* override-lr-* adam-* muon-* lion-* decoupled-* use-checkpoint-opt* "
+        "start-weight-decay "
         "end-weight-decay weight-decay-incr* apply-wd* no-weight-decay-cond* *loss-scale* hysteresis "
         "calculate-per-token-loss mask-* eod-mask* reset-* accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 "
-        "no-gradient-reduce-div* warmup no-initialization use-mup mup-* qk-clip* head-lr-mult "
+        "no-gradient-reduce-div* warmup *-initialization use-mup mup-* qk-clip* head-lr-mult "
         "use-same-sampling-seed*",
     ),
     **listed(
@@ -230,7 +235,8 @@ MEGATRON: dict[str, Rule] = {
         "codecarbon-dir universal-checkpoint repeated-dataloader aml-* reset-iteration no-data-sharding "
         "use-dataset-only return-data-index eval-only norm-target-loss loss-on-targets-only reweight-loss* "
         "skip-train-iteration-range iterations-to-skip phase-transition* retro-* per-split* test-mode manual-gc* "
-        "no-barrier-with* nvtx-ranges memory-snapshot-path start-eval-at-iter multiple-validation-sets "
+        "*barrier-with* retriever-* short-seq-prob nvtx-ranges memory-snapshot-path start-eval-at-iter "
+        "multiple-validation-sets "
         "validation-set-names num-dataset-builder-threads otel-* filter-warnings throughput-window-size "
         "pytorch-profiler-* flight-recorder-* config-logger-dir dump-param-to-param-group-map per-dataset-* "
         "allow-ambiguous-pad-tokens chat-template enable-msc disable-msc distrib-optim-fully-reshardable-mem* "
@@ -281,11 +287,14 @@ def megatron(keys: Keys) -> Training:
     for name in ("nproc-per-node", "nnodes", "ntasks"):
         if isinstance(keys.values.get(name), Undecided):
             keys.note(name, "left open: the ranks are the devices of --cluster, or --set plan.ranks")
-    processes, nodes = (keys.integer(name) if name not in keys.read else None for name in ("nproc-per-node", "nnodes"))
+    processes = None if "nproc-per-node" in keys.read else read_processes(keys, "nproc-per-node")
+    nodes = None if "nnodes" in keys.read else keys.integer("nnodes")
     if not isinstance(keys.values.get("nnodes"), Undecided):
         training.world = launched(keys, processes, nodes)
     if training.world is None and "ntasks" not in keys.read:
         training.world = keys.integer("ntasks", sets="plan.ranks")  # an option of srun
+    total = started(keys)
+    training.world = training.world or total
     _architecture(keys, training)
     if training.ep is not None and training.ep.value > 1:
         training.etp = keys.integer("expert-tensor-parallel-size", sets="plan.etp")
@@ -299,8 +308,7 @@ def megatron(keys: Keys) -> Training:
     _optimizer(keys, training)
     training.clip_norm = keys.number("clip-grad") or Value(1.0, "clip-grad = 1.0 (its default)")
     training.seed = keys.seed("seed")
-    if (offloads := keys.enabled("optimizer-cpu-offload")) is not None:
-        training.offload = Value("optimizer", offloads.origin)
+    _offloading(keys, training)
     _deepspeed(keys, training)
     training.embedding_parallel = training.loss_parallel = Value(
         True, "Megatron-LM divides the vocabulary among tensor-parallel ranks"
@@ -313,8 +321,33 @@ def megatron(keys: Keys) -> Training:
     training.fused_maps = True
     training.async_input_gradients = Value(waits is None or not waits.value, waits.origin if waits else default)
     _masks(keys, training)
+    _dropout(keys)
     keys.close(MEGATRON)
     return training
+
+
+def _offloading(keys: Keys, training: Training) -> None:
+    """Read what is offloaded: the optimizer; options of activations count if these are, which is refused."""
+    if (offloads := keys.enabled("optimizer-cpu-offload")) is not None:
+        training.offload = Value("optimizer", offloads.origin)
+    if str(keys.values.get("cpu-offloading", False)).lower() in ("false", "none"):
+        for key in keys.values:
+            if key.startswith("cpu-offloading-"):
+                keys.note(key, "of offloading, which is off")
+
+
+DROPOUT = "approximated: the masks of dropout are those of the model file, if it has any"
+
+
+def _dropout(keys: Keys) -> None:
+    """Note dropout that is on: its masks, a byte for each element, are kept for the backward."""
+    for key in ("hidden-dropout", "attention-dropout"):
+        if key not in keys.values:
+            keys.listed.append((f"{key} is not given: 0.1", DROPOUT))
+        elif str(keys.values[key]).strip("0") in ("", "."):
+            keys.note(key, MODEL)
+        else:
+            keys.note(key, DROPOUT)
 
 
 NOTED_MASK_BYTES = 2**28
@@ -391,6 +424,9 @@ def _absent_sizes(keys: Keys, training: Training, *, grouped: bool) -> None:
     Of mixtures, moe-ffn-hidden-size may say what the experts' perceptrons have.
     """
     found = training.architecture
+    for name in () if "experts" in found else ("experts per token", "experts' perceptrons"):
+        if found.pop(name, None) is not None:
+            keys.note(SIZES[name], "of experts, of which there are none")
     heads, width = found.get("heads"), found.get("width")
     if "key-value heads" not in found and heads is not None:
         reason = "num-query-groups is not given" if grouped else "group-query-attention is not given"

@@ -34,6 +34,9 @@ DEFAULTS_OF_TYPES: dict[str, dict[str, int]] = {
     },
 }
 """Default sizes of configs in transformers, for model files that hold only the differences from them."""
+WITHOUT_GROUPS = ("gpt2", "bert", "gsreal.models.gpt", "gsreal.models.bert")
+"""Types and factories of models in which every head has keys of its own, and whose perceptrons are four times as wide
+as the model, unless they say another size."""
 STATED_SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])(?!-\d+e\b)", re.IGNORECASE)
 """A number of parameters in a model's name; where a number of experts follows it, it is of those that a token meets."""
 STATED_MIXTURE = re.compile(r"(?<![\w.])\d+x\d+(\.\d+)?b|b-a\d+(\.\d+)?b(?![a-z])|b-\d+e(?![a-z\d])", re.IGNORECASE)
@@ -148,6 +151,10 @@ def sizes_of(model: Model) -> dict[str, int]:
     if isinstance(module.hugging_face, HuggingFace):
         config = DEFAULTS_OF_TYPES.get(module.hugging_face.model_type, {}) | module.hugging_face.config
     found = sizes_in(config)
+    kind = module.hugging_face.model_type if isinstance(module.hugging_face, HuggingFace) else module.factory
+    if kind in WITHOUT_GROUPS and {"width", "heads"} <= found.keys():
+        found.setdefault("key-value heads", found["heads"])
+        found.setdefault("perceptron", 4 * found["width"])
     if blocks:
         found["layers"] = blocks
     if not isinstance(model.input, ImageInput):

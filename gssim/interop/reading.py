@@ -400,12 +400,16 @@ class Rule:
 
         >>> Rule("LoRA").harmless(None), Rule("LoRA").harmless("lora"), Rule("cp", neutral=(1,)).harmless("1")
         (True, False, True)
+        >>> Rule("kernels").harmless("False"), Rule("kernels").harmless("True")
+        (True, False)
         """
         if self.no_effect or value in ([], {}):
             return True
         if isinstance(value, Undecided):
             return bool(value.alternatives) and all(self.harmless(each) for each in value.alternatives)
         number = _number(value)
+        if isinstance(value, str) and value.lower() in OFF:  # as Python writes it: False
+            return True
         return isinstance(value, (str, int, float, type(None))) and any(
             (value == each and isinstance(value, bool) == isinstance(each, bool))
             or (number is not None and number == each and not isinstance(each, bool))

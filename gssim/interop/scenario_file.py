@@ -15,6 +15,7 @@ from gssim.interop.arguments import OF_TRAINER, arguments_in, arguments_of
 from gssim.interop.automodel import automodel
 from gssim.interop.axolotl import axolotl
 from gssim.interop.formats import FORMATS
+from gssim.interop.launchers import RANKS_OF
 from gssim.interop.megatron import megatron
 from gssim.interop.model_match import check_model
 from gssim.interop.models import find_model
@@ -183,7 +184,9 @@ def _of_script(path: Path, text: str, form: str | None, variables: dict[str, str
         usual = "--per_device_train_batch_size" if form == "trainer" else "--micro-batch-size"
         raise UserError(f"{path}: holds no arguments such as {usual} 1; {_allowed()}")
     if name == "trainer":  # whose names have underscores
-        arguments = {key.replace("-", "_"): value for key, value in arguments.items()}
+        arguments = {
+            key if key.startswith(RANKS_OF) else key.replace("-", "_"): value for key, value in arguments.items()
+        }
     return name, arguments
 
 
@@ -208,9 +211,11 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "GPT-NeoX": ("pipe_parallel_size", "model_parallel_size"),
     "Lingua": ("model", "optim", "data", "distributed"),
     "verl's supervised fine-tuning": ("trainer", "optim", "data"),
+    "NeMo Automodel's diffusion": ("flow_matching", "step_scheduler"),
+    "Weights & Biases (a record of a run, not its configuration)": ("_wandb",),
     "PRIME-RL": ("trainer", "orchestrator"),
     "PRIME-RL's supervised fine-tuning": ("model", "optim", "data"),
-    "NeMo": ("trainer", "model"),
+    "NeMo, or of another program with the tables trainer and model": ("trainer", "model"),
     "LitGPT": ("out_dir", "train"),
     "LLaMA-Factory's version 1": ("model", "train_dataset"),
     "LLaMA-Factory with Megatron-LM (give Megatron-LM's arguments)": (
@@ -222,6 +227,9 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "torchtune": ("checkpointer", "optimizer"),
     "FlagScale (give its arguments as a command line of Megatron-LM)": ("system", "model"),
     "Megatron-Bridge (give its sizes and batch as Megatron-LM's arguments)": ("model", "train", "ddp"),
+    "Megatron-Bridge's recipes (give their sizes and batch as Megatron-LM's arguments)": (
+        *("train", "optimizer", "scheduler", "checkpoint"),
+    ),
     "MosaicML Composer or OLMo": ("device_train_microbatch_size",),
     "Kubernetes (give the command that its containers run)": ("apiVersion", "kind"),
     "SkyPilot (give the command in its 'run')": ("resources", "run"),
@@ -234,7 +242,7 @@ def _looks_like(data: Any, file: str) -> str | None:
         return None
     if "cluster" in data and "plan" in data:
         raise UserError(f"{file}: is a scenario already; give it to `gssim run`")
-    if "model_type" in data and "architectures" in data:
+    if "model_type" in data and "architectures" in data and "_wandb" not in data:
         raise UserError(f"{file}: is the config of a model; give it by --model, and the training's file here")
     keys = {str(key).replace("-", "_") for key in data}
     for program, signs in NOT_READ.items():

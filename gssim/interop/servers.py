@@ -20,6 +20,18 @@ class Server:
     pcie_link: str
     nccl: str
     source: str
+    notes: tuple[str, ...] = ()
+    """What is assumed of it beyond its links."""
+
+
+RCCL = "RCCL's choices of algorithms are not known: those of NCCL on an Ampere are taken"
+
+
+def _of_amd(device: str) -> Server:
+    source = "assumed: AMD's platform of eight, a mesh of Infinity Fabric as one switch, cards of 400 Gbit/s"
+    return Server(
+        *(device, 8, "nvswitch", "xgmi-mi300x", 8, "ib-ndr-400", "pcie5x16", "ampere"), source=source, notes=(RCCL,)
+    )
 
 
 def _pcie(device: str, devices: int, pcie: str, nic: str, nccl: str) -> Server:
@@ -44,6 +56,10 @@ SERVERS: dict[str, Server] = {
         *("h200-sxm", 8, "nvswitch", "nvlink4-h100", 8, "ib-ndr-400", "pcie5x16", "hopper"),
         source="assumed: as DGX H100, whose board it shares",
     ),
+    "h20": Server(
+        *("h20", 8, "nvswitch", "nvlink4-h100", 8, "ib-ndr-400", "pcie5x16", "hopper"),
+        source="assumed: as DGX H100, whose NVLinks it has",
+    ),
     "b200": Server(
         *("b200-sxm", 8, "nvswitch", "nvlink5-b200", 8, "ib-ndr-400", "pcie5x16", "blackwell"),
         source="assumed: DGX B200, cards of 400 Gbit/s",
@@ -54,10 +70,15 @@ SERVERS: dict[str, Server] = {
     ),
     "t4": _pcie("t4", 4, "pcie3x16", "tcp-50g-t4", "volta-t4"),
     "a10": _pcie("a10", 4, "pcie4x16", "tcp-25g", "ampere"),
+    "a40": _pcie("a40", 4, "pcie4x16", "tcp-25g", "ampere"),
     "l4": _pcie("l4", 8, "pcie4x16", "tcp-100g", "ampere"),
     "l40s": _pcie("l40s", 8, "pcie4x16", "tcp-100g", "ampere"),
+    "rtxa6000": _pcie("rtxa6000", 4, "pcie4x16", "tcp-10g", "ampere"),
+    "rtx6000ada": _pcie("rtx6000ada", 4, "pcie4x16", "tcp-10g", "ampere"),
     "rtx3090": _pcie("rtx3090", 8, "pcie4x16-8-gpus", "tcp-10g", "ampere"),
     "rtx4090": _pcie("rtx4090", 8, "pcie4x16", "tcp-10g", "ampere"),
+    "mi300x": _of_amd("mi300x"),
+    "mi325x": _of_amd("mi325x"),
 }
 """Usual servers by the GPU's usual name."""
 
@@ -73,17 +94,28 @@ DETECTED = {
     "h100 80gb hbm3": "h100-sxm",
     "h100 pcie": "h100-pcie",
     "h200": "h200-sxm",
+    "h20": "h20",
     "b200": "b200-sxm",
     "gb200": "gb200",
     "t4": "t4",
     "a10": "a10",
     "l4": "l4",
     "l40s": "l40s",
+    "a40": "a40",
+    "rtx a6000": "rtxa6000",
+    "rtx 6000 ada generation": "rtx6000ada",
     "rtx 3090": "rtx3090",
     "rtx 4090": "rtx4090",
+    **dict.fromkeys(("amd instinct mi250x", "amd instinct mi250x/mi250", "mi250x"), "mi250x-gcd"),
+    **dict.fromkeys(("amd instinct mi300x", "amd instinct mi300x oam"), "mi300x"),
+    **dict.fromkeys(("amd instinct mi325x", "amd instinct mi325x oam"), "mi325x"),
+    **dict.fromkeys(("hl-225", "intel gaudi 2", "gaudi 2"), "gaudi2"),
+    **dict.fromkeys(("hl-325l", "hl-325", "intel gaudi 3", "gaudi 3"), "gaudi3"),
 }
-"""Presets by the names of nvidia-smi, in lower case, without NVIDIA, Tesla and GeForce. Whole names: parts of them
-would take an L40S for an L4, a GH200 for an H200, and an A10G for an A10."""
+"""Presets by the names of nvidia-smi, in lower case, without NVIDIA, Tesla and GeForce, and by those of rocm-smi, torch
+and hl-smi. Whole names: parts of them would take an L40S for an L4, a GH200 for an H200, and an A10G for an A10."""
+WITHOUT_SERVER = ("mi250x-gcd", "gaudi2", "gaudi3")
+"""Presets of devices whose usual servers are none of the shapes here."""
 
 
 def short_name(name: str) -> str:
@@ -112,6 +144,11 @@ def server_of(gpu: str) -> Server:
     if gpu in SERVERS:
         return SERVERS[gpu]
     base = next((name for name in SERVERS if gpu.startswith(f"{name}-")), None)
+    if gpu in WITHOUT_SERVER:
+        raise UserError(
+            f"--gpu {asked}: the links of its usual server are no shape that is known here; describe them in a cluster "
+            f'file (scenarios/README.md), with device_types.a = "{gpu}"'
+        )
     if base is None or gpu not in presets("devices"):
         variants = tuple(f"{name}-" for name in SERVERS)
         known = ", ".join([*SERVERS, *(each for each in presets("devices") if each.startswith(variants))])

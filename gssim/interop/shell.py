@@ -43,6 +43,8 @@ from gssim.interop.shell_words import (
 MOST_NESTED = 40
 UNKNOWN_STATUS = {"grep", "egrep", "which", "command", "type", "nc", "diff", "cmp", "read", "getopts", "ping", "pgrep"}
 SHELLS = re.compile(r"(.*/)?(bash|sh|zsh)")
+OF_JOBS = ("srun", "jsrun", "mpirun", "mpiexec")
+"""Launchers that start a shell on each rank."""
 Source = Callable[[str, bool], str | None]
 """Returns the text of a file by its path, None if it cannot be read; the second argument: whether the path is relative
 to the folder of the script, not to the working directory."""
@@ -110,6 +112,8 @@ class _Shell(Words):
         self.frames: list[_Frame] = []
         self.unread: list[str] = []
         self.depth = 0
+        self.launcher: tuple[str, ...] = ()
+        """Words of a launcher that starts the shell whose script is followed: `srun -N 2 bash -c '...'`."""
 
     def run_text(self, text: str) -> bool | None:
         nodes = Parser(text, self.file).all()
@@ -356,12 +360,17 @@ class _Shell(Words):
         if inner is None and (SHELLS.fullmatch(words[0]) or words[0] in ("sbatch", "srun", "ssh")):
             inner = document
         if inner is not None:
-            return self.run_text(inner)
+            outer, self.launcher = self.launcher, self.launcher or _launcher_in(words)
+            try:
+                return self.run_text(inner)
+            finally:
+                self.launcher = outer
         if words[0] == ".":
             return self._do_source(words[1:])
         if len(words) == 1 and is_open(words[0]):
             return None
-        self.state.commands.append(Command(tuple(words), node.line))
+        launcher = () if words[0].startswith("--") else self.launcher
+        self.state.commands.append(Command((*launcher, *words), node.line))
         return None if words[0] in UNKNOWN_STATUS else True
 
     def _write(self, node: Node, text: str | None) -> None:
@@ -486,3 +495,14 @@ def _place_of(path: str) -> tuple[str, bool]:
 def _cleaned(text: str) -> str:
     """Return a file's text without the characters that delimit marks."""
     return re.sub("[\0\1]", " ", text)
+
+
+def _launcher_in(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of a launcher before the shell that it starts; empty if none starts it.
+
+    >>> _launcher_in(["env", "srun", "-n", "8", "bash", "-c", "python train.py"])
+    ('srun', '-n', '8')
+    """
+    shell = next((i for i, word in enumerate(words) if SHELLS.fullmatch(word)), 0)
+    first = next((i for i, word in enumerate(words[:shell]) if word.rpartition("/")[2] in OF_JOBS), shell)
+    return tuple(words[first:shell])

@@ -119,6 +119,8 @@ DEGREES: dict[str, tuple[str, ...]] = {
 def _flavor(keys: Keys, training: Training) -> None:
     """Read the sizes of the model; those of one that is not in the table may be in its flavor's name."""
     name, flavor = (str(keys.values.get(f"model.{key}", "")) for key in ("name", "flavor"))
+    if name == "flux":
+        keys.refuse("model.name", "diffusion models cannot be simulated")
     sizes = FLAVORS.get((name, flavor.partition("_")[0]))
     for size, value in (sizes or {}).items():
         training.architecture[size] = Value(value, keys.line("model.flavor"))

@@ -10,8 +10,22 @@ What axolotl, which runs this Trainer, reads in the same way is in `trainer_keys
 from typing import Any
 
 from gssim.cluster import Cluster
-from gssim.interop.accelerate import FSDP_KEYS
-from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
+from gssim.interop.accelerate import FSDP_KEYS, OF_ENGINE, accelerate, named_file
+from gssim.interop.reading import (
+    LAUNCHER,
+    LOGGING,
+    MODEL,
+    NUMERICS,
+    Keys,
+    Rule,
+    Value,
+    flattened,
+    listed,
+    parsed_json,
+    parsed_yaml,
+    read_bounded,
+    refused,
+)
 from gssim.interop.trainer_keys import (
     ATTENTION,
     FACTORY,
@@ -35,6 +49,8 @@ from gssim.interop.training import (
     bucket_in,
     launched,
     optimizer_in,
+    read_processes,
+    started,
 )
 from gssim.workload import Model
 
@@ -80,13 +96,14 @@ TRAINER: dict[str, Rule] = {
         "launcher:*config_file launcher:*use_deepspeed launcher:*use_fsdp launcher:*zero* launcher:*fsdp_*",
         or_set=("plan.method",),
     ),
-    **refused("the number of ranks is not read from it", "launcher:*num_processes", or_set=("plan.ranks",)),
     **refused("PyTorch/XLA cannot be simulated", "fsdp_config.xla* tpu_*"),
     **refused("inputs of images, videos or sounds cannot be simulated", "image_* video_* audio_* media_dir crop_to_*"),
     **refused(
-        "which of its parts are not trained cannot be told", "freeze_language_model", or_set=("workload.frozen",)
+        "whose adapters, and beside which maps, is up to the program", "lora_enable", or_set=("workload.adapters",)
     ),
     **listed("only matters to models with inputs of images", "freeze_vision_tower freeze_multi_modal_projector"),
+    **listed("of a feature that is off, or refused above", "freeze_trainable_* freeze_extra_modules"),
+    **refused("which of its parts are not trained cannot be told", "freeze_*", or_set=("workload.frozen",)),
     **listed("approximated: one number more is summed over the ranks", "average_tokens_across_devices"),
     **listed(
         "units are the model's blocks, whichever way their activations are recomputed",
@@ -134,7 +151,7 @@ TRAINER: dict[str, Rule] = {
     ),
     **listed(
         "of a feature that is off, or refused above",
-        "lora_* quantization_* double_quantization bnb_4bit_* use_bnb_nested_quant freeze_* galore_* apollo_* badam_* "
+        "lora_* quantization_* double_quantization bnb_4bit_* use_bnb_nested_quant galore_* apollo_* badam_* "
         "kt_* liger_kernel_config* oft_* module_dropout create_new_adapter pref_* kto_* dpo_* parallelism_config.*",
     ),
 }
@@ -194,6 +211,9 @@ def trainer(keys: Keys, cluster: Cluster, model: Model) -> Training:
     _task_in(keys, program)
     _computation_in(keys, training, program)
     shards = sharding_in(keys, training, cluster, program=program)
+    its = _launchers_file(keys, cluster)
+    if its is not None:
+        _sharding_of_launcher(keys, training, its)
     unsharded = training.sharding is not None and training.sharding.key == REPLICAS
     if unsharded and not {"plan.method", "workload.precision"} <= keys.overridden:
         keys.listed.append((REPLICAS, WITH_ACCELERATE))
@@ -201,7 +221,7 @@ def trainer(keys: Keys, cluster: Cluster, model: Model) -> Training:
         _factory_in(keys, training, model)
     else:
         _peft_in(keys, training)
-    _precision_in(keys, training, program)
+    _precision_in(keys, training, program, None if its is None else its.autocast or its.precision)
     keys.close((FSDP if shards else NO_FSDP) | TRAINER)
     return training
 
@@ -238,9 +258,9 @@ def _length_in(keys: Keys, training: Training, program: str) -> None:
 def _devices_in(keys: Keys, training: Training, cluster: Cluster) -> None:
     """Read the number of ranks; refuse another backend, or other devices, than the cluster's."""
     training.world = keys.integer("ray_num_workers", sets="plan.ranks")
-    ranks, hosts = (keys.integer(name, sets="plan.ranks") for name in ("nproc_per_node", "nnodes"))  # of torchrun
-    tasks = keys.integer("ntasks", sets="plan.ranks")  # an option of srun
-    training.world = launched(keys, ranks, hosts) or tasks or training.world
+    ranks, hosts = read_processes(keys, "nproc_per_node"), keys.integer("nnodes", sets="plan.ranks")  # of torchrun
+    tasks, total = keys.integer("ntasks", sets="plan.ranks"), started(keys)  # ntasks: an option of srun
+    training.world = launched(keys, ranks, hosts) or tasks or total or training.world
     backend = keys.raw("ddp_backend")
     if backend is not None and backend != cluster.backend:
         keys.refuse("ddp_backend", f"the backend of --cluster is {cluster.backend}")
@@ -367,11 +387,12 @@ def _peft_in(keys: Keys, training: Training) -> None:
         quantize_frozen(keys, training, flag, bits=bits, nested=nested, format_key="bnb_4bit_quant_type")
 
 
-def _precision_in(keys: Keys, training: Training, program: str) -> None:
+def _precision_in(keys: Keys, training: Training, program: str, launchers: Value | None) -> None:
+    """Read the precision; `launchers`: that of the Accelerate file that starts the training."""
     flags = [Value(PRECISIONS[key], flag.origin) for key in ("bf16", "fp16") if (flag := keys.enabled(key)) is not None]
     if len(flags) > 1:
         keys.refuse("fp16", f"contradicts {flags[0].origin}", replaced_by=["workload.precision"])
-    on = flags[0] if flags else None
+    on = flags[0] if flags else _precision_of_launcher(keys, launchers)
     if on is None and program == TRL and not keys.has("bf16"):
         on = Value("bf16", "bf16 is not given: true (the default of TRL)")
     loaded = Value("fp32", "neither bf16 nor fp16") if on is None else Value("fp32", on.origin)
@@ -385,3 +406,55 @@ def _precision_in(keys: Keys, training: Training, program: str) -> None:
     elif program == PLAIN and on is not None and training.sharding is not None and training.sharding.origin == REPLICAS:
         keys.listed.append((on.origin, LOADED_IN_FP32))
     precision_in(keys, training, on, loaded)
+
+
+def _precision_of_launcher(keys: Keys, in_file: Value | None) -> Value | None:
+    """Return the precision of `accelerate launch`, which counts where the Trainer has none: its option's or file's."""
+    why = "this precision cannot be simulated"
+    found = keys.choice(PRECISIONS, "launcher: mixed_precision", sets="workload.precision", why=why) or in_file
+    return found if found is not None and found.value != "fp32" else None
+
+
+CONFIG_FILE = "launcher: config_file"
+
+
+def _launchers_file(keys: Keys, cluster: Cluster) -> Training | None:
+    """Return the training in the file of `accelerate launch --config_file`; None if there is none that is found."""
+    name = keys.values.get(CONFIG_FILE)
+    path = named_file(keys, name) if isinstance(name, str) else None
+    if path is None:
+        return None  # refused as an option that is not read
+    parse = parsed_json if path.suffix == ".json" else parsed_yaml
+    content = flattened(parse(read_bounded(path), file=str(path)), file=str(path))
+    if "distributed_type" not in content:
+        return None
+    inner = Keys(str(path), content, keys.overridden, keys.ignored)
+    found = accelerate(inner, cluster)
+    keys.raw(CONFIG_FILE)
+    keys.listed += [(f"{path.name}: {line}", reason) for line, reason in inner.listed]
+    keys.refused += [(f"{path.name}: {line}", reason) for line, reason in inner.refused]
+    return found
+
+
+OF_LAUNCHER = (*OF_ENGINE, "dp_replicate", "dp_shard", "tp", "cp", "context_exchange", "loss_scale")
+"""Fields of a training that an Accelerate file decides."""
+
+
+def _sharding_of_launcher(keys: Keys, training: Training, its: Training) -> None:
+    """Set what the Accelerate file that starts the training decides; the Trainer's own keys come first."""
+    training.world = training.world or its.world
+    own = training.sharding is not None and training.sharding.key != REPLICAS
+    if its.sharding is None or its.sharding.value == "none":
+        return
+    if own:
+        keys.refuse(CONFIG_FILE, f"its {its.sharding.origin} contradicts the Trainer's own sharding")
+        return
+    theirs, ours = its.accumulation, training.accumulation
+    if theirs is not None and ours is not None and theirs.value != ours.value:
+        said = f"its {theirs.origin} contradicts {ours.origin}"
+        keys.refuse(CONFIG_FILE, said, replaced_by=["plan.micro_batches"])
+    for name in OF_LAUNCHER:
+        setattr(training, name, getattr(its, name))
+    training.clip_norm = its.clip_norm or training.clip_norm
+    if its.recompute is not None and its.recompute.value == "full":
+        training.recompute = its.recompute

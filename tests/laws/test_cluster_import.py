@@ -4,7 +4,7 @@ import random
 import re
 import tomllib
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, zip_longest
 from pathlib import Path
 
 import commands
@@ -263,7 +263,7 @@ def test_cards_have_no_nvlinks(gpu, tmp_path):
     assert server_of(gpu).inside_link.startswith("pcie")
 
 
-@pytest.mark.parametrize("gpu", ["t4", "a10", "l4", "l40s", "rtx4090"])
+@pytest.mark.parametrize("gpu", ["t4", "a10", "l4", "l40s", "rtx4090", "rtx6000ada"])
 def test_nvlinks_between_cards_that_have_none_are_refused(gpu, tmp_path):
     """A matrix of other GPUs: they got the 300 GB/s of an A100's links."""
     for cells in ("NV12", {(0, 1): "NV12"}):
@@ -516,7 +516,7 @@ def test_cards_have_names_of_their_own_in_older_matrices(tmp_path, card):
 def test_gpus_of_rccl_are_not_those_of_nvidia_with_the_same_number(tmp_path):
     """RCCL's sm = 90 is an MI200 or older: it became an H100."""
     text = nccl_xml(target="none").replace('sm="90"', 'sm="90" gcn="gfx90a"')
-    with pytest.raises(UserError, match="gcn = 'gfx90a': AMD's GPUs have no preset"):
+    with pytest.raises(UserError, match="gcn = 'gfx90a': RCCL's topology is not read"):
         made(tmp_path, {"host.xml": text})
 
 
@@ -601,3 +601,70 @@ def test_options_without_effect_are_refused(tmp_path, options, said):
     """Before, they were ignored silently, or an error named a file of switches that was not given."""
     with pytest.raises(UserError, match=re.escape(said)):
         made(tmp_path, {}, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA RTX A6000", "rtxa6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("MI325X", "mi325x"),
+    ],
+)
+def test_gpus_are_known_by_the_names_of_their_tools(name, preset, tmp_path):
+    cluster, _ = made(tmp_path, {}, gpu=name, hosts=2)
+    assert set(cluster.device_types) == {preset}
+
+
+@pytest.mark.parametrize("name", ["AMD Instinct MI250X", "HL-225", "gaudi3"])
+def test_devices_whose_servers_have_other_shapes_are_presets_of_cluster_files(name, tmp_path):
+    with pytest.raises(UserError, match=r"describe them in a cluster file .* device_types.a = .(mi250x-gcd|gaudi[23])"):
+        made(tmp_path, {}, gpu=name)
+
+
+def test_a_part_of_a_mesh_has_a_part_of_its_links(tmp_path):
+    """Two of eight MI300X have one of seven links: 48 GB/s were measured where all eight reached 313."""
+    whole, found = made(tmp_path, {}, gpu="mi300x")
+    assert any("RCCL" in note for note in found.notes)
+    rates = [whole.topology.servers[0].inside_link.bandwidth_bytes_per_s]
+    for count in (4, 2):
+        part, _ = made(tmp_path, {}, gpu="mi300x", devices=[count])
+        rates.append(part.topology.servers[0].inside_link.bandwidth_bytes_per_s)
+    assert [rate / rates[0] for rate in rates] == pytest.approx([1, 3 / 7, 1 / 7])
+
+
+def test_matrices_of_several_hosts_in_a_file_are_as_many_hosts(tmp_path):
+    """The last host's rows stood below the first one's header: two hosts were one."""
+    first, second = smi_matrix("NV18", nics=8), smi_matrix("NV18", nics=4)
+    lines = {name: [f"{name}: {line}" for line in text.splitlines()] for name, text in (("a", first), ("b", second))}
+    in_turn = [line for pair in zip_longest(*lines.values(), fillvalue="") for line in pair]  # as pdsh prints them
+    headed = f"==== host-a ====\n{first}\n==== host-b ====\n{second}"
+    texts = (headed, "\n".join([*lines["a"], *lines["b"]]), "\n".join(in_turn))
+    for text in texts:
+        cluster, _ = made(tmp_path, {"topo.txt": text}, gpu="h100")
+        assert [(each.count, each.devices, each.nics) for each in cluster.topology.servers] == [(1, 8, 8), (1, 8, 4)]
+    alike, _ = made(tmp_path, {"topo.txt": first + first}, gpu="h100")
+    assert [(each.count, each.nics) for each in alike.topology.servers] == [(2, 8)]
+
+
+def test_topologies_of_several_hosts_in_a_file_are_refused_by_what_they_are(tmp_path):
+    """It was: not valid XML: junk after document element."""
+    text = nccl_xml()
+    with pytest.raises(UserError, match="holds topologies of 2 hosts; give each a file of its own"):
+        made(tmp_path, {"host.xml": f"{text}\n{text}"})
+
+
+def test_sockets_over_infiniband_have_the_rate_of_tcp(tmp_path):
+    """ib0 is the card's interface for TCP, which NCCL uses where it has no verbs: it was InfiniBand of 200 Gbit/s."""
+    card = '<net name="ib0" dev="0" speed="200000" port="0" guid="0x0" latency="0.0" gdr="0"/>'
+    text = re.sub(r"<net [^>]*/>", card, nccl_xml(nics=1))
+    assert card in text
+    cluster, found = made(tmp_path, {"host.xml": text})
+    assert cluster.topology.servers[0].nic_link.bandwidth_bytes_per_s == 4.5e9
+    assert any("network card ib0: sockets over InfiniBand" in note for note in found.notes)
+    verbs, found = made(tmp_path, {"host.xml": text.replace('guid="0x0"', 'guid="0x5a2b"')})
+    assert verbs.topology.servers[0].nic_link.bandwidth_bytes_per_s == 25e9
+    assert not any("sockets" in note for note in found.notes)

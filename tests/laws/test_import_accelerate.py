@@ -148,3 +148,29 @@ def test_accelerates_regional_compilation_takes_a_compiled_model(tmp_path):
     assert "dynamo_use_regional_compilation" in refused(tmp_path, regions, name="a.yaml", overrides=batch)
     whole = text + "  dynamo_backend: INDUCTOR\n"
     assert "whole model" in refused(tmp_path, whole, name="a.yaml", model="llama3-8b-compiled", overrides=batch)
+
+
+DEEPSPEED_INSIDE = """
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 8
+deepspeed_config:
+  zero_stage: {stage}
+  offload_optimizer_device: none
+  offload_param_device: cpu
+"""
+
+
+def test_parameters_are_offloaded_in_stage_3_alone(tmp_path):
+    """A ZeRO-2 file whose parameters DeepSpeed leaves on the devices was refused, by a key that it does not hold."""
+    tables, found = imported(tmp_path, DEEPSPEED_INSIDE.format(stage=2), name="x.yaml")
+    assert (tables["plan"]["method"], tables["plan"].get("offload")) == ("zero2", None)
+    line = 'deepspeed_config.offload_param_device = "cpu": of stage 3: DeepSpeed\'s engine passes it to no other'
+    assert line in found.listed
+
+
+def test_a_key_for_deepspeed_is_refused_and_ignored_by_the_name_in_the_file(tmp_path):
+    text = DEEPSPEED_INSIDE.format(stage=3)
+    assert refused(tmp_path, text, name="x.yaml").startswith("deepspeed_config.offload_param_device = ")
+    tables, _ = imported(tmp_path, text, name="x.yaml", ignored=["deepspeed_config.offload_param_device"])
+    assert (tables["plan"]["method"], tables["plan"].get("offload")) == ("zero3", None)

@@ -128,6 +128,7 @@ PEFT = "\npeft:\n  _target_: nemo_automodel.components._peft.lora.PeftConfig\n  
         ("  target_modules: ['*.q_proj', '*.v_proj']", "query-value"),
         ("  exclude_modules: ['*vision*', '*lm_head*']", "all-linear"),
         ("  match_all_linear: true", "all-linear"),
+        ("  moe_rank_scaling: true", None),  # smaller adapters beside experts
         ("  exclude_modules: ['*.out_proj']", None),
         ("  target_modules: ['*.layers.0.*_proj']", None),
         ("  target_modules: ['*.to_q']", None),

@@ -571,3 +571,65 @@ def test_sums_beside_products_are_read_for_every_backend(tmp_path, backend):
     script = MEGATRON.replace("--lr 1.5e-4", "--lr 1.5e-4 --tensor-model-parallel-size 2")
     tables, _ = imported(tmp_path, script, name="train.sh", model="gpt3-1.3b", cluster=cluster)
     assert tables["plan"]["async_input_gradients"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ("--ffn-hidden-size 5504", "ffn-hidden-size = \"5504\": the model 'gpt3-1.3b' has perceptron = 8192"),
+        ("--swiglu", "ffn-hidden-size is not given: 5440 with swiglu: the model 'gpt3-1.3b' has perceptron = 8192"),
+        ("--num-key-value-heads 4", "the model 'gpt3-1.3b' has key-value heads = 16"),
+        ("--group-query-attention --num-query-groups 8", "the model 'gpt3-1.3b' has key-value heads = 16"),
+    ],
+)
+def test_sizes_of_a_gpt_are_those_of_the_file(tmp_path, sizes, said):
+    """A Llama's perceptron and grouped heads were listed as without effect beside a GPT of the same width."""
+    text = "torchrun pretrain_gpt.py --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 512 "
+    text += "--micro-batch-size 1 --bf16 "
+    tables, _ = imported(tmp_path, f"{text} --ffn-hidden-size 8192\n", name="a.sh", model="gpt3-1.3b")
+    assert tables["workload"]["global_batch_size"] == 8
+    assert said in refused(tmp_path, f"{text}{sizes}\n", name="a.sh", model="gpt3-1.3b")
+
+
+def test_a_schedule_of_the_learning_rate_that_is_overridden_changes_no_step(tmp_path):
+    text = "torchrun pretrain_gpt.py --micro-batch-size 1 --seq-length 512 --bf16 --override-lr-scheduler\n"
+    _, found = imported(tmp_path, text, name="a.sh", model="gpt3-1.3b")
+    assert any(line.startswith("override-lr-scheduler") for line in found.listed)
+
+
+CORE = """
+language_model:
+  num_layers: 24
+  hidden_size: 2048
+  num_attention_heads: 16
+  seq_length: 512
+  num_query_groups: null
+  activation_func: gelu
+  hidden_dropout: {dropout}
+  clone_scatter_output_in_embedding: True
+  layernorm_zero_centered_gamma: False
+  num_moe_experts: null
+  moe_router_topk: 2
+  perform_initialization: True
+model_parallel:
+  tensor_model_parallel_size: 1
+  batch_p2p_comm: True
+  cpu_offloading: {offloads}
+  cpu_offloading_activations: True
+  cpu_offloading_num_layers: 1
+  barrier_with_L1_time: True
+micro_batch_size: 1
+global_batch_size: 8
+bf16: True
+"""
+
+
+def test_megatrons_own_configuration_in_yaml_is_read(tmp_path):
+    """It was refused by what is off there: offloading, and the experts of a token without experts."""
+    tables, found = imported(
+        tmp_path, CORE.format(offloads=False, dropout=0.1), name="x.yaml", model="gpt3-1.3b", form="megatron"
+    )
+    assert tables["workload"]["global_batch_size"] == 8
+    assert any(line.startswith("hidden-dropout = 0.1: approximated: the masks") for line in found.listed)
+    text = CORE.format(offloads=True, dropout=0.0)
+    assert "cpu-offloading = true" in refused(tmp_path, text, name="x.yaml", model="gpt3-1.3b", form="megatron")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import commands
 import pytest
-from importing import DEEPSPEED, EIGHT, ROOT, imported, refused
+from importing import DEEPSPEED, EIGHT, FSDP, ROOT, imported, refused
 
 from gssim.errors import UserError
 from gssim.interop import import_scenario
@@ -329,6 +329,10 @@ def test_autocast_of_fp16_has_no_effect_where_fp16_is_off(tmp_path, precision):
         ("actor_rollout_ref: {}\ndata: {}\ntrainer: {}\n", "verl"),
         ("data: {}\nmodel: {}\noptim: {}\ntrainer: {}\n", "verl's supervised"),
         ("system: {tensor_model_parallel_size: 2}\nmodel: {num_layers: 2}\n", "FlagScale"),
+        ("model: {}\noptim: {}\ndata: {}\nstep_scheduler: {}\nflow_matching: {}\n", "NeMo Automodel's diffusion"),
+        ("_wandb: {value: {}}\nmodel_type: {value: llama}\narchitectures: {value: []}\n", "Weights & Biases"),
+        ("trainer: {path: train.py}\nmodel: {path: a}\nmethods: []\n", "NeMo, or of another program"),
+        ("train: {}\noptimizer: {}\nscheduler: {}\ncheckpoint: {}\nmodel: {}\n", "Megatron-Bridge's recipes"),
     ],
 )
 def test_files_of_other_programs_have_their_own_name(tmp_path, text, program):
@@ -336,3 +340,121 @@ def test_files_of_other_programs_have_their_own_name(tmp_path, text, program):
     name = "config.json" if text.startswith("{") else "config.yaml"
     with pytest.raises(UserError, match=f"is a configuration of {program}"):
         imported(tmp_path, text, name=name, model="gpt3-1.3b")
+
+
+HEADER = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("srun -n 4 python finetune.py", 4),
+        ("srun -n4 python finetune.py", 4),
+        ("srun -N 2 --ntasks-per-node 2 python finetune.py", 4),
+        ("srun -N 2 torchrun --nnodes 2 --nproc_per_node 1 finetune.py", 2),
+        ("srun -n 4 bash -c 'python finetune.py --seed 1 {}'", 4),
+        (f"{HEADER}srun python finetune.py", 4),
+        (f"{HEADER}srun -n 2 python finetune.py", 2),
+        (f"{HEADER}srun torchrun --nnodes $SLURM_NNODES --nproc_per_node 2 finetune.py", 4),
+        ("#SBATCH -n 4\nsrun python finetune.py", 4),
+        ("#SBATCH -N 2\nsrun python finetune.py", 2),
+        ("#SBATCH -N 2\nexport SLURM_NNODES=1\ntorchrun --nnodes $SLURM_NNODES --nproc_per_node 4 finetune.py", 4),
+        ("mpirun -np 4 -hostfile hosts python finetune.py", 4),
+        ("mpiexec -n 4 --bind-to none python finetune.py", 4),
+        ("mpirun -H a:2,b:2 python finetune.py", 4),
+        ("printf 'a slots=2\\nb slots=2\\n' > hosts\nmpirun --hostfile hosts python finetune.py", 4),
+        ("#PBS -l select=2:ncpus=32:mpiprocs=2\nmpiexec python finetune.py", 4),
+        ("#BSUB -n 4\nmpirun python finetune.py", 4),
+        ("jsrun -n 2 -a 2 python finetune.py", 4),
+        ("deepspeed --include localhost:0,1,4,5 finetune.py", 4),
+        ("deepspeed --include='a:0,1@b:0,1' finetune.py", 4),
+        ("cat > hosts <<EOF\na slots=2\nb slots=2\nEOF\ndeepspeed --hostfile hosts finetune.py", 4),
+        ("cat > hosts <<EOF\na slots=2\nb slots=2\nEOF\ndeepspeed --hostfile=hosts --include b finetune.py", 2),
+        ("deepspeed --hostfile unreadable --num_gpus 2 --num_nodes 2 finetune.py", 4),
+        ("accelerate launch --num_processes 4 --num_machines 2 finetune.py", 4),
+        ("accelerate launch --num-processes=4 finetune.py", 4),
+        ("torchrun --nnodes=2:2 --nproc_per_node 2 finetune.py", 4),
+        ("torchrun --nproc_per_node=gpu finetune.py", 8),
+        ("torchrun finetune.py", 8),
+        ("deepspeed --hostfile unreadable finetune.py", 8),
+    ],
+)
+def test_launchers_and_jobs_count_the_ranks(tmp_path, command, ranks):
+    """All of these were eight ranks, those of the cluster, or refused."""
+    arguments = "--per_device_train_batch_size 1 --block_size 512"
+    text = command.format(arguments) if "{}" in command else f"{command} {arguments}"
+    tables, found = imported(tmp_path, f"{text}\n", name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"].get("ranks", 8) == ranks
+    assert tables["workload"]["global_batch_size"] == ranks
+    assert any("torchrun starts one process" in line for line in found.listed) == (command == "torchrun finetune.py")
+
+
+def test_launchers_count_the_ranks_of_megatron(tmp_path):
+    text = (ROOT / "scenarios/imports/megatron.sh").read_text()
+    for command in ("mpirun -np 4 python", "srun -N 2 --ntasks-per-node=2 python"):
+        changed = text.replace("torchrun --nproc_per_node $GPUS_PER_NODE --nnodes 1", command)
+        tables, _ = imported(tmp_path, changed, name="train.sh", model="gpt3-1.3b")
+        assert (tables["plan"]["ranks"], tables["plan"]["tp"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("torchrun --nnodes=1:4 --nproc_per_node 8 finetune.py", "nnodes = 1:4: is elastic, from 1 to 4 hosts"),
+        ("mpirun -np $NP python finetune.py", "ranks of mpirun -np $NP = $NP: the file does not say"),
+        ("srun -n $SLURM_NTASKS python finetune.py", "the file does not say what this variable is"),
+    ],
+)
+def test_a_number_of_ranks_that_a_launcher_leaves_open_is_refused(tmp_path, command, said):
+    text = f"{command} --per_device_train_batch_size 1 --block_size 512\n"
+    assert said in refused(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+
+
+def test_the_launchers_precision_counts_where_the_trainer_has_none(tmp_path):
+    """`accelerate launch --mixed_precision bf16` was listed as without effect: the training was in fp32."""
+    text = "accelerate launch --mixed_precision {} train.py --per_device_train_batch_size 1 --block_size 512 {}\n"
+    for precision, own, autocast in (("bf16", "", "bf16"), ("no", "", None), ("fp16", "--bf16", "bf16")):
+        tables, _ = imported(tmp_path, text.format(precision, own), name="x.sh")
+        assert tables["workload"].get("autocast") == autocast
+    assert "this precision" in refused(tmp_path, text.format("fp8", ""), name="x.sh")
+
+
+LAUNCHED = "accelerate launch --config_file=configs/a.yaml {} a.py --per_device_train_batch_size 1 --block_size 512 "
+INSIDE = "distributed_type: DEEPSPEED\nnum_processes: 4\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 2\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "plan"),
+    [
+        (FSDP.format(reshard="true", more=""), "--bf16", {"method": "zero3", "recompute": "full"}),
+        (FSDP.format(reshard="false", more=""), "--gradient_accumulation_steps 2", {"gradient_sync": "step"}),
+        (INSIDE, "--gradient_accumulation_steps 2", {"method": "zero2", "ranks": 4, "micro_batches": 2}),
+        (f"{INSIDE}  gradient_accumulation_steps: 1\n", "--bf16", {"method": "zero2", "ranks": 4}),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\n", "--bf16", {"method": "ddp", "ranks": 2}),
+    ],
+)
+def test_the_file_that_accelerate_launches_with_is_read(tmp_path, file, options, plan):
+    """The scripts of TRL and of many others were refused: "it says how the training is sharded, and is not read"."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/a.yaml").write_text(file)
+    tables, _ = imported(tmp_path, f"{LAUNCHED.format('')}{options}\n", name="x.sh")
+    assert tables["plan"].items() >= plan.items()
+    half = "MULTI_GPU" in file
+    assert tables["workload"].get("autocast" if half else "precision") == "bf16"
+    counted, _ = imported(tmp_path, f"{LAUNCHED.format('--num_processes 2')}{options}\n", name="x.sh")
+    assert counted["plan"]["ranks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "said"),
+    [
+        (INSIDE, "--fsdp 'full_shard auto_wrap' --bf16", "contradicts the Trainer's own sharding"),
+        (f"{INSIDE}  gradient_accumulation_steps: 4\n", "", "contradicts gradient_accumulation_steps is not given: 1"),
+        (f"{INSIDE}  unknown_key: 4\n", "", "a.yaml: deepspeed_config.unknown_key"),
+        ("name: x\n", "", "it says how the training is sharded, and is not read"),
+    ],
+)
+def test_a_file_of_accelerate_that_contradicts_the_script_is_refused(tmp_path, file, options, said):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/a.yaml").write_text(file)
+    assert said in refused(tmp_path, f"{LAUNCHED.format('')}{options}\n", name="x.sh")

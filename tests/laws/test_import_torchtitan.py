@@ -333,3 +333,9 @@ def test_torchtitans_experts_are_divided_among_tensor_ranks_too(tmp_path, said):
     assert "approximated: it gathers the tokens of tensor ranks for a router" in found.text
     other = TITAN_EXPERTS + "expert_tensor_parallel_degree = 2\n"
     assert "experts that tensor ranks cut too" in refused(tmp_path, other, name="t.toml", model="qwen3-30b-a3b")
+
+
+def test_a_diffusion_model_is_refused_by_its_name(tmp_path):
+    """FLUX was a Llama, unless the file gave the size of its images."""
+    text = "[model]\nname = 'flux'\nflavor = 'flux-dev'\n[training]\nlocal_batch_size = 4\n[parallelism]\n"
+    assert 'model.name = "flux": diffusion models' in refused(tmp_path, text, name="x.toml")

@@ -9,6 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 from strategies import device_type
 
+import gssim
 from gssim.cluster import Cluster, DeviceType, presets
 from gssim.cluster.presets import digest_of_figures, expanded, expected_errors, preset_errors
 from gssim.cluster.topology import LinkType
@@ -19,12 +20,13 @@ SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 
 DEVICES = [
     "v100-sxm2-32", "v100-sxm2-16", "v100-sxm3-32", "v100-pcie-16", "p100-sxm2", "p100-pcie", "t4", "rtx2080ti",
-    "titan-rtx", "a100-sxm-40", "a100-sxm-80", "a100-pcie-80", "a10", "l4", "l40s", "rtx3090", "rtx4090", "h100-sxm",
-    "h100-sxm-96", "gh200", "h100-pcie", "h200-sxm", "b200-sxm", "gb200", "tpu-v2-chip", "tpu-v3-chip", "tpu-v4-chip",
+    "titan-rtx", "a100-sxm-40", "a100-sxm-80", "a100-pcie-80", "a10", "a40", "l4", "l40s", "rtxa6000", "rtx6000ada", "rtx3090",
+    "rtx4090", "h100-sxm", "h100-sxm-96", "gh200", "h100-pcie", "h200-sxm", "h20", "b200-sxm", "gb200", "mi250x-gcd",
+    "mi300x", "mi325x", "tpu-v2-chip", "tpu-v3-chip", "tpu-v4-chip", "gaudi2", "gaudi3",
 ]  # fmt: skip
 LINKS = [
     "nvlink1-p100", "nvlink2-v100", "nvlink2-v100-4", "nvlink3-a100", "nvlink4-h100", "nvlink4-gh200", "nvlink5-b200",
-    "pcie3x16", "pcie3x8", "pcie4x16", "pcie4x16-8-gpus", "pcie5x16", "qpi-skl", "upi-spr", "xgmi-epyc", "ib-edr-100", "ib-hdr-200", "ib-ndr-400", "efa-400x8", "roce-25",
+    "xgmi-mi300x", "pcie3x16", "pcie3x8", "pcie4x16", "pcie4x16-8-gpus", "pcie5x16", "qpi-skl", "upi-spr", "xgmi-epyc", "ib-edr-100", "ib-hdr-200", "ib-ndr-400", "efa-400x8", "roce-25",
     "roce-100",
     "tcp-1g", "tcp-10g", "tcp-25g", "tcp-25g-rtx2080ti", "tcp-50g-t4", "tcp-100g", "tcp-100g-v100", "tcp-100g-a100-40",
     "tcp-100g-a100-80", "wan-1g", "ici-v2",
@@ -52,7 +54,7 @@ def test_every_device_and_link_is_there():
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_device_has_all_that_a_device_type_needs(name):
     device = TypeAdapter(DeviceType).validate_python(presets("devices")[name])
-    assert device.kind == ("tpu" if name.startswith("tpu") else "cuda")
+    assert device.kind == ("tpu" if name.startswith(("tpu", "gaudi")) else "cuda")
     assert device.source.startswith(TRUST)
     assert 0.3 <= device.efficiency_ratio < 1
     assert (device.operation_overhead_s > 0) == (device.kind == "cuda")  # XLA issues a step as one program
@@ -82,6 +84,49 @@ def test_only_devices_that_have_bf16_state_its_rate():
 
 def test_every_gpu_states_its_rate_in_fp16():
     assert all("fp16" in table["peak_flop_per_s"] for table in presets("devices").values() if table["kind"] == "cuda")
+
+
+SHEETS = {
+    "a40": (48, 696, 149.7, 300),
+    "rtxa6000": (48, 768, 154.85, 300),
+    "rtx6000ada": (48, 960, 364.25, 300),
+    "h20": (96, 4000, 148, 400),
+    "mi250x-gcd": (64, 1638.4, 191.5, 280),
+    "mi300x": (192, 5300, 1307.4, 750),
+    "mi325x": (256, 6000, 1307.4, 1000),
+    "gaudi2": (96, 2450, 432, 600),
+    "gaudi3": (128, 3700, 1835, 900),
+}
+"""Memory (GB, which are GiB but in Gaudi's), its GB/s, dense TFLOP/s in bf16 and W, by the data sheets."""
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_devices_of_other_vendors_are_those_of_the_data_sheets(name, tmp_path):
+    """They load, a model trains on them, and what is reached of memory and its bandwidth is the documented part."""
+    memory_gb, rate, tflops, power_w = SHEETS[name]
+    device = TypeAdapter(DeviceType).validate_python(presets("devices")[name])
+    fused = device.kind == "tpu"
+    assert device.memory_bytes == pytest.approx(memory_gb * (1e9 if fused else 2**30), rel=0.08)
+    assert device.memory_bytes <= memory_gb * 2**30
+    assert device.memory_bandwidth_bytes_per_s == pytest.approx(rate * 1e9 * (1 if fused else 0.69), rel=2e-3)
+    assert device.peak_flop_per_s["bf16"] == pytest.approx(tflops * 1e12, rel=1e-3)
+    assert device.busy_power_w == power_w
+    cluster = f"""
+name = "two"
+backend = "nccl"
+source = "test"
+device_types.a = "{name}"
+[topology]
+kind = "switch"
+devices_per_host = 2
+devices = [{{device = "a", count = 2}}]
+link = "pcie4x16"
+"""
+    (tmp_path / "two.toml").write_text(cluster)
+    changes = {"cluster": str(tmp_path / "two.toml"), "workload.precision": "bf16", "plan.method": "zero2"}
+    result = gssim.simulate(gssim.load(SCENARIOS / "demo.toml", changes))
+    assert result.step_time_s > 0
+    assert result.fits
 
 
 def test_newer_is_faster():
