@@ -49,6 +49,7 @@ from gsreal.methods.cuts import (
     is_norm,
 )
 from gsreal.methods.mapped import Mapped
+from gsreal.methods.overlapped_products import PartsRing, multiply_while_gathered, scatter_while_multiplied
 from gsreal.methods.overlapped_sums import Start, Started, can_overlap, gather_with_overlapped_sum, overlap_sum
 from gsreal.model_files.build import build_module
 from gssim.errors import UserError
@@ -145,12 +146,14 @@ def slice_block(
     parts: "SequenceParts | None" = None,
     reduce_fixed: AllReduce | None = None,
     start: Start | None = None,
+    ring: PartsRing | None = None,
 ) -> None:
     """Reduce a block to a rank's units; `all_reduce` sums over the `ranks` ranks of its `group`.
 
     `parts`: how they divide sequences, if they do; see [Note: sequence parts]. `reduce_fixed`: sums what has one type
     in every precision; None: `all_reduce` does that too. `start`: begins the sum of an input's gradient, which then
-    overlaps with the products of weights' gradients; None: it follows them.
+    overlaps with the products of weights' gradients; None: it follows them. `ring`: exchanges `parts` while linear maps
+    are computed part by part; None: before and after them.
     """
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
@@ -183,15 +186,25 @@ def slice_block(
             overlap_sum(module, start)
             continue
         if start is not None and parts is not None:
-            reading = [each for each in cut.columns if each == path or each.startswith(f"{path}.")]
-            maps = {each: block.get_submodule(each) for each in reading}
+            maps = _maps_below(block, cut, path)
             change = gather_with_overlapped_sum(module, maps, parts.whole, partial(parts.start_sum, start))
+        if ring is not None:
+            change = multiply_while_gathered(module, _maps_below(block, cut, path), ring)
         module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
     for path in cut.rows:
         module = block.get_submodule(path)
+        if ring is not None:
+            scatter_while_multiplied(module, ring)
+            continue
         module.forward = partial(_row_forward, module, lambda y: Mapped.apply(y, *g), ranks)
         if (adapter := adapter_of(module)) is not None:
             adapter.added_by_hook = False
+
+
+def _maps_below(block: nn.Module, cut: Cut, path: str) -> dict[str, nn.Module]:
+    """Return a block's column-parallel maps that read the input of the module at `path`, by path."""
+    reading = [each for each in cut.columns if each == path or each.startswith(f"{path}.")]
+    return {each: block.get_submodule(each) for each in reading}
 
 
 def _mapped(change: AllReduce, back: AllReduce, x: Tensor) -> Tensor:
@@ -397,6 +410,7 @@ def slice_blocks(
     start: Start | None = None
     if scenario.plan.async_input_gradients:
         start = (started_all_reduce if parts is None else _started_reduce_scatter)(mesh, timeline)
+    ring = PartsRing(mesh.get_group(), timeline) if scenario.plan.tp_overlap else None
     for block in blocks:
         cut = cut_of(block)
         assert cut is not None  # checked
@@ -406,7 +420,8 @@ def slice_blocks(
         if scenario.cuts_natively and is_linear(block, cut):
             distribute(block, cut, own, mesh, timeline)
         else:
-            slice_block(block, own, all_reduce, ranks=len(sizes), group=mesh.get_group(), parts=parts, start=start)
+            how: dict[str, Any] = {"parts": parts, "start": start, "ring": ring}
+            slice_block(block, own, all_reduce, ranks=len(sizes), group=mesh.get_group(), **how)
     if parts is None:
         return [(block.get_submodule(path), name) for block in blocks for path, name in whole_with_parts(block)]
     end = end or end_of_parts([each.module for each in order], paths, module)

@@ -87,6 +87,8 @@ def with_all_reduces(
     if not pending:
         return list(parts)
     parts, in_ring_s = _without_ring(low, instance, phase, parts, samples)
+    overlap = low.scenario.plan.tp_overlap
+    products = _products_beside(low, rank, instance, phase, samples) if overlap else {}
     tasks: list[Task] = []
     awaited: list[tuple[float, Task]] = []
     for part, end in zip(parts, ends, strict=True):
@@ -124,14 +126,19 @@ def with_all_reduces(
                 samples=samples_of_group,
             )
             size = _sum_bytes(low, reduction, samples)
-            exchange = Communication.among(groups, CARRIED_AS.get(reduction.kind, reduction.kind), size)
+            kind = CARRIED_AS.get(reduction.kind, reduction.kind)
+            if number in products and low.scenario.multiplies_in_ring:
+                exchange = Communication.among(groups, kind, size, carried_as=f"{kind}-v")
+                tasks.append(collective_task(own, exchange))
+                continue
+            exchange = Communication.among(groups, kind, size)
             added, wait = _exchange(low, rank, own, reduction, exchange, after=tasks[-1].id)
             tasks += added
             if wait is not None:  # a second gather is awaited after the next part
                 awaited.append((end + 0.25 if reduction.awaited is None else reduction.awaited, wait))
     tasks += [wait for _, wait in awaited]
-    if low.scenario.plan.tp_overlap:
-        return _overlapping(tasks, _products_beside(low, rank, instance, phase, samples))
+    if overlap:
+        return _overlapping(tasks, products)
     if await_positions(instance.layer, phase):
         return _with_overlapped_products(tasks, _weight_products_s(low, rank, instance, samples))
     return tasks
