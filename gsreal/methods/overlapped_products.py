@@ -64,16 +64,16 @@ class PartsRing:
         return every
 
     def scatter(self, product: Callable[[int], Tensor]) -> Tensor:
-        """Return the sum over the ranks of the rows of this rank's part; `product` computes a rank's term of a part."""
+        """Return the sum over the ranks of this rank's part; `product` computes this rank's term of a part."""
         return reduce_scatter_in_turn(product, group=self.group, waiting=self._span("reduce-scatter sequence"))
 
     def places(self, whole: Tensor, number: int) -> Tensor:
         """Return a view (batch, positions, width) of whole sequences: the places of a part."""
         return whole.unflatten(1, (self.ranks, -1)).select(1, number)
 
-    def rows(self, whole: Tensor, number: int) -> Tensor:
-        """Return a copy (batch * positions, width) of a part of whole sequences."""
-        return self.places(whole, number).clone(memory_format=torch.contiguous_format).flatten(0, 1)
+    def part(self, whole: Tensor, number: int) -> Tensor:
+        """Return a copy (batch, positions, width) of a part of whole sequences."""
+        return self.places(whole, number).clone(memory_format=torch.contiguous_format)
 
     def _span(self, label: str) -> Callable[[], AbstractContextManager[None]]:
         return lambda: self.timeline.span(label, "exposed_communication", self.group)
@@ -111,7 +111,7 @@ class _GatheredLinears(torch.autograd.Function):
         def product(number: int) -> Tensor:
             total: Tensor | None = None
             for (layout, _), weight, gradient in zip(ctx.layouts, weights, gradients, strict=True):
-                total = layout.add_input_gradient(total, ring.rows(gradient, number), weight)
+                total = layout.add_input_gradient(total, ring.part(gradient, number).flatten(0, 1), weight)
             assert total is not None
             return total
 
@@ -183,10 +183,8 @@ class _ScatteredLinear(torch.autograd.Function):
     ) -> Tensor:
         """Return the sum, with the bias added once; `saved`: the context of the input."""
         ctx.layout, ctx.ring, ctx.saved = layout, ring, saved
-        total = ring.scatter(lambda number: layout.output_without_bias(ring.rows(x, number), weight))
-        if bias is not None:
-            total.add_(bias)
-        return total.view(x.shape[0], -1, total.shape[-1])
+        total = ring.scatter(lambda number: layout.output_without_bias(ring.part(x, number), weight))
+        return total if bias is None else total.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:

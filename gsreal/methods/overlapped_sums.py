@@ -43,9 +43,9 @@ class MapLayout:
         """Return the number of outputs, the last dimension of the map's output."""
         return weight.shape[1 if self.transposed else 0]
 
-    def output_without_bias(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Return the products of rows, of shape (rows, inputs)."""
-        return rows @ (weight if self.transposed else weight.t())
+    def output_without_bias(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the map's output for an input of shape (..., inputs), without the bias."""
+        return x @ (weight if self.transposed else weight.t())
 
     def add_input_gradient(self, total: Tensor | None, rows: Tensor, weight: Tensor) -> Tensor:
         """Return `total`, to which the gradient of the input is added in place; None: the gradient alone.

@@ -173,6 +173,22 @@ def slice_block(
             reduce = reduce_fixed
         norm.forward = partial(_norm_over_ranks, norm.forward, MeansOverRanks(fraction, reduce))
     cut.resize(block, len(held))
+    if ring is not None:
+        _overlap_products(block, cut, ring)
+    else:
+        _exchange_around_products(block, cut, all_reduce, ranks=ranks, parts=parts, start=start)
+
+
+def _exchange_around_products(
+    block: nn.Module,
+    cut: Cut,
+    all_reduce: AllReduce,
+    *,
+    ranks: int,
+    parts: "SequenceParts | None",
+    start: Start | None,
+) -> None:
+    """Let a block exchange tensors before and after its linear maps; arguments as of `slice_block`."""
     f: tuple[AllReduce, AllReduce]
     g: tuple[AllReduce, AllReduce]
     if parts is None:  # Megatron-LM's f copies, and sums gradients over the ranks; its g does the converse
@@ -188,17 +204,22 @@ def slice_block(
         if start is not None and parts is not None:
             maps = _maps_below(block, cut, path)
             change = gather_with_overlapped_sum(module, maps, parts.whole, partial(parts.start_sum, start))
-        if ring is not None:
-            change = multiply_while_gathered(module, _maps_below(block, cut, path), ring)
         module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
     for path in cut.rows:
         module = block.get_submodule(path)
-        if ring is not None:
-            scatter_while_multiplied(module, ring)
-            continue
         module.forward = partial(_row_forward, module, lambda y: Mapped.apply(y, *g), ranks)
         if (adapter := adapter_of(module)) is not None:
             adapter.added_by_hook = False
+
+
+def _overlap_products(block: nn.Module, cut: Cut, ring: PartsRing) -> None:
+    """Let a block exchange parts of sequences while its linear maps are computed."""
+    for path in cut.gathered:
+        module = block.get_submodule(path)
+        change = multiply_while_gathered(module, _maps_below(block, cut, path), ring)
+        module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
+    for path in cut.rows:
+        scatter_while_multiplied(block.get_submodule(path), ring)
 
 
 def _maps_below(block: nn.Module, cut: Cut, path: str) -> dict[str, nn.Module]:

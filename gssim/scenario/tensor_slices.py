@@ -71,8 +71,8 @@ def model_slice(
     `positions`: with sequence parallelism, the rank's number of positions of each sequence; None: without it.
     `vocabulary`: how ranks divide the vocabulary; None: not at all. `gathers_again`: whether gathered inputs are
     gathered again in the backward instead of being kept for it. `overlaps_sums`: whether sums of input gradients
-    overlap with the products of weight gradients. `ring_length`: length of sequences whose parts are exchanged in a ring
-    beside products; None: they are not.
+    overlap with the products of weight gradients. `ring_length`: length of sequences whose parts are exchanged in a
+    ring beside products; None: they are not.
     """
     layers = []
     for layer in model.sliced_layers if positions is None else model.sequence_layers:

@@ -26,7 +26,7 @@ VOCABULARY = ["plan.loss_parallel=true", "plan.embedding_parallel=true"]
 FULL, SMALL = ["plan.recompute=full"], ["workload.global_batch_size=2"]
 BF16 = ["workload.precision=bf16"]
 BASE = {"gpt": "small-demo.toml", "bert": "small-bert.toml"}
-FILES = {"llama": "tiny-llama", "gpt2": "tiny-gpt2"}
+FILES = {"llama": "tiny-llama", "lengths": "lengths-llama", "gpt2": "tiny-gpt2"}
 FILES |= {name: f"decoder-{name}" for name in ("olmo2", "gpt_neox", "phi", "gemma", "falcon", "qwen3")}
 MODELS = {name: [f"workload.model={HELPERS}/models/of_tests/{file}.toml"] for name, file in FILES.items()}
 REPLICAS, SHARDS = (["plan.tp=2", f"plan.{axis}=2"] for axis in ("dp_replicate", "dp_shard"))
@@ -51,6 +51,11 @@ ON = {
         "gpt_neox-full-sgd": [*SGD, *TENSOR, *FULL],
         "phi-adamw": [*ADAMW64, *TENSOR],
         "gemma-sgd": [*SGD, *TENSOR],
+        "gpt-bf16-sgd": [*SGD, *TENSOR, *BF16],
+        "llama-bf16-full-sgd": [*SGD, *TENSOR, *BF16, *FULL],
+        "falcon-sgd": [*SGD, *TENSOR],
+        "gpt-one-vocabulary-sgd": [*SGD, *TENSOR, *VOCABULARY, "workload.global_batch_size=1"],
+        "llama-one-vocabulary-sgd": [*SGD, *TENSOR, *VOCABULARY, "workload.global_batch_size=1"],
         "qwen3-sgd": [*SGD, *TENSOR],
         "gpt-gs-sgd": [*SGD, "plan.method=gs", "plan.tp=2"],
         "gpt-ddp-adamw": [*ADAMW64, "plan.method=ddp", "plan.tp=2"],
@@ -74,7 +79,7 @@ ON = {
         "gpt-pipeline-adamw": [*ADAMW64, *STAGES],
         "llama-pipeline-full-sgd": [*SGD, *STAGES, *FULL],
         "gpt-context-sgd": [*SGD, "plan.method=ddp", "plan.tp=2", "plan.cp=2"],
-        "llama-ring-adamw": [*SGD, "plan.method=ddp", "plan.tp=2", "plan.cp=2", "plan.context_exchange=ring"],
+        "lengths-ring-sgd": [*SGD, "plan.method=ddp", "plan.tp=2", "plan.cp=2", "plan.context_exchange=ring"],
     },
 }
 FEW = {2: ("gpt-sgd", "gpt2-adamw", "bert-adamw", "llama-full-vocabulary-sgd")}

@@ -209,8 +209,8 @@ class ModelParts:
         if policies.cp == 1:
             return None
         slices = policies.sequence_parallel, plan.gathered_inputs, plan.embedding_parallel, plan.loss_parallel
-        slices += plan.async_input_gradients, plan.tp_overlap
-        return ("context", sequence_positions(policies, self.workload), policies.ring, policies.tp, slices)
+        beside = plan.async_input_gradients, plan.tp_overlap
+        return ("context", beside, sequence_positions(policies, self.workload), policies.ring, policies.tp, slices)
 
     def _in_context(self, plan: Plan, policies: Policies) -> Part:
         """Return the layers of all stages on a rank's part of the sequences."""

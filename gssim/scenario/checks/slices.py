@@ -150,7 +150,7 @@ def _check_products_in_ring(scenario: Scenario, where: str) -> None:
             "allowed: 'none', 'full'"
         )
     if workload.autocast is not None:
-        raise UserError(f"{where}, casts beside the exchanges are not modelled (workload.autocast); leave one of them out")
+        raise UserError(f"{where}, casts beside the exchanges (workload.autocast) are not modelled; leave one out")
     if any(each.of_experts for layer in layers for each in layer.parameters):
         raise UserError(f"{where}, exchanges beside products are not known of blocks with routed experts; leave it out")
     if any(layer.units and layer.selective_positions is None for layer in layers):
