@@ -15,7 +15,8 @@ cut by rows, and is the reverse.
 ranks' parts of the sequence in the forward and a reduce-scatter in the backward, g the reverse. The first block's input
 is divided, and the output of the last block, or of the norm after it, is gathered. Embedding, head and loss, before and
 after, are whole and equal on every rank, so that the gradient of this gather is a rank's own part. Gradients of whole
-parameters in between must be summed over the ranks, see `PartialGradients`.
+parameters in between must be summed over the ranks, see `PartialGradients`. With `plan.tp_overlap` these collectives
+overlap with the products of the linear maps, see `gsreal.methods.overlapped_products`.
 
 [Note: sliced adapters] Beside a map that is cut by columns, a rank has the whole first matrix of a low-rank adapter and
 its own rows of the second. Beside a map that is cut by rows, it has its own columns of the first matrix and the whole

@@ -148,16 +148,9 @@ def check_gloo_on_gpus(scenario: Scenario, *, where: str) -> None:
 
 
 def check_products_in_ring(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for exchanges beside products on a backend other than gloo: real ones are rings of its messages.
-
-    The prediction on nccl is that of a collective inside the kernels of the products (Transformer Engine, torch's
-    symmetric memory).
-    """
-    if scenario.plan.tp_overlap and not scenario.multiplies_in_ring:
-        raise UserError(
-            f"{where}: plan.tp_overlap = true: can be predicted, but not run, with cluster.backend = "
-            f"'{scenario.cluster.backend}'; allowed: false, or backend 'gloo' on CPUs"
-        )
+    """Raise UserError for exchanges beside products on a backend other than gloo: real ones are rings of messages."""
+    if (reason := scenario.unreal_overlap_reason) is not None:
+        raise UserError(f"{where}: plan.tp_overlap = true: {reason}")
 
 
 def check_samples(scenario: Scenario, *, where: str) -> None:

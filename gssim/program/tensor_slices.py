@@ -11,7 +11,9 @@ all-reduce.
 with the products whose result it sums, in as many parts as there are ranks (n). A product's first part needs no rows of
 other ranks; the sum of its last part is sent after the product. Of a product of g seconds, (n - 1) / n * g run beside
 the exchange, and the rest before (or after) it. In the backward these are the products that give the input's gradient.
-Sources: Transformer Engine's userbuffers (ring exchange); torch's `_symmetric_memory`, fused_all_gather_matmul. Under
+Sources: Transformer Engine's userbuffers (ring exchange); torch's `_symmetric_memory`, fused_all_gather_matmul. On gloo
+the exchange is a ring of messages, step by step beside the products of the parts: the same time where all steps and
+all parts take equally long. What differs there is listed at `Scenario.multiplies_in_ring`. Under
 `plan.async_input_gradients` the sum of a map's input gradient begins as soon as that is computed, and the products for
 the weight gradients overlap with it; see `gssim.scenario.overlapped_sums`. Source: Megatron-LM,
 LinearWithGradAccumulationAndAsyncCommunication.
