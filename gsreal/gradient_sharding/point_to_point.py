@@ -7,7 +7,7 @@ the same as that of the corresponding stock collective, whatever the implementat
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -274,6 +274,49 @@ def reduce_scatter_tensor(own: Tensor, flat: Tensor, *, group: dist.ProcessGroup
         own.div_(dist.get_world_size(group))
 
 
+Waiting = Callable[[], AbstractContextManager[object]]
+"""Makes the context in which a rank waits for messages, such as a span that records the time."""
+
+
+def all_gather_in_turn(
+    every: Tensor, *, group: dist.ProcessGroup, waiting: Waiting = nullcontext, tag: int = 0
+) -> Iterator[int]:
+    """All-gather by a ring, and yield the index of each rank's part as soon as it is here, this rank's own first.
+
+    `every`: the parts of all ranks along its first dimension, of which this rank has filled its own. What the caller
+    does with a part overlaps with the message that passes it on, and with the one that brings the next. The caller
+    takes all parts, and begins no other collective meanwhile.
+    """
+    with announce(_collective_over("all-gather", every, group)):
+        yield from _ring_gathered(every.unbind(0), group, tag, waiting)
+
+
+def reduce_scatter_in_turn(
+    part: Callable[[int], Tensor], *, group: dist.ProcessGroup, waiting: Waiting = nullcontext, tag: int = 0
+) -> Tensor:
+    """Return the sum over all ranks of the part for this rank, whose terms are computed while partial sums travel.
+
+    `part(i)` returns, as a new contiguous tensor, this rank's term of the part for the group's i-th rank; it begins no
+    other collective. A ring: while a rank computes its term of the next part, it sends the partial sum of the last one
+    and receives that of the next.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    members, rank = len(ranks), dist.get_rank(group)
+    above, below = ranks[(rank + 1) % members], ranks[(rank - 1) % members]
+    own = part((rank + 1) % members)
+    entry = LogicalCollective("reduce-scatter", tuple(sorted(ranks)), members * own.nbytes, data_dependent=False)
+    with announce(entry):
+        for step in range(members - 1):
+            received = torch.empty_like(own)
+            pending = _post_receives([(above, received)], group, tag)
+            _post_sends([(below, own)], pending, group, tag)
+            own = part((rank + 2 + step) % members)
+            with waiting():
+                pending.wait()
+            own.add_(received)
+    return own
+
+
 def _collective_over(kind: str, flat: Tensor, group: dist.ProcessGroup) -> LogicalCollective:
     """Return the collective whose size is all of `flat`."""
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
@@ -294,6 +337,12 @@ def _ring_all_gather(parts: Sequence[Tensor], group: dist.ProcessGroup, tag: int
 
     All receives are posted first: each has a buffer of its own.
     """
+    for _ in _ring_gathered(parts, group, tag, nullcontext):
+        pass
+
+
+def _ring_gathered(parts: Sequence[Tensor], group: dist.ProcessGroup, tag: int, waiting: Waiting) -> Iterator[int]:
+    """Yield the index of each part as soon as this rank has it, while the ring passes it on."""
     ranks = dist.get_process_group_ranks(group)
     members, rank = len(ranks), dist.get_rank(group)
     before, after = ranks[(rank - 1) % members], ranks[(rank + 1) % members]
@@ -302,7 +351,10 @@ def _ring_all_gather(parts: Sequence[Tensor], group: dist.ProcessGroup, tag: int
     ]
     for step, pending in enumerate(receives):
         _post_sends([(after, parts[(rank - step) % members])], pending, group, tag)
-        pending.wait()
+        yield (rank - step) % members
+        with waiting():
+            pending.wait()
+    yield (rank + 1) % members
 
 
 def _ring_reduce_scatter(own: Tensor, flat: Tensor, ranges: Ranges, group: dist.ProcessGroup, tag: int) -> None:

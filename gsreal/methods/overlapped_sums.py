@@ -27,7 +27,7 @@ Start = Callable[[Tensor], Started]
 
 
 @dataclass(frozen=True)
-class _Kind:
+class MapLayout:
     """The layout of a linear map's weight: (outputs, inputs) in nn.Linear, transposed in Hugging Face's Conv1D."""
 
     transposed: bool
@@ -38,6 +38,22 @@ class _Kind:
             return F.linear(x, weight, bias)
         assert bias is not None  # Conv1D always has one
         return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view(*x.shape[:-1], -1)
+
+    def outputs(self, weight: Tensor) -> int:
+        """Return the number of outputs, the last dimension of the map's output."""
+        return weight.shape[1 if self.transposed else 0]
+
+    def output_without_bias(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the map's output for an input of shape (..., inputs), without the bias."""
+        return x @ (weight if self.transposed else weight.t())
+
+    def add_input_gradient(self, total: Tensor | None, rows: Tensor, weight: Tensor) -> Tensor:
+        """Return `total`, to which the gradient of the input is added in place; None: the gradient alone.
+
+        `rows`: of the output's gradient, of shape (rows, outputs).
+        """
+        across = weight.t() if self.transposed else weight
+        return rows @ across if total is None else total.addmm_(rows, across)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the input, of shape (..., inputs)."""
@@ -56,11 +72,13 @@ def can_overlap(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _kind_of(module: nn.Module) -> _Kind:
-    return _Kind(transposed=not isinstance(module, nn.Linear))
+def layout_of(module: nn.Module) -> MapLayout:
+    """Return the layout of a linear map's weight."""
+    return MapLayout(transposed=not isinstance(module, nn.Linear))
 
 
-def _parameters(module: Any) -> tuple[Tensor, Tensor | None]:
+def parameters_of(module: Any) -> tuple[Tensor, Tensor | None]:
+    """Return a linear map's weight, and its bias if it has one."""
     return module.weight, getattr(module, "bias", None)
 
 
@@ -68,7 +86,7 @@ class _SummedLinear(torch.autograd.Function):
     """A linear map that sums its input gradient over the ranks while it computes the weight's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: _Kind, start: Start) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: MapLayout, start: Start) -> Tensor:
         """Return the map's output."""
         ctx.save_for_backward(x, weight)
         ctx.kind, ctx.start, ctx.has_bias = kind, start, bias is not None
@@ -87,7 +105,7 @@ def overlap_sum(module: nn.Module, start: Start) -> None:
     """Let a linear map start the sum of its input gradient by `start`, and overlap it with the weight's gradient."""
 
     def forward(x: Tensor) -> Tensor:
-        output: Tensor = _SummedLinear.apply(x, *_parameters(module), _kind_of(module), start)
+        output: Tensor = _SummedLinear.apply(x, *parameters_of(module), layout_of(module), start)
         return output
 
     module.forward = forward
@@ -106,7 +124,7 @@ class _DeferringLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: _Kind, path: str, deferred: _Deferred
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: MapLayout, path: str, deferred: _Deferred
     ) -> Tensor:
         """Return the map's output."""
         ctx.save_for_backward(x, weight)
@@ -130,7 +148,7 @@ class _Gather(torch.autograd.Function):
         x: Tensor,
         whole: Callable[[Tensor], Tensor],
         start: Start,
-        kinds: dict[str, tuple[_Kind, bool]],
+        kinds: dict[str, tuple[MapLayout, bool]],
         deferred: _Deferred,
         *_parameters: Tensor,
     ) -> Tensor:
@@ -158,33 +176,33 @@ def gather_with_overlapped_sum(
 
     `whole` gathers a tensor, `start` begins the reduce-scatter of its gradient. Changes the maps' forwards.
     """
-    kinds = {path: (_kind_of(module), _parameters(module)[1] is not None) for path, module in maps.items()}
+    kinds = {path: (layout_of(module), parameters_of(module)[1] is not None) for path, module in maps.items()}
     for path, module in maps.items():
         module.forward = partial(_deferring_forward, module, path, owner)
 
     def gathered(x: Tensor) -> Tensor:
         deferred = _Deferred()
         owner.__dict__["_gsreal_deferred"] = deferred  # one for each forward, of a micro-batch or a recomputation
-        result: Tensor = _Gather.apply(x, whole, start, kinds, deferred, *_in_turn(maps.values()))
+        result: Tensor = _Gather.apply(x, whole, start, kinds, deferred, *in_turn(maps.values()))
         return result
 
     return gathered
 
 
-def _in_turn(maps: Iterable[nn.Module]) -> list[Tensor]:
+def in_turn(maps: Iterable[nn.Module]) -> list[Tensor]:
     """Return the parameters of maps as views, made so that autograd accumulates their gradients in this order.
 
     Autograd runs the node first that was created last, and each view has a node. The nodes that accumulate gradients
     run in no defined order.
     """
-    parameters = [each for module in maps for each in _parameters(module) if each is not None]
+    parameters = [each for module in maps for each in parameters_of(module) if each is not None]
     return [each.view_as(each) for each in reversed(parameters)][::-1]
 
 
 def _deferring_forward(module: nn.Module, path: str, owner: nn.Module, x: Tensor) -> Tensor:
-    weight, bias = _parameters(module)
+    weight, bias = parameters_of(module)
     constant = None if bias is None else bias.detach()
     output: Tensor = _DeferringLinear.apply(
-        x, weight.detach(), constant, _kind_of(module), path, owner.__dict__["_gsreal_deferred"]
+        x, weight.detach(), constant, layout_of(module), path, owner.__dict__["_gsreal_deferred"]
     )
     return output

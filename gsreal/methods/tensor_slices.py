@@ -15,7 +15,8 @@ cut by rows, and is the reverse.
 ranks' parts of the sequence in the forward and a reduce-scatter in the backward, g the reverse. The first block's input
 is divided, and the output of the last block, or of the norm after it, is gathered. Embedding, head and loss, before and
 after, are whole and equal on every rank, so that the gradient of this gather is a rank's own part. Gradients of whole
-parameters in between must be summed over the ranks, see `PartialGradients`.
+parameters in between must be summed over the ranks, see `PartialGradients`. With `plan.tp_overlap` these collectives
+overlap with the products of the linear maps, see `gsreal.methods.overlapped_products`.
 
 [Note: sliced adapters] Beside a map that is cut by columns, a rank has the whole first matrix of a low-rank adapter and
 its own rows of the second. Beside a map that is cut by rows, it has its own columns of the first matrix and the whole
@@ -49,6 +50,7 @@ from gsreal.methods.cuts import (
     is_norm,
 )
 from gsreal.methods.mapped import Mapped
+from gsreal.methods.overlapped_products import PartsRing, multiply_while_gathered, scatter_while_multiplied
 from gsreal.methods.overlapped_sums import Start, Started, can_overlap, gather_with_overlapped_sum, overlap_sum
 from gsreal.model_files.build import build_module
 from gssim.errors import UserError
@@ -145,12 +147,14 @@ def slice_block(
     parts: "SequenceParts | None" = None,
     reduce_fixed: AllReduce | None = None,
     start: Start | None = None,
+    ring: PartsRing | None = None,
 ) -> None:
     """Reduce a block to a rank's units; `all_reduce` sums over the `ranks` ranks of its `group`.
 
     `parts`: how they divide sequences, if they do; see [Note: sequence parts]. `reduce_fixed`: sums what has one type
     in every precision; None: `all_reduce` does that too. `start`: begins the sum of an input's gradient, which then
-    overlaps with the products of weights' gradients; None: it follows them.
+    overlaps with the products of weights' gradients; None: it follows them. `ring`: exchanges `parts` while linear maps
+    are computed part by part; None: before and after them.
     """
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
@@ -170,6 +174,22 @@ def slice_block(
             reduce = reduce_fixed
         norm.forward = partial(_norm_over_ranks, norm.forward, MeansOverRanks(fraction, reduce))
     cut.resize(block, len(held))
+    if ring is not None:
+        _overlap_products(block, cut, ring)
+    else:
+        _exchange_around_products(block, cut, all_reduce, ranks=ranks, parts=parts, start=start)
+
+
+def _exchange_around_products(
+    block: nn.Module,
+    cut: Cut,
+    all_reduce: AllReduce,
+    *,
+    ranks: int,
+    parts: "SequenceParts | None",
+    start: Start | None,
+) -> None:
+    """Let a block exchange tensors before and after its linear maps; arguments as of `slice_block`."""
     f: tuple[AllReduce, AllReduce]
     g: tuple[AllReduce, AllReduce]
     if parts is None:  # Megatron-LM's f copies, and sums gradients over the ranks; its g does the converse
@@ -183,8 +203,7 @@ def slice_block(
             overlap_sum(module, start)
             continue
         if start is not None and parts is not None:
-            reading = [each for each in cut.columns if each == path or each.startswith(f"{path}.")]
-            maps = {each: block.get_submodule(each) for each in reading}
+            maps = _maps_below(block, cut, path)
             change = gather_with_overlapped_sum(module, maps, parts.whole, partial(parts.start_sum, start))
         module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
     for path in cut.rows:
@@ -192,6 +211,22 @@ def slice_block(
         module.forward = partial(_row_forward, module, partial(_mapped, *g), ranks)
         if (adapter := adapter_of(module)) is not None:
             adapter.added_by_hook = False
+
+
+def _overlap_products(block: nn.Module, cut: Cut, ring: PartsRing) -> None:
+    """Let a block exchange parts of sequences while its linear maps are computed."""
+    for path in cut.gathered:
+        module = block.get_submodule(path)
+        change = multiply_while_gathered(module, _maps_below(block, cut, path), ring)
+        module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
+    for path in cut.rows:
+        scatter_while_multiplied(block.get_submodule(path), ring)
+
+
+def _maps_below(block: nn.Module, cut: Cut, path: str) -> dict[str, nn.Module]:
+    """Return a block's column-parallel maps that read the input of the module at `path`, by path."""
+    reading = [each for each in cut.columns if each == path or each.startswith(f"{path}.")]
+    return {each: block.get_submodule(each) for each in reading}
 
 
 def _mapped(change: AllReduce, back: AllReduce, x: Tensor) -> Tensor:
@@ -397,6 +432,7 @@ def slice_blocks(
     start: Start | None = None
     if scenario.plan.async_input_gradients:
         start = (started_all_reduce if parts is None else _started_reduce_scatter)(mesh, timeline)
+    ring = PartsRing(mesh.get_group(), timeline) if scenario.plan.tp_overlap else None
     for block in blocks:
         cut = cut_of(block)
         assert cut is not None  # checked
@@ -406,7 +442,8 @@ def slice_blocks(
         if scenario.cuts_natively and is_linear(block, cut):
             distribute(block, cut, own, mesh, timeline)
         else:
-            slice_block(block, own, all_reduce, ranks=len(sizes), group=mesh.get_group(), parts=parts, start=start)
+            how: dict[str, Any] = {"parts": parts, "start": start, "ring": ring}
+            slice_block(block, own, all_reduce, ranks=len(sizes), group=mesh.get_group(), **how)
     if parts is None:
         return [(block.get_submodule(path), name) for block in blocks for path, name in whole_with_parts(block)]
     end = end or end_of_parts([each.module for each in order], paths, module)

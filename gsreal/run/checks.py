@@ -30,6 +30,7 @@ def check_real(loaded: Loaded) -> None:
     check_fused(ours, where=where)
     check_offload(ours, where=where)
     check_gloo_on_gpus(ours, where=where)
+    check_products_in_ring(ours, where=where)
     check_samples(ours, where=where)
     check_norms(ours, where=where)
     check_compiled(ours, where=where)
@@ -144,6 +145,12 @@ def check_gloo_on_gpus(scenario: Scenario, *, where: str) -> None:
             f"{where}: plan.sequence_parallel = true: on GPUs it can be predicted, but not run, with cluster.backend = "
             "'gloo'; allowed: false, or backend 'nccl' with a GPU for each rank"
         )
+
+
+def check_products_in_ring(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError for exchanges beside products on a backend other than gloo: real ones are rings of messages."""
+    if (reason := scenario.unreal_overlap_reason) is not None:
+        raise UserError(f"{where}: plan.tp_overlap = true: {reason}")
 
 
 def check_samples(scenario: Scenario, *, where: str) -> None:

@@ -280,10 +280,6 @@ PREDICTED_ONLY: dict[tuple[str, object], str] = {
     ("plan.zero2_implementation", "deepspeed"): "can be predicted, but not run; allowed: 'torch'",
     ("plan.offload", "optimizer"): "can be predicted, but not run: PyTorch has none; allowed: 'parameters'",
     ("plan.gathered_inputs", "gathered-again"): "can be predicted, but not run; allowed: 'kept'",
-    (
-        "plan.tp_overlap",
-        True,
-    ): "can be predicted, but not run: real runs do not compute linear maps part by part; leave it out",
     ("plan.receive_buffers", "in-flight"): "can be predicted, but not run; allowed: 'micro-batch'",
 }
 """Values of a scenario's keys that a real run refuses, and why."""

@@ -416,10 +416,11 @@ class Plan:
     `gathered-again`: each rank keeps its part, and a second all-gather runs beside the map's backward, as Megatron-LM
     does (predicted only)."""
     tp_overlap: bool = False
-    """With `sequence_parallel` on nccl, run all-gathers beside the matrix products that read what they bring, and
+    """With `sequence_parallel`, run all-gathers beside the matrix products that read what they bring, and
     reduce-scatters beside those that make what they send, in as many parts as there are ranks (Megatron-LM's
-    tp-comm-overlap, torch's asynchronous tensor parallelism; predicted only). Memory outside the allocator is that of
-    Transformer Engine's buffers with `gathered_inputs = "gathered-again"`, else of torch's workspace."""
+    tp-comm-overlap, torch's asynchronous tensor parallelism). On gloo, on CPUs, they are rings of messages, and real.
+    On nccl they are predicted only: memory outside the allocator is that of Transformer Engine's buffers with
+    `gathered_inputs = "gathered-again"`, else of torch's workspace."""
     async_input_gradients: bool = False
     """Overlap the sum of a linear map's input gradient over the ranks of the axis tp with the product that gives the
     weight's gradient, as Megatron-LM does. The sum is an all-reduce; with `sequence_parallel`, a reduce-scatter for

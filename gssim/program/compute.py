@@ -376,7 +376,8 @@ def _cached_timeline(
     positions = low.scenario.sequence_positions
     plan, policies = low.scenario.plan, low.policies
     vocabulary = plan.embedding_parallel, plan.loss_parallel, low.value_bytes
-    how = policies.sequence_parallel, plan.gathered_inputs, plan.async_input_gradients, policies.ring
+    beside = plan.async_input_gradients, low.scenario.multiplies_in_ring
+    how = policies.sequence_parallel, plan.gathered_inputs, beside, policies.ring
     slices = (low.scenario.slice_shares, low.tensor_part, positions, how, vocabulary) if low.divides_layers else ()
     key = (Same(low.scenario.workload.model), slices, size, _settings(lives))
     return low.shared.once("timeline", key, make)

@@ -11,7 +11,9 @@ all-reduce.
 with the products whose result it sums, in as many parts as there are ranks (n). A product's first part needs no rows of
 other ranks; the sum of its last part is sent after the product. Of a product of g seconds, (n - 1) / n * g run beside
 the exchange, and the rest before (or after) it. In the backward these are the products that give the input's gradient.
-Sources: Transformer Engine's userbuffers (ring exchange); torch's `_symmetric_memory`, fused_all_gather_matmul. Under
+Sources: Transformer Engine's userbuffers (ring exchange); torch's `_symmetric_memory`, fused_all_gather_matmul. On gloo
+the exchange is a ring of messages, step by step beside the products of the parts: the same time where all steps and
+all parts take equally long. What differs there is listed at `Scenario.multiplies_in_ring`. Under
 `plan.async_input_gradients` the sum of a map's input gradient begins as soon as that is computed, and the products for
 the weight gradients overlap with it; see `gssim.scenario.overlapped_sums`. Source: Megatron-LM,
 LinearWithGradAccumulationAndAsyncCommunication.
@@ -87,6 +89,8 @@ def with_all_reduces(
     if not pending:
         return list(parts)
     parts, in_ring_s = _without_ring(low, instance, phase, parts, samples)
+    overlap = low.scenario.plan.tp_overlap
+    products = _products_beside(low, rank, instance, phase, samples) if overlap else {}
     tasks: list[Task] = []
     awaited: list[tuple[float, Task]] = []
     for part, end in zip(parts, ends, strict=True):
@@ -124,14 +128,19 @@ def with_all_reduces(
                 samples=samples_of_group,
             )
             size = _sum_bytes(low, reduction, samples)
-            exchange = Communication.among(groups, CARRIED_AS.get(reduction.kind, reduction.kind), size)
+            kind = CARRIED_AS.get(reduction.kind, reduction.kind)
+            if number in products and low.scenario.multiplies_in_ring:
+                exchange = Communication.among(groups, kind, size, carried_as=f"{kind}-v")
+                tasks.append(collective_task(own, exchange))
+                continue
+            exchange = Communication.among(groups, kind, size)
             added, wait = _exchange(low, rank, own, reduction, exchange, after=tasks[-1].id)
             tasks += added
             if wait is not None:  # a second gather is awaited after the next part
                 awaited.append((end + 0.25 if reduction.awaited is None else reduction.awaited, wait))
     tasks += [wait for _, wait in awaited]
-    if low.scenario.plan.tp_overlap:
-        return _overlapping(tasks, _products_beside(low, rank, instance, phase, samples))
+    if overlap:
+        return _overlapping(tasks, products)
     if await_positions(instance.layer, phase):
         return _with_overlapped_products(tasks, _weight_products_s(low, rank, instance, samples))
     return tasks

@@ -301,6 +301,31 @@ class Scenario:
         own = self.workload.adapters, self.workload.frozen
         return self.policies.cuts_natively and own == (None, None) and not self.plan.async_input_gradients
 
+    @property
+    def multiplies_in_ring(self) -> bool:
+        """Whether exchanges beside products (`plan.tp_overlap`) are rings of messages of this project's own, on gloo.
+
+        Everything that differs from the prediction on nccl depends on it: the layers' buffers (see
+        `gssim.scenario.overlapped_products`), the carrying of an exchange by a ring of point-to-point messages instead
+        of the backend's collective, and no memory outside the allocator. Kinds, sizes and numbers of the collectives,
+        and the products beside them, are the same.
+        """
+        return self.plan.tp_overlap and self.cluster.backend == "gloo"
+
+    @property
+    def unreal_overlap_reason(self) -> str | None:
+        """Why a real run cannot have exchanges beside products; None: it can, or the plan asks for none.
+
+        On nccl they are predicted as parts of the products' own kernels (Transformer Engine's userbuffers, torch's
+        symmetric memory), which real runs do not have.
+        """
+        if not self.plan.tp_overlap or self.multiplies_in_ring:
+            return None
+        return (
+            f"can be predicted, but not run, with cluster.backend = '{self.cluster.backend}'; allowed: false, or "
+            "backend 'gloo'"
+        )
+
     @cached_property
     def stage_ranges(self) -> tuple[range, ...]:
         """Range of the layer numbers of each pipeline stage.

@@ -40,6 +40,19 @@ FEATURES: dict[str, Mapping[str, Any]] = {
         "workload.adapters.rank": 8,
     },
     "tp 2, exchanges beside products": {"plan.tp": 2, "plan.sequence_parallel": True, "plan.tp_overlap": True},
+    "tp 2, exchanges beside products, full recomputation": {
+        "plan.tp": 2,
+        "plan.sequence_parallel": True,
+        "plan.tp_overlap": True,
+        "plan.recompute": "full",
+    },
+    "pp 2, tp 2, exchanges beside products": {
+        "plan.pp": 2,
+        "plan.tp": 2,
+        "plan.micro_batches": 2,
+        "plan.sequence_parallel": True,
+        "plan.tp_overlap": True,
+    },
     "tp 2, sums of input gradients overlapped": {"plan.tp": 2, "plan.async_input_gradients": True},
     "tp 2, sums of input gradients overlapped, autocast in bf16": {
         "plan.tp": 2,
@@ -141,4 +154,6 @@ def supported(path: Path, overrides: tuple[str, ...] = ()) -> Iterator[Support]:
             pp, unstaged = scenario.policies.pp, scenario.workload.model.unstaged_reason
             if pp > 1 and unstaged is not None:
                 refused = iter([f"plan.pp = {pp}: {unstaged}"])
+            elif (reason := scenario.unreal_overlap_reason) is not None:
+                refused = iter([f"plan.tp_overlap = true: {reason}"])
             yield Support(method, feature, None, next(refused, None))

@@ -13,6 +13,7 @@ from gssim.execution.cache import Same
 from gssim.scenario.context_slices import in_context, ring_layer
 from gssim.scenario.device_rates import value_bytes
 from gssim.scenario.expert_load import layers_of_own_experts, on_context_parts, routes_parts
+from gssim.scenario.overlapped_products import with_overlapped_products
 from gssim.scenario.overlapped_sums import with_overlapped_sums
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.vocabulary_slices import DividedVocabulary, divided_layers, divided_vocabulary, units_of_ranks
@@ -63,13 +64,15 @@ def model_slice(
     vocabulary: DividedVocabulary | None = None,
     gathers_again: bool = False,
     overlaps_sums: bool = False,
+    ring_length: int | None = None,
 ) -> Model:
     """Return the slice of the model on the rank at `position` of a tensor group; `parts`: every rank's share.
 
     `positions`: with sequence parallelism, the rank's number of positions of each sequence; None: without it.
     `vocabulary`: how ranks divide the vocabulary; None: not at all. `gathers_again`: whether gathered inputs are
     gathered again in the backward instead of being kept for it. `overlaps_sums`: whether sums of input gradients
-    overlap with the products of weight gradients.
+    overlap with the products of weight gradients. `ring_length`: length of sequences whose parts are exchanged in a
+    ring beside products; None: they are not.
     """
     layers = []
     for layer in model.sliced_layers if positions is None else model.sequence_layers:
@@ -83,6 +86,8 @@ def model_slice(
         layers = divided_layers(model, layers, parts, position, vocabulary)
     if overlaps_sums:
         layers = list(map(with_overlapped_sums, layers))
+    if ring_length is not None:
+        layers = [with_overlapped_products(layer, len(parts), ring_length) for layer in layers]
     return replace(model, layers=tuple(layers), **_WHOLE_ONLY)
 
 
@@ -119,12 +124,18 @@ def held_slice(scenario: Scenario, position: int) -> Model:
     divided = divided_vocabulary(scenario.plan, value_bytes(scenario.workload))
     again = scenario.plan.gathered_inputs == "gathered-again"
     shares, beside = scenario.slice_shares, scenario.plan.async_input_gradients
+    length = scenario.workload.sequence_length if scenario.multiplies_in_ring else None
     if policies.cp == 1:
         how: dict[str, Any] = {"vocabulary": divided, "gathers_again": again, "overlaps_sums": beside}
+        how["ring_length"] = length
         return model_slice(model, shares, position, positions=positions, **how)
     of_part = (positions or 0) // policies.tp if policies.sequence_parallel else None
     held = _context_slice(Same(model), shares, position, positions or 0, of_part, divided, again, policies.ring)
-    return replace(held, layers=tuple(map(with_overlapped_sums, held.layers))) if beside else held
+    if beside:
+        return replace(held, layers=tuple(map(with_overlapped_sums, held.layers)))
+    if length is not None:
+        return replace(held, layers=tuple(with_overlapped_products(e, policies.tp, length) for e in held.layers))
+    return held
 
 
 @lru_cache(maxsize=64)

@@ -325,9 +325,9 @@ Source: torch/distributed/_symmetric_memory, _pipelined_produce_and_all2all; fro
 def _exchange_buffers_bytes(scenario: Scenario, program: Program, rank: int) -> float:
     """Return the bytes of the buffers by which exchanges run beside products (`plan.tp_overlap`).
 
-    Megatron-LM, which gathers inputs again, keeps Transformer Engine's.
+    Megatron-LM, which gathers inputs again, keeps Transformer Engine's. A ring of messages has none.
     """
-    if not scenario.plan.tp_overlap:
+    if not scenario.plan.tp_overlap or scenario.multiplies_in_ring:
         return 0.0
     largest_bytes = program.once(_largest_sequence_bytes)
     if scenario.plan.gathered_inputs == "gathered-again":

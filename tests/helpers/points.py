@@ -136,6 +136,8 @@ ADAPTED_LOSSES = 27_000
 """From this seed on points have low-rank adapters where tensor ranks divide sequences and losses, as a rule."""
 SUMS_BESIDE_PRODUCTS = 28_000
 """From this seed on tensor ranks sum gradients of inputs beside products, as a rule."""
+PRODUCTS_BESIDE_EXCHANGES = 29_000
+"""From this seed on tensor ranks divide sequences and exchange their parts beside products, as a rule."""
 BESIDE = (
     Trained("gpt-byte-150k", 12, (24,), 4),
     Trained("bert-byte-1m", 12, (24,), 4),
@@ -794,7 +796,7 @@ def _cast_products(random: Random, seed: int, cluster: Table, workload: Table, p
     """Set autocast in late points, and leave out what does not go with it, mostly."""
     precisions = [each for each in ("bf16", "fp16") if each in _precisions(cluster)]
     if seed >= SUMS_BESIDE_PRODUCTS:
-        _sum_beside_products(random, workload, plan)
+        _sum_beside_products(random, seed, workload, plan)
         return
     if seed >= SPLIT_BACKWARDS and seed < ADAPTED_LOSSES:
         _train_parts(random, seed, workload, plan)
@@ -819,8 +821,10 @@ def _cast_products(random: Random, seed: int, cluster: Table, workload: Table, p
             plan.pop(key, None)
 
 
-def _sum_beside_products(random: Random, workload: Table, plan: Table) -> None:
-    """Sum gradients of inputs beside products where ranks divide blocks, and leave out what does not go with it."""
+def _sum_beside_products(random: Random, seed: int, workload: Table, plan: Table) -> None:
+    """Sum gradients of inputs, or from some seed on exchange parts of sequences, beside products where ranks divide
+    blocks, and leave out what does not go with it.
+    """
     for key in ("frozen", "adapters", "autocast"):
         workload.pop(key, None)
     divides = plan.get("tp", 1) > 1 or plan["method"] in ("tensor", "gs_tp")
@@ -828,6 +832,14 @@ def _sum_beside_products(random: Random, workload: Table, plan: Table) -> None:
         plan["async_input_gradients"] = True
     if divides and random.random() < 0.3:
         plan |= {"loss_parallel": True, "embedding_parallel": True}
+    if seed < PRODUCTS_BESIDE_EXCHANGES or not divides or random.random() < 0.05:
+        return
+    plan.pop("async_input_gradients", None)
+    plan |= {"sequence_parallel": True, "tp_overlap": True}
+    if random.random() < 0.95:
+        plan.pop("gathered_inputs", None)
+        if plan.get("recompute") in ("selective", "every-second-product"):
+            plan["recompute"] = "full"
 
 
 def _train_parts(random: Random, seed: int, workload: Table, plan: Table) -> None:

@@ -29,6 +29,7 @@ from points import (
     FROZEN_PARTS,
     LATER,
     PARTED,
+    PRODUCTS_BESIDE_EXCHANGES,
     PUSHED_EXPERTS,
     SCENARIOS,
     SHARDED_REPLICAS,
@@ -72,6 +73,7 @@ FURTHER = (
     *range(FROZEN_PARTS, FROZEN_PARTS + 10),
     *range(ADAPTED_LOSSES, ADAPTED_LOSSES + 10),
     *range(SUMS_BESIDE_PRODUCTS, SUMS_BESIDE_PRODUCTS + 10),
+    *range(PRODUCTS_BESIDE_EXCHANGES, PRODUCTS_BESIDE_EXCHANGES + 10),
 )
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
@@ -94,6 +96,7 @@ MANY = [
         FROZEN_PARTS,
         ADAPTED_LOSSES,
         SUMS_BESIDE_PRODUCTS,
+        PRODUCTS_BESIDE_EXCHANGES,
     )
 ]
 """Seeds of the large test: 3,000 points, 10,000 where tests are to be thorough."""

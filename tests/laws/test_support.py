@@ -81,3 +81,19 @@ def test_pipelines_of_a_module_that_real_runs_cannot_cut_are_only_simulated(tmp_
     assert {("pipeline", "alone"), ("ddp", "pp 2"), ("zero1", "pp 2, interleaved")} <= staged
     assert all("pp 2" in feature or method == "pipeline" for method, feature in staged)
     assert cells["ddp", "2 micro-batches"].real is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "real"),
+    [
+        (SHORT, "tensor", None),
+        ((*RATES, "cluster.backend=nccl"), "ddp", "can be predicted, but not run, with cluster.backend = 'nccl'"),
+    ],
+    ids=["gloo", "nccl"],
+)
+def test_exchanges_beside_products_are_real_on_gloo_alone(changes, method, real):
+    cells = {(each.method, each.feature): each for each in supported(SCENARIO, changes)}
+    for feature in ("tp 2, exchanges beside products", "tp 2, exchanges beside products, full recomputation"):
+        cell = cells[method, feature]
+        assert cell.simulated is None
+        assert (cell.real is None) if real is None else (real in cell.real)

@@ -52,13 +52,13 @@ def noting_start(events: list[str]):
 def products(monkeypatch):
     """The list of events, to which products of weights' gradients are added as they are computed."""
     events: list[str] = []
-    computed = overlapped._Kind.weight_gradients
+    computed = overlapped.MapLayout.weight_gradients
 
     def noted(self, *args, **settings):
         events.append("weight")
         return computed(self, *args, **settings)
 
-    monkeypatch.setattr(overlapped._Kind, "weight_gradients", noted)
+    monkeypatch.setattr(overlapped.MapLayout, "weight_gradients", noted)
     return events
 
 

@@ -24,6 +24,7 @@ from points import (
     FROZEN_PARTS,
     LATER,
     PARTED,
+    PRODUCTS_BESIDE_EXCHANGES,
     PUSHED_EXPERTS,
     RECOMPUTING,
     SHARDED_REPLICAS,
@@ -72,6 +73,7 @@ MANY = [
         FROZEN_PARTS,
         ADAPTED_LOSSES,
         SUMS_BESIDE_PRODUCTS,
+        PRODUCTS_BESIDE_EXCHANGES,
     )
 ]
 """Seeds of the slow tests: 300 points, 1200 where tests are to be thorough."""

@@ -124,10 +124,12 @@ class ModelParts:
         again = plan.gathered_inputs == "gathered-again"
         divided = divided_vocabulary(plan, self.value)
         beside = plan.async_input_gradients
-        key = ("slice", parts, position, positions, divided, again, beside)
+        in_ring = self.with_plan(plan).multiplies_in_ring
+        key = ("slice", parts, position, positions, divided, again, beside, in_ring)
         held = partial(model_slice, self.model, parts, position)
         slices: dict[str, Any] = {"positions": positions, "vocabulary": divided}
         slices |= {"gathers_again": again, "overlaps_sums": beside}
+        slices["ring_length"] = self.workload.sequence_length if in_ring else None
         return self.once(key, lambda: self._of_traced(unrolled(held(**slices))))
 
     def parts(self, plan: Plan, policies: Policies) -> Sequence[Part]:
@@ -198,15 +200,17 @@ class ModelParts:
 
     def slices_key(self, plan: Plan, policies: Policies) -> Hashable:
         """Return everything that layers of tensor ranks, and on parts of sequences, depend on, but the own place."""
-        slices = policies.tp, policies.sequence_parallel, plan.gathered_inputs, plan.async_input_gradients
-        return (*slices, plan.embedding_parallel, plan.loss_parallel, self._context(plan, policies))
+        slices = policies.tp, policies.sequence_parallel, plan.gathered_inputs
+        beside = plan.async_input_gradients, plan.tp_overlap
+        return (*slices, *beside, plan.embedding_parallel, plan.loss_parallel, self._context(plan, policies))
 
     def _context(self, plan: Plan, policies: Policies) -> Hashable:
         """Return everything that layers on parts of sequences depend on; None if sequences are not divided."""
         if policies.cp == 1:
             return None
         slices = policies.sequence_parallel, plan.gathered_inputs, plan.embedding_parallel, plan.loss_parallel
-        return ("context", sequence_positions(policies, self.workload), policies.ring, policies.tp, slices)
+        beside = plan.async_input_gradients, plan.tp_overlap
+        return ("context", beside, sequence_positions(policies, self.workload), policies.ring, policies.tp, slices)
 
     def _in_context(self, plan: Plan, policies: Policies) -> Part:
         """Return the layers of all stages on a rank's part of the sequences."""

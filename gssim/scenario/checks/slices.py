@@ -114,10 +114,7 @@ def _check_equal_rows(scenario: Scenario, policies: Policies, where: str) -> Non
 
 
 def check_tensor_overlap(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse to overlap exchanges of tensor-parallel ranks with products where there are none, or they go by the host.
-
-    Only `tp_overlap` is refused for a backend that copies by the host.
-    """
+    """Refuse to overlap exchanges of tensor-parallel ranks with products where there are none, or in an unknown way."""
     plan, model, backend = scenario.plan, scenario.workload.model, scenario.cluster.backend
     if not plan.tp_overlap and not plan.async_input_gradients:
         return
@@ -132,8 +129,35 @@ def check_tensor_overlap(scenario: Scenario, policies: Policies, file: str) -> N
         raise UserError(f"{where}: no tensor-parallel ranks sum gradients of inputs; set plan.tp")
     if not any(each.cut is not None and len(each.shape) == 2 for layer in layers for each in layer.parameters):
         raise UserError(f"{where}: the blocks of '{model.name}' have no linear maps that ranks divide; leave it out")
-    if plan.tp_overlap and backend != "nccl":
-        raise UserError(f"{where}: the cluster's backend is '{backend}', which copies by the host; allowed with 'nccl'")
+    if plan.tp_overlap and backend not in ("nccl", "gloo"):
+        raise UserError(f"{where}: how backend '{backend}' does so is not known; allowed with 'nccl' and 'gloo'")
+    if scenario.multiplies_in_ring:
+        _check_products_in_ring(scenario, where)
+
+
+def _check_products_in_ring(scenario: Scenario, where: str) -> None:
+    """Refuse what rings of messages beside products cannot do yet; see `Scenario.multiplies_in_ring`."""
+    plan, workload = scenario.plan, scenario.workload
+    layers = workload.model.sequence_layers
+    where = f"{where}: with backend 'gloo'"
+    if any(scenario.cluster.type_of(rank).kind != "cpu" for rank in range(scenario.ranks)):
+        raise UserError(f"{where}, messages beside products are known of CPUs only; allowed with 'nccl'")
+    if plan.gathered_inputs != "kept":
+        raise UserError(f"{where}, gathered inputs are kept; allowed: plan.gathered_inputs = 'kept'")
+    if plan.recompute not in ("none", "full"):
+        raise UserError(
+            f"{where}, products of parts are no whole outputs that plan.recompute = '{plan.recompute}' could keep; "
+            "allowed: 'none', 'full'"
+        )
+    if workload.autocast is not None:
+        raise UserError(f"{where}, casts beside the exchanges (workload.autocast) are not modelled; leave one out")
+    if any(each.of_experts for layer in layers for each in layer.parameters):
+        raise UserError(f"{where}, exchanges beside products are not known of blocks with routed experts; leave it out")
+    if any(layer.units and layer.selective_positions is None for layer in layers):
+        raise UserError(
+            f"{where}: the model file of '{workload.model.name}' does not tell which operations are products; trace it "
+            "again with `gsreal trace`"
+        )
 
 
 def check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> None:

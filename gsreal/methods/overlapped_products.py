@@ -1,0 +1,219 @@
+"""Linear maps of divided sequences whose products overlap with the exchange of the sequences' parts, in a ring.
+
+Otherwise a rank gathers the parts of all ranks before the column-parallel maps that read them, and reduce-scatters the
+output of a row-parallel map after it. With `plan.tp_overlap` the parts travel around a ring, in as many steps less one
+as there are ranks, and a rank multiplies one part while it sends and receives another (Wang et al. 2023, "Overlap
+Communication with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS; Megatron-LM's
+`--tp-comm-overlap` does so by Transformer Engine's userbuffers):
+
+- The inputs of column-parallel maps are gathered: a rank multiplies its own part first, and passes on what it has.
+- The output of a row-parallel map is summed: a rank computes its term of one part while the partial sum of another
+  travels, and adds it when both are there.
+- In the backward the same is done with the products that give gradients of inputs: those of column-parallel maps are
+  summed, those of row-parallel maps follow the gather of the output's gradient. The gradients of weights follow.
+
+A part is the same positions of all samples, so its rows are copied together before a product (or its result is copied
+to its places) unless they were received so.
+
+[Note: one function for all readers] All maps that read one gathered tensor are one autograd function, at the place of
+the gather: each part is multiplied by all of their weights when it arrives. Their modules then only hand on its
+outputs. The gathered input is kept in the order in which it came, rank after rank.
+
+[Note: two functions for a sum] A row-parallel map is two autograd functions: the first saves its input and weight, the
+second multiplies and sums. Activation checkpointing thus runs no product and no exchange of a block's last map again:
+it stops once all saved tensors exist. The second one's backward takes what the first has saved, so that a block's
+forward runs again before the gradient of its output is gathered.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gsreal.gradient_sharding.point_to_point import all_gather_in_turn, reduce_scatter_in_turn
+from gsreal.measure import Timeline
+from gsreal.methods.overlapped_sums import MapLayout, in_turn, layout_of, parameters_of
+
+
+@dataclass(frozen=True)
+class PartsRing:
+    """The tensor-parallel ranks of a group, which exchange parts of sequences of shape (batch, positions, width)."""
+
+    group: dist.ProcessGroup
+    timeline: Timeline
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size(self.group)
+
+    def gather(self, part: Tensor, use: Callable[[int, Tensor], None]) -> Tensor:
+        """Return the parts of all ranks (ranks, batch, positions, width), and call `use` with each as it arrives.
+
+        `use` is given a part's number and its rows (batch * positions, width).
+        """
+        every = part.new_empty((self.ranks, *part.shape))
+        every[dist.get_rank(self.group)].copy_(part)
+        for number in all_gather_in_turn(every, group=self.group, waiting=self._span("all-gather sequence")):
+            use(number, every[number].flatten(0, 1))
+        return every
+
+    def scatter(self, product: Callable[[int], Tensor]) -> Tensor:
+        """Return the sum over the ranks of this rank's part; `product` computes this rank's term of a part."""
+        return reduce_scatter_in_turn(product, group=self.group, waiting=self._span("reduce-scatter sequence"))
+
+    def places(self, whole: Tensor, number: int) -> Tensor:
+        """Return a view (batch, positions, width) of whole sequences: the places of a part."""
+        return whole.unflatten(1, (self.ranks, -1)).select(1, number)
+
+    def part(self, whole: Tensor, number: int) -> Tensor:
+        """Return a copy (batch, positions, width) of a part of whole sequences."""
+        return self.places(whole, number).clone(memory_format=torch.contiguous_format)
+
+    def _span(self, label: str) -> Callable[[], AbstractContextManager[None]]:
+        return lambda: self.timeline.span(label, "exposed_communication", self.group)
+
+
+class _GatheredLinears(torch.autograd.Function):
+    """Linear maps of whole sequences, from a rank's part of them; see [Note: one function for all readers]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: Tensor, ring: PartsRing, layouts: list[tuple[MapLayout, bool]], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the maps' outputs; `layouts`: of each map, and whether it has a bias after its weight."""
+        given = iter(parameters)
+        maps = [(layout, next(given), next(given) if has_bias else None) for layout, has_bias in layouts]
+        batch, positions = part.shape[0], ring.ranks * part.shape[1]
+        outputs = [part.new_empty((batch, positions, layout.outputs(weight))) for layout, weight, _ in maps]
+
+        def multiply(number: int, rows: Tensor) -> None:
+            for output, (layout, weight, bias) in zip(outputs, maps, strict=True):
+                place = ring.places(output, number)
+                place.copy_(layout.output(rows, weight, bias).view(place.shape))
+
+        every = ring.gather(part, multiply)
+        ctx.save_for_backward(every, *(weight for _, weight, _ in maps))
+        ctx.ring, ctx.layouts = ring, layouts
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of this rank's part, summed, and of the maps' weights and biases."""
+        every, *weights = ctx.saved_tensors
+        ring: PartsRing = ctx.ring
+
+        def product(number: int) -> Tensor:
+            total: Tensor | None = None
+            for (layout, _), weight, gradient in zip(ctx.layouts, weights, gradients, strict=True):
+                total = layout.add_input_gradient(total, ring.part(gradient, number).flatten(0, 1), weight)
+            assert total is not None
+            return total
+
+        of_part = ring.scatter(product).view(every.shape[1:])
+        of_parameters: list[Tensor] = []
+        for (layout, has_bias), gradient in zip(ctx.layouts, gradients, strict=True):
+            by_rank = gradient.unflatten(1, (ring.ranks, -1)).transpose(0, 1)
+            rows = by_rank.clone(memory_format=torch.contiguous_format).flatten(0, 2)
+            of_parameters += [
+                each for each in layout.weight_gradients(rows, every, has_bias=has_bias) if each is not None
+            ]
+            del rows
+        return of_part, None, None, *of_parameters
+
+
+def multiply_while_gathered(
+    owner: nn.Module, maps: dict[str, nn.Module], ring: PartsRing
+) -> Callable[[Tensor], Tensor]:
+    """Return the change of the input of `owner` that computes the outputs of `maps` (by path), which read that input.
+
+    It maps a rank's part to a tensor with the shape of whole sequences, which holds no data (all of it is NaN): the
+    maps' forwards, which are changed, hand on the outputs instead of reading it.
+    """
+    layouts = [(layout_of(module), parameters_of(module)[1] is not None) for module in maps.values()]
+    for path, module in maps.items():
+        module.forward = partial(_taken, owner, path)
+
+    def gathered(part: Tensor) -> Tensor:
+        outputs = _GatheredLinears.apply(part, ring, layouts, *in_turn(maps.values()))
+        owner.__dict__["_gsreal_outputs"] = dict(zip(maps, outputs, strict=True))
+        batch, positions, width = part.shape
+        return part.new_full((), torch.nan).expand(batch, ring.ranks * positions, width)
+
+    return gathered
+
+
+def _taken(owner: nn.Module, path: str, _x: Tensor) -> Tensor:
+    output: Tensor = owner.__dict__["_gsreal_outputs"].pop(path)
+    return output
+
+
+class _SavedInput(torch.autograd.Function):
+    """The input of a row-parallel map, saved with its weight; see [Note: two functions for a sum]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: MapLayout, contexts: list[Any]
+    ) -> Tensor:
+        """Return the input; adds the context, whose saved tensors the other function's backward takes, to a list."""
+        ctx.save_for_backward(x, weight)
+        ctx.layout, ctx.has_bias = layout, bias is not None
+        contexts.append(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        """Return the gradients of the input, which is given, and of weight and bias."""
+        of_output, x = ctx.given.pop()
+        of_weight, of_bias = ctx.layout.weight_gradients(of_output, x, has_bias=ctx.has_bias)
+        return gradients[0], of_weight, of_bias, None, None
+
+
+class _ScatteredLinear(torch.autograd.Function):
+    """The sum over the ranks of a rank's part of a row-parallel map's output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: MapLayout, ring: PartsRing, saved: Any
+    ) -> Tensor:
+        """Return the sum, with the bias added once; `saved`: the context of the input."""
+        ctx.layout, ctx.ring, ctx.saved = layout, ring, saved
+        total = ring.scatter(lambda number: layout.output_without_bias(ring.part(x, number), weight))
+        return total if bias is None else total.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        """Return the gradient of the input; leaves that of the whole output for the gradient of the weight."""
+        x, weight = ctx.saved.saved_tensors
+        ring: PartsRing = ctx.ring
+        of_input = x.new_empty(x.shape)
+
+        def multiply(number: int, rows: Tensor) -> None:
+            place = ring.places(of_input, number)
+            place.copy_(ctx.layout.input_gradient(rows, weight).view(place.shape))
+
+        every = ring.gather(gradients[0], multiply)
+        ctx.saved.given = [(every.transpose(0, 1).flatten(1, 2), x)]
+        return of_input, None, None, None, None, None
+
+
+def scatter_while_multiplied(module: nn.Module, ring: PartsRing) -> None:
+    """Let a row-parallel map return this rank's part of the sum over the ranks of its outputs.
+
+    The bias is added once; every rank has its whole gradient.
+    """
+    module.forward = partial(_scattered, module, layout_of(module), ring)
+
+
+def _scattered(module: nn.Module, layout: MapLayout, ring: PartsRing, x: Tensor) -> Tensor:
+    weight, bias = parameters_of(module)
+    contexts: list[Any] = []
+    saved = _SavedInput.apply(x, weight, bias, layout, contexts)
+    constant = None if bias is None else bias.detach()
+    output: Tensor = _ScatteredLinear.apply(saved, weight.detach(), constant, layout, ring, contexts.pop())
+    return output

@@ -1,0 +1,61 @@
+"""Layers whose exchanges of parts of sequences overlap with products, as they are derived from traced ones."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gssim.scenario import load_model
+from gssim.scenario.tensor_slices import model_slice
+from gssim.workload import Layer, Model
+
+SHIPPED = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+OF_TESTS = Path(__file__).resolve().parents[1] / "helpers" / "models" / "of_tests"
+FEW = ("gpt-byte-1m", "bert-byte-1m", "llama3.2-1b", "decoder-olmo2", "tiny-gpt2", "decoder-falcon")
+
+
+def can_overlap(model: Model) -> bool:
+    blocks = [layer for layer in model.sequence_layers if layer.units]
+    return bool(blocks) and all(
+        layer.selective_positions is not None and not any(each.of_experts for each in layer.parameters)
+        for layer in blocks
+    )
+
+
+def files() -> Iterator[object]:
+    for path in sorted([*SHIPPED.glob("*.toml"), *OF_TESTS.glob("*.toml")]):
+        yield pytest.param(path, id=path.stem, marks=[] if path.stem in FEW else [pytest.mark.slow])
+
+
+def blocks_of(model: Model, ranks: int, *, in_ring: bool) -> list[Layer]:
+    """Return the cut blocks of the first of several ranks."""
+    length = model.traced_sequence_lengths[0] if model.exact_sequence is False else 8 * ranks
+    ring_length = length if in_ring else None
+    held = model_slice(model, (1 / ranks,) * ranks, 0, positions=length // ranks, ring_length=ring_length)
+    return [layer for layer in held.layers if layer.block]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("path", files())
+def test_the_same_is_exchanged_and_gradients_of_weights_follow_the_exchange(path, ranks):
+    """Nothing else is made or freed between the sum of an input's gradient and the last of these gradients."""
+    model = load_model(path)
+    if not can_overlap(model) or any((layer.units or ranks) % ranks for layer in model.sequence_layers):
+        pytest.skip("its blocks are not cut so")
+    traced = blocks_of(model, ranks, in_ring=False)
+    changed = blocks_of(model, ranks, in_ring=True)
+    assert traced
+    for before, after in zip(traced, changed, strict=True):
+        assert [(e.kind, e.size_bytes) for e in after.reductions] == [(e.kind, e.size_bytes) for e in before.reductions]
+        sums = [each for each in after.reductions if each.awaited is not None]
+        assert len(sums) == sum(each.moment.phase == "b" and each.kind == "reduce-scatter" for each in after.reductions)
+        for exchange in sums:
+            begin, end = exchange.moment.position, exchange.awaited
+            for buffer in after.buffers:
+                moments = [each for each in (buffer.born, buffer.freed) if each.phase == "b" and not each.layer_offset]
+                if any(begin < each.position < end for each in moments):
+                    assert len(moments) == 2
+                    assert all(begin <= each.position < end for each in moments), str(buffer)
+            weights = [each for each in after.parameters if begin < each.born.position < end]
+            assert weights
+            assert all(each.ready.position == end + 1 and each.sliced for each in weights)
