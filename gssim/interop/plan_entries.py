@@ -311,22 +311,25 @@ def _axes(job: _Job) -> tuple[int, int, Value, Value, list[Entry]] | None:
     entries = _method(job, dp, tp.value, pp.value, cp.value)
     if entries is None:
         return None
-    if cp.value > 1:
-        entries.append(Entry.of("plan.cp", cp))
-        exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
-        if exchange.value != "all-to-all":
-            entries.append(Entry.of("plan.context_exchange", exchange))
-        if overrides.get("plan.context_exchange", exchange.value) != "all-to-all":
-            entries += _of_ring(training)
-    return ranks, dp, tp, pp, [*entries, *_experts(job, tp)]
+    return ranks, dp, tp, pp, [*entries, *_context(job, cp), *_experts(job, tp)]
 
 
-def _of_ring(training: Training) -> Iterator[Entry]:
-    """Yield the entries of an attention in blocks; torch's, where blocks are compiled, waits for its exchanges.
+def _context(job: _Job, cp: Value) -> Iterator[Entry]:
+    """Yield the entries of ranks that divide sequences. torch's attention in blocks, where blocks are compiled, waits
+    for its exchanges.
 
     Source: torch 2.6, distributed/_functional_collectives.py, _maybe_wrap_tensor: a traced collective is followed by
     its wait, which inductor does not move (_inductor/config.py, reorder_for_compute_comm_overlap = False).
     """
+    if cp.value == 1:
+        return
+    yield Entry.of("plan.cp", cp)
+    training = job.training
+    exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
+    if exchange.value != "all-to-all":
+        yield Entry.of("plan.context_exchange", exchange)
+    if job.overrides.get("plan.context_exchange", exchange.value) == "all-to-all":
+        return
     if training.context_split is not None:
         yield Entry.of("plan.context_split", training.context_split)
     if training.compiled is not None and training.compiled.value:
