@@ -36,7 +36,16 @@ def print_comparison(comparison: pl.DataFrame, groups: pl.DataFrame) -> None:
     if large:
         out.print(f"the {len(shown)} of {len(rows)} step times that are predicted worst; all are in comparison.csv")
     _print_rows(out, shown)
-    _print_differences(out, rows)
+    differing = [row for row in rows if not row["collectives_equal"]]
+    for row in differing[:DIFFERING_SHOWN]:
+        differences = row["collectives_difference"].split("; ")
+        for difference in differences[:DIFFERENCES_SHOWN]:
+            out.print(f"{row['name']}: collectives: {difference}")
+        if len(differences) > DIFFERENCES_SHOWN:
+            more = len(differences) - DIFFERENCES_SHOWN
+            out.print(f"{row['name']}: collectives: {more} more in comparison.csv")
+    if len(differing) > DIFFERING_SHOWN:
+        out.print(f"collectives of {len(differing) - DIFFERING_SHOWN} more scenarios differ: see comparison.csv")
     if not large and (worst := worst_explained(rows)):
         out.print(worst)
     thresholded = [row for row in rows if row["speed_up_over"] is not None]
@@ -46,7 +55,7 @@ def print_comparison(comparison: pl.DataFrame, groups: pl.DataFrame) -> None:
         _print_groups(out, list(groups.iter_rows(named=True)))
         out.print(_target_table(targets(groups)))
     parts = [f"{m.what} {100 * m.error_ratio:.1f} % (n = {m.n})" for m in medians(comparison)]
-    equal = sum(row["collectives_equal"] for row in rows)
+    equal = len(rows) - len(differing)
     out.print(f"median |error|: {', '.join(parts)}; collectives equal in {equal} of {len(rows)}")
 
 
@@ -197,20 +206,6 @@ def _cells(row: dict[str, Any], *, repeated: bool) -> list[Text | str]:
         "equal" if row["collectives_equal"] else Text("differ", "bold"),
         _percent(row["payload_error_ratio"]),
     ]
-
-
-def _print_differences(out: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Print the differing collectives of the first scenarios that have any."""
-    differing = [row for row in rows if not row["collectives_equal"]]
-    for row in differing[:DIFFERING_SHOWN]:
-        differences = row["collectives_difference"].split("; ")
-        for difference in differences[:DIFFERENCES_SHOWN]:
-            out.print(f"{row['name']}: collectives: {difference}")
-        more = len(differences) - DIFFERENCES_SHOWN
-        if more > 0:
-            out.print(f"{row['name']}: collectives: {more} more in comparison.csv")
-    if len(differing) > DIFFERING_SHOWN:
-        out.print(f"collectives of {len(differing) - DIFFERING_SHOWN} more scenarios differ: see comparison.csv")
 
 
 EXPLAINED_RATIO = 0.03

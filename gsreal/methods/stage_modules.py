@@ -34,8 +34,21 @@ def check_stages(scenario: Scenario, *, where: str) -> None:
     reason = unstaged_reason(model, module)
     if reason is not None:
         raise UserError(f"{where}: plan.pp = {pp}: {reason}")
-    if model.module.hugging_face is not None and not isinstance(model.input, TokenInput):
-        _check_images_pass(scenario, module, where=where)
+    if model.module.hugging_face is None or isinstance(model.input, TokenInput):
+        return
+    # layers of an image model may return more than one tensor: Swin's embeddings return the height and width too
+    with torch.device("meta"), torch.no_grad():
+        # batch norms need more than one sample, and a batch of two would be taken for a pair of values
+        passed, _ = example_batch(model, batch_size=3, sequence_length=None)
+        for number, layers in enumerate(scenario.stages):
+            try:
+                passed = stage_module(module, layers, shared=True, model=model)(passed)
+            except Exception as error:  # raised by the model's own forward
+                raise UserError(
+                    f"{where}: plan.pp = {pp}: {type(module).__name__} cannot be cut into stages: "
+                    f"stage {number} does not run on the one tensor that it is passed ({first_line(error)}); "
+                    "allowed: models whose layers return one tensor, such as hf:vit"
+                ) from error
 
 
 def unstaged_reason(model: Model, module: nn.Module) -> str | None:
@@ -61,26 +74,6 @@ def unstaged_reason(model: Model, module: nn.Module) -> str | None:
             "tokens or images without padding"
         )
     return None
-
-
-def _check_images_pass(scenario: Scenario, module: nn.Module, *, where: str) -> None:
-    """Raise UserError if a stage does not run on the one tensor that the stage before passes on.
-
-    Layers of an image model may return more than one tensor: Swin's embeddings return the height and width too.
-    """
-    model = scenario.workload.model
-    with torch.device("meta"), torch.no_grad():
-        # batch norms need more than one sample, and a batch of two would be taken for a pair of values
-        passed, _ = example_batch(model, batch_size=3, sequence_length=None)
-        for number, layers in enumerate(scenario.stages):
-            try:
-                passed = stage_module(module, layers, shared=True, model=model)(passed)
-            except Exception as error:  # raised by the model's own forward
-                raise UserError(
-                    f"{where}: plan.pp = {scenario.policies.pp}: {type(module).__name__} cannot be cut into stages: "
-                    f"stage {number} does not run on the one tensor that it is passed ({first_line(error)}); "
-                    "allowed: models whose layers return one tensor, such as hf:vit"
-                ) from error
 
 
 def stage_module(

@@ -112,12 +112,7 @@ def traced_model(
         if request.precision not in DTYPES:
             raise UserError(f"{where}: --precision {request.precision}: allowed: {', '.join(DTYPES)}")
         model = replace(model, traced_precision=cast(Precision, request.precision))
-    without = [
-        *(f"adapters at {each.role or ','.join(each.maps)}" for each in model.adapted),
-        *(["frozen layers"] if model.partly_trained is not None else []),
-        *(f"autocast in {each.precision}" for each in model.autocast),
-    ]
-    if request.compiled and without:
+    if request.compiled and (without := _beside_layers(model)):
         on_note(f"{where}: --compile: left out, as compiled blocks are traced without: {', '.join(without)}")
     model = _compiled(model, request, where)
     if model.traced_precision not in DTYPES:
@@ -137,6 +132,15 @@ def traced_model(
     else:
         traced = trace(model, where=where, on_counted=on_counted)
     return _with_variants(model, traced, request, where, on_note)
+
+
+def _beside_layers(model: Model) -> list[str]:
+    """Return what a model file holds besides the costs of its layers as they are, in the words of messages."""
+    return [
+        *(f"adapters at {each.role or ','.join(each.maps)}" for each in model.adapted),
+        *(["frozen layers"] if model.partly_trained is not None else []),
+        *(f"autocast in {each.precision}" for each in model.autocast),
+    ]
 
 
 def _with_variants(before: Model, traced: Model, request: Request, where: str, on_note: Callable[[str], None]) -> Model:

@@ -90,7 +90,10 @@ def take_statistics(
         multiples = () if magnitudes_only else MULTIPLES
 
         def trained(push: Push, publish: Sequence[float] = ()) -> Books:
-            """Return the records of all courses of training under one push policy."""
+            """Return the records of all courses of training under one push policy, each from new weights.
+
+            Each has a seed of its own, the first the run's.
+            """
             books = Books(
                 scenario,
                 push,
@@ -101,7 +104,15 @@ def take_statistics(
                 publish_grid=publish,
                 multiples=multiples,
             )
-            _train(books, scenario, push, device, courses)
+            feedback = " with error feedback" if push.error_feedback else ""
+            how = f"under the threshold {push.threshold:g}{feedback}" if push.threshold else "densely"
+            for course in range(courses):
+                print(f"gsreal: training {how}, course {course + 1} of {courses}", file=sys.stderr, flush=True)
+                run = replace(scenario.run, seed=scenario.run.seed + course * APART)
+                replica = Replica(replace(scenario, run=run), push, device)
+                books.begin()
+                for step in range(books.steps):
+                    books.train(replica, step)
             return books
 
         of_dense = trained(dense, publish_grid)
@@ -129,19 +140,6 @@ def take_statistics(
         "changes": {name: book.trace() for name, book in of_dense.changes.items()},
     }
     return validated(GradientStatistics, data, file="gsreal gradients")
-
-
-def _train(books: Books, scenario: Scenario, push: Push, device: torch.device, courses: int) -> None:
-    """Train courses from new weights, each with a seed of its own (the first with the run's), and record samples."""
-    feedback = " with error feedback" if push.error_feedback else ""
-    how = f"under the threshold {push.threshold:g}{feedback}" if push.threshold else "densely"
-    for course in range(courses):
-        print(f"gsreal: training {how}, course {course + 1} of {courses}", file=sys.stderr, flush=True)
-        seed = scenario.run.seed + course * APART
-        replica = Replica(replace(scenario, run=replace(scenario.run, seed=seed)), push, device)
-        books.begin()
-        for step in range(books.steps):
-            books.train(replica, step)
 
 
 def _source(scenario: Scenario, device: torch.device, courses: int) -> str:

@@ -33,7 +33,7 @@ from gssim.workload.gradient_family import (
     with_errors,
 )
 from gssim.workload.gradient_rungs import placed, rung_of, sizes_of
-from gssim.workload.gradient_statistics import GradientStatistics, read_gradients
+from gssim.workload.gradient_statistics import read_gradients
 
 STEPS = 40
 COURSES = 1
@@ -166,7 +166,18 @@ def take_family(family: str, folder: Path) -> Family:
         file, model = folder / f"{family}.{rung.name}.json", _traced(ladder, family, rung)
         if not file.exists():
             print(f"gsreal: ladder {family}: {rung.name}", file=sys.stderr, flush=True)
-            write_statistics(file, _statistics(ladder, model, rung))
+            with scratch_folder("gsreal-ladder-") as scratch:
+                write_model(Path(scratch, "model.toml"), model)
+                tables = {
+                    "name": f"ladder: {model.name}",
+                    "cluster": PAIR,
+                    "workload": {"model": "model.toml", "precision": "fp32", **ladder.workload, **rung.workload},
+                    "plan": {"method": "gs"},
+                    "run": {"steps": rung.steps, "warmup_steps": 0, "seed": 0},
+                }
+                scenario = load_scenario(Path(scratch, "ladder.toml"), tables=tables, gradients_needed=False).scenario
+                taken = take_statistics(scenario, courses=rung.courses, magnitudes_only=not rung.whole)
+            write_statistics(file, taken)
         statistics = read_gradients(file)
         width, layers = sizes_of(model)
         steps = SHAPE_STEPS if rung.whole else ()
@@ -246,20 +257,6 @@ def _traced(ladder: Ladder, family: str, rung: Training) -> Model:
         task="next-token" if ladder.image else ladder.task,
     )
     return traced_model(request)
-
-
-def _statistics(ladder: Ladder, model: Model, rung: Training) -> GradientStatistics:
-    with scratch_folder("gsreal-ladder-") as scratch:
-        write_model(Path(scratch, "model.toml"), model)
-        tables = {
-            "name": f"ladder: {model.name}",
-            "cluster": PAIR,
-            "workload": {"model": "model.toml", "precision": "fp32", **ladder.workload, **rung.workload},
-            "plan": {"method": "gs"},
-            "run": {"steps": rung.steps, "warmup_steps": 0, "seed": 0},
-        }
-        loaded = load_scenario(Path(scratch, "ladder.toml"), tables=tables, gradients_needed=False)
-        return take_statistics(loaded.scenario, courses=rung.courses, magnitudes_only=not rung.whole)
 
 
 PAIR: Mapping[str, Any] = {

@@ -4,6 +4,7 @@ Each entry has the key from which it was read. What the file leaves open has a d
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from gssim.cluster import Cluster
@@ -32,11 +33,37 @@ ONE_BUCKET = "1024 TiB"
 """Larger than all gradients together, so that they are reduced in one message after the backward."""
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What a file says of a training, and what it is to run on."""
+
+    training: Training
+    keys: Keys
+    """The file's keys, in which contradictions are refused and approximations are listed."""
+    model: Model
+    cluster: Cluster
+    overrides: dict[str, Any]
+    """The values of --set by key, which replace those of the file."""
+
+    @property
+    def precision(self) -> Precision:
+        """The precision of the weights."""
+        asked: Precision | None = self.overrides.get("workload.precision")
+        return asked or (self.training.precision.value if self.training.precision else "fp32")
+
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether tensor-parallel ranks divide sequences."""
+        said = self.training.sequence_parallel
+        return bool(self.overrides.get("plan.sequence_parallel", said is not None and said.value))
+
+
 def plan_entries(
     training: Training, keys: Keys, model: Model, cluster: Cluster, overrides: dict[str, Any]
 ) -> list[Entry]:
     """Return the entries of the batch and of the plan; contradictions with the cluster are refused in `keys`."""
-    sizes = _axes(training, keys, cluster, overrides)
+    job = _Job(training, keys, model, cluster, overrides)
+    sizes = _axes(job)
     if sizes is None:
         return []
     ranks, dp, tp, pp, entries = sizes
@@ -44,7 +71,7 @@ def plan_entries(
     if not METHODS[method].can_replicate:
         training.reduce_precision = None  # nothing is reduced
     else:
-        _reduce_divided_sequences(training, keys, overrides)
+        _reduce_divided_sequences(job)
     if tp.value > 1 and method != "single":
         entries.append(Entry.of("plan.tp", tp))
     if pp.value > 1:
@@ -54,50 +81,48 @@ def plan_entries(
             entries.append(Entry.of("plan.receive_buffers", training.receive_buffers))
     asked = overrides.get("plan.method", method)
     if asked in ("zero1", "zero2") and training.sharding is not None:
-        entries += _zero_implementation(training, keys, asked, training.sharding, tp.value, pp.value, overrides)
+        entries += _zero_implementation(job, asked, training.sharding, tp.value, pp.value)
     if asked == "ddp" and training.zero1_implementation != "torch":
         keys.listed.append((entries[0].comment, COPIED_GRADIENTS))
-    batch = _batch(training, keys, dp, pp.value, overrides)
+    batch = _batch(job, dp, pp.value)
     _shorten(training, entries, batch, pp.value)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
-    entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
-    entries += _sums_beside_products(training, tp.value, overrides)
-    _note_separate_sums(training, keys, model, tp, overrides)
-    entries += _megatron_bucket(training, asked, dp, model.elements // (tp.value * pp.value), overrides)
-    entries += _gathers_beside_forward(training, keys, asked, cluster, overrides)
+    entries += _options(job, method, tp.value, pp.value, accumulates=accumulates)
+    entries += _input_gradients(job, tp)
+    entries += _megatron_bucket(job, asked, dp, model.elements // (tp.value * pp.value))
+    entries += _gathers_beside_forward(job, asked)
     if not overrides.get("plan.sequence_parallel", True):
         entries = [entry for entry in entries if entry.key not in ("plan.gathered_inputs", "plan.tp_overlap")]
-    entries += [*_offload(training, keys, cluster), *_vocabulary(training, keys, model, tp.value)]
+    entries += [*_offload(job), *_vocabulary(job, tp.value)]
     if ranks < len(cluster.devices) and method != "single":
         origin = training.world.origin if training.world else "what the file says"
         entries.append(Entry("plan.ranks", ranks, f"{origin}; the cluster has {len(cluster.devices)} devices"))
     return [*batch, *entries]
 
 
-def _reduce_divided_sequences(training: Training, keys: Keys, overrides: dict[str, Any]) -> None:
+def _reduce_divided_sequences(job: _Job) -> None:
     """Set the precision in which DeepSpeed reduces gradients where ranks divide sequences, by a key of its own.
 
     Source: DeepSpeed, runtime/engine.py: seq_parallel_communication_data_type.
     """
+    training, keys = job.training, job.keys
     cp, said = training.cp, training.divided_reduce_precision
-    is_divided = cp is not None and overrides.get("plan.cp", cp.value) > 1
+    is_divided = cp is not None and job.overrides.get("plan.cp", cp.value) > 1
     is_engine = training.zero1_implementation == "deepspeed"
     if said is not None and not (is_engine and is_divided):
         keys.note(said.key, "no effect, as no sequence is divided")
-    precision = _precision_of(training, overrides)
-    if not is_engine or cp is None or not is_divided or precision == "fp32":
+    if not is_engine or cp is None or not is_divided or job.precision == "fp32":
         return
     found = said or Value("fp32", f"{cp.origin}: seq_parallel_communication_data_type is not given: fp32")
     given = training.reduce_precision
     if given is not None and given.value != found.value:
         keys.note(given.key, f"no effect beside divided sequences, whose gradients are reduced in {found.value}")
-    training.reduce_precision = found if found.value != precision else None
+    training.reduce_precision = found if found.value != job.precision else None
 
 
-def _zero_implementation(
-    training: Training, keys: Keys, method: str, sharding: Value, tp: int, pp: int, overrides: dict[str, Any]
-) -> list[Entry]:
+def _zero_implementation(job: _Job, method: str, sharding: Value, tp: int, pp: int) -> list[Entry]:
     """Return the entries for the implementation of ZeRO-1 or ZeRO-2, unless it is torch's, and for its buckets."""
+    training = job.training
     implementation, sequences = training.zero1_implementation, training.sequence_parallel
     if implementation == "torch" or (implementation == "megatron" and method == "zero2"):
         return []
@@ -111,27 +136,22 @@ def _zero_implementation(
         several |= {"pipelines": pp > 1, "divided experts": training.ep is not None and training.ep.value > 1}
     beside = next((name for name, is_there in several.items() if is_there), None)
     if beside is not None:
-        keys.note(sharding.key, f"approximated beside {beside}: {instead}")
+        job.keys.note(sharding.key, f"approximated beside {beside}: {instead}")
         return []
     elements = training.bucket_elements
     if elements is None or (pp > 1 and training.gradient_precision is not None):  # which stages reduce by themselves
         return [entry]
-    size_bytes = elements.value * PRECISION_BYTES[_precision_of(training, overrides)]
+    size_bytes = elements.value * PRECISION_BYTES[job.precision]
     return [entry, Entry("plan.bucket_bytes", size_bytes, elements.origin)]
 
 
-def _precision_of(training: Training, overrides: dict[str, Any]) -> Precision:
-    asked: Precision | None = overrides.get("workload.precision")
-    return asked or (training.precision.value if training.precision else "fp32")
-
-
-def _megatron_bucket(training: Training, method: str, dp: int, elements: int, overrides: dict[str, Any]) -> list[Entry]:
+def _megatron_bucket(job: _Job, method: str, dp: int, elements: int) -> list[Entry]:
     """Return the size of Megatron-LM's gradient buckets, if it has any; without overlap it has a single bucket.
 
     `elements`: number of a rank's parameters, where stages and slices are taken for equal. Later stages of a pipeline
     have one bucket in any case, which is not modelled.
     """
-    parameters = training.bucket_parameters
+    training, parameters = job.training, job.training.bucket_parameters
     if parameters is None or method not in ("ddp", "zero1"):
         return []
     if training.overlap is not None and not training.overlap.value:
@@ -140,14 +160,13 @@ def _megatron_bucket(training: Training, method: str, dp: int, elements: int, ov
     origin = parameters.origin
     if training.bucket_count is not None:
         count, origin = max(1, elements // training.bucket_count.value), training.bucket_count.origin
-    size_bytes = count * PRECISION_BYTES[_precision_of(training, overrides)]
+    size_bytes = count * PRECISION_BYTES[job.precision]
     return [Entry("plan.bucket_bytes", size_bytes, f"{origin}: {count} parameters")]
 
 
-def _gathers_beside_forward(
-    training: Training, keys: Keys, method: str, cluster: Cluster, overrides: dict[str, Any]
-) -> list[Entry]:
+def _gathers_beside_forward(job: _Job, method: str) -> list[Entry]:
     """Return the entry for gathers of updated parameters beside the next forward; note why they are not."""
+    training, overrides = job.training, job.overrides
     asked = training.gathers_beside_forward
     if asked is None:
         return []
@@ -157,11 +176,11 @@ def _gathers_beside_forward(
     reasons = {
         "the shards are those of the method, which gathers without it": not gathers or not overlaps,
         "approximated: beside Muon matrices are gathered after the update": optimizer == "muon",
-        "of no effect on this cluster, whose backend is gloo": cluster.backend != "nccl",
+        "of no effect on this cluster, whose backend is gloo": job.cluster.backend != "nccl",
     }
     reason = next((text for text, is_so in reasons.items() if is_so), None)
     if reason is not None:
-        keys.note(asked.key, reason)
+        job.keys.note(asked.key, reason)
         return []
     return [Entry.of("plan.publish.overlap", asked)]
 
@@ -175,22 +194,23 @@ def _shorten(training: Training, entries: list[Entry], batch: list[Entry], pp: i
             entries[position] = Entry(entry.key, "gpipe", comment)
 
 
-def _offload(training: Training, keys: Keys, cluster: Cluster) -> list[Entry]:
+def _offload(job: _Job) -> list[Entry]:
     """Return the entry of state kept in host memory; refuse it if the cluster does not describe that memory."""
-    offload = training.offload
+    offload, cluster = job.training.offload, job.cluster
     if offload is None:
         return []
     if cluster.host is None:
         unknown = f"the cluster '{cluster.name}' does not say what its hosts' memory holds"
         reason = f"{unknown}: give one that has 'host', or --ignore the key"
-        keys.refuse_value(offload, reason, "plan.offload", "cluster.host")
-        if "cluster.host" not in keys.overridden:  # ignored, replaced, or nothing is written
+        job.keys.refuse_value(offload, reason, "plan.offload", "cluster.host")
+        if "cluster.host" not in job.keys.overridden:  # ignored, replaced, or nothing is written
             return []
     return [Entry.of("plan.offload", offload)]
 
 
-def _vocabulary(training: Training, keys: Keys, model: Model, tp: int) -> list[Entry]:
+def _vocabulary(job: _Job, tp: int) -> list[Entry]:
     """Return the entries of a vocabulary divided among tensor-parallel ranks, if this model's can be divided here."""
+    training, model = job.training, job.model
     whole = {
         "embedding_parallel": (training.embedding_parallel, undivided_embedding_reason, "the token embedding of"),
         "loss_parallel": (training.loss_parallel, undivided_loss_reason, "the loss of"),
@@ -201,12 +221,13 @@ def _vocabulary(training: Training, keys: Keys, model: Model, tp: int) -> list[E
         divided = {}
     for key in (key for key in asked if key not in divided):
         what = f"approximated: {whole[key][2]} tensor-parallel ranks is whole"
-        keys.listed.append((asked[key].origin, what))
+        job.keys.listed.append((asked[key].origin, what))
     return [Entry(f"plan.{key}", True, value.origin) for key, value in divided.items()]
 
 
-def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, accumulates: bool) -> list[Entry]:
+def _options(job: _Job, method: str, tp: int, pp: int, *, accumulates: bool) -> list[Entry]:
     """Return the entries of recomputation, synchronization, buckets and overlap."""
+    training = job.training
     entries = []
     recompute, sync = training.recompute, training.gradient_sync
     if recompute is not None:
@@ -222,7 +243,7 @@ def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, a
         if method == "ddp" and pp == 1:
             entries.append(Entry.of("plan.bucket_bytes", buckets))
         else:
-            keys.note(buckets.key, f"method '{method}' has no buckets of this size here")
+            job.keys.note(buckets.key, f"method '{method}' has no buckets of this size here")
     if training.overlap is not None and training.overlap.value is False:
         entries.append(Entry("plan.overlap", False, training.overlap.origin))
     if training.sequence_parallel is not None and training.sequence_parallel.value and tp > 1:
@@ -234,42 +255,32 @@ def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, a
     return entries
 
 
-def _note_separate_sums(training: Training, keys: Keys, model: Model, tp: Value, overrides: dict[str, Any]) -> None:
-    """List that tensor-parallel ranks sum the gradient of an input more often than Megatron-LM does.
+def _input_gradients(job: _Job, tp: Value) -> list[Entry]:
+    """Return the entry for sums of input gradients over tensor-parallel ranks that overlap with products; list that
+    there are more sums than Megatron-LM has.
 
     Its queries, keys and values are one map, and so are gate and up: a block has two all-reduces in the backward. Maps
     of their own, as in Hugging Face's Llama, each have an all-reduce here, as under DTensor. With sequence parallelism
-    their common input is gathered once, and its gradient scattered once.
+    their common input is gathered once, and its gradient scattered once. Nothing overlaps there: Megatron-LM's
+    reduce-scatters and second gathers slow down the products beside them by about as much as they are hidden, and this
+    slowdown is not modelled (Korthikanti et al. 2022, table 4).
     """
-    sequences = training.sequence_parallel
-    divides = overrides.get("plan.sequence_parallel", sequences is not None and sequences.value)
-    if not training.fused_maps or tp.value == 1 or divides:
-        return
-    blocks = [[each.moment.phase for each in layer.reductions] for layer in model.sliced_layers or () if layer.block]
-    most = max((phases.count("b") for phases in blocks), default=0)
-    if most > 2:
-        what = f"approximated: {most} sums of input gradients a block, one a map; Megatron-LM, which fuses these, has 2"
-        keys.listed.append((tp.origin, what))
-
-
-def _sums_beside_products(training: Training, tp: int, overrides: dict[str, Any]) -> list[Entry]:
-    """Return the entry for sums of input gradients that overlap with products.
-
-    There is none with sequence parallelism: there, Megatron-LM's reduce-scatters and second gathers slow down the
-    products beside them by about as much as they are hidden, and this slowdown is not modelled (Korthikanti et al.
-    2022, table 4).
-    """
-    asked, sequences = training.async_input_gradients, training.sequence_parallel
-    divides = overrides.get("plan.sequence_parallel", sequences is not None and sequences.value)
-    if asked is None or not asked.value or tp == 1 or divides:
+    training = job.training
+    if tp.value == 1 or job.divides_sequences:
         return []
-    return [Entry("plan.async_input_gradients", True, asked.origin)]
+    layers = job.model.sliced_layers or ()
+    blocks = [[each.moment.phase for each in layer.reductions] for layer in layers if layer.block]
+    most = max((phases.count("b") for phases in blocks), default=0)
+    if training.fused_maps and most > 2:
+        what = f"approximated: {most} sums of input gradients a block, one a map; Megatron-LM, which fuses these, has 2"
+        job.keys.listed.append((tp.origin, what))
+    asked = training.async_input_gradients
+    return [Entry("plan.async_input_gradients", True, asked.origin)] if asked is not None and asked.value else []
 
 
-def _axes(
-    training: Training, keys: Keys, cluster: Cluster, overrides: dict[str, Any]
-) -> tuple[int, int, Value, Value, list[Entry]] | None:
+def _axes(job: _Job) -> tuple[int, int, Value, Value, list[Entry]] | None:
     """Return ranks, data-parallel ranks, tp, pp, and the entries of the method and of its own axes."""
+    training, keys, cluster, overrides = job.training, job.keys, job.cluster, job.overrides
     devices = len(cluster.devices)
     world = training.world
     ranks: int = overrides.get("plan.ranks") or (world.value if world else devices)
@@ -296,37 +307,41 @@ def _axes(
         keys.refuse_value(training.dp, f"{ranks} ranks of which {cut} share a replica leave {dp}")
         return None
     if pp.value > 1 and training.zero1_implementation == "deepspeed":
-        _in_deepspeeds_stages(training, keys)
-    entries = _method(training, keys, dp, tp.value, pp.value, cp.value)
+        _in_deepspeeds_stages(job)
+    entries = _method(job, dp, tp.value, pp.value, cp.value)
     if entries is None:
         return None
-    if cp.value > 1:
-        entries.append(Entry.of("plan.cp", cp))
-        exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
-        if exchange.value != "all-to-all":
-            entries.append(Entry.of("plan.context_exchange", exchange))
-        if overrides.get("plan.context_exchange", exchange.value) != "all-to-all":
-            entries += _of_ring(training)
-    return ranks, dp, tp, pp, [*entries, *_experts(training, keys, tp)]
+    return ranks, dp, tp, pp, [*entries, *_context(job, cp), *_experts(job, tp)]
 
 
-def _of_ring(training: Training) -> Iterator[Entry]:
-    """Yield the entries of an attention in blocks; torch's, where blocks are compiled, waits for its exchanges.
+def _context(job: _Job, cp: Value) -> Iterator[Entry]:
+    """Yield the entries of ranks that divide sequences. torch's attention in blocks, where blocks are compiled, waits
+    for its exchanges.
 
     Source: torch 2.6, distributed/_functional_collectives.py, _maybe_wrap_tensor: a traced collective is followed by
     its wait, which inductor does not move (_inductor/config.py, reorder_for_compute_comm_overlap = False).
     """
+    if cp.value == 1:
+        return
+    yield Entry.of("plan.cp", cp)
+    training = job.training
+    exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
+    if exchange.value != "all-to-all":
+        yield Entry.of("plan.context_exchange", exchange)
+    if job.overrides.get("plan.context_exchange", exchange.value) == "all-to-all":
+        return
     if training.context_split is not None:
         yield Entry.of("plan.context_split", training.context_split)
     if training.compiled is not None and training.compiled.value:
         yield Entry("plan.context_overlap", False, f"{training.compiled.origin}: compiled blocks wait for exchanges")
 
 
-def _in_deepspeeds_stages(training: Training, keys: Keys) -> None:
+def _in_deepspeeds_stages(job: _Job) -> None:
     """Set what differs in DeepSpeed's pipelines: BF16_Optimizer, and reductions that overlap with nothing.
 
     Source: DeepSpeed, runtime/engine.py, _configure_zero_optimizer; runtime/pipe/engine.py, _exec_reduce_grads.
     """
+    training, keys = job.training, job.keys
     overlap, whole = training.overlap, training.sharding is None or training.sharding.value == "none"
     in_stages = training.sharding_in_stages
     if in_stages is not None and (whole or training.sharding is in_stages):
@@ -339,8 +354,9 @@ def _in_deepspeeds_stages(training: Training, keys: Keys) -> None:
         training.overlap = Value(False, f"{overlap.origin}: of no effect in a pipeline")
 
 
-def _experts(training: Training, keys: Keys, tp: Value) -> Iterator[Entry]:
+def _experts(job: _Job, tp: Value) -> Iterator[Entry]:
     """Yield the entries of divided experts; refuse experts that tensor ranks cut too."""
+    training = job.training
     if training.ep is None or training.ep.value == 1:
         return
     yield Entry.of("plan.ep", training.ep)
@@ -350,14 +366,15 @@ def _experts(training: Training, keys: Keys, tp: Value) -> Iterator[Entry]:
     if etp.value != 1:
         unsaid = " (expert-tensor-parallel-size, by default as many)" if training.etp is None else ""
         why = f"experts that tensor ranks cut too cannot be simulated; allowed: 1{unsaid}"
-        keys.refuse_value(etp, why, "plan.etp")
+        job.keys.refuse_value(etp, why, "plan.etp")
     yield Entry.of("plan.etp", etp)
 
 
-def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) -> list[Entry] | None:
+def _method(job: _Job, dp: int, tp: int, pp: int, cp: int) -> list[Entry] | None:
     """Return entries of the method and of the data axes that it sets; state is sharded over `cp` ranks too."""
+    training = job.training
     sharding = training.sharding or Value("none", "not in the file: no sharding")
-    split = _data_axes(training, keys, dp, sharding)
+    split = _data_axes(job, dp, sharding)
     if split is None:
         return None
     replicas, shards = split
@@ -367,7 +384,7 @@ def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) 
         return [Entry("plan.method", method, why)]
     method = "hsdp" if sharding.value == "zero3" and replicas > 1 else sharding.value
     if pp > 1 and not METHODS[method].in_pipelines:
-        keys.refuse_value(sharding, f"method '{method}' cannot run in a pipeline yet", "plan.method")
+        job.keys.refuse_value(sharding, f"method '{method}' cannot run in a pipeline yet", "plan.method")
         return None
     entries = [Entry("plan.method", method, sharding.origin)]
     if replicas > 1 and method != "zero1":
@@ -377,9 +394,9 @@ def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) 
     return entries
 
 
-def _data_axes(training: Training, keys: Keys, dp: int, sharding: Value) -> tuple[int, int] | None:
+def _data_axes(job: _Job, dp: int, sharding: Value) -> tuple[int, int] | None:
     """Return the sizes of dp_replicate and dp_shard; one of them may be all remaining ranks."""
-    replicate, shard = training.dp_replicate, training.dp_shard
+    replicate, shard = job.training.dp_replicate, job.training.dp_shard
     replicas = replicate.value if replicate else -1
     shards = shard.value if shard else -1
     if replicas == -1 and shards == -1:
@@ -388,23 +405,26 @@ def _data_axes(training: Training, keys: Keys, dp: int, sharding: Value) -> tupl
         if mine == -1 and (other < 1 or dp % other):
             blamed = shard or replicate
             if blamed is not None:
-                keys.refuse_value(blamed, f"does not divide the {dp} data-parallel ranks")
+                job.keys.refuse_value(blamed, f"does not divide the {dp} data-parallel ranks")
             return None
     replicas = dp // shards if replicas == -1 else replicas
     shards = dp // replicas if shards == -1 else shards
     if replicas * shards != dp:
         blamed = shard or replicate
         if blamed is not None:
-            keys.refuse_value(blamed, f"replicas times shards are {replicas * shards}, the data-parallel ranks {dp}")
+            job.keys.refuse_value(
+                blamed, f"replicas times shards are {replicas * shards}, the data-parallel ranks {dp}"
+            )
         return None
     return replicas, shards
 
 
-def _batch(training: Training, keys: Keys, dp: int, pp: int, overrides: dict[str, Any]) -> list[Entry]:
+def _batch(job: _Job, dp: int, pp: int) -> list[Entry]:
     """Return the entries of the global batch and of the micro-batches; see `Training`.
 
     global = micro-batch * accumulation * data-parallel ranks; any two of these determine the third.
     """
+    training, keys, overrides = job.training, job.keys, job.overrides
     micro, many, total = training.micro_batch, training.accumulation, training.global_batch
     if "workload.global_batch_size" in overrides:
         total = Value(overrides["workload.global_batch_size"], "--set workload.global_batch_size")
@@ -438,16 +458,16 @@ def _batch(training: Training, keys: Keys, dp: int, pp: int, overrides: dict[str
         )
         keys.refuse_value(total, f"{reason}{micro.value * many.value * dp}", BATCH)
         return []
-    pieces = _pieces(training, keys, micro, many, pp)
+    pieces = _pieces(job, micro, many, pp)
     return [
         Entry(BATCH, total.value, total.origin, BATCH in open_keys),
         Entry("plan.micro_batches", pieces.value, pieces.origin, "plan.micro_batches" in open_keys),
     ]
 
 
-def _pieces(training: Training, keys: Keys, micro: Value, many: Value, pp: int) -> Value:
+def _pieces(job: _Job, micro: Value, many: Value, pp: int) -> Value:
     """Return the number of micro-batches of a rank; a pipeline may divide them further."""
-    piece = training.pipeline_micro_batch
+    piece, keys = job.training.pipeline_micro_batch, job.keys
     if piece is None or pp == 1:
         return many
     if many.value > 1:
