@@ -34,6 +34,7 @@ from gssim.interop.trainer_keys import (
     PLAIN,
     REPLICAS,
     TRL,
+    UNPACKED,
     add_adapters,
     base_model_in,
     hyperparameters_in,
@@ -171,9 +172,6 @@ SIGNS = {
     ),
 }
 """Keys that only one of the programs has."""
-UNPACKED = (
-    "approximated: all samples are this long; without packing there are shorter ones, padded to a batch's longest"
-)
 WITH_ACCELERATE = (
     "approximated: replicas; if an Accelerate file starts the training, give its sharding by --set plan.method=zero3 "
     "(or zero1, zero2) and --set workload.precision=bf16"
@@ -375,9 +373,11 @@ def _peft_in(keys: Keys, training: Training) -> None:
     if keys.enabled("use_peft") is None:
         for _, flag in on:
             keys.refuse(flag.key, "quantized weights without adapters cannot be simulated")
-        if "use_peft" not in keys.values and keys.has("lora_r"):
-            reason = "whether there are adapters is up to use_peft, which is not in the file: add it"
-            keys.refuse("lora_r", reason, replaced_by=["workload.adapters"])
+        ranks = [] if "use_peft" in keys.values else ["lora_r", "lora_rank", "lora_dim"]
+        for name in ranks:  # the last: DeepSpeed-Chat's, which is on where it is positive
+            if str(keys.values.get(name) or 0) != "0":
+                reason = "whether there are adapters is up to use_peft, which is not in the file: add it"
+                keys.refuse(name, reason, replaced_by=["workload.adapters"])
         return
     if not keys.has("lora_target_modules"):
         reason = "needs lora_target_modules here: PEFT's own choice is not in the file"
