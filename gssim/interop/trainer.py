@@ -428,9 +428,13 @@ CONFIG_FILE = "launcher: config_file"
 def _launchers_file(keys: Keys, cluster: Cluster) -> Training | None:
     """Return the training in the file of `accelerate launch --config_file`; None if there is none that is found."""
     name = keys.values.get(CONFIG_FILE)
-    path = named_file(keys, name) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None  # open, and refused so, or not given
+    path = named_file(keys, name)
     if path is None:
-        return None  # refused as an option that is not read
+        why = "it says how the training is sharded; no such file, beside this one, above it, or in the working folder"
+        keys.refuse(CONFIG_FILE, why, replaced_by=["plan.method"])
+        return None
     parse = parsed_json if path.suffix == ".json" else parsed_yaml
     content = flattened(parse(read_bounded(path), file=str(path)), file=str(path))
     if "distributed_type" not in content:
