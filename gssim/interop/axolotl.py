@@ -18,6 +18,7 @@ from gssim.interop.trainer_keys import (
     AXOLOTL,
     FUSED_KERNELS,
     LORA,
+    UNPACKED,
     add_adapters,
     base_model_in,
     hyperparameters_in,
@@ -130,6 +131,9 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
     }
     for name, (key, sets) in sizes.items():
         setattr(training, name, keys.integer(key, sets=sets))
+    same = any(str(keys.values.get(name)).lower() == "true" for name in ("sample_packing", "pad_to_sequence_len"))
+    if training.sequence is not None and not same:
+        keys.listed.append((training.sequence.origin, UNPACKED))
     base_model_in(keys, training, "base_model")
     _axolotl_parts(keys, training)
     _axolotl_experts(keys, training)

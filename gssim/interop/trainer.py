@@ -34,6 +34,7 @@ from gssim.interop.trainer_keys import (
     PLAIN,
     REPLICAS,
     TRL,
+    UNPACKED,
     add_adapters,
     base_model_in,
     hyperparameters_in,
@@ -171,9 +172,6 @@ SIGNS = {
     ),
 }
 """Keys that only one of the programs has."""
-UNPACKED = (
-    "approximated: all samples are this long; without packing there are shorter ones, padded to a batch's longest"
-)
 WITH_ACCELERATE = (
     "approximated: replicas; if an Accelerate file starts the training, give its sharding by --set plan.method=zero3 "
     "(or zero1, zero2) and --set workload.precision=bf16"
@@ -368,9 +366,11 @@ def _peft_in(keys: Keys, training: Training) -> None:
     if keys.enabled("use_peft") is None:
         for _, flag in on:
             keys.refuse(flag.key, "quantized weights without adapters cannot be simulated")
-        if "use_peft" not in keys.values and keys.has("lora_r"):
-            reason = "whether there are adapters is up to use_peft, which is not in the file: add it"
-            keys.refuse("lora_r", reason, replaced_by=["workload.adapters"])
+        ranks = [] if "use_peft" in keys.values else ["lora_r", "lora_rank", "lora_dim"]
+        for name in ranks:  # the last: DeepSpeed-Chat's, which is on where it is positive
+            if str(keys.values.get(name) or 0) != "0":
+                reason = "whether there are adapters is up to use_peft, which is not in the file: add it"
+                keys.refuse(name, reason, replaced_by=["workload.adapters"])
         return
     if not keys.has("lora_target_modules"):
         reason = "needs lora_target_modules here: PEFT's own choice is not in the file"
@@ -421,9 +421,13 @@ CONFIG_FILE = "launcher: config_file"
 def _launchers_file(keys: Keys, cluster: Cluster) -> Training | None:
     """Return the training in the file of `accelerate launch --config_file`; None if there is none that is found."""
     name = keys.values.get(CONFIG_FILE)
-    path = named_file(keys, name) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None  # open, and refused so, or not given
+    path = named_file(keys, name)
     if path is None:
-        return None  # refused as an option that is not read
+        why = "it says how the training is sharded; no such file, beside this one, above it, or in the working folder"
+        keys.refuse(CONFIG_FILE, why, replaced_by=["plan.method"])
+        return None
     parse = parsed_json if path.suffix == ".json" else parsed_yaml
     content = flattened(parse(read_bounded(path), file=str(path)), file=str(path))
     if "distributed_type" not in content:

@@ -27,6 +27,9 @@ FACTORY, TRL, PLAIN, AXOLOTL = "LLaMA-Factory", "TRL", "transformers", "axolotl"
 OPTIONS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 """How the Trainer's key `fsdp` shards."""
 REPLICAS = "neither fsdp nor deepspeed"
+UNPACKED = (
+    "approximated: all samples are this long; without packing there are shorter ones, padded to a batch's longest"
+)
 NO_PREFETCH = "approximated: the next unit's parameters are gathered beside the backward; the Trainer prefetches none"
 GATHERED_AGAIN = (
     "approximated: FSDP1 gathers parameters once more for what gradient_checkpointing recomputes; "

@@ -296,3 +296,11 @@ def test_axolotls_options_of_fsdp(tmp_path):
     without = AXOLOTL[: AXOLOTL.index("fsdp_version")]
     tables, _ = imported(tmp_path, f"{without}fsdp: [shard_grad_op, auto_wrap]\n", name="x.yml")
     assert tables["plan"]["method"] == "zero2"
+
+
+def test_samples_that_are_not_packed_are_said_to_be_shorter(tmp_path):
+    """A recipe without sample_packing was predicted at sequence_len, without a word."""
+    for more, says in (("", True), ("pad_to_sequence_len: true\n", False), ("sample_packing: true\n", False)):
+        kept = [line for line in AXOLOTL.splitlines() if "sample_packing" not in line and "pad_to" not in line]
+        _, found = imported(tmp_path, "\n".join(kept) + f"\n{more}", name="x.yml")
+        assert any("all samples are this long" in line for line in found.listed) == says

@@ -452,9 +452,11 @@ def test_the_file_that_accelerate_launches_with_is_read(tmp_path, file, options,
         (f"{INSIDE}  gradient_accumulation_steps: 4\n", "", "contradicts gradient_accumulation_steps is not given: 1"),
         (f"{INSIDE}  unknown_key: 4\n", "", "a.yaml: deepspeed_config.unknown_key"),
         ("name: x\n", "", "it says how the training is sharded, and is not read"),
+        (None, "", 'launcher: config_file = "configs/a.yaml": it says how the training is sharded; no such file'),
     ],
 )
 def test_a_file_of_accelerate_that_contradicts_the_script_is_refused(tmp_path, file, options, said):
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs/a.yaml").write_text(file)
+    if file is not None:
+        (tmp_path / "configs/a.yaml").write_text(file)
     assert said in refused(tmp_path, f"{LAUNCHED.format('')}{options}\n", name="x.sh")

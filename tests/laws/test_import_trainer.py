@@ -278,6 +278,7 @@ def test_the_trainers_ranks_and_loss(tmp_path):
     ("option", "said"),
     [
         ("--lora_enable True --lora_r 128", "lora_enable"),
+        ("--lora_dim 128", "lora_dim"),
         ("--freeze_backbone True", "freeze_backbone"),
         ("--freeze_llm True", "freeze_llm"),
     ],
@@ -286,7 +287,7 @@ def test_a_program_of_its_own_that_freezes_weights_is_refused_by_its_key(tmp_pat
     """Those of LLaVA and of many after it: listed as of a feature that is off, and all weights were trained."""
     text = "deepspeed train.py --per_device_train_batch_size 1 --model_max_length 512 --bf16 True "
     message = refused(tmp_path, f"{text}{option}\n", name="x.sh")
-    assert f'{said} = "True"' in message
-    off = option.replace("True", "False").partition(" --lora_r")[0]
+    assert f'{said} = "{"128" if said == "lora_dim" else "True"}"' in message
+    off = option.replace("True", "False").replace("128", "0")
     tables, _ = imported(tmp_path, f"{text}{off}\n", name="x.sh")
     assert "frozen" not in tables["workload"]
