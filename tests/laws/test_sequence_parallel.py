@@ -318,13 +318,14 @@ def test_on_gloo_rings_carry_each_part_once_and_products_hide_their_part_of_them
     """Between slow links, a step is what they carry, and what is computed before and after the exchanges.
 
     A link carries (n - 1) / n of each tensor that is gathered or scattered: gloo's own reduce-scatter moves twice that.
+    The devices copy in no time.
     """
     flop_per_s, tokens = 1e9, 12 * 48
     plan = {"method": "gs_tp", "sequence_parallel": True, "tp_overlap": True}
     plan["shares"] = {"shards": [0.5, 0.25, 0.25] if ranks == 3 else "even"}
 
     def predicted(bandwidth: float):
-        made = star(ranks, bandwidth=bandwidth)
+        made = star(ranks, bandwidth=bandwidth, types={"cpu": device_type(memory_bandwidth_bytes_per_s=1e15)})
         return simulate(loaded_of(scenario_of(made, plan, model=GPT, sequence_length=48, global_batch_size=12))).result
 
     slow, slower, fast = map(predicted, (1e5, 5e4, 1e15))
@@ -335,6 +336,25 @@ def test_on_gloo_rings_carry_each_part_once_and_products_hide_their_part_of_them
     hidden_s = fast.step_time_s - (slow.step_time_s - carried_s)
     products_s = 2 * LAYERS * 2 * tokens * 12 * WIDTH**2 * max(1 / 2 if ranks == 3 else 0, 1 / ranks) / flop_per_s
     assert 0.9 < hidden_s / ((ranks - 1) / ranks * products_s) < 1 + 1e-6
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_gloo_parts_of_products_are_copied(ranks):
+    """Of a position of w values, the 8 exchanges of a block copy 31 w / n on the cut sides of its maps, and save 6 w.
+
+    Cut sides: 3 and 4 w / n (queries, keys and values; the perceptron), and w and 4 w / n of the maps after these; in a
+    forward and a backward, and once more for the gradients of the weights of the first.
+    """
+    kind = device_type(memory_bandwidth_bytes_per_s=1e7)
+    made = star(ranks, bandwidth=1e15, types={"cpu": kind})
+    after_s, beside_s = (
+        simulate(
+            loaded_of(scenario_of(made, DIVIDED | more, model=GPT, sequence_length=64, global_batch_size=12))
+        ).result.step_time_s
+        for more in ({}, {"tp_overlap": True})
+    )
+    copied_bytes = LAYERS * 12 * 64 * WIDTH * VALUE_BYTES * (31 / ranks - 6)
+    assert beside_s - after_s == pytest.approx(2 * copied_bytes / 1e7, rel=1e-3)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
