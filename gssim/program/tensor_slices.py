@@ -234,7 +234,7 @@ def _overlapping(tasks: Sequence[Task], products: Mapping[int, "_Product"]) -> l
 
 def _divided(part: Task, product: "_Product") -> tuple[Task, Task]:
     """Split a part of a pass in two: the time that runs beside an exchange, at most all of it, and the rest."""
-    whole_s = max(0.0, part.duration_s + product.copies_s)
+    whole_s = part.duration_s + product.copies_s
     overlap_s = min(product.beside_s, whole_s)
     overlap = Task(part.id.serving("overlap"), part.phase, duration_s=overlap_s)
     return overlap, replace(part, duration_s=whole_s - overlap_s)
@@ -248,7 +248,7 @@ class _Product(NamedTuple):
     follows: bool
     """Whether the products read what the exchange brings; otherwise they come before it."""
     copies_s: float = 0.0
-    """Seconds by which the pass is longer for copies of parts; negative if it has fewer copies than traced."""
+    """Seconds by which the pass is longer for copies of parts."""
 
 
 def _weight_products_s(low: Lowering, rank: int, instance: LayerInstance, samples: int) -> dict[int, float]:
@@ -304,12 +304,13 @@ def _products_beside(
 def _copies_of_parts_s(
     low: Lowering, rank: int, exchange: Reduction, maps: Sequence[Parameter], samples: int
 ) -> tuple[float, float]:
-    """Return the seconds of a ring's copies beside an exchange, and of all its copies but those that it saves.
+    """Return the seconds of a ring's copies beside an exchange, and of all its copies beyond those that it saves.
 
     Each part is copied on the cut side of the products: to its places in their results, or from its places in what they
     read. A sum of input gradients is followed by another copy of what it read, for the gradients of the weights. A
-    gathered input, and what is summed, need no copy in another order of positions, which is a part of the traced time.
-    Both are 0 unless products are computed part by part; see `Scenario.multiplies_in_ring`.
+    gathered input, and what is summed, need no copy in another order of positions, which is a part of the traced time;
+    where that is longer, a pass still takes its traced time, on which a search's bounds rely. Both are 0 unless
+    products are computed part by part; see `Scenario.multiplies_in_ring`.
     """
     if not low.scenario.multiplies_in_ring:
         return 0.0, 0.0
@@ -319,7 +320,8 @@ def _copies_of_parts_s(
     place = exchange.moment.phase, exchange.kind
     later_bytes = cut_bytes if place == ("b", "reduce-scatter") else 0.0
     saved_bytes = 0.0 if place == ("b", "all-gather") else whole_bytes
-    return cost.copy_time_s(device, cut_bytes), cost.copy_time_s(device, cut_bytes + later_bytes - saved_bytes)
+    more_bytes = max(0.0, cut_bytes + later_bytes - saved_bytes)
+    return cost.copy_time_s(device, cut_bytes), cost.copy_time_s(device, more_bytes)
 
 
 def _without_ring(

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from searching import assert_bounds_below_prediction
+from strategies import scenario_of, star
 
 from gssim.scenario import load_model
 from gssim.scenario.tensor_slices import model_slice
@@ -33,6 +35,23 @@ def blocks_of(model: Model, ranks: int, *, in_ring: bool) -> list[Layer]:
     ring_length = length if in_ring else None
     held = model_slice(model, (1 / ranks,) * ranks, 0, positions=length // ranks, ring_length=ring_length)
     return [layer for layer in held.layers if layer.block]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"method": "tensor"},
+        {"method": "tensor", "recompute": "full", "micro_batches": 3},
+        {"method": "pipeline", "tp": 2, "pp": 2, "micro_batches": 4},
+        {"method": "zero3", "tp": 2, "dp_shard": 2},
+        {"method": "ddp", "tp": 2, "cp": 2},
+    ],
+    ids=str,
+)
+def test_bounds_of_a_search_are_no_more_than_a_prediction(plan):
+    divided = plan | {"sequence_parallel": True, "tp_overlap": True}
+    model = load_model(SHIPPED / "gpt-byte-1m.toml")
+    assert_bounds_below_prediction(scenario_of(star(4), divided, model=model, sequence_length=64, global_batch_size=12))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
