@@ -1,8 +1,8 @@
 """Linear maps of divided sequences whose products overlap with the exchange of the sequences' parts, in a ring.
 
 Otherwise a rank gathers the parts of all ranks before the column-parallel maps that read them, and reduce-scatters the
-output of a row-parallel map after it. With `plan.tp_overlap` the parts travel around a ring, in as many steps less one
-as there are ranks, and a rank multiplies one part while it sends and receives another (Wang et al. 2023, "Overlap
+output of a row-parallel map after it. With `plan.tp_overlap` the parts travel around a ring, in one step less than
+there are ranks, and a rank multiplies one part while it sends and receives others (Wang et al. 2023, "Overlap
 Communication with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS; Megatron-LM's
 `--tp-comm-overlap` does so by Transformer Engine's userbuffers):
 
@@ -12,8 +12,8 @@ Communication with Dependent Computation via Decomposition in Large Deep Learnin
 - In the backward the same is done with the products that give gradients of inputs: those of column-parallel maps are
   summed, those of row-parallel maps follow the gather of the output's gradient. The gradients of weights follow.
 
-A part is the same positions of all samples, so its rows are copied together before a product (or its result is copied
-to its places) unless they were received so.
+A part is the same positions of all samples. What is received is in the order of the ranks; the rows of a part of a
+tensor in the order of positions are copied together before a product, or its result is copied to its places.
 
 [Note: one function for all readers] All maps that read one gathered tensor are one autograd function, at the place of
 the gather: each part is multiplied by all of their weights when it arrives. Their modules then only hand on its

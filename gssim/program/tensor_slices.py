@@ -27,6 +27,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 from gssim import cost
@@ -41,7 +42,7 @@ from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import Scenario, routes_parts
 from gssim.scenario.overlapped_sums import end_of, input_gradient_sums, maps_of_sums
 from gssim.units import Recompute
-from gssim.workload import Layer, LayerInstance, Reduction
+from gssim.workload import Layer, LayerInstance, Parameter, Reduction
 from gssim.workload.layer import EXPERT_EXCHANGES, GATHER_AGAIN
 
 
@@ -233,9 +234,10 @@ def _overlapping(tasks: Sequence[Task], products: Mapping[int, "_Product"]) -> l
 
 def _divided(part: Task, product: "_Product") -> tuple[Task, Task]:
     """Split a part of a pass in two: the time that runs beside an exchange, at most all of it, and the rest."""
-    overlap_s = min(product.beside_s, part.duration_s)
+    whole_s = part.duration_s + product.copies_s
+    overlap_s = min(product.beside_s, whole_s)
     overlap = Task(part.id.serving("overlap"), part.phase, duration_s=overlap_s)
-    return overlap, replace(part, duration_s=part.duration_s - overlap_s)
+    return overlap, replace(part, duration_s=whole_s - overlap_s)
 
 
 class _Product(NamedTuple):
@@ -245,6 +247,8 @@ class _Product(NamedTuple):
     """Seconds of the products that can run beside the exchange, as neither needs a result of the other."""
     follows: bool
     """Whether the products read what the exchange brings; otherwise they come before it."""
+    copies_s: float = 0.0
+    """Seconds by which the pass is longer for copies of parts."""
 
 
 def _weight_products_s(low: Lowering, rank: int, instance: LayerInstance, samples: int) -> dict[int, float]:
@@ -274,7 +278,7 @@ def _products_beside(
     """
     layer, plan = instance.layer, low.scenario.plan
     ends = [end_of(each) for each in input_gradient_sums(layer)]
-    of_sums, of_input = ([[p.shape for p in maps] for maps in maps_of_sums(layer, rows=rows)] for rows in (True, False))
+    of_sums, of_input = (maps_of_sums(layer, rows=rows) for rows in (True, False))
     hidden_ratio = (low.policies.tp - 1) / low.policies.tp
     backward, found, seen = phase == "b", {}, Counter[tuple[int, str]]()
     for number, exchange in enumerate(reductions_in(layer, phase, plan.recompute)):
@@ -289,11 +293,35 @@ def _products_beside(
         seen[place, exchange.kind] += 1
         if not 0 <= place < len(ends):
             continue
-        shapes = (of_sums if gathers == (backward and not again) else of_input)[place]
+        maps = (of_sums if gathers == (backward and not again) else of_input)[place]
         kind: ProductKind = "input_gradient" if backward else "forward"
-        if beside_s := hidden_ratio * _products_s(low, rank, shapes, samples, kind):
-            found[number] = _Product(beside_s, follows=gathers and not again)
+        if products_s := _products_s(low, rank, [each.shape for each in maps], samples, kind):
+            beside_s, copies_s = _copies_of_parts_s(low, rank, exchange, maps, samples)
+            found[number] = _Product(hidden_ratio * (products_s + beside_s), gathers and not again, copies_s)
     return found
+
+
+def _copies_of_parts_s(
+    low: Lowering, rank: int, exchange: Reduction, maps: Sequence[Parameter], samples: int
+) -> tuple[float, float]:
+    """Return the seconds of a ring's copies beside an exchange, and of all its copies beyond those that it saves.
+
+    Each part is copied on the cut side of the products: to its places in their results, or from its places in what they
+    read. A sum of input gradients is followed by another copy of what it read, for the gradients of the weights. A
+    gathered input, and what is summed, need no copy in another order of positions, which is a part of the traced time;
+    where that is longer, a pass still takes its traced time, on which a search's bounds rely. Both are 0 unless
+    products are computed part by part; see `Scenario.multiplies_in_ring`.
+    """
+    if not low.scenario.multiplies_in_ring:
+        return 0.0, 0.0
+    whole_bytes, device = _sum_bytes(low, exchange, samples), low.device(rank)
+    widths = (each.shape[each.sliced_dimension or 0] for each in maps)
+    cut_bytes = sum(whole_bytes * cut * cut / prod(each.shape) for cut, each in zip(widths, maps, strict=True))
+    place = exchange.moment.phase, exchange.kind
+    later_bytes = cut_bytes if place == ("b", "reduce-scatter") else 0.0
+    saved_bytes = 0.0 if place == ("b", "all-gather") else whole_bytes
+    more_bytes = max(0.0, cut_bytes + later_bytes - saved_bytes)
+    return cost.copy_time_s(device, cut_bytes), cost.copy_time_s(device, more_bytes)
 
 
 def _without_ring(

@@ -154,6 +154,6 @@ def supported(path: Path, overrides: tuple[str, ...] = ()) -> Iterator[Support]:
             pp, unstaged = scenario.policies.pp, scenario.workload.model.unstaged_reason
             if pp > 1 and unstaged is not None:
                 refused = iter([f"plan.pp = {pp}: {unstaged}"])
-            elif (reason := scenario.unreal_overlap_reason) is not None:
-                refused = iter([f"plan.tp_overlap = true: {reason}"])
+            elif (why := scenario.unreal_overlap_reason) is not None:
+                refused = iter([f"plan.tp_overlap = true: {why}"])
             yield Support(method, feature, None, next(refused, None))

@@ -47,6 +47,21 @@ def compared() -> Iterator[tuple[str, float]]:
             dist.all_gather_into_tensor(whole, theirs)
             exchanges.all_gather_into_tensor(gathered, theirs, group=group)
             yield f"all-gather {elements} {dtype}", worst(whole, gathered)
+            parts = flat.view(ranks, elements)
+            theirs = torch.empty(elements, dtype=dtype)
+            dist.reduce_scatter_tensor(theirs, flat.clone())
+            ours = exchanges.reduce_scatter_in_turn(lambda number, parts=parts: parts[number].clone(), group=group)
+            yield f"reduce-scatter in turn {elements} {dtype}", worst(theirs, ours)
+            every = torch.full((ranks, elements), torch.nan, dtype=dtype)
+            every[rank] = parts[rank]
+            copied = torch.empty_like(every)
+            order = []
+            for number in exchanges.all_gather_in_turn(every, group=group):
+                copied[number] = every[number]
+                order.append(number)
+            dist.all_gather_into_tensor(whole, parts[rank].clone())
+            yield f"all-gather in turn {elements} {dtype}", worst(whole, copied.view(-1))
+            yield f"order {elements} {dtype}", float(order != [(rank - step) % ranks for step in range(ranks)])
     yield from unevenly(group, rank, ranks)
 
 
@@ -108,6 +123,9 @@ def seen() -> list[list[Any]]:
     with CollectiveRecorder() as recorder:
         exchanges.reduce_scatter_tensor(part, whole, group=group)
         exchanges.all_gather_into_tensor(whole, part, group=group)
+        exchanges.reduce_scatter_in_turn(lambda _: torch.ones(5), group=group)
+        for _ in exchanges.all_gather_in_turn(torch.ones(dist.get_world_size(), 6), group=group):
+            pass
     return [list(entry.key) for entry in collectives_of(from_all_ranks(recorder.seen))]
 
 

@@ -1,10 +1,14 @@
 """Layers whose exchanges of parts of sequences overlap with products, as they are derived from traced ones."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from searching import assert_bounds_below_prediction
+from strategies import device_type, scenario_of, star
 
+from gssim.errors import UserError
 from gssim.scenario import load_model
 from gssim.scenario.tensor_slices import model_slice
 from gssim.workload import Layer, Model
@@ -12,6 +16,10 @@ from gssim.workload import Layer, Model
 SHIPPED = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 OF_TESTS = Path(__file__).resolve().parents[1] / "helpers" / "models" / "of_tests"
 FEW = ("gpt-byte-1m", "bert-byte-1m", "llama3.2-1b", "decoder-olmo2", "tiny-gpt2", "decoder-falcon")
+
+
+GPT = load_model(SHIPPED / "gpt-byte-1m.toml")
+DIVIDED = {"method": "tensor", "sequence_parallel": True, "tp_overlap": True}
 
 
 def can_overlap(model: Model) -> bool:
@@ -33,6 +41,23 @@ def blocks_of(model: Model, ranks: int, *, in_ring: bool) -> list[Layer]:
     ring_length = length if in_ring else None
     held = model_slice(model, (1 / ranks,) * ranks, 0, positions=length // ranks, ring_length=ring_length)
     return [layer for layer in held.layers if layer.block]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"method": "tensor"},
+        {"method": "tensor", "recompute": "full", "micro_batches": 3},
+        {"method": "pipeline", "tp": 2, "pp": 2, "micro_batches": 4},
+        {"method": "zero3", "tp": 2, "dp_shard": 2},
+        {"method": "ddp", "tp": 2, "cp": 2},
+    ],
+    ids=str,
+)
+def test_bounds_of_a_search_are_no_more_than_a_prediction(plan):
+    assert_bounds_below_prediction(
+        scenario_of(star(4), DIVIDED | plan, model=GPT, sequence_length=64, global_batch_size=12)
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -59,3 +84,20 @@ def test_the_same_is_exchanged_and_gradients_of_weights_follow_the_exchange(path
             weights = [each for each in after.parameters if begin < each.born.position < end]
             assert weights
             assert all(each.ready.position == end + 1 and each.sliced for each in weights)
+
+
+def test_rings_of_gpus_are_refused():
+    gpus = star(2, types={"cpu": device_type(kind="cuda")})
+    with pytest.raises(UserError, match="messages beside products are known of CPUs only"):
+        scenario_of(gpus, DIVIDED, model=GPT, sequence_length=64, global_batch_size=12)
+
+
+def test_a_model_that_does_not_show_its_products_is_refused():
+    layers = tuple(replace(each, selective_positions=None) for each in GPT.sequence_layers)
+    with pytest.raises(UserError, match="does not tell which operations are products"):
+        scenario_of(
+            star(2), DIVIDED, model=replace(GPT, sequence_layers=layers), sequence_length=64, global_batch_size=12
+        )
+    moved = tuple(replace(each, selective_positions=(0, 1, 2, 3, 4)) for each in GPT.sequence_layers)
+    with pytest.raises(UserError, match=r"does not show the products of 'blocks.0' beside its exchanges"):
+        blocks_of(replace(GPT, sequence_layers=moved), 2, in_ring=True)

@@ -318,13 +318,14 @@ def test_on_gloo_rings_carry_each_part_once_and_products_hide_their_part_of_them
     """Between slow links, a step is what they carry, and what is computed before and after the exchanges.
 
     A link carries (n - 1) / n of each tensor that is gathered or scattered: gloo's own reduce-scatter moves twice that.
+    The devices copy in no time.
     """
     flop_per_s, tokens = 1e9, 12 * 48
     plan = {"method": "gs_tp", "sequence_parallel": True, "tp_overlap": True}
     plan["shares"] = {"shards": [0.5, 0.25, 0.25] if ranks == 3 else "even"}
 
     def predicted(bandwidth: float):
-        made = star(ranks, bandwidth=bandwidth)
+        made = star(ranks, bandwidth=bandwidth, types={"cpu": device_type(memory_bandwidth_bytes_per_s=1e15)})
         return simulate(loaded_of(scenario_of(made, plan, model=GPT, sequence_length=48, global_batch_size=12))).result
 
     slow, slower, fast = map(predicted, (1e5, 5e4, 1e15))
@@ -335,6 +336,29 @@ def test_on_gloo_rings_carry_each_part_once_and_products_hide_their_part_of_them
     hidden_s = fast.step_time_s - (slow.step_time_s - carried_s)
     products_s = 2 * LAYERS * 2 * tokens * 12 * WIDTH**2 * max(1 / 2 if ranks == 3 else 0, 1 / ranks) / flop_per_s
     assert 0.9 < hidden_s / ((ranks - 1) / ranks * products_s) < 1 + 1e-6
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_gloo_parts_of_products_are_copied(ranks):
+    """An exchange copies what is on the cut side of its maps, beyond the copy of what it carries that it saves.
+
+    Of w values at a position, 3 and 4 w / n are cut of the first maps (queries, keys and values; the perceptron's), and
+    w and 4 w / n of the maps that follow. Gradients of the first maps' outputs are copied once more for their weights.
+    Gathers of gradients save no copy.
+    """
+    sides = {"gather": (3, 4), "scatter": (1, 4), "gather gradients": (1, 4), "scatter gradients": (6, 8)}
+    saved = {"gather gradients": 0.0}
+    widths = sum(max(0.0, side / ranks - saved.get(kind, 1)) for kind, of_maps in sides.items() for side in of_maps)
+    kind = device_type(memory_bandwidth_bytes_per_s=1e7)
+    made = star(ranks, bandwidth=1e15, types={"cpu": kind})
+    after_s, beside_s = (
+        simulate(
+            loaded_of(scenario_of(made, DIVIDED | more, model=GPT, sequence_length=64, global_batch_size=12))
+        ).result.step_time_s
+        for more in ({}, {"tp_overlap": True})
+    )
+    copied_bytes = LAYERS * 12 * 64 * WIDTH * VALUE_BYTES * widths
+    assert beside_s - after_s == pytest.approx(2 * copied_bytes / 1e7, rel=1e-3)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -249,7 +249,7 @@ def test_rings_of_messages_do_what_torchs_collectives_do(rings: dict[str, Any]) 
     differences = rings["differences"]
     assert len(differences) > 20
     assert {name: found for name, found in differences.items() if found > 2e-6} == {}
-    assert [found for name, found in differences.items() if name.startswith("all")] == [0.0] * 10
+    assert [found for name, found in differences.items() if name.startswith("all")] == [0.0] * 16
 
 
 @pytest.mark.real
@@ -267,4 +267,6 @@ def test_rings_of_messages_take_the_predicted_buffers(rings: dict[str, Any]) -> 
 @pytest.mark.real
 def test_rings_of_messages_are_seen_as_the_collectives_that_they_are(rings: dict[str, Any]) -> None:
     group, size = list(range(RING)), 16 * RING
-    assert sorted(rings["seen"]) == [["all-gather", group, size, 1], ["reduce-scatter", group, size, 1]]
+    expected = [["all-gather", group, size, 1], ["all-gather", group, size // 4 * 6, 1]]
+    expected += [["reduce-scatter", group, size, 1], ["reduce-scatter", group, size // 4 * 5, 1]]
+    assert sorted(rings["seen"]) == expected

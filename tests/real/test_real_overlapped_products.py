@@ -1,6 +1,7 @@
 """Products of linear maps beside the exchanges of parts of sequences, in a ring, on ranks of this machine.
 
-Training equals one device's; collectives and peaks are the predicted ones.
+Training equals one device's; collectives and peaks are the predicted ones. Random points in bf16 are in
+`test_real_points.py`.
 """
 
 from pathlib import Path
@@ -24,7 +25,6 @@ HALVES = [*UNEVEN, "plan.shares.shards=[0.7,0.3]"]
 THREE = [*UNEVEN, "plan.shares.shards=[0.5,0.25,0.25]"]
 VOCABULARY = ["plan.loss_parallel=true", "plan.embedding_parallel=true"]
 FULL, SMALL = ["plan.recompute=full"], ["workload.global_batch_size=2"]
-BF16 = ["workload.precision=bf16"]
 BASE = {"gpt": "small-demo.toml", "bert": "small-bert.toml"}
 FILES = {"llama": "tiny-llama", "lengths": "lengths-llama", "gpt2": "tiny-gpt2"}
 FILES |= {name: f"decoder-{name}" for name in ("olmo2", "gpt_neox", "phi", "gemma", "falcon", "qwen3")}
@@ -51,8 +51,6 @@ ON = {
         "gpt_neox-full-sgd": [*SGD, *TENSOR, *FULL],
         "phi-adamw": [*ADAMW64, *TENSOR],
         "gemma-sgd": [*SGD, *TENSOR],
-        "gpt-bf16-sgd": [*SGD, *TENSOR, *BF16],
-        "llama-bf16-full-sgd": [*SGD, *TENSOR, *BF16, *FULL],
         "falcon-sgd": [*SGD, *TENSOR],
         "gpt-one-vocabulary-sgd": [*SGD, *TENSOR, *VOCABULARY, "workload.global_batch_size=1"],
         "llama-one-vocabulary-sgd": [*SGD, *TENSOR, *VOCABULARY, "workload.global_batch_size=1"],

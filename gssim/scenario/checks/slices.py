@@ -115,7 +115,7 @@ def _check_equal_rows(scenario: Scenario, policies: Policies, where: str) -> Non
 
 def check_tensor_overlap(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse to overlap exchanges of tensor-parallel ranks with products where there are none, or in an unknown way."""
-    plan, model, backend = scenario.plan, scenario.workload.model, scenario.cluster.backend
+    plan, model = scenario.plan, scenario.workload.model
     if not plan.tp_overlap and not plan.async_input_gradients:
         return
     where = f"{file}: plan.{'tp_overlap' if plan.tp_overlap else 'async_input_gradients'} = true"
@@ -129,8 +129,6 @@ def check_tensor_overlap(scenario: Scenario, policies: Policies, file: str) -> N
         raise UserError(f"{where}: no tensor-parallel ranks sum gradients of inputs; set plan.tp")
     if not any(each.cut is not None and len(each.shape) == 2 for layer in layers for each in layer.parameters):
         raise UserError(f"{where}: the blocks of '{model.name}' have no linear maps that ranks divide; leave it out")
-    if plan.tp_overlap and backend not in ("nccl", "gloo"):
-        raise UserError(f"{where}: how backend '{backend}' does so is not known; allowed with 'nccl' and 'gloo'")
     if scenario.multiplies_in_ring:
         _check_products_in_ring(scenario, where)
 
