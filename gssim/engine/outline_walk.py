@@ -4,9 +4,11 @@
 own, and collectives of its tensor group, some of them beside its tasks. If no other traffic of the program can cross
 the links of such a collective, it always takes the same time, and so does the chunk. The chunk is then priced once, as
 a row of delays, which are added one after another as the clock would add them. The condition holds if the collective
-has one class of ranks, which makes all users of its links run one after another, and one session of flows. Chunks with
-other collectives are split into their tasks. The messages, and the collectives after the schedule, run in simulated
-time: they start when the last of their members arrives, on links that they may share.
+has one class of ranks, which makes all users of its links run one after another, and one session of flows. The
+messages, the collectives after the schedule, and all others inside chunks run in simulated time: they start when the
+last of their members arrives, on links that they may share. A chunk with such collectives is cut at these, and the
+sections between them are priced once. That is so where ranks of pipelines divide sequences: they exchange keys and
+values a few times in each layer, over links that messages cross too, between many collectives of the tensor group.
 
 Like the vectorised walk, this is exact (but for rounding where collectives run beside tasks) if ranks are independent
 between collectives ([Note: ahead] in `fast_path`) and only compute streams allocate memory.
@@ -29,6 +31,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
+from itertools import repeat
 from math import inf
 from operator import add
 from typing import Any, Literal, NamedTuple
@@ -197,6 +200,70 @@ class _Stream:
         return next((piece.goes_on for several in pieces for piece in several if piece.host_s is not None), False)
 
 
+class _Section(NamedTuple):
+    """A section of a template: tasks that are priced as one, or a single task that is executed in simulated time."""
+
+    task: Task
+    """The single task; or one that stands for several: it has their last one's identity, and waits as the first does.
+    """
+    template: Template | None = None
+    """The tasks that it stands for."""
+
+
+def _sections(template: Template, alone: Callable[[Task], bool]) -> Sequence[_Section]:
+    """Return a template cut at the tasks that cannot be priced, and where the compute stream and these wait for each
+    other; an empty sequence if it cannot be cut.
+
+    `alone`: whether a task's collective takes the same time at all times, if no other task uses its links meanwhile.
+
+    >>> first, gather, last = TaskId("forward", layer="a"), TaskId("gather-keys"), TaskId("forward", layer="b")
+    >>> own = Task(first, "forward", duration_s=1.0), Task(last, "forward", duration_s=2.0, after=(gather,))
+    >>> sum_up = Task(TaskId("all-reduce"), "exposed_communication", communication=TaskId("all-reduce"))
+    >>> keys = Task(gather, "exposed_communication", "ring", communication=gather, after=(first,))
+    >>> parts = _sections(Template((sum_up, own[0], keys, own[1])), lambda task: task is sum_up)
+    >>> [(part.task.label, len(part.template.tasks) if part.template else None) for part in parts]
+    [('forward a', 2), ('all-gather keys', None), ('forward b', 1)]
+    """
+    simulated = {task.id: task.stream for task in template.tasks if task.communication is not None and not alone(task)}
+    awaited = {each for task in template.tasks if task.id in simulated for each in task.after}
+    groups: list[list[Task]] = [[]]
+    for task in template.tasks:
+        if task.id in simulated or any(each in simulated for each in task.after):
+            groups.append([])
+        groups[-1].append(task)
+        if task.id in simulated or task.id in awaited:
+            groups.append([])
+    sections: list[_Section] = []
+    for tasks in filter(None, groups):
+        first, last = tasks[0], tasks[-1]
+        if first.id in simulated:
+            sections.append(_Section(first))
+        elif _is_in_turn(tasks, set(simulated.values())):
+            after = tuple([each for each in first.after if each in simulated])
+            sections.append(_Section(Task(last.id, last.phase, after=after), Template(tuple(tasks))))
+        else:
+            return ()
+    return sections
+
+
+def _is_in_turn(tasks: Sequence[Task], other_streams: Collection[str]) -> bool:
+    """Return whether each collective of some tasks beside the compute stream begins after the task before it, has a
+    stream other than those given, and is waited for before the next one begins.
+    """
+    beside: TaskId | None = None  # collective beside the compute stream that has not been waited for yet
+    before: TaskId | None = None
+    for task in tasks:
+        if task.stream == "compute":
+            if beside in task.after:
+                beside = None
+        elif beside is not None or before not in task.after or task.stream in other_streams:
+            return False
+        else:
+            beside = task.id
+        before = task.id
+    return beside is None
+
+
 class _Role:
     """A role's tasks as operations by stream."""
 
@@ -227,12 +294,17 @@ class _Role:
                 self.slot_of[each] = self.slot_of.setdefault(chunks[each], self.slot_of[each])
 
     def operations(
-        self, whole: Collection[int], idle: Collection[int], number: Callable[[Task | Posted], int]
+        self,
+        whole: Collection[int],
+        idle: Collection[int],
+        cut: Mapping[int, Sequence[_Section]],
+        number: Callable[[Task | Posted], int],
     ) -> tuple[dict[str, list[_Operation]], int]:
         """Return the operations of each stream, and the number of slots.
 
-        `whole`: `id`s of the templates that are priced as a whole; `idle`: of those that take no time. `number`: gives
-        the number of the collective that a task joins.
+        `whole`: `id`s of the templates that are priced as a whole; `idle`: of those that take no time. `cut`: the
+        sections of templates that are priced in sections, by `id`. `number`: gives the number of the collective that a
+        task joins.
         """
         streams: dict[str, list[_Operation]] = defaultdict(list)
         compute = streams["compute"] = []
@@ -248,10 +320,12 @@ class _Role:
             elif isinstance(part, Task):
                 self._add([part], streams, number, slots, stream_of)
             elif id(part.template) not in whole:
-                tasks = part.tasks
+                sections = cut.get(id(part.template), ())
+                tasks = part.with_ids([each.task for each in sections]) if sections else part.tasks
                 if slot >= 0:
                     slots[tasks[-1].id] = slot
-                self._add(tasks, streams, number, slots, stream_of)
+                templates = [-1 if each.template is None else id(each.template) for each in sections]
+                self._add(tasks, streams, number, slots, stream_of, templates)
             elif slot >= 0 or id(part.template) not in idle:
                 compute.append(_Operation((), slot, id(part.template), (), -1, ""))
         return streams, len(slots)
@@ -263,12 +337,17 @@ class _Role:
         number: Callable[[Task | Posted], int],
         slots: dict[Name, int],
         stream_of: dict[TaskId, str],
+        templates: Sequence[int] = (),
     ) -> None:
-        """Add the operations of tasks, and slots for those that they wait for."""
+        """Add the operations of tasks, and slots for those that they wait for.
+
+        `templates`: for each task, the `id` of the template for which it stands; -1 if it is a task of its own. Empty
+        if all are.
+        """
         for each in (each for task in tasks for each in task.after):
             slots.setdefault(each, len(slots))
         stream_of.update((task.id, task.stream) for task in tasks if task.id in slots)
-        for task in tasks:
+        for task, template in zip(tasks, templates or repeat(-1), strict=False):
             slot = slots.get(task.id, -1)
             others = [each for each in task.after if stream_of.get(each, "compute") != task.stream]  # not its own
             after = tuple([slots[each] for each in reversed(others)])
@@ -277,8 +356,8 @@ class _Role:
             if collective < 0 and (task.duration_s or task.issue is not None):
                 host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
                 pieces = (_Piece((task.duration_s,), host_s, goes_on, task.phase),)
-            if after or slot >= 0 or collective >= 0 or pieces:
-                streams[task.stream].append(_Operation(after, slot, -1, pieces, collective, task.phase))
+            if after or slot >= 0 or collective >= 0 or template >= 0 or pieces:
+                streams[task.stream].append(_Operation(after, slot, template, pieces, collective, task.phase))
 
 
 def can_walk_outlines(machine: MachineState) -> bool:
@@ -338,6 +417,8 @@ class OutlineWalk:
         """For each class, the classes of links that only its compute stream uses."""
         self._delays_s: dict[CollectiveInstance, tuple[float, ...] | None] = {}
         """Delays of collectives of one class; see `_alone_delays`."""
+        self._kept: list[_Section] = []
+        """All sections, to whose templates operations refer by `id`."""
         self.ranks, self._streams = self._made()
         self._left = self._in_first = len(self._streams)
 
@@ -401,8 +482,12 @@ class OutlineWalk:
             self._delays_s[instance] = delays_of_collective(self.machine, instance, self._own_links[index])
         return self._delays_s[instance]
 
-    def _priced(self, template: Template, index: int) -> _Priced | None:
-        """Return a template's time for a class; None if it is not the same at all times."""
+    def _pieces(
+        self, template: Template, index: int
+    ) -> tuple[tuple[_Piece, ...], tuple[CollectiveInstance, ...]] | None:
+        """Return a template's tasks with their times for a class, and its collectives; None if they do not take the
+        same time at all times.
+        """
         pieces, instances = [], []
         beside: TaskId | None = None  # collective beside the compute stream that has not been waited for yet
         for task in template.tasks:
@@ -421,10 +506,21 @@ class OutlineWalk:
                 return None
             beside = task.id if task.stream != "compute" else None
             pieces.append(_Piece(delays_s, None, False, task.phase, "" if beside is None else "begins"))
+        return tuple(pieces), tuple(instances)
+
+    def _priced(self, template: Template, index: int, *, added_up: bool) -> _Priced | None:
+        """Return a template's time for a class; None if it is not the same at all times.
+
+        `added_up`: whether tasks that do not wait for the host may become a row of delays.
+        """
+        found = self._pieces(template, index)
+        if found is None:
+            return None
+        pieces, instances = found
         delays_s, seconds = _added_up(pieces)
-        if any(piece.host_s is not None for piece in pieces):
-            return _Priced((), seconds, tuple(pieces), tuple(instances))
-        return _Priced(delays_s, seconds, (), tuple(instances))
+        if not added_up or any(piece.host_s is not None for piece in pieces):
+            return _Priced((), seconds, pieces, instances)
+        return _Priced(delays_s, seconds, (), instances)
 
     def _instances_of(self, exchange: Communication) -> Mapping[int, tuple[int, CollectiveInstance]]:
         if id(exchange) not in self._instances:
@@ -465,18 +561,53 @@ class OutlineWalk:
         """
         role = self.machine.program.once(_role_of, role_number)
         priced: dict[int, dict[int, _Priced]] = {index: {} for index in indices}
+        whole: set[int] = set()
+        cut: dict[int, Sequence[_Section]] = {}
+
+        def is_priced(template: Template, *, added_up: bool) -> bool:
+            found = [one for index in indices if (one := self._priced(template, index, added_up=added_up)) is not None]
+            if len(found) < len(indices):
+                return False
+            for index, one in zip(indices, found, strict=True):
+                priced[index][id(template)] = one
+            return True
+
         for key, template in role.templates.items():
-            found = [one for index in indices if (one := self._priced(template, index)) is not None]
-            if len(found) == len(indices):
-                for index, one in zip(indices, found, strict=True):
-                    priced[index][key] = one
+            if is_priced(template, added_up=True):
+                whole.add(key)
+                continue
+            sections = self._sections_of(template, indices)
+            self._kept += sections
+            # their tasks are executed one by one, so that times add up as if these were in no section
+            if all([each.template is None or is_priced(each.template, added_up=False) for each in sections]):
+                cut[key] = sections
         idle = {
             key
-            for key in priced[indices[0]]
+            for key in whole
             if not any(own.delays_s or own.pieces or own.instances for own in (priced[i][key] for i in indices))
         }
-        operations, slots = role.operations(set(priced[indices[0]]), idle, self._number)
+        operations, slots = role.operations(whole, idle, cut, self._number)
         return priced, operations, slots
+
+    def _sections_of(self, template: Template, indices: Sequence[int]) -> Sequence[_Section]:
+        """Return a template's sections that take the same time at all times for each of some classes; none if it cannot
+        be cut.
+        """
+        joined = {
+            id(exchange): [(index, self._instances_of(exchange)[index][1]) for index in indices]
+            for exchange in (task.exchange for task in template.tasks)
+            if exchange is not None
+        }
+        is_alone = {
+            key: all([self._alone_delays(each, index) is not None for index, each in several])
+            for key, several in joined.items()
+        }
+        links: dict[bool, set[int]] = {True: set(), False: set()}
+        for key, several in joined.items():
+            links[is_alone[key]].update(*(self._links_of(each) for _, each in several))
+        if not links[True].isdisjoint(links[False]):
+            return ()  # a collective that is simulated crosses a link of this class on its way over links of others
+        return _sections(template, lambda task: is_alone[id(task.exchange)])
 
     def _merged(self, by_role: Sequence[Mapping[int, Mapping[int, _Priced]]]) -> Sequence[tuple[int, ...]]:
         """Return, for each class, those that it is merged with, itself included, and set up what they join; see

@@ -418,7 +418,11 @@ class Chunk:
     @property
     def tasks(self) -> Sequence[Task]:
         """The tasks, with the micro-batch and the stage in their identities."""
-        return with_ids(self.template.tasks, partial(TaskId.at, micro_batch=self.micro_batch, stage=self.stage))
+        return self.with_ids(self.template.tasks)
+
+    def with_ids(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """Return tasks of the template with the micro-batch and the stage in their identities."""
+        return with_ids(tasks, partial(TaskId.at, micro_batch=self.micro_batch, stage=self.stage))
 
     @property
     def last(self) -> TaskId:
@@ -767,8 +771,11 @@ class Program:
 
     @cached_property
     def uneven(self) -> Mapping[TaskId, Communication]:
-        """Collectives in which ranks send or receive parts of unequal sizes."""
-        if not any(each.pair_bytes or each.part_bytes for each, _ in self.exchanges):
+        """Collectives in which ranks send or receive parts of unequal sizes. None are listed if no step's sizes depend
+        on the data: nothing then needs their names, and pipelines that divide sequences have very many.
+        """
+        selects = self.push_density is not None or self.publish_density is not None
+        if not selects and not any(each.data_dependent for each, _ in self.exchanges):
             return {}
         return {name: each for name, each in self.communications.items() if each.pair_bytes or each.part_bytes}
 

@@ -27,7 +27,7 @@ from typing import Any
 from gssim.cluster import DeviceType
 from gssim.engine import MEMORY_STEPS, MemoryTracker
 from gssim.memory.allocator import LARGE_SEGMENT_BYTES, rounded_bytes, segment_bytes
-from gssim.program import Chunk, Program, Task, unnumbered, without_messages
+from gssim.program import Chunk, Program, Task, each_once, unnumbered, without_messages
 from gssim.result import CATEGORIES
 from gssim.result.result import Fit, Margin
 from gssim.scenario import Scenario
@@ -337,11 +337,16 @@ def _exchange_buffers_bytes(scenario: Scenario, program: Program, rank: int) -> 
 
 def _largest_sequence_bytes(program: Program) -> dict[int, float]:
     """Return the bytes of the largest gathered part of sequences of each rank; 0 for ranks that gather none."""
-    gathers = {id(each): each for name, each in program.communications.items() if name.op == "gather-sequence"}
+    size_bytes: dict[Sequence[Sequence[int]], float] = {}
+    """Largest size by groups: very many layers gather in the same ones."""
+    for task in chain.from_iterable(map(each_once, program.tasks)):  # chunks repeat them for every micro-batch
+        gather = task.exchange
+        if gather is not None and task.communication is not None and task.communication.op == "gather-sequence":
+            size_bytes[gather.groups] = max(size_bytes.get(gather.groups, 0.0), gather.size_bytes)
     largest: dict[int, float] = dict.fromkeys(range(len(program.role_of)), 0.0)
-    for gather in gathers.values():
-        for rank in chain.from_iterable(gather.groups):
-            largest[rank] = max(largest[rank], gather.size_bytes)
+    for groups, most_bytes in size_bytes.items():
+        for rank in chain.from_iterable(groups):
+            largest[rank] = max(largest[rank], most_bytes)
     return largest
 
 

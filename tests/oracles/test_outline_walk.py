@@ -7,6 +7,7 @@ from strategies import star
 
 from gssim.collectives import Communication
 from gssim.engine import Machine, machine
+from gssim.engine.outline_walk import OutlineWalk
 from gssim.program import Outline, Program, TaskId
 from gssim.program.task import Collectives, collective_task
 from gssim.scenario import load_scenario
@@ -195,6 +196,40 @@ def test_classes_that_do_the_same_at_the_same_times_are_walked_as_one(changes, r
 
 
 DIVIDED = "plan.sequence_parallel=true"
+PARTED = ("plan.method=ddp", "plan.tp=2", "plan.pp=2", "plan.cp=2", *MANY)
+"""Ranks with parts of the same sequences are on two servers: they exchange keys over links that messages cross too."""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (PAIRS, *PARTED, "plan.overlap=false"),
+        (PAIRS, *PARTED, DIVIDED, "plan.tp_overlap=true", "plan.context_exchange=gather", "plan.recompute=full"),
+        (PAIRS, *PARTED, DIVIDED, "plan.method=zero1", "plan.context_exchange=ring"),
+        combined(PAIRS, *PARTED, DIVIDED, "plan.tp_overlap=true", "plan.context_exchange=ring"),
+        combined(PAIRS, *PARTED, "plan.context_exchange=ring", "plan.context_overlap=false"),
+        combined(EIGHT, *PARTED, "plan.dp_replicate=2", "workload.global_batch_size=32", "plan.method=zero1"),
+        combined(QUADS, *PARTED, DIVIDED, "plan.context_exchange=ring"),  # taken apart: they share their server
+        combined(RING, *PARTED, DIVIDED, "plan.context_exchange=gather"),  # taken apart
+    ],
+)
+def test_chunks_with_exchanges_over_links_that_messages_cross(changes, monkeypatch):
+    (_, result, _), (_, expected, _) = both_ways(changes, monkeypatch)
+    assert_equal(result, expected, exactly=False)
+
+
+def test_between_such_exchanges_collectives_of_tensor_groups_are_priced(monkeypatch):
+    started = []
+    start = OutlineWalk._start
+
+    def listed(walk, instances, streams, start_s):
+        started.extend(each.communication for each in instances)
+        start(walk, instances, streams, start_s)
+
+    monkeypatch.setattr(OutlineWalk, "_start", listed)
+    simulate(load_scenario(SCENARIOS / "gpt-pipeline.toml", (PAIRS, *PARTED, "plan.overlap=false")))
+    assert {tuple(each.group) for each in started if each.kind == "all-to-all"} == {(0, 2), (4, 6)}
+    assert [each.kind for each in started if tuple(each.group) == (0, 1)] == []
 
 
 @pytest.mark.parametrize(
