@@ -234,6 +234,10 @@ class Software:
     shorter sequences, whose exchanges take no time."""
     overlaps_rings: bool = False
     """The exchanges of `rings` overlap with the attention to blocks of keys and values."""
+    rings_of_groups: bool = False
+    """`rings` carry keys and values once for each group of queries, as kernels for grouped queries read them
+    (Transformer Engine, pytorch/attention.py, AttnFuncWithCP). Else they are repeated for every head (torchtitan,
+    `repeat_kv`)."""
     float8_maps: bool = False
     """The blocks' linear layers are in float8 (`workload.map_precision`)."""
     attention_ratio: float = 1.0

@@ -48,6 +48,7 @@ class TransformerBuilder(OperationBuilder):
         shape = self.shape
         forward, backward = self.attention_flop()
         merged, merged_back = self.ring() if self.software.context_ranks > 1 else (ZERO_BYTES, ZERO_BYTES)
+        carried_width = shape.kv_width if self.software.rings_of_groups else shape.query_width
         return Operation(
             name="context",
             reads=reads,
@@ -61,7 +62,7 @@ class TransformerBuilder(OperationBuilder):
             also_saved=self.token_bytes(shape.heads, value=FLOAT),
             kept=True,
             kernels=self.software.flash_calls,
-            ring=self.token_bytes(2 * shape.query_width) if self.software.rings else None,
+            ring=self.token_bytes(2 * carried_width) if self.software.rings else None,
         )
 
     def ring(self) -> tuple[Polynomial, Polynomial]:

@@ -13,6 +13,7 @@ from analysis.literature.tables.nemo import GPT2_TOKENS, GPT3S, LLAMAS, NEMOTRON
 from analysis.literature.tables.reading import read_table
 from analysis.literature.transformer import transformer
 from gssim.execution.files import read_rows
+from gssim.scenario.tensor_slices import held_slice
 
 FILE = Path(str(files("analysis.literature"))) / "figures" / "nemo.csv"
 _, ROWS = read_rows(FILE)
@@ -98,3 +99,12 @@ def test_context_ranks_beside_tensor_ranks_go_around_in_rings():
     scenario = scenario_of(run)
     assert (scenario.policies.cp, scenario.policies.tp) == (2, 4)
     assert plan_of(run)["context_overlap"] is True
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "llama3-70b"])
+def test_rings_carry_the_keys_of_groups_of_queries(model):
+    """Of eight heads of keys and values, not of 32 or 64 of queries (Transformer Engine, AttnFuncWithCP)."""
+    run = run_where(model=model, release="v25.02.02", precision="bf16")
+    block = held_slice(scenario_of(run), 0).layers[1]
+    carried = [each.size_bytes.at(b=1, s=8192) for each in block.reductions if each.kind == "ring"]
+    assert carried == [2 * 2 * 4096 * 8 * 128 // run.tp] * 2  # keys and values in bf16, of a rank's 4,096 positions

@@ -135,6 +135,7 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         context_ranks=context,
         rings=context > 1,
         overlaps_rings=True,
+        rings_of_groups=True,
         float8_maps=record["precision"] == "fp8",
     )
 
