@@ -115,6 +115,10 @@ class ExpertLoad:
         if sum(form is not None for form in (self.skew, self.shares, self.layers)) != 1:
             raise ValueError("exactly one of skew, shares and layers is needed")
 
+    def __hash__(self) -> int:
+        """Return a hash of the loads, also of those by layer: loads are parts of the keys of caches."""
+        return hash((self.skew, self.shares, frozenset((self.layers or {}).items())))
+
 
 Load = Annotated[
     Annotated[Literal["balanced"], Tag("[name]")] | Annotated[ExpertLoad, Tag("[table]")],
