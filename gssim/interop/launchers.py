@@ -25,8 +25,8 @@ TORCHRUN_STARTS_ONE = (
     "approximated: torchrun starts one process on a host unless --nproc-per-node says more; taken are the devices of "
     "--cluster: --set plan.ranks gives another number"
 )
-SLOTS = re.compile(r"^\s*(?!#)([^\s:]+)(?:\s+slots\s*=\s*(\d+)|:(\d+))?", re.MULTILINE)
-"""A host of a host file, with its number of slots: OpenMPI's and DeepSpeed's form, or MPICH's."""
+SLOTS = re.compile(r"(?<![\w-])slots\s*=\s*(\S+)")
+"""The number of slots in a line of a host file, as OpenMPI and DeepSpeed have it; MPICH's follows the host's name."""
 
 Values = Mapping[str, Any]
 Valued = Callable[[str], Any]
@@ -172,19 +172,18 @@ def _of_mpi(words: Sequence[str], header: Values, files: Mapping[str, str]) -> S
     mapped = _option(words, "--map-by", "-map-by")
     if mapped and (per_node := re.fullmatch(r"ppr:(\d+):node(?:[:,].*)?", mapped[1])):
         each = mapped[0], per_node[1]
-    said, slots = "in a batch job", _slots_by_host("")
-    if hosts := _option(words, "-H", "--host", "-host", "-hosts", "--hosts"):
-        if is_open(hosts[1]):
-            return hosts[0], None
-        said, slots = hosts[0], _slots_by_host(hosts[1].replace(",", "\n"))
-    elif file := _option(words, "-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f"):
-        said, slots = file[0], _slots_by_host(files.get(file[1], ""))
-        if not slots:
-            return "in a batch job", None if each else header.get("tasks")
+    hosts = _option(words, "-H", "--host", "-host", "-hosts", "--hosts")
+    file = _option(words, "-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
+    text = hosts[1].replace(",", "\n") if hosts else files.get(file[1]) if file else None
+    if text is None:
+        if each is None:
+            return "in a batch job", header.get("tasks")
+        known = each[1].isdecimal() and not file and "nodes" in header
+        return f"{each[0]} in a batch job", int(each[1]) * header["nodes"] if known else None
+    said, slots = (hosts or file or ("",))[0], _slots_by_host(text)
     if each is None:
-        return said, sum(slots.values()) or header.get("tasks")
-    count = len(slots) or header.get("nodes")
-    return f"{each[0]} {said}", int(each[1]) * count if count and each[1].isdecimal() else None
+        return said, sum(slots.values()) or None
+    return f"{each[0]} {said}", int(each[1]) * len(slots) or None if each[1].isdecimal() else None
 
 
 def _of_jsrun(words: Sequence[str], _header: Values, _files: Mapping[str, str]) -> Said:
@@ -228,10 +227,21 @@ READERS |= {MODULES[2]: _of_accelerate, MODULES[3]: _of_deepspeed}
 
 
 def _slots_by_host(text: str) -> Mapping[str, int]:
-    """Return the slots of a host file's hosts; a line without a number is one. Empty if it leaves something open."""
+    r"""Return the slots of a host file's hosts; a line without a number is one. Empty if it leaves something open.
+
+    >>> dict(_slots_by_host("a max_slots=8 slots=4 # two\nb:2\nb")), dict(_slots_by_host("a slots=auto"))
+    ({'a': 4, 'b': 3}, {})
+    """
     slots = Counter[str]()
-    for match in SLOTS.finditer("" if is_open(text) else text):
-        slots[match[1]] += int(match[2] or match[3] or 1)
+    for line in text.splitlines():
+        said = line.partition("#")[0]
+        name, _, count = (said.split() or [""])[0].partition(":")
+        if match := SLOTS.search(said):
+            count = match[1]
+        if is_open(line) or not (count or "1").isdecimal():
+            return Counter()
+        if name:
+            slots[name] += int(count or 1)
     return slots
 
 
