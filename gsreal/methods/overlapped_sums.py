@@ -37,7 +37,8 @@ class MapLayout:
         if not self.transposed:
             return F.linear(x, weight, bias)
         assert bias is not None  # Conv1D always has one
-        return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view(*x.shape[:-1], -1)
+        output = torch.addmm(bias, x.view(-1, x.size(-1)), weight)
+        return output.view(*x.shape[:-1], output.shape[-1])  # not -1, which is unknown where there are no samples
 
     def outputs(self, weight: Tensor) -> int:
         """Return the number of outputs, the last dimension of the map's output."""
@@ -58,7 +59,8 @@ class MapLayout:
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the input, of shape (..., inputs)."""
         flat = gradient.reshape(-1, gradient.shape[-1])
-        return (flat @ (weight.t() if self.transposed else weight)).view(*gradient.shape[:-1], -1)
+        of_input = flat @ (weight.t() if self.transposed else weight)
+        return of_input.view(*gradient.shape[:-1], of_input.shape[-1])
 
     def weight_gradients(self, gradient: Tensor, x: Tensor, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of weight and bias."""

@@ -315,7 +315,7 @@ def with_traced_frozen(model: Model, *, where: str, on_impossible: Callable[[str
             continue
         layers, steps, _ = _fitted_to(short, steps, TERMS[name], where)
         layers = with_partial_costs(short, layers, steps, where=where, terms=TERMS[name], side_modules=True)
-        if layers[0].untrained_buffers is None:
+        if any(layer.untrained_buffers is None for layer in layers):
             continue
         differ = name not in ("layers", "sliced_layers")
         whole = layers if stack is None else repeat_blocks(layers, stack, neighbours_differ=differ) or []

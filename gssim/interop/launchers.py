@@ -5,6 +5,7 @@ read as options of the training by `gssim.interop.arguments`.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -24,8 +25,8 @@ TORCHRUN_STARTS_ONE = (
     "approximated: torchrun starts one process on a host unless --nproc-per-node says more; taken are the devices of "
     "--cluster: --set plan.ranks gives another number"
 )
-SLOTS = re.compile(r"^\s*(?!#)\S+(?:\s+slots\s*=\s*(\d+)|:(\d+))?", re.MULTILINE)
-"""A host of a host file, with its number of slots: OpenMPI's and DeepSpeed's form, or MPICH's."""
+SLOTS = re.compile(r"(?<![\w-])slots\s*=\s*(\S+)")
+"""The number of slots in a line of a host file, as OpenMPI and DeepSpeed have it; MPICH's follows the host's name."""
 
 Values = Mapping[str, Any]
 Valued = Callable[[str], Any]
@@ -35,10 +36,12 @@ Valued = Callable[[str], Any]
 def header_of(text: str) -> dict[str, int]:
     r"""Return what the header of a batch job asks for: `nodes`, `tasks` and `tasks per node`, where it says so.
 
-    Read are Slurm's, PBS's and LSF's; ranges and open values are left out.
+    Read are Slurm's, PBS's and LSF's; ranges, open values and PBS's hosts of several kinds are left out.
 
     >>> header_of("#SBATCH -N 2\n#SBATCH --ntasks-per-node=8")
     {'nodes': 2, 'tasks per node': 8, 'tasks': 16}
+    >>> header_of("#SBATCH --job-name=a --nodes=2"), header_of("#PBS -l select=1:mpiprocs=4+2:mpiprocs=8")
+    ({'nodes': 2}, {})
     >>> header_of("#PBS -l select=4:ncpus=64:mpiprocs=8"), header_of('#BSUB -n 16\n#BSUB -R "span[ptile=8]"')
     ({'nodes': 4, 'tasks per node': 8, 'tasks': 32}, {'tasks': 16, 'tasks per node': 8})
     """
@@ -56,13 +59,13 @@ def header_of(text: str) -> dict[str, int]:
 
 FORMS = {
     "#SBATCH": {
-        "nodes": r"^(?:-N|--nodes)[ =]?(\d+)(?![\d-])",
-        "tasks": r"^(?:-n|--ntasks)[ =]?(\d+)\b(?!-)",
-        "tasks per node": r"^--(?:n?tasks-per-node)[ =](\d+)\b",
+        "nodes": r"(?:^| )(?:-N|--nodes)[ =]?(\d+)(?![\d-])",
+        "tasks": r"(?:^| )(?:-n|--ntasks)[ =]?(\d+)\b(?!-)",
+        "tasks per node": r"(?:^| )--(?:n?tasks-per-node)[ =](\d+)\b",
     },
     "#PBS": {
-        "nodes": r"-l .*?(?:select|nodes)=(\d+)\b",
-        "tasks per node": r"-l .*?(?:mpiprocs|ppn)=(\d+)\b",
+        "nodes": r"-l [^+]*?(?:select|nodes)=(\d+)\b(?![^ ,]*\+)",
+        "tasks per node": r"-l [^+]*?(?:mpiprocs|ppn)=(\d+)\b(?![^ ,]*\+)",
     },
     "#BSUB": {"tasks": r"^-n (\d+)\b", "nodes": r"^-nnodes (\d+)\b", "tasks per node": r"ptile=(\d+)\b"},
 }
@@ -145,6 +148,8 @@ def _of_srun(words: Sequence[str], header: Values, _files: Mapping[str, str]) ->
     """Return srun's tasks: its own, else those of the job; a node has one unless the job says more."""
     if tasks := _option(words, "-n", "--ntasks"):
         return tasks
+    if _option(words, "--ntasks-per-gpu"):
+        return "", None
     nodes, each = _option(words, "-N", "--nodes"), _option(words, "--ntasks-per-node", "--tasks-per-node")
     if not nodes and not each and "tasks" in header:
         return "in a job with #SBATCH --ntasks", header["tasks"]
@@ -157,16 +162,28 @@ def _of_srun(words: Sequence[str], header: Values, _files: Mapping[str, str]) ->
 
 
 def _of_mpi(words: Sequence[str], header: Values, files: Mapping[str, str]) -> Said:
-    """Return mpirun's processes: -np, else the slots of its hosts, else those of the job."""
+    """Return mpirun's processes: -np, else those of its hosts, else those of the job.
+
+    A host has the processes that an option gives each, else its slots.
+    """
     if counted := _option(words, "-np", "--np", "-n", "--n"):
         return counted
-    if hosts := _option(words, "-H", "--host", "-host", "--hosts"):
-        slots = [each.partition(":")[2] or "1" for each in hosts[1].split(",")]
-        return hosts[0], sum(map(int, slots)) if all(map(str.isdecimal, slots)) else None
+    each = _option(words, "-N", "-npernode", "--npernode", "-ppn", "--ppn", "-perhost")
+    mapped = _option(words, "--map-by", "-map-by")
+    if mapped and (per_node := re.fullmatch(r"ppr:(\d+):node(?:[:,].*)?", mapped[1])):
+        each = mapped[0], per_node[1]
+    hosts = _option(words, "-H", "--host", "-host", "-hosts", "--hosts")
     file = _option(words, "-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
-    if file and file[1] in files:
-        return file[0], _slots(files[file[1]])
-    return "in a batch job", header.get("tasks")
+    text = hosts[1].replace(",", "\n") if hosts else files.get(file[1]) if file else None
+    if text is None:
+        if each is None:
+            return "in a batch job", header.get("tasks")
+        known = each[1].isdecimal() and not file and "nodes" in header
+        return f"{each[0]} in a batch job", int(each[1]) * header["nodes"] if known else None
+    said, slots = (hosts or file or ("",))[0], _slots_by_host(text)
+    if each is None:
+        return said, sum(slots.values()) or None
+    return f"{each[0]} {said}", int(each[1]) * len(slots) or None if each[1].isdecimal() else None
 
 
 def _of_jsrun(words: Sequence[str], _header: Values, _files: Mapping[str, str]) -> Said:
@@ -196,7 +213,8 @@ def _of_deepspeed(words: Sequence[str], _header: Values, files: Mapping[str, str
 def _included(host: str, slots: Mapping[str, int]) -> int | None:
     """Return how many devices a host of `--include` has: `worker-0:0,1`, or all of them."""
     name, _, devices = host.partition(":")
-    return len(devices.split(",")) if devices else slots.get(name)
+    numbers = devices.split(",")
+    return slots.get(name) if not devices else len(numbers) if all(map(str.isdecimal, numbers)) else None
 
 
 def _of_accelerate(words: Sequence[str], _header: Values, _files: Mapping[str, str]) -> Said:
@@ -208,13 +226,23 @@ READERS |= {MODULES[2]: _of_accelerate, MODULES[3]: _of_deepspeed}
 """Readers of launchers' options; all others have mpirun's."""
 
 
-def _slots_by_host(text: str) -> dict[str, int]:
-    """Return the slots of a host file's hosts; a host without a number has one."""
-    return {match[0].split()[0]: int(match[1] or match[2] or 1) for match in SLOTS.finditer(text)}
+def _slots_by_host(text: str) -> Mapping[str, int]:
+    r"""Return the slots of a host file's hosts; a line without a number is one. Empty if it leaves something open.
 
-
-def _slots(text: str) -> int | None:
-    return sum(_slots_by_host(text).values()) or None
+    >>> dict(_slots_by_host("a max_slots=8 slots=4 # two\nb:2\nb")), dict(_slots_by_host("a slots=auto"))
+    ({'a': 4, 'b': 3}, {})
+    """
+    slots = Counter[str]()
+    for line in text.splitlines():
+        said = line.partition("#")[0]
+        name, _, count = (said.split() or [""])[0].partition(":")
+        if match := SLOTS.search(said):
+            count = match[1]
+        if is_open(line) or not (count or "1").isdecimal():
+            return Counter()
+        if name:
+            slots[name] += int(count or 1)
+    return slots
 
 
 def host_files(words: Sequence[str], made: Mapping[str, str], read: Callable[[str], str | None]) -> dict[str, str]:

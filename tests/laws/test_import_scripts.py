@@ -363,6 +363,17 @@ HEADER = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n"
         ("mpiexec -n 4 --bind-to none python finetune.py", 4),
         ("mpirun -H a:2,b:2 python finetune.py", 4),
         ("printf 'a slots=2\\nb slots=2\\n' > hosts\nmpirun --hostfile hosts python finetune.py", 4),
+        ("printf 'a:2\\nb:2\\n' > hosts\nmpiexec -f hosts python finetune.py", 4),
+        ("printf 'a slots=8\\nb slots=8\\n' > hosts\nmpirun --hostfile hosts -npernode 2 python finetune.py", 4),
+        ("mpirun -H a:8,b:8 --map-by ppr:1:node python finetune.py", 2),
+        ("mpirun -H a,a,b,b python finetune.py", 4),
+        (
+            "printf 'a max_slots=9 slots=2\\nb slots=2 # two\\n' > hosts\nmpirun --hostfile hosts python finetune.py",
+            4,
+        ),
+        ("#PBS -l select=2:mpiprocs=8\nmpiexec -ppn 1 python finetune.py", 2),
+        ("#SBATCH --nodes=2 --ntasks-per-node=2\nsrun python finetune.py", 4),
+        ("#SBATCH -J name -N 2 -n 4\nsrun python finetune.py", 4),
         ("#PBS -l select=2:ncpus=32:mpiprocs=2\nmpiexec python finetune.py", 4),
         ("#BSUB -n 4\nmpirun python finetune.py", 4),
         ("jsrun -n 2 -a 2 python finetune.py", 4),
@@ -377,6 +388,11 @@ HEADER = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n"
         ("torchrun --nproc_per_node=gpu finetune.py", 8),
         ("torchrun finetune.py", 8),
         ("deepspeed --hostfile unreadable finetune.py", 8),
+        ("deepspeed --include localhost:0-3 finetune.py", 8),  # no number, as of all that is not known
+        ("#PBS -l select=1:mpiprocs=2+1:mpiprocs=6\nmpiexec python finetune.py", 8),
+        ("#SBATCH -N 2\nsrun --gpus-per-node=4 --ntasks-per-gpu=1 python finetune.py", 8),
+        ("mpirun -H $HOSTS python finetune.py", 8),
+        ("mpirun -H a:auto,b:2 python finetune.py", 8),
     ],
 )
 def test_launchers_and_jobs_count_the_ranks(tmp_path, command, ranks):

@@ -89,6 +89,21 @@ def test_a_map_sums_the_parts_of_its_output_and_adds_its_bias_once(kind):
         torch.testing.assert_close(others[1], both.sum((0, 1)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_samples_has_gradients_of_zero(kind):
+    owner = torch.nn.ModuleList([KINDS[kind](), KINDS[kind]()])
+    first, last = owner
+    ring, part = TwoEqualRanks(), torch.randn(0, 3, 6).requires_grad_()
+    gathered = overlapped.multiply_while_gathered(owner, {"0": first}, ring)
+    overlapped.scatter_while_multiplied(last, ring)
+    shown = gathered(part)
+    out = last(torch.nn.functional.pad(first(shown), (0, 2)))
+    assert out.shape == (0, 3, 4)
+    found, *of_weights = gradients(owner, out, part)
+    assert found.shape == part.shape
+    assert not any(each.count_nonzero() for each in of_weights)
+
+
 def test_a_module_that_reads_the_gathered_input_itself_gets_no_numbers():
     owner = torch.nn.ModuleList([KINDS["bias"]()])
     gathered = overlapped.multiply_while_gathered(owner, dict(owner.named_children()), TwoEqualRanks())

@@ -17,7 +17,7 @@ class Conv1D(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.randn(outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.weight.shape[1])
 
 
 KINDS = {
@@ -62,10 +62,11 @@ def products(monkeypatch):
     return events
 
 
+@pytest.mark.parametrize("samples", [2, 0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_map_sums_its_input_gradient_while_it_computes_that_of_its_weight(kind, products):
+def test_a_map_sums_its_input_gradient_while_it_computes_that_of_its_weight(kind, samples, products):
     torch.manual_seed(0)
-    owner, x = torch.nn.ModuleList([KINDS[kind]()]), torch.randn(2, 3, 6, requires_grad=True)
+    owner, x = torch.nn.ModuleList([KINDS[kind]()]), torch.randn(samples, 3, 6, requires_grad=True)
     of_input, *of_weights = gradients(owner, x)
     overlapped.overlap_sum(owner[0], noting_start(products))
     found, *others = gradients(owner, x)

@@ -26,6 +26,7 @@ from gsreal.methods.checkpointing import checkpoint_blocks
 from gsreal.methods.cuts import ATTENTION_OUTPUTS, FIRST_MAPS, HEAD_COUNTS, LAST_MAPS, QUERIES_KEYS_VALUES
 from gsreal.model_files.build import build_module, example_batch, loss_of
 from gsreal.model_files.fake_module import without_values
+from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import Record, Recorder, _is_alias
 from gsreal.model_files.request import Request, traced_model
 from gsreal.model_files.trace import trace, with_traced_frozen, write_model
@@ -39,7 +40,7 @@ from gssim.memory import (
     recomputed_buffers,
 )
 from gssim.scenario import load_model
-from gssim.workload import HuggingFace, ImageInput, Module, TokenInput, gradient_order, unrolled
+from gssim.workload import HuggingFace, ImageInput, Layer, Module, TokenInput, gradient_order, unrolled
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))
@@ -552,6 +553,20 @@ def test_layers_that_ranks_cannot_divide_are_left_out_of_a_trace_with_frozen_one
 def test_tied_embeddings_are_refused_before_a_trace_with_frozen_layers():
     with pytest.raises(UserError, match=r"here: --frozen: lm_head shares a parameter \(tied embeddings\)"):
         with_traced_frozen(shipped("gpt2-124m"), where="here")
+
+
+def test_layers_are_not_recorded_without_what_one_of_them_allocates_beside_frozen_ones(monkeypatch):
+    """It was recorded as a layer that allocates nothing."""
+    of_all = with_partial_costs
+
+    def of_all_but_one(*args: Any, **settings: Any) -> list[Layer]:
+        *others, last = of_all(*args, **settings)
+        return [*others, replace(last, untrained_buffers=None)]
+
+    monkeypatch.setattr("gsreal.model_files.trace.with_partial_costs", of_all_but_one)
+    model = replace(shipped("gpt-byte-150k"), partly_trained=None, context_layers=(), sequence_layers=())
+    assert model.sliced_layers
+    assert not with_traced_frozen(model, where="here").partly_trained.sliced_layers
 
 
 def test_compiled_blocks_have_no_costs_of_partly_trained_layers():

@@ -73,6 +73,7 @@ ON = {
         "bert-zero1-adamw": [*ADAMW64, "plan.method=zero1", *REPLICAS],
         "llama-zero3-full-sgd": [*SGD, "plan.method=zero3", *SHARDS, *FULL],
         "gpt-gs-adamw": [*ADAMW64, "plan.method=gs", *SHARDS],
+        "gpt-gs-no-samples-sgd": [*SGD, "plan.method=gs", *SHARDS, "plan.shares.batch=[1,0]"],
         "bert-gs_z3-sgd": [*SGD, "plan.method=gs_z3", *SHARDS],
         "gpt-pipeline-adamw": [*ADAMW64, *STAGES],
         "llama-pipeline-full-sgd": [*SGD, *STAGES, *FULL],
