@@ -240,7 +240,7 @@ class Buffer:
     fixed: bool = False
     """Whether its size is the same in every precision: it holds integers or truth values, such as indices and masks."""
     casts_input: bool = False
-    """Whether it is one of several casts of the layer's input by torch.autocast; see [Note: borders] in
+    """Whether it is one of several casts of the layer's input by torch.autocast; see [Note: cast once] in
     `gssim.program.stage_boundary`."""
 
     @classmethod
