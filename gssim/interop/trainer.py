@@ -11,6 +11,7 @@ from typing import Any
 
 from gssim.cluster import Cluster
 from gssim.interop.accelerate import FSDP_KEYS, OF_ENGINE, accelerate, named_file
+from gssim.interop.launchers import launched_ranks
 from gssim.interop.reading import (
     LAUNCHER,
     LOGGING,
@@ -48,10 +49,7 @@ from gssim.interop.training import (
     WHOLE_MODEL_COMPILED,
     Training,
     bucket_in,
-    launched,
     optimizer_in,
-    read_processes,
-    started,
 )
 from gssim.workload import Model
 
@@ -255,10 +253,8 @@ def _length_in(keys: Keys, training: Training, program: str) -> None:
 
 def _devices_in(keys: Keys, training: Training, cluster: Cluster) -> None:
     """Read the number of ranks; refuse another backend, or other devices, than the cluster's."""
-    training.world = keys.integer("ray_num_workers", sets="plan.ranks")
-    ranks, hosts = read_processes(keys, "nproc_per_node"), keys.integer("nnodes", sets="plan.ranks")  # of torchrun
-    tasks, total = keys.integer("ntasks", sets="plan.ranks"), started(keys)  # ntasks: an option of srun
-    training.world = launched(keys, ranks, hosts) or tasks or total or training.world
+    workers = keys.integer("ray_num_workers", sets="plan.ranks")
+    training.world = launched_ranks(keys, "nproc_per_node") or workers
     backend = keys.raw("ddp_backend")
     if backend is not None and backend != cluster.backend:
         keys.refuse("ddp_backend", f"the backend of --cluster is {cluster.backend}")
