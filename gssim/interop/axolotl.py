@@ -131,8 +131,7 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
     }
     for name, (key, sets) in sizes.items():
         setattr(training, name, keys.integer(key, sets=sets))
-    same = any(str(keys.values.get(name)).lower() == "true" for name in ("sample_packing", "pad_to_sequence_len"))
-    if training.sequence is not None and not same:
+    if training.sequence is not None and keys.is_off("sample_packing") and keys.is_off("pad_to_sequence_len"):
         keys.listed.append((training.sequence.origin, UNPACKED))
     base_model_in(keys, training, "base_model")
     _axolotl_parts(keys, training)

@@ -318,10 +318,10 @@ def megatron(keys: Keys) -> Training:
 
 
 def _offloading(keys: Keys, training: Training) -> None:
-    """Read what is offloaded: the optimizer; options of activations count if these are, which is refused."""
+    """Read whether the optimizer is offloaded; list the options of offloaded activations where that is off."""
     if (offloads := keys.enabled("optimizer-cpu-offload")) is not None:
         training.offload = Value("optimizer", offloads.origin)
-    if str(keys.values.get("cpu-offloading", False)).lower() in ("false", "none"):
+    if keys.is_off("cpu-offloading"):
         for key in keys.values:
             if key.startswith("cpu-offloading-"):
                 keys.note(key, "of offloading, which is off")
@@ -335,10 +335,8 @@ def _dropout(keys: Keys) -> None:
     for key in ("hidden-dropout", "attention-dropout"):
         if key not in keys.values:
             keys.listed.append((f"{key} is not given: 0.1", DROPOUT))
-        elif str(keys.values[key]).strip("0") in ("", "."):
-            keys.note(key, MODEL)
         else:
-            keys.note(key, DROPOUT)
+            keys.note(key, MODEL if keys.is_off(key) else DROPOUT)
 
 
 NOTED_MASK_BYTES = 2**28

@@ -232,6 +232,10 @@ class Keys:
         """Return whether the file holds the key, with a value other than null."""
         return self.values.get(key) is not None
 
+    def is_off(self, key: str) -> bool:
+        """Return whether the file does not hold the key, or turns its feature off; the key does not count as read."""
+        return Rule("").harmless(self.values.get(key))
+
     def raw(self, key: str, *, sets: str = "") -> Any:
         """Return the value of a key and count it as read; None if there is none, or if the file leaves it open."""
         if key in self.values:

@@ -364,7 +364,7 @@ def _peft_in(keys: Keys, training: Training) -> None:
             keys.refuse(flag.key, "quantized weights without adapters cannot be simulated")
         ranks = [] if "use_peft" in keys.values else ["lora_r", "lora_rank", "lora_dim"]
         for name in ranks:  # the last: DeepSpeed-Chat's, which is on where it is positive
-            if str(keys.values.get(name) or 0) != "0":
+            if not keys.is_off(name):
                 reason = "whether there are adapters is up to use_peft, which is not in the file: add it"
                 keys.refuse(name, reason, replaced_by=["workload.adapters"])
         return
