@@ -5,7 +5,7 @@ Names are those of Megatron-LM core 0.16, written with hyphens and without the l
 
 import re
 
-from gssim.interop.accelerate import OF_ENGINE, deepspeed, deepspeed_file, read_ulysses
+from gssim.interop.deepspeed import OF_ENGINE, deepspeed, deepspeed_file, read_ulysses
 from gssim.interop.launchers import launched_ranks
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
 from gssim.interop.training import PRECISIONS, Training, optimizer_in

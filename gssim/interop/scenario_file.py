@@ -10,10 +10,11 @@ from typing import Any
 
 from gssim.cluster import Cluster
 from gssim.errors import UserError, one_line
-from gssim.interop.accelerate import accelerate, deepspeed
+from gssim.interop.accelerate import accelerate
 from gssim.interop.arguments import OF_TRAINER, arguments_in, arguments_of
 from gssim.interop.automodel import automodel
 from gssim.interop.axolotl import axolotl
+from gssim.interop.deepspeed import deepspeed
 from gssim.interop.formats import FORMATS
 from gssim.interop.launchers import RANKS_OF
 from gssim.interop.megatron import megatron
