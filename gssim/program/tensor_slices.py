@@ -27,7 +27,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import NamedTuple
 
 from gssim import cost
@@ -315,8 +314,8 @@ def _copies_of_parts_s(
     if not low.scenario.multiplies_in_ring:
         return 0.0, 0.0
     whole_bytes, device = _sum_bytes(low, exchange, samples), low.device(rank)
-    widths = (each.shape[each.sliced_dimension or 0] for each in maps)
-    cut_bytes = sum(whole_bytes * cut * cut / prod(each.shape) for cut, each in zip(widths, maps, strict=True))
+    # what is exchanged has the width of the maps' whole side
+    cut_bytes = sum(whole_bytes * each.sliced_size / (each.elements // each.sliced_size) for each in maps)
     place = exchange.moment.phase, exchange.kind
     later_bytes = cut_bytes if place == ("b", "reduce-scatter") else 0.0
     saved_bytes = 0.0 if place == ("b", "all-gather") else whole_bytes

@@ -406,6 +406,11 @@ class Parameter:
         return self.sliced_dimension is not None
 
     @property
+    def sliced_size(self) -> int:
+        """Size of a rank's slice in the dimension that ranks divide; 0 if the parameter is whole."""
+        return 0 if self.sliced_dimension is None else self.shape[self.sliced_dimension]
+
+    @property
     def elements(self) -> int:
         """Number of elements."""
         product = 1
