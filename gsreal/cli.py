@@ -267,10 +267,6 @@ def _write_result(result: "Result", text: str, file: Path | None, *, as_json: bo
         print_result(result)
 
 
-VALIDATED = {"cpu": "demo.toml", "cuda": "validate-gpu.toml"}
-"""Sweeps of `gsreal validate`, in the project's scenarios/sweeps, by kind of device."""
-
-
 @app.command("script")
 def script_command(
     scenario: ScenarioFile,
@@ -288,6 +284,10 @@ def script_command(
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     text = launch_script(loaded.scenario, scenario, overrides or [], launcher, image=image)
     write_or_print(text, out)
+
+
+VALIDATED = {"cpu": "demo.toml", "cuda": "validate-gpu.toml"}
+"""Sweeps of `gsreal validate`, in the project's scenarios/sweeps, by kind of device."""
 
 
 @app.command("validate")
