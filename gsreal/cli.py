@@ -569,6 +569,10 @@ def _numbers(text: str, option: str, *, whole: bool = False) -> list[float]:
     return numbers
 
 
+DEFAULT_OTHER = "bf16"
+"""Precision in which a new model is traced besides fp32."""
+
+
 @app.command("trace")
 def trace_command(
     model: Annotated[
@@ -610,8 +614,13 @@ def trace_command(
     sequence_length: Annotated[
         int | None, typer.Option("--sequence-length", help="Trace only at this length, not as a function of it.")
     ] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", help="Precision of the trace: fp32 (default), bf16 or fp64.")
+    precisions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--precision",
+            help="Precision of the trace: fp32, bf16, fp16 or fp64; repeatable, the first is that of scaled bytes. "
+            "Default: a model file's, or fp32 and bf16.",
+        ),
     ] = None,
     source: Annotated[str | None, typer.Option("--source", help="Where the model's numbers are published.")] = None,
     autocast: Annotated[
@@ -645,7 +654,8 @@ def trace_command(
     from gsreal.model_files.request import Request, check_options, traced_model
     from gsreal.model_files.trace import counted_table, write_model
 
-    set_trust(trust_code or not model.endswith(".toml"))
+    known = model.endswith(".toml")
+    set_trust(trust_code or not known)
     _check_writable(out)
     request = Request(
         model=model,
@@ -659,7 +669,9 @@ def trace_command(
         padding=padding,
         auto_class=auto_class,
         sequence_length=sequence_length,
-        precision=precision,
+        precision=precisions[0] if precisions else None,
+        other_precisions=tuple(precisions[1:]) if precisions else () if known or compiled else (DEFAULT_OTHER,),
+        only_where_possible=not precisions,
         source=source,
         autocast=tuple(autocast or ()),
         adapters=tuple(adapters or ()),

@@ -82,6 +82,8 @@ def print_result(result: Result) -> None:
         console.print(f"idle: {idle_list(result.idle_devices)}")
     for cost in result.provenance.get("uncounted", ()):
         console.print(f"counted as nothing: {cost}")
+    if "scaled_bytes" in result.provenance:
+        console.print(one_line(result.provenance["scaled_bytes"], MAX_SOURCE_CHARACTERS * 4))
     if result.divisions:
         console.print(_division_table(result))
     _print_ranks(console, result)

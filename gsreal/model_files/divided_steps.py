@@ -92,6 +92,11 @@ class Steps:
         traced += [replace(step, rank=second) for step in self.of_second_rank]
         return replace(self, traced=traced, checked=replace(self.checked, rank=CHECKED_ADAPTER_RANK))
 
+    def of_one_sample(self) -> "Steps":
+        """Return the steps with one sample each, all of them once."""
+        traced = tuple(dict.fromkeys(replace(step, batch_size=1) for step in self.traced))
+        return Steps(traced, replace(self.checked, batch_size=1))
+
     def without_single_units(self) -> "Steps | None":
         """Return the steps with slices of one more unit each, so that none has a single one; None if none has.
 

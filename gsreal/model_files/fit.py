@@ -152,18 +152,24 @@ def _recomputed(
     counted = [-1, *first.counted[index, "f"]]
     costs["recompute_positions"] = counted[costs["recompute_operations"]] + 1
     costs["recompute_after"] = first.recompute_after(index) or None
-    costs["recompute_releases"] = tuple(
-        counted[-1] if alive.unsaved is None else alive.unsaved
-        for alive in first.alive
-        if alive.born[:2] == (index, "f") and alive.freed is not None and alive.freed[1] == "b"
-        if alive.freed[0] <= index
-    )
+    costs["recompute_releases"] = releases_of(first, index)
     if index not in first.overwritten:
         costs |= cost("selective_", "selective")
         costs["selective_positions"] = tuple(first.kept[index, "selective"])
         part, positions = cost("", "every-second-product"), tuple(first.kept[index, "every-second-product"])
         costs["every_second_product"] = PartialRecomputation(positions=positions, **part)
     return costs
+
+
+def releases_of(record: Record, index: int) -> tuple[int, ...]:
+    """Return the positions, in a forward that saves nothing, where a layer's saved buffers are freed, in order."""
+    counted = [-1, *record.counted[index, "f"]]
+    return tuple(
+        counted[-1] if alive.unsaved is None else alive.unsaved
+        for alive in record.alive
+        if alive.born[:2] == (index, "f") and alive.freed is not None and alive.freed[1] == "b"
+        if alive.freed[0] <= index
+    )
 
 
 def parameters_of(everything: Mapping[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:

@@ -1,7 +1,7 @@
 """A model to trace as a user asks for it: a factory, a Hugging Face config or a model file, and its input."""
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -24,6 +24,7 @@ from gssim.errors import UserError
 from gssim.scenario import load_model
 from gssim.units import Precision, Recompute, validated
 from gssim.workload import Model, TokenInput
+from gssim.workload.model import LAYER_LISTS, OtherPrecision
 
 CLASSIFICATION = "sequence-classification"
 AUTO_CLASSES = {
@@ -56,6 +57,10 @@ class Request:
     padding: int = 0
     precision: str | None = None
     """Precision of the trace; None: that of the model file, or fp32."""
+    other_precisions: tuple[str, ...] = field(default=(), repr=False)
+    """Precisions in which the model is traced besides, see [Note: precisions] in `gssim.workload.model`."""
+    only_where_possible: bool = field(default=False, repr=False)
+    """Whether `other_precisions` in which the module cannot be traced are left out with a note, instead of refused."""
     source: str | None = None
     """Publication of the model's numbers."""
     autocast: tuple[str, ...] = field(default=(), repr=False)
@@ -101,16 +106,17 @@ def traced_model(
 ) -> Model:
     """Return the traced model for a `request`; raise UserError if it cannot be traced.
 
-    Of a model file everything is traced again that it holds: adapters, frozen layers and autocast too, in addition to
-    what the request asks for. `on_counted` is called with the operations of the largest step that was traced, `on_note`
-    with a line about costs of the file that the new one does not have.
+    Of a model file everything is traced again that it holds: adapters, frozen layers, autocast and other precisions
+    too, in addition to what the request asks for. `on_counted` is called with the operations of the largest step that
+    was traced, `on_note` with a line about costs of the file that the new one does not have.
     """
     where = f"gsreal trace {request.model}"
     request = completed(request)
     model = load_model(Path(request.model)) if request.model.endswith(".toml") else _untraced(request, where)
+    unknown = {request.precision, *request.other_precisions} - {None, *DTYPES}
+    if unknown:
+        raise UserError(f"{where}: --precision {unknown.pop()}: allowed: {', '.join(DTYPES)}")
     if request.precision is not None:
-        if request.precision not in DTYPES:
-            raise UserError(f"{where}: --precision {request.precision}: allowed: {', '.join(DTYPES)}")
         model = replace(model, traced_precision=cast(Precision, request.precision))
     if request.compiled and (without := _beside_layers(model)):
         on_note(f"{where}: --compile: left out, as compiled blocks are traced without: {', '.join(without)}")
@@ -121,13 +127,48 @@ def traced_model(
         raise UserError(f"{where}: --autocast {' '.join(request.autocast)}: allowed: bf16, fp16")
     for each in request.adapters:  # a name that the module lacks is said before minutes of tracing
         maps_of_adapters(model, targets_of(each), where=where)
+    _check_length(model, request, where)
+    traced = _traced(model, request, where, on_counted, on_note)
+    return replace(traced, other_precisions=tuple(_others(model, request, where, on_note)))
+
+
+def _others(model: Model, request: Request, where: str, on_note: Callable[[str], None]) -> Iterator[OtherPrecision]:
+    """Yield the model's layers as traced in each other precision that its file has, or that the request asks for."""
+    kinds = dict.fromkeys([*(each.precision for each in model.other_precisions), *request.other_precisions])
+    for kind in (kind for kind in kinds if kind != model.traced_precision):
+        twin = replace(model, traced_precision=cast(Precision, kind), autocast=())
+        try:
+            found = _traced(twin, replace(request, autocast=()), where, lambda _counted: None, lambda _line: None)
+        except UserError as error:
+            if not request.only_where_possible:
+                raise
+            on_note(f"{where}: left out: its layers in {kind}: {error}")
+            continue
+        lists: dict[str, Any] = {name: getattr(found, name) for name in (*LAYER_LISTS, "adapted", "partly_trained")}
+        yield OtherPrecision(precision=found.traced_precision, **lists)
+
+
+def _check_length(model: Model, request: Request, where: str) -> None:
+    """Raise UserError for a single sequence length that the model does not take."""
+    if request.sequence_length is None:
+        return
+    longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else 0
+    if not 1 <= request.sequence_length <= longest:
+        allowed = f"at least 1 and at most {longest}" if longest else "left out: the input is images"
+        if longest and not request.model.endswith(".toml"):
+            allowed += " (--maximum-sequence-length allows others)"
+        raise UserError(f"{where}: --sequence-length {request.sequence_length}: must be {allowed}")
+
+
+def _traced(
+    model: Model,
+    request: Request,
+    where: str,
+    on_counted: Callable[[OperationCounts], None],
+    on_note: Callable[[str], None],
+) -> Model:
+    """Return the model traced in its `traced_precision`, with what it held before and what the request asks for."""
     if request.sequence_length is not None:
-        longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else 0
-        if not 1 <= request.sequence_length <= longest:
-            allowed = f"at least 1 and at most {longest}" if longest else "left out: the input is images"
-            if longest and not request.model.endswith(".toml"):
-                allowed += " (--maximum-sequence-length allows others)"
-            raise UserError(f"{where}: --sequence-length {request.sequence_length}: must be {allowed}")
         traced = trace_at_length(model, request.sequence_length, where=where, on_counted=on_counted)
     else:
         traced = trace(model, where=where, on_counted=on_counted)
@@ -140,6 +181,7 @@ def _beside_layers(model: Model) -> list[str]:
         *(f"adapters at {each.role or ','.join(each.maps)}" for each in model.adapted),
         *(["frozen layers"] if model.partly_trained is not None else []),
         *(f"autocast in {each.precision}" for each in model.autocast),
+        *(f"layers in {each.precision}" for each in model.other_precisions),
     ]
 
 
@@ -172,7 +214,7 @@ def _compiled(model: Model, request: Request, where: str) -> Model:
         name = model.name  # a profile of the uncompiled model has another name
         if request.model.endswith(".toml") and not model.compiled:
             name = f"{name}-compiled" + (f"-{kind}" if kind != "none" else "")
-        without: dict[str, Any] = {"autocast": (), "adapted": (), "partly_trained": None}
+        without: dict[str, Any] = {"autocast": (), "adapted": (), "partly_trained": None, "other_precisions": ()}
         model = replace(model, name=name, compiled=True, compiled_recompute=kind, **without)
     if model.compiled and (request.autocast or request.adapters or request.frozen):
         option = "--autocast" if request.autocast else "--adapters" if request.adapters else "--frozen"

@@ -30,6 +30,7 @@ from gsreal.model_files.divided_steps import (
 )
 from gsreal.model_files.fake_module import fake_module, uncut_reason, without_values
 from gsreal.model_files.fit import TERMS, TERMS_WITH_ADAPTERS, Terms, fit_layers, grouped
+from gsreal.model_files.one_sample import with_one_sample
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
@@ -115,6 +116,7 @@ def _traced(model: Model, lengths: Lengths, where: str, on_counted: Callable[[Op
         unstaged_reason=unstaged,
         **_buffers(model, where),
         traced_batch_sizes=TRACED_BATCH_SIZES,
+        traced_one_sample=not model.compiled,
         traced_sequence_lengths=tuple(s for s in lengths.traced if s is not None),
     )
 
@@ -142,7 +144,9 @@ def _layers(model: Model, lengths: Lengths, where: str) -> tuple[dict[str, list[
         return {"layers": whole, **{name: [] for name in DIVIDED_STEPS}}, largest
     partial = with_partial_costs(model, whole, steps, where=where)
     shapes = [step.shape for step in steps.traced]
-    layers = {"layers": with_split_costs(model, partial, shapes, steps.checked.shape, where=where)}
+    split = with_split_costs(model, partial, shapes, steps.checked.shape, where=where)
+    first = next(iter(records.values()))
+    layers = {"layers": with_one_sample(model, split, steps, TERMS["layers"], first, where=where)}
     for name in DIVIDED_STEPS:
         needed = "sliced_layers" if name == "sequence_layers" else "layers"
         layers[name] = _divided(name, model, lengths, where) if layers[needed] else []
@@ -162,21 +166,29 @@ def _divided(name: str, model: Model, lengths: Lengths, where: str) -> list[Laye
 
 
 def _fitted(model: Model, steps: Steps, terms: Terms, where: str) -> list[Layer]:
-    """Return the layers that are fitted to steps; raise NoPolynomialError where no polynomials are."""
-    return _fitted_to(model, steps, terms, where)[0]
+    """Return the layers that are fitted to steps, with those buffers marked that depend on whether a step has one
+    sample; raise NoPolynomialError where no polynomials are.
+    """
+    layers, fitted, first = _fitted_to(model, steps, terms, where)
+    return with_one_sample(model, layers, fitted, terms, first, where=where)
 
 
-def _fitted_to(model: Model, steps: Steps, terms: Terms, where: str) -> tuple[list[Layer], Steps]:
-    """Return `_fitted`, and the steps to which the layers are: these, or larger ones where they cannot be."""
+def _fitted_to(model: Model, steps: Steps, terms: Terms, where: str) -> tuple[list[Layer], Steps, Record]:
+    """Return the layers that are fitted to steps, these steps, and the record of the first of them.
+
+    Where layers cannot be fitted, they are fitted to larger steps.
+    """
     try:
         records, largest = record_steps(model, steps, where=where)
-        return fit_layers(records, largest, steps.checked.shape, terms), steps
+        layers = fit_layers(records, largest, steps.checked.shape, terms)
     except NoPolynomialError:
         larger = steps.without_single_units()
         if larger is None:
             raise
-        records, largest = record_steps(model, larger, where=where)
-        return fit_layers(records, largest, larger.checked.shape, terms), larger
+        steps = larger
+        records, largest = record_steps(model, steps, where=where)
+        layers = fit_layers(records, largest, steps.checked.shape, terms)
+    return layers, steps, next(iter(records.values()))
 
 
 def maps_of_adapters(model: Model, targets: str | tuple[str, ...], *, where: str) -> tuple[str, ...]:
@@ -256,8 +268,7 @@ def with_traced_autocast(model: Model, precisions: Sequence[str], *, where: str)
         kind: Any = precision
         ours = replace(short, traced_precision="fp32", traced_autocast=kind, whole_layers=())
         try:
-            records, largest = record_steps(ours, steps, where=where)
-            layers = fit_layers(records, largest, steps.checked.shape, TERMS["layers"])
+            layers = _fitted(ours, steps, TERMS["layers"], where)
         except NoPolynomialError as error:
             raise UserError(f"{where}: {error}") from None
         whole = layers if stack is None else repeat_blocks(layers, stack)
@@ -302,7 +313,7 @@ def with_traced_frozen(model: Model, *, where: str, on_impossible: Callable[[str
         steps = whole_steps(lengths) if name == "layers" else DIVIDED_STEPS[name](short, lengths, where)
         if steps is None:
             continue
-        layers, steps = _fitted_to(short, steps, TERMS[name], where)
+        layers, steps, _ = _fitted_to(short, steps, TERMS[name], where)
         layers = with_partial_costs(short, layers, steps, where=where, terms=TERMS[name], side_modules=True)
         if layers[0].untrained_buffers is None:
             continue
@@ -394,7 +405,9 @@ def write_model(path: Path, model: Model) -> None:
     for name in ("context_layers", "expert_layers", "adapted", "autocast", "whole_layers"):  # most models have none
         if not data[name]:
             del data[name]
-    for each in (*data.get("adapted", ()), *data.get("autocast", ())):
+    others = data.get("other_precisions", ())
+    adapted = [each for of in (data, *others) for each in of.get("adapted", ())]
+    for each in (*adapted, *data.get("autocast", ())):
         for name in DIVIDED_STEPS:
             if not each.get(name):
                 each.pop(name, None)

@@ -30,7 +30,7 @@ from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
 from gssim.simulation import program_of, simulate, traced
 from gssim.sweeps import TABLES, check_table_place, parts_folder, points_in, predict, tabulate
 from gssim.terminal import AsJson, Only, Overrides, ScenarioFile, activity, idle_list, progress_bar, run_command_line
-from gssim.units import PRECISION_BYTES, whole_number
+from gssim.units import whole_number
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -92,14 +92,6 @@ def run_command(
         sys.stdout.write(result.to_json())
     else:
         terminal.print_result(result)
-    model, precision = loaded.scenario.workload.model, loaded.scenario.workload.precision
-    if model.module.hugging_face is not None and PRECISION_BYTES[precision] != PRECISION_BYTES[model.traced_precision]:
-        said = (
-            f"gssim: run: workload.model: '{model.name}' is traced in {model.traced_precision}, not in {precision}: "
-            "bytes are scaled, also of what modules of Hugging Face compute in fp32 whatever the precision, and peaks "
-            f"were up to 27 % off; predict with a model file that `gsreal trace --precision {precision}` wrote"
-        )
-        print(one_line(said), file=sys.stderr)
     if timing:
         times = {"load_s": loaded_s - began_s, "simulate_s": ended_s - loaded_s, "remedies_s": advised_s - ended_s}
         shown = {name: value for name, value in times.items() if name != "remedies_s" or result.remedies}

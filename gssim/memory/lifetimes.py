@@ -14,7 +14,17 @@ from typing import NamedTuple
 
 from gssim.cluster import DeviceType
 from gssim.scenario import layer_profile
-from gssim.workload import Buffer, ImageInput, Layer, LayerInstance, Model, Moment, Workload, gradient_order
+from gssim.workload import (
+    Buffer,
+    ImageInput,
+    Layer,
+    LayerInstance,
+    Model,
+    Moment,
+    Workload,
+    for_samples,
+    gradient_order,
+)
 
 LARGEST_BLOCK_THREADS = 512
 WARP_THREADS = 32
@@ -207,13 +217,15 @@ def activation_timeline(
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
     by_layers: dict[tuple[int, ...], dict[tuple[int, str], list[Event]]] = {}
+    own = {id(each.layer): for_samples(each.layer, batch_size) for each in layers}
+    layers = [each if (now := own[id(each.layer)]) is each.layer else replace(each, layer=now) for each in layers]
     followers = following([instance.layer for instance in layers])
     for before, instance, after in zip([None, *layers], layers, followers, strict=False):
-        own, previous = instance.layer, before.layer if before else None
-        key = (id(own),) if lives is as_traced else tuple(map(id, (previous, own, *after)))
+        layer, previous = instance.layer, before.layer if before else None
+        key = (id(layer),) if lives is as_traced else tuple(map(id, (previous, layer, *after)))
         if key not in by_layers:  # repetitions share their events
             relative: dict[tuple[int, str], list[Event]] = defaultdict(list)
-            for number, buffer in enumerate(lives(own, previous, after)):
+            for number, buffer in enumerate(lives(layer, previous, after)):
                 size = buffer.bytes_at(b=batch_size, s=sequence_length, scale=scale)
                 for moment, change in ((buffer.born, size), (buffer.freed, -size)):
                     offset = 0 if moment.phase == "end" else moment.layer_offset

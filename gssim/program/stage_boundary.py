@@ -24,7 +24,7 @@ from functools import cached_property
 from gssim.execution.cache import Same
 from gssim.memory import FORWARD_END, Event, Lives, Timeline, following
 from gssim.scenario import of_no_sample
-from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial, layer_input_gradient
+from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial, for_samples, layer_input_gradient
 
 LAST = 2**31
 """A position in a phase after all others."""
@@ -142,13 +142,15 @@ def stage_timeline(
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
     cached: dict[tuple[object, ...], tuple[Event, Event]] = {}
-    around = [each.layer for each in (*stage.layers, stage.after) if each]
-    befores = [stage.before.layer if stage.before else None, *around]
-    for number, (instance, before, after) in enumerate(zip(stage.layers, befores, following(around), strict=False)):
+    around = [for_samples(each.layer, batch_size) for each in (*stage.layers, stage.after) if each]
+    befores = [for_samples(stage.before.layer, batch_size) if stage.before else None, *around]
+    for number, (layer, before, after) in enumerate(
+        zip(around[: len(stage.layers)], befores, following(around), strict=False)
+    ):
         output = stage.output_place[1] if number == stage.output_place[0] else None
         receives = input_is_leaf and number == stage.shared and stage.before is not None
-        context = receives, *map(id, (before, instance.layer, *after))
-        buffers = lives(instance.layer, before, after)
+        context = receives, *map(id, (before, layer, *after))
+        buffers = lives(layer, before, after)
         if receives:
             buffers = _with_input_cast_once(buffers)
         for place, buffer in enumerate(buffers):

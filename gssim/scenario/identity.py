@@ -21,7 +21,7 @@ from gssim.scenario.run import Run
 from gssim.units import adapter
 from gssim.workload import Workload
 from gssim.workload.gradient_statistics import GradientStatistics
-from gssim.workload.layer import CASTS_INPUT, FIXED
+from gssim.workload.layer import CASTS_INPUT, FIXED, ONE_SAMPLE, SEVERAL_SAMPLES
 
 VERSION = 1
 """Version of the canonical data."""
@@ -36,7 +36,7 @@ AS_RESOLVED = {*POLICIES, "cp", "compress", "sync_every_steps", "ranks", "push",
 UNASKED_OF_MODEL = {
     *("source", "name", "layers", "whole_layers", "sliced_layers", "sequence_layers", "context_layers"),
     *("expert_layers", "expert_sequence_layers", "expert_tensor_ranks", "adapted", "autocast", "uncut_reason"),
-    *("unstaged_reason", "partly_trained"),
+    *("unstaged_reason", "partly_trained", "other_precisions", "as_filed", "traced_one_sample"),
 }
 """Fields of a model that follow from its module, or only name it. Some fields of its layers count: `LAYER_FIELDS`."""
 LAYER_FIELDS = {
@@ -112,9 +112,12 @@ scenarios to simulate. The models themselves are cached by `loading`."""
 def _model_digest(same: Same) -> str:
     """Return the digest of a model without its name, its source, and what follows from its module."""
     model: Any = same.value
+    model = model.as_filed or model
     layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
-    for layer in layers:  # which buffers hold integers, or casts of the input, follows from the module
-        layer["buffers"] = [text.removesuffix(FIXED).removesuffix(CASTS_INPUT) for text in layer["buffers"]]
+    for layer in layers:  # which buffers hold integers or casts of the input, and what one sample has instead, follows
+        # from the module
+        texts = (text.removesuffix(SEVERAL_SAMPLES) for text in layer["buffers"] if not text.endswith(ONE_SAMPLE))
+        layer["buffers"] = [text.removesuffix(FIXED).removesuffix(CASTS_INPUT) for text in texts]
     return _digest(_fields(model, leave_out=UNASKED_OF_MODEL) | {"layers": layers})
 
 
@@ -216,6 +219,7 @@ def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
     """Return the tables of a scenario besides the cluster as plain data."""
     model, plan, run, policies = scenario.workload.model, scenario.plan, scenario.run, scenario.policies
     unused = {"uncut_reason", "unstaged_reason", "adapted", "autocast", "partly_trained"}
+    unused |= {"other_precisions", "as_filed"}
     unused |= set() if model.traced_autocast else {"traced_autocast"}
     unused |= set() if model.whole_layers else {"whole_layers"}
     unused |= set() if policies.sequence_parallel else {"sequence_layers"}

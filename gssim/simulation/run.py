@@ -571,6 +571,7 @@ def _result(
             "python": platform.python_version(),
             "seed": scenario.run.seed,
             **({"uncounted": list(left_out)} if (left_out := unmeasured_host_time(scenario)) else {}),
+            **({"scaled_bytes": scaled} if (scaled := scenario.workload.scaled_bytes) else {}),
         },
     )
 

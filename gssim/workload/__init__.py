@@ -13,6 +13,7 @@ from gssim.workload.layer import (
     Polynomial,
     Reduction,
     SplitBackward,
+    for_samples,
     layer_input_gradient,
     layer_output,
     passed_bytes,

@@ -40,7 +40,7 @@ def _with_fused_loss(same: Same) -> Model:
     }
     if None in changes.values():
         raise ValueError(f"fused_loss = true: the last layer of '{model.name}' is no head that returns logits")
-    return replace(model, loss_fused=True, adapted=(), autocast=(), **changes)
+    return replace(model, loss_fused=True, adapted=(), autocast=(), other_precisions=(), **changes)
 
 
 def _fused(layers: tuple[Layer, ...]) -> tuple[Layer, ...] | None:

@@ -8,6 +8,13 @@ backward is split, `i` stands for its first part, the gradient of the input, `w`
 weights, and `input-end` is the end of the first. Buffers are allocated (born) and freed at moments, so memory can be
 replayed for any plan without the module.
 
+[Note: one sample] Strides along a dimension of size 1 do not matter, so of one sample torch copies fewer tensors. Where
+attention has no fused kernel, for example, queries, keys and values of several samples are copied out of the output of
+one map, while of one sample they stay views of it, which keep the whole output. So one sample is traced by itself.
+Buffers of which only one sample has the like, or only several, say so; all others are of any number of samples. Moments
+are those of several samples. Costs, and the buffers of partly trained layers and of split backwards, are functions of
+the number of samples that are fitted to several.
+
 [Note: routed rows] If ranks divide the routed experts of a layer, each rank holds u of them and processes r rows: one
 row for every pair of a token of its group and an expert of that token that the rank holds. Quantities are polynomials
 in r too; the number of rows follows from the load of the experts. If the block is also cut in u units, the rank holds e
@@ -22,6 +29,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
+from gssim.execution.cache import Same
 from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Recompute, omits_defaults, spec
 
 _TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[uprea]))*)$")
@@ -227,6 +235,8 @@ FIXED = " fixed"
 """End of the text of a buffer or a collective whose size is the same in every precision."""
 CASTS_INPUT = " casts-input"
 """End of the text of a buffer that is one of several casts of its layer's input."""
+ONE_SAMPLE, SEVERAL_SAMPLES = " samples=1", " samples>1"
+"""Ends of the texts of buffers that exist only for such numbers of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +252,8 @@ class Buffer:
     casts_input: bool = False
     """Whether it is one of several casts of the layer's input by torch.autocast; see [Note: cast once] in
     `gssim.program.stage_boundary`."""
+    samples: str = ""
+    """`ONE_SAMPLE` or `SEVERAL_SAMPLES` if it exists only for so many samples; see [Note: one sample]."""
 
     @classmethod
     def parse(cls, text: object) -> "Buffer":
@@ -253,25 +265,37 @@ class Buffer:
         48
         >>> Buffer.parse("f0 b3 activations 8*b*s casts-input").casts_input
         True
+        >>> [Buffer.parse("f0 b3 activations 8*b*s samples>1").bytes_at(b=b, s=3, scale=1) for b in (1, 2)]
+        [0, 48]
         """
         if isinstance(text, Buffer):
             return text
         if not isinstance(text, str) or len(text.split(maxsplit=3)) != 4:
             raise ValueError(
                 'must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s", and may end in "fixed" or '
-                '"casts-input"'
+                '"casts-input", and after that in "samples=1" or "samples>1"'
             )
         born, freed, category, size = text.split(maxsplit=3)
+        samples = next((end for end in (ONE_SAMPLE, SEVERAL_SAMPLES) if size.endswith(end)), "")
+        size = size.removesuffix(samples)
         fixed, casts_input = size.endswith(FIXED), size.endswith(CASTS_INPUT)
         if category not in BUFFER_CATEGORIES:
             raise ValueError(f"has the category {category!r}; allowed: {', '.join(BUFFER_CATEGORIES)}")
         polynomial = Polynomial.parse(size.removesuffix(FIXED).removesuffix(CASTS_INPUT))
-        return cls(Moment.parse(born), Moment.parse(freed), category, polynomial, fixed, casts_input)
+        return cls(Moment.parse(born), Moment.parse(freed), category, polynomial, fixed, casts_input, samples)
 
     def bytes_at(self, *, b: Samples, s: int, scale: float) -> float:
-        """Return its size for b samples of s tokens; `scale`: bytes of an element relative to those in the trace."""
+        """Return its size for b samples of s tokens, 0 if it does not exist then; `scale`: bytes of an element relative
+        to those in the trace.
+        """
+        if self.samples and not self.exists_at(b):
+            return 0
         size = self.size_bytes.at(b=b, s=s)
         return size if self.fixed else scale * size
+
+    def exists_at(self, samples: float) -> bool:
+        """Return whether it exists for this number of samples."""
+        return not self.samples or (self.samples == ONE_SAMPLE) == (samples == 1)
 
     @property
     def is_saved(self) -> bool:
@@ -280,7 +304,7 @@ class Buffer:
 
     def __str__(self) -> str:
         end = FIXED if self.fixed else CASTS_INPUT if self.casts_input else ""
-        return f"{self.born} {self.freed} {self.category} {self.size_bytes}{end}"
+        return f"{self.born} {self.freed} {self.category} {self.size_bytes}{end}{self.samples}"
 
 
 def layer_output(buffers: Sequence[Buffer], output_bytes: Quantity) -> Buffer | None:
@@ -720,6 +744,29 @@ class Layer:
 
 NO_ROLES: dict[str, Any] = {"untrained_buffers": None, "untrained_reductions": (), "frozen": None, "deepest": None}
 """Fields of a layer of which no costs are known but those of training all layers."""
+
+
+@lru_cache(maxsize=1024)
+def _for_samples(layer: Same, one: bool) -> Layer:
+    whole = layer.value
+    assert isinstance(whole, Layer)
+    buffers = tuple(each for each in whole.buffers if each.exists_at(1 if one else 2))
+    changes: dict[str, Any] = {"buffers": buffers}
+    if whole.recompute_releases is not None:
+        releases = zip((each for each in whole.buffers if each.is_saved), whole.recompute_releases, strict=False)
+        here = {id(each) for each in buffers}
+        changes["recompute_releases"] = tuple(position for each, position in releases if id(each) in here)
+    return replace(whole, **changes)
+
+
+def for_samples(layer: Layer, samples: float) -> Layer:
+    """Return a layer with only those of its buffers that exist for this number of samples; itself if all do.
+
+    See [Note: one sample].
+    """
+    if not any(each.samples for each in layer.buffers):
+        return layer
+    return _for_samples(Same(layer), samples == 1)
 
 
 @lru_cache(maxsize=256)

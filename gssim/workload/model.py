@@ -44,6 +44,11 @@ autocast too. Partial sums of maps that are cut by rows are then exchanged in 16
 values under context parallelism. Gradients of the inputs of maps that are cut by columns, parts of sequences that are
 gathered, and rows of experts are exchanged in fp32. Torch's grouped product, of routed experts, is not cast: it runs in
 fp32.
+
+[Note: precisions] Bytes in 16 bits are not half of those in fp32. A norm that computes in fp32 makes two more copies of
+its input then, attention keeps its log-sum-exp in fp32, and kernels have other workspaces. So a model is traced in
+fp32 and in bf16, and a workload takes the layers of its own precision. Only if a file lacks them, the bytes of its
+layers are scaled. Then what runs in fp32 whatever the precision is wrong, which `Workload.scaled_bytes` says.
 """
 
 import re
@@ -249,6 +254,36 @@ class PartlyTrained:
 
 
 @spec
+class OtherPrecision:
+    """All layers of a model as traced in another precision than `Model.traced_precision`, see [Note: precisions]."""
+
+    precision: Precision
+    """Precision of the trace; traces in bf16 are taken for fp16 too."""
+    layers: tuple[Layer, ...]
+    """Layers in the order of the forward."""
+    context_layers: tuple[Layer, ...] = ()
+    """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: not traced so."""
+    sliced_layers: tuple[Layer, ...] = ()
+    """The layers with their blocks cut among ranks, see [Note: units]; empty: not traced so."""
+    sequence_layers: tuple[Layer, ...] = ()
+    """`sliced_layers` with sequences also divided among these ranks, see [Note: sequence parts]; empty: not traced so.
+    """
+    expert_layers: tuple[Layer, ...] = ()
+    """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: not traced so."""
+    expert_sequence_layers: tuple[Layer, ...] = ()
+    """`sequence_layers` with routed experts divided too, see [Note: experts of parts]; empty: not traced so."""
+    adapted: tuple[AdaptedLayers, ...] = ()
+    """The layers with trained adapters and all else frozen, for each traced choice of maps."""
+    partly_trained: PartlyTrained | None = None
+    """Costs of the layers where only some of them are trained; absent: not traced."""
+
+    _serialized = omits_defaults(
+        *("context_layers", "sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers"),
+        *("adapted", "partly_trained"),
+    )
+
+
+@spec
 class Model:
     """A model as traced from its real module; see `gsreal trace`."""
 
@@ -261,14 +296,16 @@ class Model:
     input: Annotated[TokenInput | ImageInput, Field(discriminator="kind")]
     """Form of a batch."""
     traced_precision: Precision = "fp32"
-    """Precision of the traced bytes, which are scaled to the workload's. Buffers of integers and masks keep their size;
-    what modules compute in fp32 whatever the precision is scaled as well, so a trace in the workload's own precision is
-    more exact."""
+    """Precision of the traced bytes. A workload in another one takes the layers that `other_precisions` has for it, or
+    else these bytes scaled: buffers of integers and masks keep their size, and what modules compute in fp32 whatever
+    the precision is scaled too, by which peaks of small models were up to 27 % off. A Result says where bytes are
+    scaled."""
     traced_batch_sizes: tuple[PositiveInt, ...]
-    """Batch sizes at which the real module was traced; polynomials give all others. Of one sample torch copies fewer
-    tensors, as strides along a dimension of size 1 do not matter: attention without a fused kernel (on a CPU, that with
-    dropout of its weights) then keeps the whole output of a map to queries, keys and values, not a copy of the values.
-    Such a GPT-2 had a peak 1.4 % over the predicted one."""
+    """Batch sizes to which the polynomials are fitted; they give all others."""
+    traced_one_sample: bool = False
+    """Whether steps of one sample were traced too, whose buffers differ: torch copies fewer tensors then. If false, the
+    polynomials give them: a GPT-2 with dropout, whose attention has no fused kernel on a CPU, has peaks 1.4 to 3.5 %
+    over those predicted where a micro-batch has one sample."""
     traced_sequence_lengths: tuple[PositiveInt, ...] = ()
     """Traced sequence lengths, for models of tokens."""
     exact_sequence: bool = True
@@ -316,8 +353,13 @@ class Model:
     partly_trained: PartlyTrained | None = None
     """Costs of the layers where only some of them are trained (`workload.frozen`) and ranks divide them; absent: not
     traced."""
+    other_precisions: tuple[OtherPrecision, ...] = ()
+    """The layers as traced in other precisions than `traced_precision`, for workloads in these."""
     whole_layers: tuple[Layer, ...] = ()
     """For a model with adapters or frozen layers: its layers without them, as profiles have them; else empty."""
+    as_filed: "Model | None" = None
+    """For a model with the layers of one of `other_precisions`: the model with its file's own layers. Identities of
+    scenarios are those of these layers. Not in files."""
 
     def __post_init__(self) -> None:
         """Refuse a model that is too large, and layers that share a name."""
@@ -343,7 +385,8 @@ class Model:
 
     _serialized = omits_defaults(
         *("buffer_values", "expert_sequence_layers", "partly_trained", "expert_tensor_ranks"),
-        *("compiled", "compiled_recompute", "loss_fused", "unstaged_reason"),
+        *("compiled", "compiled_recompute", "loss_fused", "unstaged_reason", "other_precisions", "as_filed"),
+        "traced_one_sample",
     )
 
     def buffer_sizes(self, value_bytes: int) -> tuple[int, ...]:
@@ -409,6 +452,10 @@ def gradient_order(layers: Sequence[LayerInstance]) -> tuple[tuple[int, int], ..
     return tuple((layer, number) for _, _, layer, number in sorted(ready))
 
 
+LAYER_LISTS = (
+    *("layers", "sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers", "context_layers"),
+)
+"""Fields of a model with layers: whole ones, and those of which ranks have a part."""
 LONGEST_OPTION = 60
 """Most characters of an option in a message that says which command helps."""
 
@@ -445,6 +492,7 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
         layers=tuple(once[id(layer)] for layer in found.layers),
         whole_layers=whole.layers,
         adapted=(),
+        other_precisions=(),
         sliced_layers=tuple(once[id(layer)] for layer in found.sliced_layers),
         sequence_layers=tuple(once[id(layer)] for layer in found.sequence_layers),
         expert_layers=tuple(once[id(layer)] for layer in found.expert_layers),
@@ -478,6 +526,7 @@ def _under_autocast(model: Same, precision: Literal["bf16", "fp16"]) -> Model:
         traced_autocast=precision,
         autocast=(),
         adapted=(),
+        other_precisions=(),
         sliced_layers=found.sliced_layers,
         sequence_layers=found.sequence_layers,
         expert_layers=found.expert_layers,
@@ -492,6 +541,47 @@ def under_autocast(model: Model, precision: Literal["bf16", "fp16"]) -> Model:
     Raises ValueError if it is not traced under autocast in this precision.
     """
     return model if model.traced_autocast == precision else _under_autocast(Same(model), precision)
+
+
+@lru_cache(maxsize=64)
+def _in_precision(same: Same, index: int) -> Model:
+    model = same.value
+    assert isinstance(model, Model)
+    found = model.other_precisions[index]
+    names = (*LAYER_LISTS, "adapted", "partly_trained")
+    traced: dict[str, Any] = {name: getattr(found, name) for name in names}
+    return replace(model, traced_precision=found.precision, autocast=(), other_precisions=(), **traced)
+
+
+def in_precision(model: Model, precision: Precision) -> Model:
+    """Return the model with its layers as traced in a precision, or in one with as many bytes; itself if there are none
+    but those that it has.
+
+    Layers that ranks cannot divide in a way in which they can divide the model's are not taken. See [Note: precisions].
+    """
+    size = PRECISION_BYTES[precision]
+    if PRECISION_BYTES[model.traced_precision] == size:
+        return model
+    known = [
+        (each.precision != precision, index)
+        for index, each in enumerate(model.other_precisions)
+        if PRECISION_BYTES[each.precision] == size
+        and all(bool(getattr(each, name)) == bool(getattr(model, name)) for name in LAYER_LISTS)
+    ]
+    return _in_precision(Same(model), min(known)[1]) if known else model
+
+
+@lru_cache(maxsize=64)
+def _filed_as(same: Same, filed: Same) -> Model:
+    model, own = same.value, filed.value
+    assert isinstance(model, Model)
+    assert isinstance(own, Model)
+    return replace(model, as_filed=own)
+
+
+def filed_as(model: Model, filed: Model) -> Model:
+    """Return the model with `filed` as the model with its file's own layers; itself if it is that model, or has it."""
+    return model if model is filed or model.as_filed is filed else _filed_as(Same(model), Same(filed))
 
 
 @cache

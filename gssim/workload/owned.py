@@ -156,6 +156,7 @@ def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
         whole_layers=model.layers,
         adapted=(),
         autocast=(),
+        other_precisions=(),
         partly_trained=None,
         **divided,
     )

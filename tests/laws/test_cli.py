@@ -71,13 +71,16 @@ def test_unfolding_changes_nothing_that_is_printed_but_rounding(gssim, tmp_path)
 
 
 @pytest.mark.parametrize(("precision", "warns"), [("fp32", False), ("bf16", True)])
-def test_bytes_of_hugging_face_that_are_scaled_to_another_precision_are_a_notice(gssim, tmp_path, precision, warns):
+def test_bytes_that_are_scaled_to_another_precision_are_a_notice(gssim, precision, warns):
     llama = Path(__file__).parents[1] / "helpers" / "models" / "llama.toml"
     two_hosts = Path(__file__).parents[2] / "scenarios" / "gpt2-half.toml"
     changes = [f"workload.model={llama}", "workload.sequence_length=24", f"workload.precision={precision}"]
-    code, _out, err = gssim("run", two_hosts, *(word for change in changes for word in ("--set", change)))
+    said = [word for change in changes for word in ("--set", change)]
+    code, out, _err = gssim("run", two_hosts, *said)
     assert code == 0
-    assert ("'small-llama' is traced in fp32, not in bf16" in err) == warns
+    assert ("'small-llama' is traced in fp32, not in bf16" in " ".join(out.split())) == warns
+    provenance = json.loads(gssim("run", two_hosts, *said, "--json")[1])["provenance"]
+    assert ("'small-llama' is traced in fp32" in provenance.get("scaled_bytes", "")) == warns
 
 
 def test_timing_goes_to_stderr(gssim, tmp_path):

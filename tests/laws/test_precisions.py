@@ -1,0 +1,109 @@
+"""Layers of a workload's own precision and number of samples, and what a model file without them gives instead."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import gssim
+from gssim.scenario import Scenario, load_model
+from gssim.units import validated
+from gssim.workload import Buffer, Layer, Model, for_samples, shipped_models
+from gssim.workload.model import OtherPrecision
+
+SCENARIOS = Path(__file__).parents[2] / "scenarios"
+BF16 = {"workload.precision": "bf16"}
+
+
+@pytest.fixture(scope="module")
+def both() -> Scenario:
+    """Return a scenario of a model that is traced in fp32 and bf16."""
+    return gssim.load(SCENARIOS / "gpt2-half.toml", {"workload.model": "gpt-byte-150k", "workload.sequence_length": 32})
+
+
+def test_a_workload_has_the_layers_of_its_precision(both):
+    both = both.with_({"workload.precision": "fp32"})
+    assert both.workload.model.traced_precision == "fp32"
+    for precision in ("bf16", "fp16"):
+        workload = both.with_({"workload.precision": precision}).workload
+        assert workload.model.traced_precision == "bf16"  # of as many bytes
+        assert workload.scaled_bytes is None
+        assert replace(workload, global_batch_size=8).model is workload.model
+        assert replace(workload, precision="fp32").model is both.workload.model
+
+
+def test_the_identity_is_that_of_the_file_in_its_own_precision(both):
+    """Measurements that were made before a file had other precisions are still joined."""
+    file = load_model(shipped_models()["gpt-byte-150k"])
+    halves = both.with_(BF16)
+    before = replace(halves, workload=replace(halves.workload, model=replace(file, other_precisions=())))
+    assert before.workload.model.traced_precision == "fp32"
+    assert before.scenario_id == halves.scenario_id
+    assert "is traced in fp32, not in bf16" in str(before.workload.scaled_bytes)
+
+
+def test_what_was_traced_in_one_precision_alone_is_scaled_and_said(both):
+    """Layers without adapters, or without slices, in bf16 are not taken where a workload or a plan may need these."""
+    file = load_model(shipped_models()["gpt-byte-1m"])
+    (other,) = file.other_precisions
+    adapters = {"rank": 2, "alpha": 4}
+    workload = both.with_({"workload.model": "gpt-byte-1m", "workload.adapters": adapters, **BF16}).workload
+    assert workload.scaled_bytes is None
+    without = replace(file, other_precisions=(replace(other, adapted=()),))
+    scaled = replace(workload, model=without)
+    assert scaled.model.traced_precision == "fp32"
+    assert scaled.scaled_bytes is not None
+    uncut = replace(file, other_precisions=(replace(other, sliced_layers=()),))
+    assert replace(workload, model=uncut, adapters=None).model.traced_precision == "fp32"
+
+
+def test_buffers_of_one_sample_replace_those_of_several():
+    texts = (
+        "f0 f4 temporaries 96*b*s samples>1",
+        "f0 b9 activations 96*s samples=1",
+        "f2 b9 activations 32*b*s samples>1",
+        "f3 b8 activations 32*b*s",
+        "f4 b7 activations 8*b*s fixed samples=1",
+    )
+    assert [str(Buffer.parse(text)) for text in texts] == list(texts)
+    costs = dict.fromkeys(("forward_flop", "backward_flop", "forward_bytes", "backward_bytes"), 0)
+    sizes = {"saved_bytes": 0, "output_bytes": 0, "forward_operations": 5, "backward_operations": 9}
+    data = {"name": "block", "modules": ("block",), "block": True, "buffers": texts, **costs, **sizes}
+    layer = validated(Layer, data | {"recompute_releases": (3, 1, 4, 2)}, file="layer.toml")
+    one, several = for_samples(layer, 1), for_samples(layer, 2)
+    assert [texts.index(str(each)) for each in one.buffers] == [1, 3, 4]
+    assert one.recompute_releases == (3, 4, 2)
+    assert [texts.index(str(each)) for each in several.buffers] == [0, 2, 3]
+    assert several.recompute_releases == (1, 4)
+    assert sum(each.bytes_at(b=1, s=10, scale=1) for each in layer.buffers) == 960 + 320 + 80
+    assert for_samples(several, 2).recompute_releases == (1, 4)
+    plain = replace(layer, buffers=layer.buffers[3:4])
+    assert for_samples(plain, 1) is plain
+
+
+def test_every_shipped_model_in_fp32_has_layers_in_bf16():
+    models: dict[str, Model] = {name: load_model(path) for name, path in shipped_models().items()}
+    for name, model in models.items():
+        if model.traced_precision == "fp32":
+            assert [each.precision for each in model.other_precisions] == ["bf16"], name
+            (other,) = model.other_precisions
+            assert isinstance(other, OtherPrecision)
+            assert [layer.modules for layer in other.layers] == [layer.modules for layer in model.layers], name
+
+
+def test_loads_by_layer_are_predicted(tmp_path):
+    """`simulate` failed on them, the form of measured loads, as a table is no part of a key of its caches."""
+    rows = {f"blocks.{block}": tuple(range(1, 13)) for block in range(4)}
+    (tmp_path / "load.json").write_text(json.dumps({"layers": rows}), encoding="utf-8")
+    changes = {
+        "workload.model": "mixture-byte-1m",
+        "workload.sequence_length": 32,
+        "workload.expert_load": str(tmp_path / "load.json"),
+        "plan.method": "ddp",
+        "plan.ep": 2,
+    }
+    uneven = gssim.load(SCENARIOS / "demo.toml", changes)
+    results = [gssim.simulate(each) for each in (uneven, uneven.with_({"workload.expert_load": "balanced"}))]
+    rank_0, rank_1 = (next(each for each in results[0].ranks if rank in each.ranks) for rank in (0, 1))
+    assert rank_0.peak_allocated_bytes < results[1].ranks[0].peak_allocated_bytes < rank_1.peak_allocated_bytes
