@@ -28,6 +28,7 @@ from gssim.workload import (
     sliced_layer,
 )
 from gssim.workload.layer import GATHER_AGAIN
+from gssim.workload.model import DIVIDED_LISTS
 
 
 def native_tensors(model: Model) -> int:
@@ -49,9 +50,7 @@ def _map_of(parameter: Parameter) -> str:
     return parameter.name.rpartition(".")[0]
 
 
-_WHOLE_ONLY: dict[str, Any] = dict.fromkeys(
-    ("sliced_layers", "sequence_layers", "context_layers", "expert_layers", "expert_sequence_layers"), ()
-)
+_WHOLE_ONLY: dict[str, Any] = dict.fromkeys(DIVIDED_LISTS, ())
 """Fields of a model that a rank's part of it does not have."""
 
 
