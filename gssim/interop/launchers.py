@@ -74,9 +74,9 @@ def header_of(text: str) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for line in text.splitlines():
-        sign, *words = line.split() or [""]
-        if sign in FORMS:
-            for name, pattern in FORMS[sign].items():
+        directive, *words = line.split() or [""]
+        if directive in HEADER_PATTERNS:
+            for name, pattern in HEADER_PATTERNS[directive].items():
                 if match := re.search(pattern, " ".join(words)):
                     found[name] = int(match[1])
     if "tasks" not in found and {"nodes", "tasks per node"} <= found.keys():
@@ -84,7 +84,7 @@ def header_of(text: str) -> dict[str, int]:
     return found
 
 
-FORMS = {
+HEADER_PATTERNS = {
     "#SBATCH": {
         "nodes": r"^(?:-N|--nodes)[ =]?(\d+)(?![\d-])",
         "tasks": r"^(?:-n|--ntasks)[ =]?(\d+)\b(?!-)",
@@ -96,7 +96,7 @@ FORMS = {
     },
     "#BSUB": {"tasks": r"^-n (\d+)\b", "nodes": r"^-nnodes (\d+)\b", "tasks per node": r"ptile=(\d+)\b"},
 }
-"""Patterns of the options of batch jobs' headers."""
+"""Patterns of the options of batch jobs' headers, by directive."""
 
 
 def slurm_variables(text: str, header: Header) -> dict[str, str]:
