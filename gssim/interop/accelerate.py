@@ -65,7 +65,7 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
     kind = str(keys.raw("distributed_type") or "NO").upper()
     found = Training()
     if kind == "DEEPSPEED":
-        found = _deepspeed_of_accelerate(keys)
+        found = _deepspeed(keys)
     elif kind == "FSDP":
         read_fsdp(keys, found, cluster, prefix="fsdp_config.fsdp_")
         found.gradient_sync = Value("step", "Accelerate's no_sync: gradients are whole until the last micro-batch")
@@ -88,8 +88,8 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
             keys.note(key, f"of another distributed_type than {kind}")
     world = keys.integer("num_processes", sets="plan.ranks")
     found.world = Value(1, keys.line("distributed_type")) if kind == "NO" else world
-    _parallelism_of_accelerate(keys, found, kind)
-    _precision_of_accelerate(keys, found, kind)
+    _parallelism(keys, found, kind)
+    _precision(keys, found, kind)
     regional = keys.enabled("dynamo_config.dynamo_use_regional_compilation")
     if regional is not None and str(keys.raw("dynamo_config.dynamo_backend")).lower() == "inductor":
         found.compiled = regional
@@ -98,7 +98,7 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
     return found
 
 
-def _parallelism_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
+def _parallelism(keys: Keys, found: Training, kind: str) -> None:
     """Read the sizes of the mesh; FSDP2 shards over dp_shard times cp (parallelism_config.py, fsdp_utils.py).
 
     A size that is not given is 1; if none is given, FSDP shards over all processes.
@@ -110,7 +110,7 @@ def _parallelism_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
             sizes[name] = size
     strategies = ("parallelism_config_cp_comm_strategy", "cp_comm_strategy")
     found.context_exchange = torchs_context_exchange(keys, *(f"parallelism_config.{each}" for each in strategies))
-    _sequences_of_accelerate(keys, found, kind)
+    _sequences(keys, found, kind)
     data = [sizes.pop(name, None) for name in ("dp_replicate", "dp_shard")]
     for name, size in sizes.items():
         setattr(found, name, size)
@@ -129,7 +129,7 @@ def _parallelism_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
         keys.refuse(replicas.key, reason, replaced_by=("plan.dp_shard", "plan.method"))
 
 
-def _sequences_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
+def _sequences(keys: Keys, found: Training, kind: str) -> None:
     """Read DeepSpeed's sequence parallelism, and the length of sequences if all have the same."""
     key = "parallelism_config.parallelism_config_sp"
     sizes = [f"{key}_size", "parallelism_config.sp_size"]
@@ -142,7 +142,7 @@ def _sequences_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
         found.sequence = keys.integer(f"{key}_seq_length", sets="workload.sequence_length")
 
 
-def _precision_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
+def _precision(keys: Keys, found: Training, kind: str) -> None:
     precision = keys.choice(
         PRECISIONS, "mixed_precision", sets="workload.precision", why="this precision cannot be simulated"
     )
@@ -161,7 +161,7 @@ def under_autocast(training: Training, precision: Value) -> None:
     training.precision = Value("fp32", f"{precision.origin}: autocast over fp32 parameters")
 
 
-def _deepspeed_of_accelerate(keys: Keys) -> Training:
+def _deepspeed(keys: Keys) -> Training:
     named = keys.raw("deepspeed_config.deepspeed_config_file")
     if named is not None:
         for name in (

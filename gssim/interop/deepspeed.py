@@ -134,7 +134,7 @@ OF_FP16 = ("fp16.auto_cast", "fp16.fp16_master_weights_and_grads")
 """Keys that have no effect outside fp16, whatever their value."""
 
 
-def _precision_of_deepspeed(keys: Keys, training: Training) -> None:
+def _precision(keys: Keys, training: Training) -> None:
     on = []
     for table, precision in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
         key = f"{table}.enabled"
@@ -175,13 +175,13 @@ def deepspeed(keys: Keys) -> Training:
             setattr(training, name, keys.integer(key, sets=sets))
     if training.global_batch is not None and training.micro_batch is None and training.accumulation is None:
         training.accumulation = Value(1, "gradient_accumulation_steps = 1 (its default)")
-    _precision_of_deepspeed(keys, training)
-    _stage_of_deepspeed(keys, training)
-    _offload_of_deepspeed(keys, training)
-    _tensor_slices_of_deepspeed(keys, training)
+    _precision(keys, training)
+    _stage(keys, training)
+    _offload(keys, training)
+    _tensor_slices(keys, training)
     training.dp = keys.integer("data_parallel_size")
     read_ulysses(keys, training, "sequence_parallel_size")
-    _optimizer_of_deepspeed(keys, training)
+    _optimizer(keys, training)
     if keys.raw("gradient_clipping") == "auto":
         keys.note("gradient_clipping", '"auto": what it becomes is not in the file; clipping is not counted')
     else:
@@ -193,7 +193,7 @@ def deepspeed(keys: Keys) -> Training:
     return training
 
 
-def _tensor_slices_of_deepspeed(keys: Keys, training: Training) -> None:
+def _tensor_slices(keys: Keys, training: Training) -> None:
     """Read automatic tensor parallelism, which `autotp_size` alone turns on (DeepSpeed 0.18, runtime/engine.py)."""
     training.tp = keys.integer("tensor_parallel.autotp_size", "tensor_parallel.tp_size", sets="plan.tp", least=0)
     if training.tp is not None and training.tp.value == 0:
@@ -218,7 +218,7 @@ REDUCE_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's default for `reduce_bucket_size`."""
 
 
-def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
+def _stage(keys: Keys, training: Training) -> None:
     stage = keys.integer("zero_optimization.stage", sets="plan.method", least=0)
     training.zero1_implementation = "deepspeed"
     # runtime/pipe/engine.py keeps a buffer for each micro-batch in flight, and one for a gradient
@@ -258,7 +258,7 @@ OFFLOADED = {"none": False, "cpu": True}
 OTHER_PLACE = "offloading to other places than the host's memory cannot be simulated"
 
 
-def _offload_of_deepspeed(keys: Keys, training: Training) -> None:
+def _offload(keys: Keys, training: Training) -> None:
     """Read what is offloaded. DeepSpeed copies parameters in the training precision, FSDP2 in the optimizer's."""
     states, parameters = (
         keys.choice(OFFLOADED, f"zero_optimization.offload_{name}.device", sets="plan.offload", why=OTHER_PLACE)
@@ -287,7 +287,7 @@ def _offload_of_deepspeed(keys: Keys, training: Training) -> None:
             keys.note(states.key, "approximated: updated parameters are copied in 32 bits here")
 
 
-def _optimizer_of_deepspeed(keys: Keys, training: Training) -> None:
+def _optimizer(keys: Keys, training: Training) -> None:
     kind = keys.raw("optimizer.type")
     if kind is not None:
         optimizer_in(keys, training, "optimizer.type")
