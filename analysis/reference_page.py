@@ -9,7 +9,7 @@ import os
 import re
 import textwrap
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, is_dataclass
 from inspect import isclass
 from itertools import pairwise
@@ -188,7 +188,7 @@ def page(folder: Path) -> str:
         for table, paths in tables_of(root).items():
             meaning = " ".join((inspect.getdoc(table) or "").split("\n\n")[0].split())
             parts.append(f"### {_title(table, root)}\n")
-            parts.append(f"At {', '.join(f'`{path}`' for path in paths)}. {meaning}\n")
+            parts.append(f"At {_places(table, root, paths)}. {meaning}\n")
             parts.append(_keys(table))
     return "\n".join([*parts, *_presets(), *_limits()])
 
@@ -249,6 +249,22 @@ def tables_of(root: type) -> dict[type, list[str]]:
 
     visit(root, "")
     return paths
+
+
+MOST_PATHS = 10
+"""Most places of a table that are listed by their whole paths; more are listed by the tables that have it."""
+
+
+def _places(table: type, root: type, paths: Sequence[str]) -> str:
+    """Return where a table stands: its paths, or, of very many, the keys of it in each kind of table."""
+    if len(paths) <= MOST_PATHS:
+        return ", ".join(f"`{path}`" for path in paths)
+    owners: dict[str, list[str]] = {}
+    for owner in (root, *tables_of(root)):
+        keys = [f"`{name}{_step(kind)}`" for name, kind in _types(owner).items() if table in tables_in(kind)]
+        if keys:
+            owners.setdefault(", ".join(keys), []).append(_link(owner))
+    return "; ".join(f"{keys} of {', '.join(links)}" for keys, links in owners.items())
 
 
 def _types(table: type) -> dict[str, typing.Any]:

@@ -267,10 +267,6 @@ def _write_result(result: "Result", text: str, file: Path | None, *, as_json: bo
         print_result(result)
 
 
-VALIDATED = {"cpu": "demo.toml", "cuda": "validate-gpu.toml"}
-"""Sweeps of `gsreal validate`, in the project's scenarios/sweeps, by kind of device."""
-
-
 @app.command("script")
 def script_command(
     scenario: ScenarioFile,
@@ -288,6 +284,10 @@ def script_command(
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     text = launch_script(loaded.scenario, scenario, overrides or [], launcher, image=image)
     write_or_print(text, out)
+
+
+VALIDATED = {"cpu": "demo.toml", "cuda": "validate-gpu.toml"}
+"""Sweeps of `gsreal validate`, in the project's scenarios/sweeps, by kind of device."""
 
 
 @app.command("validate")
@@ -569,8 +569,8 @@ def _numbers(text: str, option: str, *, whole: bool = False) -> list[float]:
     return numbers
 
 
-DEFAULT_OTHER = "bf16"
-"""Precision in which a new model is traced besides fp32."""
+OTHER_PRECISIONS = ("bf16",)
+"""Precisions in which a new model is traced besides fp32."""
 
 
 @app.command("trace")
@@ -654,8 +654,8 @@ def trace_command(
     from gsreal.model_files.request import Request, check_options, traced_model
     from gsreal.model_files.trace import counted_table, write_model
 
-    known = model.endswith(".toml")
-    set_trust(trust_code or not known)
+    is_model_file = model.endswith(".toml")
+    set_trust(trust_code or not is_model_file)
     _check_writable(out)
     request = Request(
         model=model,
@@ -670,7 +670,7 @@ def trace_command(
         auto_class=auto_class,
         sequence_length=sequence_length,
         precision=precisions[0] if precisions else None,
-        other_precisions=tuple(precisions[1:]) if precisions else () if known or compiled else (DEFAULT_OTHER,),
+        other_precisions=tuple(precisions[1:]) if precisions else () if is_model_file or compiled else OTHER_PRECISIONS,
         only_where_possible=not precisions,
         source=source,
         autocast=tuple(autocast or ()),

@@ -101,7 +101,7 @@ def sweep(
         check_table_place(table_file)
     asked = load_sweep(file)
     points = points_of(asked, file=file, overrides=overrides_of(changes))
-    with scratch_folder("gssim-sweep-") as folder:
+    with scratch_folder("gssim-run-") as folder:
         table_file = table_file or Path(folder, "table.parquet")
         return tabulate(points, sweep=asked, file=file, out=table_file, workers=processes(min(count, len(points))))
 

@@ -103,7 +103,7 @@ def on_nccl(measured: Sequence[dict[str, Any]], settings: Settings, out: Path) -
         write_all_reduces(table, first)
         print(f"gsreal: calibrate: NCCL's all-reduces are in {table}", file=sys.stderr)
         words += ["--nccl-tests", str(table)]
-    with scratch_folder("gsreal-calibrate-") as folder:
+    with scratch_folder("gsreal-run-") as folder:
         file = Path(folder, out.name)
         command = [sys.executable, "-m", "gssim", *words, "--out", str(file)]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)

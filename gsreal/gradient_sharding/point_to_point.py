@@ -302,14 +302,14 @@ def reduce_scatter_in_turn(
     """
     ranks = dist.get_process_group_ranks(group)
     members, rank = len(ranks), dist.get_rank(group)
-    above, below = ranks[(rank + 1) % members], ranks[(rank - 1) % members]
+    sender, receiver = ranks[(rank + 1) % members], ranks[(rank - 1) % members]
     own = part((rank + 1) % members)
     entry = LogicalCollective("reduce-scatter", tuple(sorted(ranks)), members * own.nbytes, data_dependent=False)
     with announce(entry):
         for step in range(members - 1):
             received = torch.empty_like(own)
-            pending = _post_receives([(above, received)], group, tag)
-            _post_sends([(below, own)], pending, group, tag)
+            pending = _post_receives([(sender, received)], group, tag)
+            _post_sends([(receiver, own)], pending, group, tag)
             own = part((rank + 2 + step) % members)
             with waiting():
                 pending.wait()
@@ -345,12 +345,12 @@ def _ring_gathered(parts: Sequence[Tensor], group: dist.ProcessGroup, tag: int, 
     """Yield the index of each part as soon as this rank has it, while the ring passes it on."""
     ranks = dist.get_process_group_ranks(group)
     members, rank = len(ranks), dist.get_rank(group)
-    before, after = ranks[(rank - 1) % members], ranks[(rank + 1) % members]
+    sender, receiver = ranks[(rank - 1) % members], ranks[(rank + 1) % members]
     receives = [
-        _post_receives([(before, parts[(rank - step - 1) % members])], group, tag) for step in range(members - 1)
+        _post_receives([(sender, parts[(rank - step - 1) % members])], group, tag) for step in range(members - 1)
     ]
     for step, pending in enumerate(receives):
-        _post_sends([(after, parts[(rank - step) % members])], pending, group, tag)
+        _post_sends([(receiver, parts[(rank - step) % members])], pending, group, tag)
         yield (rank - step) % members
         with waiting():
             pending.wait()
@@ -366,7 +366,7 @@ def _ring_reduce_scatter(own: Tensor, flat: Tensor, ranges: Ranges, group: dist.
     """
     ranks = dist.get_process_group_ranks(group)
     members, rank = len(ranks), dist.get_rank(group)
-    above, below = ranks[(rank + 1) % members], ranks[(rank - 1) % members]
+    sender, receiver = ranks[(rank + 1) % members], ranks[(rank - 1) % members]
     mine = flat[slice(*ranges[rank])]
     if members == 1:
         own.copy_(mine)
@@ -377,7 +377,7 @@ def _ring_reduce_scatter(own: Tensor, flat: Tensor, ranges: Ranges, group: dist.
 
     def receive(step: int, half: int) -> None:
         if step < len(buffers):
-            pending[step, half] = _post_receives([(above, buffers[step][half])], group, tag)
+            pending[step, half] = _post_receives([(sender, buffers[step][half])], group, tag)
 
     for step, half in product(range(1 + ahead), HALVES):
         receive(step, half)
@@ -386,7 +386,7 @@ def _ring_reduce_scatter(own: Tensor, flat: Tensor, ranges: Ranges, group: dist.
             pending.pop((step - 1, half)).wait()
             passing[step][half].add_(buffers[step - 1][half])
             receive(step + ahead, half)
-        _post_sends([(below, passing[step][half])], pending[step, half], group, tag)
+        _post_sends([(receiver, passing[step][half])], pending[step, half], group, tag)
     for half in HALVES:
         pending[members - 2, half].wait()
         buffers[-1][half].add_(_halves(mine)[half])

@@ -617,8 +617,8 @@ class GradientSharding(torch.optim.Optimizer):
 
     # State ------------------------------------------------------------------------------------------------------------
 
-    def _check_same_parameters(self, call: str) -> None:
-        """Raise RuntimeError if ranks hold different experts, of which no rank has all."""
+    def _refuse_divided_experts(self, call: str) -> None:
+        """Raise RuntimeError if ranks divide experts, of which no rank has all."""
         if self.hierarchy.expert_owners is not None:
             raise RuntimeError(f"{call}: ranks divide experts, whose state is neither gathered nor saved yet")
 
@@ -639,7 +639,7 @@ class GradientSharding(torch.optim.Optimizer):
                 "get_optimizer_state_dict looks for the model's parameters in param_groups, where this optimizer has "
                 "shards: take optimizer.state_dict(), which is whole and by parameter name, or save optimizer.sharded()"
             )
-        self._check_same_parameters("state_dict")
+        self._refuse_divided_experts("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self.finish()
@@ -657,7 +657,7 @@ class GradientSharding(torch.optim.Optimizer):
 
         After `model.load_state_dict`: owners without master copies update the model's parameters themselves.
         """
-        self._check_same_parameters("load_state_dict")
+        self._refuse_divided_experts("load_state_dict")
         state_dict = copy.copy(state_dict)  # hooks may change it, but not the caller's, as in torch
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
@@ -676,7 +676,7 @@ class GradientSharding(torch.optim.Optimizer):
         loses each element less than the threshold, once. If the same ranks continue with the same shares, each may save
         its `pusher.state_dict()` too, and then continues exactly.
         """
-        self._check_same_parameters("sharded")
+        self._refuse_divided_experts("sharded")
         self.finish()
         return state.Sharded(self._parts)
 

@@ -114,7 +114,7 @@ class CollectiveRecorder(TorchDispatchMode):
         sizes = [sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor)) for leaves in tensors]
         group: dist.ProcessGroup | None = None
         for arg in args:
-            if isinstance(arg, torch.ScriptObject):  # as which operations of c10d take it
+            if isinstance(arg, torch.ScriptObject):  # c10d's operations take their process group as one
                 with suppress(RuntimeError):
                     group = dist.ProcessGroup.unbox(arg)
                     break

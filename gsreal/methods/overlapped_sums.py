@@ -88,18 +88,18 @@ class _SummedLinear(torch.autograd.Function):
     """A linear map that sums its input gradient over the ranks while it computes the weight's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: MapLayout, start: Start) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: MapLayout, start: Start) -> Tensor:
         """Return the map's output."""
         ctx.save_for_backward(x, weight)
-        ctx.kind, ctx.start, ctx.has_bias = kind, start, bias is not None
-        return kind.output(x, weight, bias)
+        ctx.layout, ctx.start, ctx.has_bias = layout, start, bias is not None
+        return layout.output(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         """Return the gradients of input, summed, and of weight and bias."""
         (gradient,), (x, weight) = gradients, ctx.saved_tensors
-        wait = ctx.start(ctx.kind.input_gradient(gradient, weight))
-        of_weight, of_bias = ctx.kind.weight_gradients(gradient, x, has_bias=ctx.has_bias)
+        wait = ctx.start(ctx.layout.input_gradient(gradient, weight))
+        of_weight, of_bias = ctx.layout.weight_gradients(gradient, x, has_bias=ctx.has_bias)
         return wait(), of_weight, of_bias, None, None
 
 
@@ -126,19 +126,19 @@ class _DeferringLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: MapLayout, path: str, deferred: _Deferred
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: MapLayout, path: str, deferred: _Deferred
     ) -> Tensor:
         """Return the map's output."""
         ctx.save_for_backward(x, weight)
-        ctx.kind, ctx.path, ctx.deferred = kind, path, deferred
-        return kind.output(x, weight, bias)
+        ctx.layout, ctx.path, ctx.deferred = layout, path, deferred
+        return layout.output(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         """Return the gradient of the input."""
         (gradient,), (x, weight) = gradients, ctx.saved_tensors
         ctx.deferred.inputs[ctx.path] = gradient, x
-        return ctx.kind.input_gradient(gradient, weight), None, None, None, None, None
+        return ctx.layout.input_gradient(gradient, weight), None, None, None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -150,12 +150,12 @@ class _Gather(torch.autograd.Function):
         x: Tensor,
         whole: Callable[[Tensor], Tensor],
         start: Start,
-        kinds: dict[str, tuple[MapLayout, bool]],
+        layouts: dict[str, tuple[MapLayout, bool]],
         deferred: _Deferred,
         *_parameters: Tensor,
     ) -> Tensor:
-        """Return the gathered tensor; `kinds`: layout of each map by its path, and whether it has a bias."""
-        ctx.start, ctx.kinds, ctx.deferred = start, kinds, deferred
+        """Return the gathered tensor; `layouts`: layout of each map by its path, and whether it has a bias."""
+        ctx.start, ctx.layouts, ctx.deferred = start, layouts, deferred
         return whole(x)
 
     @staticmethod
@@ -163,8 +163,8 @@ class _Gather(torch.autograd.Function):
         """Return the gradients of this rank's part, summed, and of the maps' weights and biases."""
         wait = ctx.start(gradients[0])
         found: list[Tensor] = []
-        for path, (kind, has_bias) in ctx.kinds.items():
-            of_map = kind.weight_gradients(*ctx.deferred.inputs[path], has_bias=has_bias)
+        for path, (layout, has_bias) in ctx.layouts.items():
+            of_map = layout.weight_gradients(*ctx.deferred.inputs[path], has_bias=has_bias)
             found += [each for each in of_map if each is not None]
         result = wait()
         ctx.deferred.inputs.clear()
@@ -178,14 +178,14 @@ def gather_with_overlapped_sum(
 
     `whole` gathers a tensor, `start` begins the reduce-scatter of its gradient. Changes the maps' forwards.
     """
-    kinds = {path: (layout_of(module), parameters_of(module)[1] is not None) for path, module in maps.items()}
+    layouts = {path: (layout_of(module), parameters_of(module)[1] is not None) for path, module in maps.items()}
     for path, module in maps.items():
         module.forward = partial(_deferring_forward, module, path, owner)
 
     def gathered(x: Tensor) -> Tensor:
         deferred = _Deferred()
         owner.__dict__["_gsreal_deferred"] = deferred  # one for each forward, of a micro-batch or a recomputation
-        result: Tensor = _Gather.apply(x, whole, start, kinds, deferred, *in_turn(maps.values()))
+        result: Tensor = _Gather.apply(x, whole, start, layouts, deferred, *in_turn(maps.values()))
         return result
 
     return gathered

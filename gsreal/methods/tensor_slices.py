@@ -442,8 +442,16 @@ def slice_blocks(
         if scenario.cuts_natively and is_linear(block, cut):
             distribute(block, cut, own, mesh, timeline)
         else:
-            how: dict[str, Any] = {"parts": parts, "start": start, "ring": ring}
-            slice_block(block, own, all_reduce, ranks=len(sizes), group=mesh.get_group(), **how)
+            slice_block(
+                block,
+                own,
+                all_reduce,
+                ranks=len(sizes),
+                group=mesh.get_group(),
+                parts=parts,
+                start=start,
+                ring=ring,
+            )
     if parts is None:
         return [(block.get_submodule(path), name) for block in blocks for path, name in whole_with_parts(block)]
     end = end or end_of_parts([each.module for each in order], paths, module)

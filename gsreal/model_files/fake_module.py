@@ -126,27 +126,30 @@ def without_values(model: Model) -> Iterator[None]:
 class Exchanges:
     """Stands in for the sums over ranks, and other exchanges with them, and passes them to the active recorder."""
 
-    recorder: Recorder | None = None
+    _recorder: Recorder | None = None
 
     def record_with(self, recorder: Recorder) -> None:
-        """Pass all later sums to `recorder`."""
-        self.recorder = recorder
+        """Pass all later exchanges to `recorder`."""
+        self._recorder = recorder
+
+    @property
+    def recorder(self) -> Recorder:
+        """The active recorder: blocks are sliced, and experts divided, for a record only."""
+        assert self._recorder is not None
+        return self._recorder
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks."""
-        assert self.recorder is not None  # blocks are sliced for a record
         return self.recorder.reduce(tensor)
 
     def fixed(self, tensor: Tensor) -> Tensor:
         """Sum a tensor that has the same type in every precision."""
-        assert self.recorder is not None
         return self.recorder.reduce(tensor, fixed=True)
 
     def parts(self, ranks: int) -> SequenceParts:
         """Return the division of sequences among `ranks` ranks; this rank is the first of them."""
 
         def received(kind: str, sent: Tensor) -> Tensor:
-            assert self.recorder is not None
             return self.recorder.receive(sent, kind, ranks)
 
         return SequenceParts(ranks, 0, partial(received, "all-gather"), partial(received, "reduce-scatter"))
@@ -155,7 +158,6 @@ class Exchanges:
         """Return the division of sequences among `ranks` ranks from embedding to loss; this rank is the first."""
 
         def received(sent: Tensor) -> Tensor:
-            assert self.recorder is not None
             return self.recorder.receive(sent, "all-to-all", ranks)
 
         return ContextParts(ranks, 0, received)
@@ -171,13 +173,11 @@ class _TracedExchange:
 
     def share_counts(self, counts: Tensor) -> tuple[Tensor, Splits]:
         """Return the received tensor of counts, and the total rows that all senders send."""
-        assert self.stand_in.recorder is not None
         received = self.stand_in.recorder.exchange(counts, "counts", len(counts))
         return received.view(-1, self.held), Splits([], [self.rows])
 
     def move(self, rows: Tensor, splits: Splits, *, back: bool) -> Tensor:
         """Return the received tensor of rows."""
-        assert self.stand_in.recorder is not None
         if not splits.sent:  # the first dispatch, of all rows that this rank sends
             splits.sent.append(len(rows))  # type: ignore[attr-defined]
         (count,) = splits.sent if back else splits.received

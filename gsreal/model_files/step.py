@@ -348,8 +348,8 @@ class _Step:
 
     def recorder(self, record: Record) -> Recorder:
         """Return a recorder into `record`, to which sums over ranks are passed from now on."""
-        known = known_storages(self.module, self.inputs, self.targets)
-        self.stand_in.recorder = recorder = Recorder(record, known)
+        recorder = Recorder(record, known_storages(self.module, self.inputs, self.targets))
+        self.stand_in.record_with(recorder)
         return recorder
 
     def record_saved(self, where: str) -> None:

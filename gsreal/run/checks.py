@@ -30,7 +30,7 @@ def check_real(loaded: Loaded) -> None:
     check_fused(ours, where=where)
     check_offload(ours, where=where)
     check_gloo_on_gpus(ours, where=where)
-    check_products_in_ring(ours, where=where)
+    check_exchanges_beside_products(ours, where=where)
     check_samples(ours, where=where)
     check_norms(ours, where=where)
     check_compiled(ours, where=where)
@@ -147,7 +147,7 @@ def check_gloo_on_gpus(scenario: Scenario, *, where: str) -> None:
         )
 
 
-def check_products_in_ring(scenario: Scenario, *, where: str) -> None:
+def check_exchanges_beside_products(scenario: Scenario, *, where: str) -> None:
     """Raise UserError for exchanges beside products on a backend other than gloo: real ones are rings of messages."""
     if (reason := scenario.unreal_overlap_reason) is not None:
         raise UserError(f"{where}: plan.tp_overlap = true: {reason}")

@@ -166,7 +166,7 @@ def take_family(family: str, folder: Path) -> Family:
         file, model = folder / f"{family}.{rung.name}.json", _traced(ladder, family, rung)
         if not file.exists():
             print(f"gsreal: ladder {family}: {rung.name}", file=sys.stderr, flush=True)
-            with scratch_folder("gsreal-ladder-") as scratch:
+            with scratch_folder("gsreal-run-") as scratch:
                 write_model(Path(scratch, "model.toml"), model)
                 tables = {
                     "name": f"ladder: {model.name}",

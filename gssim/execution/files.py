@@ -29,7 +29,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, get_args
 
 from gssim.errors import UserError, nearest_name
 from gssim.units import LIMITS, excess, is_lifted
@@ -41,9 +41,11 @@ except ImportError:  # on Windows there is no locking
 
 FOLDER_MARK = ".gssim-scratch"
 """File that marks a temporary folder as ours."""
-PREFIXES = ("gssim-run-", "gsreal-run-")
-"""Prefixes of temporary folders' names, used by nothing else."""
+Prefix = Literal["gssim-run-", "gsreal-run-"]
+"""Prefix of a temporary folder's name, used by nothing else; by any other it would not be found after a kill."""
+PREFIXES: tuple[Prefix, ...] = get_args(Prefix)
 OUR_NAME = re.compile(rf"({'|'.join(PREFIXES)})[a-z0-9_]{{8}}")
+"""Names of temporary folders, as `tempfile.mkdtemp` makes them."""
 MOST_LINKS = 40
 """Longest chain of symbolic links, as in the kernel."""
 
@@ -378,7 +380,7 @@ def _holder(lock: Path) -> str | None:
 
 
 @contextmanager
-def scratch_folder(prefix: str = PREFIXES[0], *, inside: Path | None = None) -> Iterator[Path]:
+def scratch_folder(prefix: Prefix = "gssim-run-", *, inside: Path | None = None) -> Iterator[Path]:
     """Provide a temporary folder, which is removed when the context ends. Folders of killed processes are removed
     first.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gssim.errors import UserError, one_line
-from gssim.interop.launchers import MODULES, STARTERS, header_of, host_files, slurm_variables, started_ranks
+from gssim.interop.launchers import MODULES, STARTERS, header_of, ranks_of_launcher, slurm_variables
 from gssim.interop.reading import Undecided, flattened, read_bounded
 from gssim.interop.shell import Script, follow
 from gssim.interop.shell_syntax import MARKS, NAME, is_open, shown_mark, written
@@ -89,7 +89,18 @@ def arguments_in(
 
     header = header_of(text)
     script = follow(text, file=file, given={**slurm_variables(text, header), **(variables or {})}, source=source)
-    found = _of_commands(script, file, lambda words: _ranks_of(words, script, header, lambda name: source(name, False)))
+
+    def ranks(words: Sequence[str]) -> Options:
+        """Return the number of ranks that a command's launcher starts, by the key that says what it is of."""
+        words = _split(words)
+        return ranks_of_launcher(
+            words[: _program_place(words) + 1],
+            header=header,
+            text_of=lambda name: script.files.get(name) or (None if is_open(name) else source(name, False)),
+            value=lambda text: _valued(text, script),
+        )
+
+    found = _of_commands(script, file, ranks)
     name = found.get(DEEPSPEED_FILE)
     document = script.files.get(str(name)) or next(
         (body for place, body in script.files.items() if written(place) == str(name)), None
@@ -98,16 +109,6 @@ def arguments_in(
         found[DEEPSPEED_FILE] = str(name)
         found |= {f"{DEEPSPEED_FILE}.{key}": value for key, value in _json_in(document, file).items()}
     return found
-
-
-def _ranks_of(
-    words: Sequence[str], script: Script, header: Mapping[str, int], read: Callable[[str], str | None]
-) -> Options:
-    """Return the number of ranks that a command's launcher starts, by the key that says what it is of."""
-    words = _split(words)
-    launcher = words[: _program_place(words) + 1]
-    files = host_files(launcher, script.files, read)
-    return started_ranks(launcher, header=header, files=files, value=lambda text: _valued(text, script))
 
 
 def _of_commands(script: Script, file: str, ranks: Callable[[Sequence[str]], Options]) -> Options:
@@ -246,8 +247,8 @@ def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options
     for position, (name, value) in enumerate(_pairs(words[: program + 1], script, one_value=True)):
         counts = LAUNCHER if starts_ranks else LAUNCHER | OF_SRUN
         key = counts.get(name, f"{IN_LAUNCHER} {written(name)}")
-        said = _hosts(_valued(value, script)) if key == "nnodes" else _valued(value, script)
-        _add(found, {key: said} if position or name else {})
+        said = _valued(value, script)
+        _add(found, {key: _host_count(said) if key == "nnodes" else said} if position or name else {})
     for name, value in _pairs(words[program + 1 :], script):
         if not name.startswith("\0"):
             _add(found, {name: _valued(value, script)})
@@ -266,10 +267,10 @@ def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options
     return found
 
 
-def _hosts(value: Any) -> Any:
+def _host_count(value: Any) -> Any:
     """Return torchrun's number of hosts; a range of them is `Undecided`.
 
-    >>> _hosts("4:4"), str(_hosts("1:4"))
+    >>> _host_count("4:4"), str(_host_count("1:4"))
     ('4', '1:4')
     """
     least, colon, most = str(value).partition(":")

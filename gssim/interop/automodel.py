@@ -149,7 +149,7 @@ def automodel(keys: Keys) -> Training:
         sets = f"plan.{name}"
         setattr(training, name, keys.integer(f"{at}.{keyed}", sets=sets))
     training.context_exchange = torchs_context_exchange(keys)
-    _automodel_sharding(keys, training, at)
+    _sharding(keys, training, at)
     local = keys.integer("step_scheduler.local_batch_size", sets="plan.micro_batches")
     training.micro_batch = local
     training.global_batch = keys.integer("step_scheduler.global_batch_size", sets="workload.global_batch_size")
@@ -157,9 +157,9 @@ def automodel(keys: Keys) -> Training:
     training.accumulation = accumulation
     names = ("dataset.seq_len", "dataset.seq_length", "dataset.sequence_length", "dataset.block_size")
     training.sequence = keys.integer(*names, sets="workload.sequence_length")
-    _automodel_adapters(keys, training)
-    _automodel_precision(keys, training)
-    _automodel_memory(keys, training, f"{at}.activation_checkpointing")
+    _adapters(keys, training)
+    _precision(keys, training)
+    _memory(keys, training, f"{at}.activation_checkpointing")
     optimizer_in(keys, training, "optimizer._target_")
     for flag in ("foreach", "fused"):
         if (value := keys.enabled(f"optimizer.{flag}")) is not None:
@@ -182,7 +182,7 @@ def automodel(keys: Keys) -> Training:
     return training
 
 
-def _automodel_sharding(keys: Keys, training: Training, at: str) -> None:
+def _sharding(keys: Keys, training: Training, at: str) -> None:
     """Read the strategy from the table named `at`."""
     strategy = keys.choice(
         {"fsdp2": "zero3", "ddp": "none", "megatron_fsdp": "zero3"}, "distributed.strategy", sets="plan.method"
@@ -204,7 +204,7 @@ def _automodel_sharding(keys: Keys, training: Training, at: str) -> None:
         training.gradient_sync = Value("step" if deferred else "micro-batch", origin)
 
 
-def _automodel_memory(keys: Keys, training: Training, recompute: str) -> None:
+def _memory(keys: Keys, training: Training, recompute: str) -> None:
     """Read what is recomputed (by the key `recompute`), which state is kept in host memory, the size of buckets, and
     whether the loss makes logits whole.
     """
@@ -233,7 +233,7 @@ def _automodel_memory(keys: Keys, training: Training, recompute: str) -> None:
     bucket_in(keys, training, "distributed.bucket_cap_mb")
 
 
-def _automodel_precision(keys: Keys, training: Training) -> None:
+def _precision(keys: Keys, training: Training) -> None:
     """Read the precisions of weights and compute; FSDP2 casts by its policy, unless there are adapters.
 
     Source: NeMo Automodel, components/distributed/config.py: param_dtype = bfloat16 and reduce_dtype = float32 by
@@ -270,7 +270,7 @@ def _automodel_precision(keys: Keys, training: Training) -> None:
         keys.listed.append((kept.origin, PURE_16_BIT))
 
 
-def _automodel_adapters(keys: Keys, training: Training) -> None:
+def _adapters(keys: Keys, training: Training) -> None:
     """Read low-rank adapters; patterns of their maps are resolved on the model (module_matcher.py)."""
     if not keys.has("peft._target_"):
         return

@@ -131,13 +131,12 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
     }
     for name, (key, sets) in sizes.items():
         setattr(training, name, keys.integer(key, sets=sets))
-    same = any(str(keys.values.get(name)).lower() == "true" for name in ("sample_packing", "pad_to_sequence_len"))
-    if training.sequence is not None and not same:
+    if training.sequence is not None and keys.is_off("sample_packing") and keys.is_off("pad_to_sequence_len"):
         keys.listed.append((training.sequence.origin, UNPACKED))
     base_model_in(keys, training, "base_model")
-    _axolotl_parts(keys, training)
-    _axolotl_experts(keys, training)
-    _axolotl_batch(keys, training)
+    _parts(keys, training)
+    _experts(keys, training)
+    _batch(keys, training)
     optimizer_in(keys, training, "optimizer")
     hyperparameters_in(keys, training)
     if keys.raw("gradient_checkpointing") in ("offload", "offload_disk"):
@@ -148,14 +147,14 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
     if keys.has("deepspeed") and training.cp is not None and training.cp.value > 1:
         heads = "approximated: a ring; newer releases exchange heads under DeepSpeed: plan.context_exchange=all-to-all"
         keys.note(training.cp.key, heads)
-    _axolotl_adapters(keys, training)
-    _axolotl_loss(keys, training)
-    _axolotl_precision(keys, training)
+    _adapters(keys, training)
+    _loss(keys, training)
+    _precision(keys, training)
     keys.close((FSDP if shards else NO_FSDP) | OTHER_KEYS)
     return training
 
 
-def _axolotl_parts(keys: Keys, training: Training) -> None:
+def _parts(keys: Keys, training: Training) -> None:
     """Read context parallelism, the parameters that are trained, and buckets."""
     # the older name counts if the newer one is not given: utils/schemas/validation.py
     older, newer = (keys.integer(each, sets="plan.cp") for each in ("sequence_parallel_degree", CONTEXT))
@@ -169,7 +168,7 @@ def _axolotl_parts(keys: Keys, training: Training) -> None:
     bucket_in(keys, training, "ddp_bucket_cap_mb")
 
 
-def _axolotl_experts(keys: Keys, training: Training) -> None:
+def _experts(keys: Keys, training: Training) -> None:
     """Read expert parallelism, an axis of its own over which everything else is sharded too."""
     training.ep = keys.integer(EXPERTS, sets="plan.ep")
     implementation = keys.raw("experts_implementation")
@@ -190,7 +189,7 @@ def _axolotl_experts(keys: Keys, training: Training) -> None:
         training.dp_shard = Value(shards.value * training.ep.value, both)
 
 
-def _axolotl_batch(keys: Keys, training: Training) -> None:
+def _batch(keys: Keys, training: Training) -> None:
     if not keys.has("batch_size"):
         return
     whole = keys.integer("batch_size", sets="plan.micro_batches")
@@ -201,7 +200,7 @@ def _axolotl_batch(keys: Keys, training: Training) -> None:
         keys.refuse("batch_size", "is no multiple of micro_batch_size", replaced_by=["plan.micro_batches"])
 
 
-def _axolotl_adapters(keys: Keys, training: Training) -> None:
+def _adapters(keys: Keys, training: Training) -> None:
     """Read low-rank adapters: their rank, scale and maps."""
     kind = keys.raw("adapter")
     in_4_bits, in_8_bits = keys.enabled("load_in_4bit"), keys.enabled("load_in_8bit")
@@ -239,7 +238,7 @@ PLUGINS = {
 """Why plugins are accepted that change nothing by themselves."""
 
 
-def _axolotl_loss(keys: Keys, training: Training) -> None:
+def _loss(keys: Keys, training: Training) -> None:
     """Read the plugins, and whether one of them fuses the loss with the head."""
     plugins = keys.raw("plugins")
     wanted = keys.flag("cut_cross_entropy")
@@ -257,7 +256,7 @@ def _axolotl_loss(keys: Keys, training: Training) -> None:
         keys.note("liger_fused_linear_cross_entropy", "approximated: logits are multiplied again in the backward")
 
 
-def _axolotl_precision(keys: Keys, training: Training) -> None:
+def _precision(keys: Keys, training: Training) -> None:
     flags = {}
     for key in ("bf16", "fp16", "bfloat16", "float16"):
         value = keys.raw(key)

@@ -11,6 +11,7 @@ from gssim.cluster.presets import expanded, presets
 from gssim.cluster.topology import build
 from gssim.cluster.topology.kinds import Servers
 from gssim.errors import UserError, one_line
+from gssim.interop.detected_host import detected
 from gssim.interop.fabric import Fabric, of_fabric_file
 from gssim.interop.host_reports import refuse_other_reports
 from gssim.interop.hosts import (
@@ -18,7 +19,6 @@ from gssim.interop.hosts import (
     CARDS_ASSUMED,
     Host,
     assumed_cards,
-    detected,
     first_devices,
     matrices_in,
     of_nccl_xml,

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from gssim.cluster import hosts_in
 from gssim.errors import UserError, one_line
+from gssim.interop.servers import OF_AMD
 
 MATRIX = "give the output of `nvidia-smi topo -m`, or the XML that NCCL_TOPO_DUMP_FILE names"
-OF_AMD = "leave the file out: --gpu mi300x, or mi325x, names their usual server; others need a cluster file of your own"
 BY_HAND = "these devices' links are not known here: describe them in a cluster file (scenarios/README.md)"
 REPORTS = {
     r"==+NVSMI LOG==|<nvidia_smi_log|^\| NVIDIA-SMI |^GPU \d+: .*UUID: GPU-": (

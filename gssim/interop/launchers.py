@@ -1,22 +1,24 @@
-"""Number of ranks that launchers start: srun, mpirun, jsrun, deepspeed and accelerate, and the headers of batch jobs.
+"""Number of ranks that a script starts, by its launcher and the header of its batch job.
 
-torchrun's and DeepSpeed's `--nproc-per-node`, `--nnodes`, `--num_gpus` and `--num_nodes`, and srun's `--ntasks`, are
-read as options of the training by `gssim.interop.arguments`.
+`ranks_of_launcher` reads the options of srun, mpirun, jsrun, deepspeed and accelerate into a key that begins with
+`RANKS_OF`. torchrun's and DeepSpeed's `--nproc-per-node`, `--nnodes`, `--num_gpus` and `--num_nodes`, and srun's
+`--ntasks`, are keys anyway: `gssim.interop.arguments` reads them like options of the training. `launched_ranks` makes
+one number of all these keys.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
+from gssim.interop.reading import Keys, Undecided, Value
 from gssim.interop.shell_syntax import is_open, written
 
 STARTERS = ("torchrun", "deepspeed", "accelerate", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "jsrun")
 """Programs that start the ranks of a host or of a job."""
-MODULES = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch", "deepspeed.launcher")
+OF_TORCH = ("torchrun", "torch.distributed.launch", "torch.distributed.run")
+MODULES = (*OF_TORCH[1:], "accelerate.commands.launch", "deepspeed.launcher")
 """Modules that start the program that follows."""
-OF_TORCH = ("torchrun", *MODULES[:2])
 RANKS_OF = "ranks of "
 """Beginning of the key that holds a number of ranks, and of what it was read from."""
 ONE_PROCESS = "started by torchrun without a number of processes"
@@ -28,9 +30,37 @@ TORCHRUN_STARTS_ONE = (
 SLOTS = re.compile(r"(?<![\w-])slots\s*=\s*(\S+)")
 """The number of slots in a line of a host file, as OpenMPI and DeepSpeed have it; MPICH's follows the host's name."""
 
-Values = Mapping[str, Any]
-Valued = Callable[[str], Any]
-"""Returns a word's value: a text, or an `Undecided`."""
+ALL_GPUS = ("gpu", "auto", "cuda")
+"""Values of torchrun's --nproc-per-node that mean all GPUs of a host."""
+
+Header = Mapping[str, int]
+"""What the header of a batch job asks for, as `header_of` returns it."""
+TextOf = Callable[[str], str | None]
+"""Returns the text of a host file by its name; None if there is none."""
+
+
+def launched_ranks(keys: Keys, processes: str, *, may_be_open: bool = False) -> Value | None:
+    """Return the number of ranks that a script starts; None if it is not said: then all devices take part.
+
+    `processes`: key of a host's number of processes. `may_be_open`: whether numbers that the script leaves open are
+    listed as not said; otherwise they are refused.
+    """
+    names = (processes, "nnodes", "ntasks")  # of torchrun or DeepSpeed, and srun
+    left_open = [name for name in names if may_be_open and isinstance(keys.values.get(name), Undecided)]
+    for name in left_open:
+        keys.note(name, "left open: the ranks are the devices of --cluster, or --set plan.ranks")
+    if keys.values.get(processes) in ALL_GPUS:
+        keys.note(processes, "all of each host: the ranks are the devices of --cluster")
+        left_open.append(processes)
+    each, hosts, tasks = (None if name in left_open else keys.integer(name, sets="plan.ranks") for name in names)
+    if each is None and hosts is not None:
+        keys.note(hosts.key, "without the processes of each: the ranks are the devices of --cluster")
+    if keys.raw(ONE_PROCESS):
+        keys.listed.append(("nproc-per-node is not given", TORCHRUN_STARTS_ONE))
+    total = keys.integer(*(key for key in keys.values if key.startswith(RANKS_OF)), sets="plan.ranks")
+    if each is None or "nnodes" in left_open:
+        return tasks or total
+    return each if hosts is None else Value(each.value * hosts.value, f"{each.origin}, {hosts.origin}")
 
 
 def header_of(text: str) -> dict[str, int]:
@@ -47,9 +77,9 @@ def header_of(text: str) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for line in text.splitlines():
-        sign, *words = line.split() or [""]
-        if sign in FORMS:
-            for name, pattern in FORMS[sign].items():
+        directive, *words = line.split() or [""]
+        if directive in HEADER_PATTERNS:
+            for name, pattern in HEADER_PATTERNS[directive].items():
                 if match := re.search(pattern, " ".join(words)):
                     found[name] = int(match[1])
     if "tasks" not in found and {"nodes", "tasks per node"} <= found.keys():
@@ -57,7 +87,7 @@ def header_of(text: str) -> dict[str, int]:
     return found
 
 
-FORMS = {
+HEADER_PATTERNS = {
     "#SBATCH": {
         "nodes": r"(?:^| )(?:-N|--nodes)[ =]?(\d+)(?![\d-])",
         "tasks": r"(?:^| )(?:-n|--ntasks)[ =]?(\d+)\b(?!-)",
@@ -69,10 +99,10 @@ FORMS = {
     },
     "#BSUB": {"tasks": r"^-n (\d+)\b", "nodes": r"^-nnodes (\d+)\b", "tasks per node": r"ptile=(\d+)\b"},
 }
-"""Patterns of the options of batch jobs' headers."""
+"""Patterns of the options of batch jobs' headers, by directive."""
 
 
-def slurm_variables(text: str, header: Values) -> dict[str, str]:
+def slurm_variables(text: str, header: Header) -> dict[str, str]:
     r"""Return the variables that Slurm sets for a job with this header, except those that the script sets itself.
 
     >>> slurm_variables("#SBATCH -N 2\nN=$SLURM_NNODES", {"nodes": 2})
@@ -93,14 +123,18 @@ def slurm_variables(text: str, header: Values) -> dict[str, str]:
     }
 
 
-def started_ranks(words: Sequence[str], *, header: Values, files: Mapping[str, str], value: Valued) -> dict[str, Any]:
+def ranks_of_launcher(
+    words: Sequence[str], *, header: Header, text_of: TextOf, value: Callable[[str], Any]
+) -> dict[str, Any]:
     """Return the number of ranks that the innermost launcher of a command starts, by the key that says what it is of.
 
-    `words`: the command up to its program. `files`: texts of host files by name. Empty if it is not known.
+    `words`: the command up to its program. `text_of`: returns the text of a host file by its name. `value`: returns the
+    value of a word that is no number: a text, or an `Undecided`. Empty if the number is not known.
 
-    >>> started_ranks("srun -N 2 --ntasks-per-node 8 python".split(), header={}, files={}, value=str)
+    >>> srun, deepspeed = "srun -N 2 --ntasks-per-node 8 python", "deepspeed --include h1:0,1@h2:0,1"
+    >>> ranks_of_launcher(srun.split(), header={}, text_of={}.get, value=str)
     {'ranks of srun -N 2 --ntasks-per-node 8': 16}
-    >>> started_ranks("deepspeed --include h1:0,1@h2:0,1".split(), header={}, files={}, value=str)
+    >>> ranks_of_launcher(deepspeed.split(), header={}, text_of={}.get, value=str)
     {'ranks of deepspeed --include h1:0,1@h2:0,1': 4}
     """
     places = [i for i, word in enumerate(words) if _base(word) in (*STARTERS, "srun") or word in MODULES]
@@ -111,7 +145,7 @@ def started_ranks(words: Sequence[str], *, header: Values, files: Mapping[str, s
         counts = _option(options, "--nproc_per_node", "--nproc-per-node")
         return {} if counts else {ONE_PROCESS: True}
     reader = READERS.get(launcher, _of_mpi)
-    said, number = reader(options, header, files)
+    said, number = reader(options, header, text_of)
     if number is None:
         return {}
     key = written(f"{RANKS_OF}{launcher} {said}".strip())
@@ -144,7 +178,7 @@ def _option(words: Sequence[str], *names: str) -> tuple[str, str] | None:
     return None
 
 
-def _of_srun(words: Sequence[str], header: Values, _files: Mapping[str, str]) -> Said:
+def _of_srun(words: Sequence[str], header: Header, _text_of: TextOf) -> Said:
     """Return srun's tasks: its own, else those of the job; a node has one unless the job says more."""
     if tasks := _option(words, "-n", "--ntasks"):
         return tasks
@@ -161,7 +195,7 @@ def _of_srun(words: Sequence[str], header: Values, _files: Mapping[str, str]) ->
     return said, int(hosts) * int(per_host)
 
 
-def _of_mpi(words: Sequence[str], header: Values, files: Mapping[str, str]) -> Said:
+def _of_mpi(words: Sequence[str], header: Header, text_of: TextOf) -> Said:
     """Return mpirun's processes: -np, else those of its hosts, else those of the job.
 
     A host has the processes that an option gives each, else its slots.
@@ -174,7 +208,7 @@ def _of_mpi(words: Sequence[str], header: Values, files: Mapping[str, str]) -> S
         each = mapped[0], per_node[1]
     hosts = _option(words, "-H", "--host", "-host", "-hosts", "--hosts")
     file = _option(words, "-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
-    text = hosts[1].replace(",", "\n") if hosts else files.get(file[1]) if file else None
+    text = hosts[1].replace(",", "\n") if hosts else text_of(file[1]) if file else None
     if text is None:
         if each is None:
             return "in a batch job", header.get("tasks")
@@ -186,7 +220,7 @@ def _of_mpi(words: Sequence[str], header: Values, files: Mapping[str, str]) -> S
     return f"{each[0]} {said}", int(each[1]) * len(slots) or None if each[1].isdecimal() else None
 
 
-def _of_jsrun(words: Sequence[str], _header: Values, _files: Mapping[str, str]) -> Said:
+def _of_jsrun(words: Sequence[str], _header: Header, _text_of: TextOf) -> Said:
     """Return jsrun's tasks: the resource sets, times the tasks of each."""
     if counted := _option(words, "-p", "--np"):
         return counted
@@ -196,13 +230,13 @@ def _of_jsrun(words: Sequence[str], _header: Values, _files: Mapping[str, str]) 
     return " ".join(text for text, _ in filter(None, (sets, each))), int(sets[1]) * int(each[1] if each else 1)
 
 
-def _of_deepspeed(words: Sequence[str], _header: Values, files: Mapping[str, str]) -> Said:
+def _of_deepspeed(words: Sequence[str], _header: Header, text_of: TextOf) -> Said:
     """Return DeepSpeed's ranks: the slots that it includes, else those of its host file without its other options."""
     if _option(words, "--num_gpus", "--num-gpus"):
         return "", None  # read as an option of the training
     included = _option(words, "--include", "-i")
     named = _option(words, "--hostfile", "-H")
-    slots = _slots_by_host(files.get(named[1], "")) if named else {}
+    slots = _slots_by_host(text_of(named[1]) or "") if named else {}
     if included:
         counts = [_included(each, slots) for each in included[1].split("@")]
         return included[0], None if None in counts else sum(filter(None, counts))
@@ -217,12 +251,16 @@ def _included(host: str, slots: Mapping[str, int]) -> int | None:
     return slots.get(name) if not devices else len(numbers) if all(map(str.isdecimal, numbers)) else None
 
 
-def _of_accelerate(words: Sequence[str], _header: Values, _files: Mapping[str, str]) -> Said:
+def _of_accelerate(words: Sequence[str], _header: Header, _text_of: TextOf) -> Said:
     return _option(words, "--num_processes", "--num-processes") or ("", None)
 
 
-READERS = {"srun": _of_srun, "jsrun": _of_jsrun, "deepspeed": _of_deepspeed, "accelerate": _of_accelerate}
-READERS |= {MODULES[2]: _of_accelerate, MODULES[3]: _of_deepspeed}
+READERS = {
+    "srun": _of_srun,
+    "jsrun": _of_jsrun,
+    **dict.fromkeys(("deepspeed", "deepspeed.launcher"), _of_deepspeed),
+    **dict.fromkeys(("accelerate", "accelerate.commands.launch"), _of_accelerate),
+}
 """Readers of launchers' options; all others have mpirun's."""
 
 
@@ -233,7 +271,7 @@ def _slots_by_host(text: str) -> Mapping[str, int]:
     ({'a': 4, 'b': 3}, {})
     """
     slots = Counter[str]()
-    for line in text.splitlines():
+    for line in text.replace("\\n", "\n").splitlines():  # printf writes lines so
         said = line.partition("#")[0]
         name, _, count = (said.split() or [""])[0].partition(":")
         if match := SLOTS.search(said):
@@ -243,17 +281,3 @@ def _slots_by_host(text: str) -> Mapping[str, int]:
         if name:
             slots[name] += int(count or 1)
     return slots
-
-
-def host_files(words: Sequence[str], made: Mapping[str, str], read: Callable[[str], str | None]) -> dict[str, str]:
-    """Return the texts of the host files that a command names: those that the script writes, and others on disk."""
-    names = ("-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f", "-H")
-    found = {}
-    for word, after in pairwise((*words, "")):
-        option, equals, text = word.partition("=")
-        name = text if equals else after
-        if option in names and name:
-            content = made.get(name) or (None if is_open(name) else read(name))
-            if content is not None:
-                found[name] = content.replace("\\n", "\n")  # as printf writes it
-    return found

@@ -5,9 +5,10 @@ Names are those of Megatron-LM core 0.16, written with hyphens and without the l
 
 import re
 
-from gssim.interop.accelerate import OF_ENGINE, deepspeed, deepspeed_file, read_ulysses
-from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Undecided, Value, listed, refused
-from gssim.interop.training import PRECISIONS, Training, launched, optimizer_in, read_processes, started
+from gssim.interop.deepspeed import OF_ENGINE, deepspeed, deepspeed_file, read_ulysses
+from gssim.interop.launchers import launched_ranks
+from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
+from gssim.interop.training import PRECISIONS, Training, optimizer_in
 from gssim.units import human_bytes
 
 KERNELS = "approximated: kernels are those that the model was traced with"
@@ -284,17 +285,7 @@ def megatron(keys: Keys) -> Training:
         setattr(training, name, keys.integer(key, sets=sets))
     _batch_schedule(keys, training)
     training.sequence = keys.integer("seq-length", "encoder-seq-length", sets="workload.sequence_length")
-    for name in ("nproc-per-node", "nnodes", "ntasks"):
-        if isinstance(keys.values.get(name), Undecided):
-            keys.note(name, "left open: the ranks are the devices of --cluster, or --set plan.ranks")
-    processes = None if "nproc-per-node" in keys.read else read_processes(keys, "nproc-per-node")
-    nodes = None if "nnodes" in keys.read else keys.integer("nnodes")
-    if not isinstance(keys.values.get("nnodes"), Undecided):
-        training.world = launched(keys, processes, nodes)
-    if training.world is None and "ntasks" not in keys.read:
-        training.world = keys.integer("ntasks", sets="plan.ranks")  # an option of srun
-    total = started(keys)
-    training.world = training.world or total
+    training.world = launched_ranks(keys, "nproc-per-node", may_be_open=True)
     _architecture(keys, training)
     if training.ep is not None and training.ep.value > 1:
         training.etp = keys.integer("expert-tensor-parallel-size", sets="plan.etp")
@@ -327,10 +318,10 @@ def megatron(keys: Keys) -> Training:
 
 
 def _offloading(keys: Keys, training: Training) -> None:
-    """Read what is offloaded: the optimizer; options of activations count if these are, which is refused."""
+    """Read whether the optimizer is offloaded; list the options of offloaded activations where that is off."""
     if (offloads := keys.enabled("optimizer-cpu-offload")) is not None:
         training.offload = Value("optimizer", offloads.origin)
-    if str(keys.values.get("cpu-offloading", False)).lower() in ("false", "none"):
+    if keys.is_off("cpu-offloading"):
         for key in keys.values:
             if key.startswith("cpu-offloading-"):
                 keys.note(key, "of offloading, which is off")
@@ -344,10 +335,8 @@ def _dropout(keys: Keys) -> None:
     for key in ("hidden-dropout", "attention-dropout"):
         if key not in keys.values:
             keys.listed.append((f"{key} is not given: 0.1", DROPOUT))
-        elif str(keys.values[key]).strip("0") in ("", "."):
-            keys.note(key, MODEL)
         else:
-            keys.note(key, DROPOUT)
+            keys.note(key, MODEL if keys.is_off(key) else DROPOUT)
 
 
 NOTED_MASK_BYTES = 2**28

@@ -232,6 +232,10 @@ class Keys:
         """Return whether the file holds the key, with a value other than null."""
         return self.values.get(key) is not None
 
+    def is_off(self, key: str) -> bool:
+        """Return whether the file does not hold the key, or turns its feature off; the key does not count as read."""
+        return Rule("").harmless(self.values.get(key))
+
     def raw(self, key: str, *, sets: str = "") -> Any:
         """Return the value of a key and count it as read; None if there is none, or if the file leaves it open."""
         if key in self.values:
@@ -265,6 +269,11 @@ class Keys:
         else:
             hint = "".join(f"; or --set {name}=..." for name in list(replaced_by)[:1])
             self.refused.append((self.line(key), reason + hint))
+
+    def add(self, other: "Keys", *, file: str) -> None:
+        """Take over what was listed and refused of the keys of another file, which this file names."""
+        self.listed += [(f"{file}: {line}", reason) for line, reason in other.listed]
+        self.refused += [(f"{file}: {line}", reason) for line, reason in other.refused]
 
     def refuse_value(self, value: Value, reason: str, *replaced_by: str) -> None:
         """Refuse the key from which a value was read; a value from an option is named by that option."""
@@ -378,6 +387,18 @@ LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
 NUMERICS = "changes numbers, not step time or memory"
 LAUNCHER = "how processes are started, not what they do"
 MODEL = "the model is --model"
+
+
+def named_file(keys: Keys, name: str) -> Path | None:
+    """Return the file that a key names: beside the file that holds the key, in the working directory, or in a folder
+    above that file, as names are often relative to the project's folder. None if there is none.
+    """
+    beside, *above = Path(keys.file).absolute().parents
+    try:
+        return next((path for folder in (beside, Path(), *above) if (path := folder / name).is_file()), None)
+    except OSError:  # no name of a file: too long
+        return None
+
 
 OFF = (None, False, 0, "", "none", "None", "null", "no", "false", "off", "disabled", "disable")
 """Values that turn a feature off."""

@@ -10,10 +10,11 @@ from typing import Any
 
 from gssim.cluster import Cluster
 from gssim.errors import UserError, one_line
-from gssim.interop.accelerate import accelerate, deepspeed
+from gssim.interop.accelerate import accelerate
 from gssim.interop.arguments import OF_TRAINER, arguments_in, arguments_of
 from gssim.interop.automodel import automodel
 from gssim.interop.axolotl import axolotl
+from gssim.interop.deepspeed import deepspeed
 from gssim.interop.formats import FORMATS
 from gssim.interop.launchers import RANKS_OF
 from gssim.interop.megatron import megatron
@@ -212,7 +213,7 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "Lingua": ("model", "optim", "data", "distributed"),
     "verl's supervised fine-tuning": ("trainer", "optim", "data"),
     "NeMo Automodel's diffusion": ("flow_matching", "step_scheduler"),
-    "Weights & Biases (a record of a run, not its configuration)": ("_wandb",),
+    "Weights & Biases (a record of a run: give the file that started it)": ("_wandb",),
     "PRIME-RL": ("trainer", "orchestrator"),
     "PRIME-RL's supervised fine-tuning": ("model", "optim", "data"),
     "NeMo, or of another program with the tables trainer and model": ("trainer", "model"),
@@ -228,7 +229,10 @@ NOT_READ: dict[str, tuple[str, ...]] = {
     "FlagScale (give its arguments as a command line of Megatron-LM)": ("system", "model"),
     "Megatron-Bridge (give its sizes and batch as Megatron-LM's arguments)": ("model", "train", "ddp"),
     "Megatron-Bridge's recipes (give their sizes and batch as Megatron-LM's arguments)": (
-        *("train", "optimizer", "scheduler", "checkpoint"),
+        "train",
+        "optimizer",
+        "scheduler",
+        "checkpoint",
     ),
     "MosaicML Composer or OLMo": ("device_train_microbatch_size",),
     "Kubernetes (give the command that its containers run)": ("apiVersion", "kind"),

@@ -25,6 +25,11 @@ class Server:
 
 
 RCCL = "RCCL's choices of algorithms are not known: those of NCCL on an Ampere are taken"
+OF_AMD = (
+    "leave the file out: --gpu mi300x, or mi325x, names their usual server; describe the links of others in a cluster "
+    "file (scenarios/README.md)"
+)
+"""What to do instead of giving a report of AMD's tools, none of which is read."""
 
 
 def _of_amd(device: str) -> Server:
@@ -143,12 +148,12 @@ def server_of(gpu: str) -> Server:
     gpu = gpu if gpu in SERVERS else DETECTED.get(gpu, gpu)
     if gpu in SERVERS:
         return SERVERS[gpu]
-    base = next((name for name in SERVERS if gpu.startswith(f"{name}-")), None)
     if gpu in WITHOUT_SERVER:
         raise UserError(
             f"--gpu {asked}: the links of its usual server are no shape that is known here; describe them in a cluster "
             f'file (scenarios/README.md), with device_types.a = "{gpu}"'
         )
+    base = next((name for name in SERVERS if gpu.startswith(f"{name}-")), None)
     if base is None or gpu not in presets("devices"):
         variants = tuple(f"{name}-" for name in SERVERS)
         known = ", ".join([*SERVERS, *(each for each in presets("devices") if each.startswith(variants))])

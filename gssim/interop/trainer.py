@@ -10,22 +10,10 @@ What axolotl, which runs this Trainer, reads in the same way is in `trainer_keys
 from typing import Any
 
 from gssim.cluster import Cluster
-from gssim.interop.accelerate import FSDP_KEYS, OF_ENGINE, accelerate, named_file
-from gssim.interop.reading import (
-    LAUNCHER,
-    LOGGING,
-    MODEL,
-    NUMERICS,
-    Keys,
-    Rule,
-    Value,
-    flattened,
-    listed,
-    parsed_json,
-    parsed_yaml,
-    read_bounded,
-    refused,
-)
+from gssim.interop.accelerate import FSDP_KEYS
+from gssim.interop.accelerate_launch import launch_file, launch_precision, shard_as_launched
+from gssim.interop.launchers import launched_ranks
+from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
 from gssim.interop.trainer_keys import (
     ATTENTION,
     FACTORY,
@@ -48,10 +36,7 @@ from gssim.interop.training import (
     WHOLE_MODEL_COMPILED,
     Training,
     bucket_in,
-    launched,
     optimizer_in,
-    read_processes,
-    started,
 )
 from gssim.workload import Model
 
@@ -209,9 +194,9 @@ def trainer(keys: Keys, cluster: Cluster, model: Model) -> Training:
     _task_in(keys, program)
     _computation_in(keys, training, program)
     shards = sharding_in(keys, training, cluster, program=program)
-    its = _launchers_file(keys, cluster)
-    if its is not None:
-        _sharding_of_launcher(keys, training, its)
+    launched = launch_file(keys, cluster)
+    if launched is not None:
+        shard_as_launched(keys, training, launched)
     unsharded = training.sharding is not None and training.sharding.key == REPLICAS
     if unsharded and not {"plan.method", "workload.precision"} <= keys.overridden:
         keys.listed.append((REPLICAS, WITH_ACCELERATE))
@@ -219,7 +204,7 @@ def trainer(keys: Keys, cluster: Cluster, model: Model) -> Training:
         _factory_in(keys, training, model)
     else:
         _peft_in(keys, training)
-    _precision_in(keys, training, program, None if its is None else its.autocast or its.precision)
+    _precision_in(keys, training, program, launched)
     keys.close((FSDP if shards else NO_FSDP) | TRAINER)
     return training
 
@@ -255,10 +240,8 @@ def _length_in(keys: Keys, training: Training, program: str) -> None:
 
 def _devices_in(keys: Keys, training: Training, cluster: Cluster) -> None:
     """Read the number of ranks; refuse another backend, or other devices, than the cluster's."""
-    training.world = keys.integer("ray_num_workers", sets="plan.ranks")
-    ranks, hosts = read_processes(keys, "nproc_per_node"), keys.integer("nnodes", sets="plan.ranks")  # of torchrun
-    tasks, total = keys.integer("ntasks", sets="plan.ranks"), started(keys)  # ntasks: an option of srun
-    training.world = launched(keys, ranks, hosts) or tasks or total or training.world
+    workers = keys.integer("ray_num_workers", sets="plan.ranks")
+    training.world = launched_ranks(keys, "nproc_per_node") or workers
     backend = keys.raw("ddp_backend")
     if backend is not None and backend != cluster.backend:
         keys.refuse("ddp_backend", f"the backend of --cluster is {cluster.backend}")
@@ -368,7 +351,7 @@ def _peft_in(keys: Keys, training: Training) -> None:
             keys.refuse(flag.key, "quantized weights without adapters cannot be simulated")
         ranks = [] if "use_peft" in keys.values else ["lora_r", "lora_rank", "lora_dim"]
         for name in ranks:  # the last: DeepSpeed-Chat's, which is on where it is positive
-            if str(keys.values.get(name) or 0) != "0":
+            if not keys.is_off(name):
                 reason = "whether there are adapters is up to use_peft, which is not in the file: add it"
                 keys.refuse(name, reason, replaced_by=["workload.adapters"])
         return
@@ -387,12 +370,12 @@ def _peft_in(keys: Keys, training: Training) -> None:
         quantize_frozen(keys, training, flag, bits=bits, nested=nested, format_key="bnb_4bit_quant_type")
 
 
-def _precision_in(keys: Keys, training: Training, program: str, launchers: Value | None) -> None:
-    """Read the precision; `launchers`: that of the Accelerate file that starts the training."""
+def _precision_in(keys: Keys, training: Training, program: str, launched: Training | None) -> None:
+    """Read the precision; `launched`: the training in the Accelerate file that starts it."""
     flags = [Value(PRECISIONS[key], flag.origin) for key in ("bf16", "fp16") if (flag := keys.enabled(key)) is not None]
     if len(flags) > 1:
         keys.refuse("fp16", f"contradicts {flags[0].origin}", replaced_by=["workload.precision"])
-    on = flags[0] if flags else _precision_of_launcher(keys, launchers)
+    on = flags[0] if flags else launch_precision(keys, launched)
     if on is None and program == TRL and not keys.has("bf16"):
         on = Value("bf16", "bf16 is not given: true (the default of TRL)")
     loaded = Value("fp32", "neither bf16 nor fp16") if on is None else Value("fp32", on.origin)
@@ -406,59 +389,3 @@ def _precision_in(keys: Keys, training: Training, program: str, launchers: Value
     elif program == PLAIN and on is not None and training.sharding is not None and training.sharding.origin == REPLICAS:
         keys.listed.append((on.origin, LOADED_IN_FP32))
     precision_in(keys, training, on, loaded)
-
-
-def _precision_of_launcher(keys: Keys, in_file: Value | None) -> Value | None:
-    """Return the precision of `accelerate launch`, which counts where the Trainer has none: its option's or file's."""
-    why = "this precision cannot be simulated"
-    found = keys.choice(PRECISIONS, "launcher: mixed_precision", sets="workload.precision", why=why) or in_file
-    return found if found is not None and found.value != "fp32" else None
-
-
-CONFIG_FILE = "launcher: config_file"
-
-
-def _launchers_file(keys: Keys, cluster: Cluster) -> Training | None:
-    """Return the training in the file of `accelerate launch --config_file`; None if there is none that is found."""
-    name = keys.values.get(CONFIG_FILE)
-    if not isinstance(name, str):
-        return None  # open, and refused so, or not given
-    path = named_file(keys, name)
-    if path is None:
-        why = "it says how the training is sharded; no such file, beside this one, above it, or in the working folder"
-        keys.refuse(CONFIG_FILE, why, replaced_by=["plan.method"])
-        return None
-    parse = parsed_json if path.suffix == ".json" else parsed_yaml
-    content = flattened(parse(read_bounded(path), file=str(path)), file=str(path))
-    if "distributed_type" not in content:
-        return None
-    inner = Keys(str(path), content, keys.overridden, keys.ignored)
-    found = accelerate(inner, cluster)
-    keys.raw(CONFIG_FILE)
-    keys.listed += [(f"{path.name}: {line}", reason) for line, reason in inner.listed]
-    keys.refused += [(f"{path.name}: {line}", reason) for line, reason in inner.refused]
-    return found
-
-
-OF_LAUNCHER = (*OF_ENGINE, "dp_replicate", "dp_shard", "tp", "cp", "context_exchange", "loss_scale")
-"""Fields of a training that an Accelerate file decides."""
-
-
-def _sharding_of_launcher(keys: Keys, training: Training, its: Training) -> None:
-    """Set what the Accelerate file that starts the training decides; the Trainer's own keys come first."""
-    training.world = training.world or its.world
-    own = training.sharding is not None and training.sharding.key != REPLICAS
-    if its.sharding is None or its.sharding.value == "none":
-        return
-    if own:
-        keys.refuse(CONFIG_FILE, f"its {its.sharding.origin} contradicts the Trainer's own sharding")
-        return
-    theirs, ours = its.accumulation, training.accumulation
-    if theirs is not None and ours is not None and theirs.value != ours.value:
-        said = f"its {theirs.origin} contradicts {ours.origin}"
-        keys.refuse(CONFIG_FILE, said, replaced_by=["plan.micro_batches"])
-    for name in OF_LAUNCHER:
-        setattr(training, name, getattr(its, name))
-    training.clip_norm = its.clip_norm or training.clip_norm
-    if its.recompute is not None and its.recompute.value == "full":
-        training.recompute = its.recompute

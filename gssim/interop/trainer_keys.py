@@ -5,18 +5,10 @@ DeepSpeed, adapters and precision.
 from typing import Any
 
 from gssim.cluster import Cluster
-from gssim.interop.accelerate import (
-    OF_ENGINE,
-    SHARDINGS,
-    UNITS,
-    deepspeed_file,
-    named_file,
-    read_fsdp,
-    shard_by,
-    under_autocast,
-)
+from gssim.interop.accelerate import SHARDINGS, UNITS, read_fsdp, shard_by, under_autocast
+from gssim.interop.deepspeed import OF_ENGINE, deepspeed_file
 from gssim.interop.model_match import sizes_in
-from gssim.interop.reading import Keys, Value, flattened, parsed_json, read_bounded
+from gssim.interop.reading import Keys, Value, flattened, named_file, parsed_json, read_bounded
 from gssim.interop.training import PRECISIONS, PURE_16_BIT, Training
 
 LORA = "adapters of this kind, or other frozen weights, cannot be simulated"

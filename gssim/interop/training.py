@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from gssim.interop.launchers import ONE_PROCESS, RANKS_OF, TORCHRUN_STARTS_ONE
 from gssim.interop.reading import Keys, Value
 
 OPTIMIZERS: dict[str, tuple[str, str, str | None]] = {
@@ -197,40 +196,6 @@ def torchs_context_exchange(keys: Keys, *names: str) -> Value:
     """Return how torch's context parallelism exchanges keys and values, which a key may say; gathered by default."""
     said = keys.choice({"allgather": "gather", "alltoall": "ring"}, *names, sets="plan.context_exchange")
     return said or Value("gather", "torch's context parallelism gathers keys and values (its default)")
-
-
-ALL_GPUS = ("gpu", "auto", "cuda")
-"""Values of torchrun's --nproc-per-node that mean all GPUs of a host."""
-
-
-def read_processes(keys: Keys, name: str) -> Value | None:
-    """Return a host's number of processes; None where it is that of its GPUs."""
-    if keys.values.get(name) in ALL_GPUS:
-        keys.note(name, "all of each host: the ranks are the devices of --cluster")
-        return None
-    return keys.integer(name, sets="plan.ranks")
-
-
-def started(keys: Keys) -> Value | None:
-    """Return the number of ranks that a script's launcher or batch job says in total; see `launchers`."""
-    if keys.raw(ONE_PROCESS):
-        keys.listed.append(("nproc-per-node is not given", TORCHRUN_STARTS_ONE))
-    names = [key for key in keys.values if key.startswith(RANKS_OF)]
-    return keys.integer(*names, sets="plan.ranks") if names else None
-
-
-def launched(keys: Keys, processes: Value | None, hosts: Value | None) -> Value | None:
-    """Return the number of ranks that torchrun or DeepSpeed starts: processes of each host, times hosts (absent: one).
-
-    None if the processes of a host are not given.
-    """
-    if processes is None:
-        if hosts is not None:
-            keys.note(hosts.key, "without the processes of each: the ranks are the devices of --cluster")
-        return None
-    if hosts is None:
-        return processes
-    return Value(processes.value * hosts.value, f"{processes.origin}, {hosts.origin}")
 
 
 def bucket_in(keys: Keys, training: Training, name: str) -> None:

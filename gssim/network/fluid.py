@@ -662,13 +662,11 @@ class Network:
 
     def _changes_s(self, transfers: Sequence[_Transfer], lasts_s: Sequence[Floats]) -> float:
         """Return the time until a session ends on a link that limits others which go on; infinite if there is none."""
-        if len(transfers) == 1 and len(lasts_s[0]) == 1:
-            return math.inf  # there are no other sessions
         slack_s = 1e-12 + 2 * math.ulp(self.env.now)
         if len(transfers) == 1:
             (own_s,) = lasts_s
-            if own_s.min(where=own_s > 0, initial=math.inf) + slack_s >= own_s.max():
-                return math.inf  # they all end together, as those of a ring of equal parts do
+            if len(own_s) == 1 or own_s.min(where=own_s > 0, initial=math.inf) + slack_s >= own_s.max():
+                return math.inf  # a single session, or all end together, as those of a ring of equal parts do
         entries = [
             (last_s, np.asarray(transfer.limit), transfer.sessions.session, transfer.sessions.link)
             for transfer, last_s in zip(transfers, lasts_s, strict=True)

@@ -183,11 +183,11 @@ class Lowering:
     @cached_property
     def part_layers(self) -> tuple[LayerInstance, ...]:
         """Unrolled layers of the model, with only this rank's part of the embedding where tensor ranks divide it."""
-        if self.scenario.plan.embedding_parallel and routes_parts(self.scenario.workload.model, self.policies):
+        if not self.scenario.plan.embedding_parallel:
+            return self.whole_layers
+        if routes_parts(self.scenario.workload.model, self.policies):
             return held_experts(self.scenario, 0, self.tensor_part)
-        if self.scenario.plan.embedding_parallel:
-            return unrolled(held_slice(self.scenario, self.tensor_part))
-        return self.whole_layers
+        return unrolled(held_slice(self.scenario, self.tensor_part))
 
     @cached_property
     def whole_expert_layers(self) -> tuple[LayerInstance, ...]:
@@ -371,7 +371,7 @@ class Lowering:
     @cached_property
     def overlaps(self) -> bool:
         """Whether collectives run on streams beside the compute; see [Note: streams] in `sharded`."""
-        return self.scenario.plan.overlap and self.scenario.cluster.backend == "nccl" and len(self.group) > 1
+        return self.copies_beside and len(self.group) > 1
 
     @cached_property
     def offload(self) -> str | None:
@@ -733,6 +733,9 @@ class Lowering:
         return self.position(rank) // self.policies.mesh.expert_stride
 
     def _assigned(self, places: Sequence[int], divided: int) -> tuple[tuple[int, ...], ...]:
+        """Return, of the tensors at some places in `parameters`, those that each rank updates; `divided`: number of
+        ranks among which these tensors are divided, and which therefore update them apart.
+        """
         sizes = [self.parameters[place][1].elements for place in places]
         groups = [0 if self.matrices_at(place) else 1 for place in places]  # updated by Muon, or by AdamW
         owned = splitting.greedy(sizes, len(self.group) // divided, groups)
@@ -750,7 +753,7 @@ class Lowering:
         if self.scenario.workload.optimizer != "muon":
             return ()
         if self.flat_part:
-            dense, experts = self._dealt_matrices
+            dense, experts = self._assigned_matrices
             found = {False: dense[self.position(rank)], True: experts[self.expert_replica(rank)]}
             return found[of_experts] if of_experts is not None else (*found[False], *found[True])
         places: Sequence[int] = range(len(self.parameters))
@@ -764,7 +767,7 @@ class Lowering:
         )
 
     @cached_property
-    def _dealt_matrices(self) -> tuple[tuple[tuple[Matrix, ...], ...], tuple[tuple[Matrix, ...], ...]]:
+    def _assigned_matrices(self) -> tuple[tuple[tuple[Matrix, ...], ...], tuple[tuple[Matrix, ...], ...]]:
         """Matrices that each rank updates whole, without and with those of experts, in Megatron-LM's layer-wise
         optimizer.
 
@@ -776,8 +779,8 @@ class Lowering:
         for of_experts, ranks in ((False, len(self.group)), (True, len(self.expert_replicas[0]))):
             places = [i for i, (_, each) in enumerate(self.parameters) if each.of_experts == of_experts]
             matrices = [matrix for place in places for matrix in self.matrices_at(place)]
-            dealt = splitting.greedy([max(each) * min(each) ** 2 for each in matrices], ranks)
-            found.append(tuple(tuple(matrices[place] for place in own) for own in dealt))
+            assigned = splitting.greedy([max(each) * min(each) ** 2 for each in matrices], ranks)
+            found.append(tuple(tuple(matrices[place] for place in own) for own in assigned))
         return found[0], found[1]
 
     @cached_property
@@ -837,15 +840,15 @@ class Lowering:
         if self.scenario.workload.optimizer != "muon":
             return 2 * math.ceil(sum(own) / (2 * ranks))
         # matrices stay whole: each part has room for the largest sum of matrices; other parameters are divided evenly
-        dealt = [elements_of(matrices) for matrices in self._dealt_matrices[of_experts]]
-        return max(dealt) + self.even_rest(ranks, of_experts=of_experts)
+        assigned = [elements_of(matrices) for matrices in self._assigned_matrices[of_experts]]
+        return max(assigned) + self.even_rest(ranks, of_experts=of_experts)
 
     def even_rest(self, ranks: int, *, of_experts: bool) -> int:
         """Return the elements of each rank's equal part of the parameters that Muon does not update, flattened and
         padded.
         """
         own = [each.elements for _, each in self.parameters if each.of_experts == of_experts]
-        matrices = sum(map(elements_of, self._dealt_matrices[of_experts]))
+        matrices = sum(map(elements_of, self._assigned_matrices[of_experts]))
         return 2 * math.ceil((sum(own) - matrices) / (2 * ranks))
 
     @property

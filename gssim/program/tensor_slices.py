@@ -27,7 +27,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import NamedTuple
 
 from gssim import cost
@@ -130,20 +129,21 @@ def with_all_reduces(
             )
             size = _sum_bytes(low, reduction, samples)
             kind = CARRIED_AS.get(reduction.kind, reduction.kind)
-            if number in products and low.scenario.multiplies_in_ring:
-                exchange = Communication.among(groups, kind, size, carried_as=f"{kind}-v")
+            in_ring = number in products and low.scenario.multiplies_in_ring
+            # by this project's own ring of messages, as collectives of uneven parts are
+            exchange = Communication.among(groups, kind, size, carried_as=f"{kind}-v" if in_ring else "")
+            if in_ring:
                 tasks.append(collective_task(own, exchange))
                 continue
-            exchange = Communication.among(groups, kind, size)
             added, wait = _exchange(low, rank, own, reduction, exchange, after=tasks[-1].id)
             tasks += added
             if wait is not None:  # a second gather is awaited after the next part
                 awaited.append((end + 0.25 if reduction.awaited is None else reduction.awaited, wait))
     tasks += [wait for _, wait in awaited]
     if overlap:
-        return _overlapping(tasks, products)
+        return _with_overlapped_products(tasks, products)
     if await_positions(instance.layer, phase):
-        return _with_overlapped_products(tasks, _weight_products_s(low, rank, instance, samples))
+        return _with_overlapped_sums(tasks, _weight_products_s(low, rank, instance, samples))
     return tasks
 
 
@@ -172,7 +172,7 @@ def _exchange(
     return [*tasks, collective_task(own, exchange, "slices", after=(tasks[-1].id if tasks else after,))], wait
 
 
-def _with_overlapped_products(tasks: Sequence[Task], products_s: Mapping[int, float]) -> list[Task]:
+def _with_overlapped_sums(tasks: Sequence[Task], products_s: Mapping[int, float]) -> list[Task]:
     """Return a backward in which the parts that overlap with a sum of input gradients take as long as its products.
 
     `products_s`: seconds of the products that overlap with a sum, by number of the sum. In `tasks`, a layer's time is
@@ -204,7 +204,7 @@ def _wait_for(collective: TaskId) -> Task:
     return Task(collective.serving("await"), "exposed_communication", after=(collective,))
 
 
-def _overlapping(tasks: Sequence[Task], products: Mapping[int, "_Product"]) -> list[Task]:
+def _with_overlapped_products(tasks: Sequence[Task], products: Mapping[int, "_Product"]) -> list[Task]:
     """Return a pass whose exchanges run beside matrix products; see [Note: overlap].
 
     `products`: the product that each exchange runs beside, by the number of the exchange.
@@ -315,8 +315,8 @@ def _copies_of_parts_s(
     if not low.scenario.multiplies_in_ring:
         return 0.0, 0.0
     whole_bytes, device = _sum_bytes(low, exchange, samples), low.device(rank)
-    widths = (each.shape[each.sliced_dimension or 0] for each in maps)
-    cut_bytes = sum(whole_bytes * cut * cut / prod(each.shape) for cut, each in zip(widths, maps, strict=True))
+    # what is exchanged has the width of the maps' whole side
+    cut_bytes = sum(whole_bytes * each.sliced_size / (each.elements // each.sliced_size) for each in maps)
     place = exchange.moment.phase, exchange.kind
     later_bytes = cut_bytes if place == ("b", "reduce-scatter") else 0.0
     saved_bytes = 0.0 if place == ("b", "all-gather") else whole_bytes

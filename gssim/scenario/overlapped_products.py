@@ -21,7 +21,6 @@ part of the exchanged tensor, and x those of the same positions on the other sid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import prod
 
 from gssim.errors import UserError
 from gssim.scenario.overlapped_sums import input_gradient_sums, maps_of_sums
@@ -215,10 +214,8 @@ class _Changes:
 
     def _other_side(self, exchange: Reduction, weight: Parameter, *, parts: int | None = None) -> Polynomial:
         """Return the bytes of the positions of `parts` ranks (None: of all) on the cut side of a map's product."""
-        assert weight.sliced_dimension is not None
-        cut = weight.shape[weight.sliced_dimension]
-        factor = cut * (parts or self.ranks)
-        return self._divided(exchange, self.ranks * (prod(weight.shape) // cut), factor=factor)
+        factor = weight.sliced_size * (parts or self.ranks)
+        return self._divided(exchange, self.ranks * (weight.elements // weight.sliced_size), factor=factor)
 
     def _divided(self, exchange: Reduction, divisor: int, *, factor: int = 1) -> Polynomial:
         """Return the bytes of what is exchanged times `factor / divisor`."""
@@ -253,4 +250,4 @@ class _Changes:
 
 def _widest(maps: Sequence[Parameter]) -> Parameter:
     """Return the weight with the largest sliced dimension."""
-    return max(maps, key=lambda each: each.shape[each.sliced_dimension or 0])
+    return max(maps, key=lambda each: each.sliced_size)

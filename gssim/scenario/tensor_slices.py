@@ -28,6 +28,7 @@ from gssim.workload import (
     sliced_layer,
 )
 from gssim.workload.layer import GATHER_AGAIN
+from gssim.workload.model import DIVIDED_LISTS
 
 
 def native_tensors(model: Model) -> int:
@@ -49,9 +50,7 @@ def _map_of(parameter: Parameter) -> str:
     return parameter.name.rpartition(".")[0]
 
 
-_WHOLE_ONLY: dict[str, Any] = dict.fromkeys(
-    ("sliced_layers", "sequence_layers", "context_layers", "expert_layers", "expert_sequence_layers"), ()
-)
+_WHOLE_ONLY: dict[str, Any] = dict.fromkeys(DIVIDED_LISTS, ())
 """Fields of a model that a rank's part of it does not have."""
 
 
@@ -84,11 +83,17 @@ def model_slice(
         layers = [_gathering_again(layer, len(parts), length) for layer in layers]
     if vocabulary is not None:
         layers = divided_layers(model, layers, parts, position, vocabulary)
+    held = replace(model, layers=tuple(layers), **_WHOLE_ONLY)
+    return _overlapping(held, len(parts), overlaps_sums=overlaps_sums, ring_length=ring_length)
+
+
+def _overlapping(held: Model, ranks: int, *, overlaps_sums: bool, ring_length: int | None) -> Model:
+    """Return a rank's slice of a model whose exchanges overlap with products; arguments as of `model_slice`."""
     if overlaps_sums:
-        layers = list(map(with_overlapped_sums, layers))
+        held = replace(held, layers=tuple(map(with_overlapped_sums, held.layers)))
     if ring_length is not None:
-        layers = [with_overlapped_products(layer, len(parts), ring_length) for layer in layers]
-    return replace(model, layers=tuple(layers), **_WHOLE_ONLY)
+        held = replace(held, layers=tuple(with_overlapped_products(e, ranks, ring_length) for e in held.layers))
+    return held
 
 
 def context_part(model: Model, positions: int, *, ring: bool = False) -> Model:
@@ -126,16 +131,19 @@ def held_slice(scenario: Scenario, position: int) -> Model:
     shares, beside = scenario.slice_shares, scenario.plan.async_input_gradients
     length = scenario.workload.sequence_length if scenario.multiplies_in_ring else None
     if policies.cp == 1:
-        how: dict[str, Any] = {"vocabulary": divided, "gathers_again": again, "overlaps_sums": beside}
-        how["ring_length"] = length
-        return model_slice(model, shares, position, positions=positions, **how)
+        return model_slice(
+            model,
+            shares,
+            position,
+            positions=positions,
+            vocabulary=divided,
+            gathers_again=again,
+            overlaps_sums=beside,
+            ring_length=length,
+        )
     of_part = (positions or 0) // policies.tp if policies.sequence_parallel else None
     held = _context_slice(Same(model), shares, position, positions or 0, of_part, divided, again, policies.ring)
-    if beside:
-        return replace(held, layers=tuple(map(with_overlapped_sums, held.layers)))
-    if length is not None:
-        return replace(held, layers=tuple(with_overlapped_products(e, policies.tp, length) for e in held.layers))
-    return held
+    return _overlapping(held, policies.tp, overlaps_sums=beside, ring_length=length)
 
 
 @lru_cache(maxsize=64)

@@ -1,38 +1,32 @@
-"""Runs the simulation of a scenario and returns its Result: lowers it, executes the program, and reports the steady
-step.
-"""
+"""Predicts a scenario: lowers it, executes its steps until they are steady, and returns the Result."""
 
 import platform
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
 
 import numpy as np
 
-from gssim.engine import Machine, RecordingTracker, TaskSpan, is_jittery
+from gssim.engine import Machine
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.execution.cache import Same, Shared
 from gssim.execution.garbage import no_collection
-from gssim.plan.buckets import fragment_steps
 from gssim.program import Program, Steps, StepTraffic, after_inner_steps, lowering_key, unmeasured_host_time
 from gssim.result import (
     COMPUTE_PHASES,
     PHASES,
     UPDATE_PHASES,
-    WAITING_PHASES,
     Density,
     Result,
     Span,
     Step,
-    typical_phases,
 )
 from gssim.result.result import Band
 from gssim.scenario import Loaded, Scenario
-from gssim.scenario.device_rates import check_rates, with_profile_slowdowns
+from gssim.scenario.device_rates import check_rates
 from gssim.simulation.extrapolation import (
     extrapolated,
     further_peaks,
@@ -41,7 +35,6 @@ from gssim.simulation.extrapolation import (
     with_micro_batches,
 )
 from gssim.simulation.footprint import (
-    SIZE_DIGITS,
     MemoryFootprint,
     Overheads,
     Peak,
@@ -76,20 +69,21 @@ from gssim.simulation.report import (
     rank_classes,
     with_phases_of,
 )
+from gssim.simulation.steady_run import (
+    SteadyRun,
+    mean_phases,
+    outer_bytes_sent,
+    phases_of,
+    run_until_steady,
+    settled_phases,
+    times_in,
+    times_of_steps,
+)
 from gssim.simulation.timeline import step_of
 from gssim.simulation.varying_run import Segment, StepReport, simulate_steps
 from gssim.units import Floats
 from gssim.workload import unrolled
 from gssim.workload.gradient_statistics import at_end
-
-STEADY_STEPS = 2
-"""Simulated steps. All ranks start the first together; the second is usually in the steady state: see `_run`."""
-MOST_STEPS = 16
-"""Most simulated steps. If the offsets between ranks still change by then, the mean of the last half counts."""
-SETTLED = 1e-9
-"""Largest change of the ranks' offsets over a step, as a fraction of the step, that counts as steady."""
-JITTERY_STEPS = 1 + 40
-"""Simulated steps if device speeds vary randomly (drawn from the run's seed); their median counts."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,7 @@ class Simulated:
     """A result and the spans of its steady step, which begins at 0."""
 
     result: Result
-    typical: "_SteadyRun"
+    typical: "SteadyRun"
     shown: Program | None = None
     """Program that a trace shows instead of the typical step's: in a run of periods, an inner step and the
     outer one.
@@ -116,9 +110,8 @@ class Simulated:
     @cached_property
     def step_times(self) -> "StepTimes":
         """Step times, and the compute time of ranks: the inputs of rebalancing batch split and shard sizes."""
-        typical, ranks = self.typical, self.typical.scenario.ranks
-        compute_s, update_s = (_times_in(typical, phases, ranks) for phases in (COMPUTE_PHASES, UPDATE_PHASES))
-        return StepTimes(typical.times_s, compute_s, update_s)
+        compute_s, update_s = (times_in(self.typical, phases) for phases in (COMPUTE_PHASES, UPDATE_PHASES))
+        return StepTimes(self.typical.times_s, compute_s, update_s)
 
 
 @dataclass(frozen=True)
@@ -130,37 +123,6 @@ class StepTimes:
     """By step and rank."""
     update_s: Floats
     """By step and rank."""
-
-
-@dataclass(frozen=True)
-class _SteadyRun:
-    """A simulated run in its steady state."""
-
-    scenario: Scenario
-    machine: Machine
-    first: int
-    """Index, among the machine's steps, of the last step before the counted ones."""
-    ends_s: tuple[tuple[float, ...], ...]
-    """For each class of ranks, the end time of step `first` and of each counted step."""
-    times_s: tuple[float, ...]
-    """Durations of the counted steps."""
-    jittery: bool
-
-    @cached_property
-    def time_s(self) -> float:
-        """Duration of a step: the median of the counted ones if device speeds vary randomly, else their mean."""
-        return median(self.times_s) if self.jittery else fmean(self.times_s)
-
-    @property
-    def number(self) -> int:
-        """Index, among the machine's steps, of the step just before the one of median length."""
-        ordered = sorted(range(len(self.times_s)), key=lambda step: (self.times_s[step], step))
-        return self.first + ordered[(len(ordered) - 1) // 2]
-
-    @property
-    def start_s(self) -> float:
-        """Time at which the last rank begins the step of median length."""
-        return max(ends[self.number - self.first] for ends in self.ends_s)
 
 
 def simulate(
@@ -261,7 +223,7 @@ def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
             "allowed with a trace: false"
         )
     with no_collection():
-        steady = _run(scenario, program, unfolded, Shared(), recorded=True)
+        steady = run_until_steady(scenario, program, unfolded, Shared(), recorded=True)
     return step_of(steady.machine, steady.number)
 
 
@@ -336,11 +298,11 @@ def _steady(
     ordered = sorted(range(first_thresholded, len(numbers)), key=lambda place: sent_bytes[place])
     places = [ordered[(len(ordered) - 1) // part] for part in (2, 10)]
     middle, light = (numbers[place] for place in places)
-    typical = _run(scenario, steps.program(middle), unfolded, shared)
+    typical = run_until_steady(scenario, steps.program(middle), unfolded, shared)
     traffic = [steps.traffic(number) for number in numbers]
     simulates_lightest = spread and steps.first_equal(light) != steps.first_equal(middle)
-    lightest = _run(scenario, steps.program(light), unfolded, shared) if simulates_lightest else typical
-    first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
+    lightest = run_until_steady(scenario, steps.program(light), unfolded, shared) if simulates_lightest else typical
+    first = run_until_steady(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
     excess_bytes = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
     result = _result(
         loaded,
@@ -478,16 +440,18 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
     """Return the prediction where parameters are synchronized periodically; see [Note: periods simulated]."""
     scenario, every = loaded.scenario, loaded.scenario.policies.sync_every_steps or 1
     ranks = scenario.ranks
-    runs: dict[int, _SteadyRun] = {}
+    runs: dict[int, SteadyRun] = {}
     """By identity of the period."""
 
     def programs(slowed: Slowed) -> Steps:
         return _steps(loaded, unfolded, shared, dict(slowed))
 
     def inner(slowed: Slowed) -> InnerStep:
-        steady = _run(scenario, programs(slowed).program(0), unfolded, shared, replicas=scenario.policies.dp_replicate)
+        steady = run_until_steady(
+            scenario, programs(slowed).program(0), unfolded, shared, replicas=scenario.policies.dp_replicate
+        )
         times_s, phases_s = np.zeros(ranks), {name: np.zeros(ranks) for name in PHASES}
-        for each, phases in zip(steady.machine.classes, _phases(steady), strict=True):
+        for each, phases in zip(steady.machine.classes, phases_of(steady), strict=True):
             times_s[each.members] = median(end - start for start, end in pairwise(steady.ends_s[each.index]))
             for name in PHASES:
                 phases_s[name][each.members] = phases[name]
@@ -498,10 +462,10 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
         steps = programs(slowed)
         apart_s = alone_s(before, ranks)
         program = after_inner_steps(steps.program(every - 1), apart_s, count=len(before))
-        steady = _run(scenario, program, unfolded, shared)
+        steady = run_until_steady(scenario, program, unfolded, shared)
         traffic, beside = [steps.traffic(every - 1)], carried_in(before)
         result = _result(loaded, steady, traffic, shared, beside=beside)
-        period = Period(before, steady.time_s - apart_s, result, _outer_bytes_sent(steady))
+        period = Period(before, steady.time_s - apart_s, result, outer_bytes_sent(steady))
         runs[id(period)] = steady
         return period
 
@@ -517,14 +481,14 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
 def _in_fragments(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
     """Return the prediction where fragments of the parameters are synchronized; see [Note: periods simulated]."""
     scenario = loaded.scenario
-    runs: dict[int, _SteadyRun] = {}
+    runs: dict[int, SteadyRun] = {}
     """By identity of the period."""
 
     def period_of(slowed: tuple[Slowed, ...]) -> FragmentPeriod:
         steps = _steps(loaded, unfolded, shared, {}, slowed if any(slowed) else ())
-        steady = _run(scenario, steps.program(0), unfolded, shared)
+        steady = run_until_steady(scenario, steps.program(0), unfolded, shared)
         result = _result(loaded, steady, [steps.traffic(0)], shared)
-        period = FragmentPeriod(_times_of_steps(steady).tolist(), result, _outer_bytes_sent(steady))
+        period = FragmentPeriod(times_of_steps(steady).tolist(), result, outer_bytes_sent(steady))
         runs[id(period)] = steady
         return period
 
@@ -532,103 +496,14 @@ def _in_fragments(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
     return Simulated(result, runs[id(typical)])
 
 
-def _outer_bytes_sent(steady: _SteadyRun) -> float:
-    """Return the bytes that a rank sends to other replicas in a period, for the rank that sends the most."""
-    sent = steady.machine.sent_across(steady.scenario.policies.replica_size) / steady.machine.steps
-    return round(float(sent.max()), SIZE_DIGITS)
-
-
-def _times_of_steps(steady: _SteadyRun) -> Floats:
-    """Return, for every step of a steady period, its mean time over ranks (mean or median over the counted periods).
-
-    A faster rank gains on the others from period to period, until it is so far ahead that it waits for their exchanges.
-    If that takes more periods than are simulated, the missing wait is added to the steps that end an exchange, because
-    in the steady state all ranks' periods are equally long.
-    """
-    scenario, every = steady.scenario, steady.scenario.policies.sync_every_steps or 1
-    outer = [end - 1 for _, end in fragment_steps(scenario.plan, scenario.policies)]
-    spans = _spans_by_rank(steady.machine, lambda span: span.stream == "compute")
-    sum_s = np.zeros(every)
-    for each in steady.machine.classes:
-        own_spans, ends_s = spans[each.representative], np.array(steady.ends_s[each.index])
-        span_ends_s = np.array([span.end_s for span in own_spans])
-        periods = np.searchsorted(ends_s, span_ends_s, side="left") - 1
-        steps = np.array([span.task.step or every for span in own_spans])
-        times_s = np.zeros((len(steady.times_s), every))
-        for number, own_s in enumerate(times_s):
-            is_counted = periods == number
-            latest_s = np.full(every + 1, ends_s[number])
-            np.maximum.at(latest_s, steps[is_counted], span_ends_s[is_counted])
-            latest_s[-1] = ends_s[number + 1]
-            own_s += np.diff(np.maximum.accumulate(latest_s))
-        if steady.jittery:
-            sum_s += len(each.members) * np.median(times_s, axis=0)
-            continue
-        mean_s = times_s.mean(axis=0)
-        mean_s[outer] += max(0.0, steady.time_s - mean_s.sum()) / len(outer)
-        sum_s += len(each.members) * mean_s
-    return sum_s / scenario.ranks
-
-
-def _run(
-    scenario: Scenario,
-    program: Program,
-    unfolded: bool,
-    shared: Shared,
-    *,
-    recorded: bool = False,
-    replicas: int = 1,
-) -> _SteadyRun:
-    """Run a program until it is steady: the offsets between the ranks' step ends no longer change.
-
-    All ranks begin together, but some end the step earlier than others, so the next step differs. Steps are run until
-    the offsets settle. One more is run if the beginning of the next step affects the end of a step: if published
-    parameters are in flight, or if ranks that end early slow down others on their host. `replicas`: number of replicas,
-    each of consecutive ranks, that do not communicate within a step; offsets are then compared only inside each
-    replica.
-    """
-    cluster = with_profile_slowdowns(scenario.cluster, scenario.workload)
-    types = {device.type for device in cluster.devices[: scenario.ranks]}
-    jittery = any(is_jittery(cluster.device_types[name]) for name in types)
-    steps = JITTERY_STEPS if jittery else STEADY_STEPS
-    while True:
-        machine = Machine(
-            cluster, program, conditions=scenario.network, seed=scenario.run.seed, unfolded=unfolded, shared=shared
-        )
-        if recorded:
-            machine.memory = [
-                RecordingTracker(memory.current, partial(getattr, machine.env, "now")) for memory in machine.memory
-            ]
-        machine.run(steps + (scenario.policies.publish_overlaps or (machine.is_coupled and not jittery)))
-        if jittery:  # the median over many steps hardly depends on the last one
-            return _counted(scenario, machine, 0, steps, jittery=True)
-        ends_s = np.array([ends[steps - 2 : steps] for ends in machine.ends_s])
-        if replicas > 1:
-            ends_s = ends_s[machine.class_of_rank].reshape(replicas, -1, 2).swapaxes(0, 1)
-        latest_s = ends_s.max(axis=0)
-        moved_s = np.abs(np.diff(ends_s - latest_s)).max()
-        if moved_s <= SETTLED * np.diff(latest_s).min():
-            return _counted(scenario, machine, steps - 2, steps)
-        if steps >= MOST_STEPS:
-            return _counted(scenario, machine, steps // 2 - 1, steps)
-        steps *= 2
-
-
-def _counted(scenario: Scenario, machine: Machine, first: int, last: int, *, jittery: bool = False) -> _SteadyRun:
-    """Return a run in which the steps after step `first`, up to step `last - 1`, are counted."""
-    ends_s = tuple(tuple(ends[first:last]) for ends in machine.ends_s)
-    latest = [max(ends) for ends in zip(*ends_s, strict=True)]
-    return _SteadyRun(scenario, machine, first, ends_s, tuple(end - start for start, end in pairwise(latest)), jittery)
-
-
 def _result(
     loaded: Loaded,
-    typical: _SteadyRun,
+    typical: SteadyRun,
     traffic: Sequence[StepTraffic],
     shared: Shared,
     *,
-    lightest: _SteadyRun | None = None,
-    first: _SteadyRun | None = None,
+    lightest: SteadyRun | None = None,
+    first: SteadyRun | None = None,
     excess_bytes: float = 0.0,
     sized: bool = True,
     listed: bool = True,
@@ -653,7 +528,7 @@ def _result(
         further: bytes to be added to the peak of each role.
     """
     scenario, machine = loaded.scenario, typical.machine
-    phases = _settled_phases(typical)
+    phases = settled_phases(typical)
     footprints = _footprints(scenario, typical, shared, sized=sized, overheads=overheads, further=further)
     first_footprints = footprints
     if first is not None and first is not typical:
@@ -670,7 +545,7 @@ def _result(
         step_time_s=typical.time_s,
         # a step that sends less may take longer, if more of it goes to the owner that others wait for
         step_time_p10_s=min(typical.time_s, ordered_s[len(ordered_s) // 10]),
-        phases_s=_mean_phases(typical, phases),
+        phases_s=mean_phases(typical, phases),
         fits=fit is None,
         does_not_fit=fit,
         margin=tightest_margin([*footprints, *first_footprints]),
@@ -707,87 +582,6 @@ def _mean(values: list[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _settled_phases(step: _SteadyRun) -> list[dict[str, float]]:
-    """Return each class's seconds per phase in its typical step, adjusted so that all classes' steps are equally long.
-
-    Steps with jitter stay as they are, and so do those with which a period ends, which `periodic_result` adds up.
-    """
-    phases, policies = _phases(step), step.scenario.policies
-    if step.jittery:
-        return phases
-    if not policies.sync_every_steps:
-        return [_settled(each, step.time_s) for each in phases]
-    if not policies.in_fragments:
-        return phases
-    waits_s = [max(0.0, step.time_s - sum(each.values())) for each in phases]  # as in `_times_of_steps`
-    return [
-        each | {"exposed_communication": each["exposed_communication"] + wait_s}
-        for each, wait_s in zip(phases, waits_s, strict=True)
-    ]
-
-
-def _mean_phases(step: _SteadyRun, phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the seconds per phase of a mean rank, given those of each class; they add up to the step.
-
-    Their sum may differ from the step time, because ranks have their median steps at different times.
-    """
-    counts = [len(rank_class.members) for rank_class in step.machine.classes]
-    phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
-    total_s = sum(phases_s.values())
-    return {name: value * step.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
-
-
-def _phases(step: _SteadyRun) -> list[dict[str, float]]:
-    """Return each class's seconds per phase in its typical step."""
-    ends_s, lockstep = step.ends_s, step.machine.outline_walk or step.machine.vectorised
-    if lockstep is not None and len(ends_s[0]) == STEADY_STEPS:
-        return lockstep.phases(ends_s, step.first + 1)
-    spans = _spans_by_rank(step.machine)
-    return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
-
-
-def _spans_by_rank(
-    machine: Machine, counts: Callable[[TaskSpan], bool] = lambda span: True
-) -> Mapping[int, Sequence[TaskSpan]]:
-    """Return the spans that count of each class, by its first rank."""
-    spans: dict[int, list[TaskSpan]] = defaultdict(list)
-    for span in filter(counts, machine.task_spans):
-        spans[span.rank].append(span)
-    return spans
-
-
-UNSETTLED = 1e-9
-"""Relative difference beyond which a rank's second step counts as unequal to the steady step of all ranks."""
-
-
-def _settled(phases: dict[str, float], step_time_s: float) -> dict[str, float]:
-    """Return a rank's phases, with waiting adjusted so that they add up to the steady step, equally long for all ranks.
-
-    If offsets between ranks never settle, the median step of some ranks is shorter or longer than the mean step of all.
-    """
-    missing_s = step_time_s - sum(phases.values())
-    waiting_s = sum(phases[name] for name in WAITING_PHASES)
-    if abs(missing_s) <= UNSETTLED * step_time_s or waiting_s + missing_s < 0:
-        return phases
-    if not waiting_s:
-        return phases | {"idle": missing_s}
-    return phases | {name: phases[name] * (1 + missing_s / waiting_s) for name in WAITING_PHASES}
-
-
-def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
-    """Return the seconds that each rank spends in some phases, by steady step and rank."""
-    spans = _spans_by_rank(step.machine, lambda span: span.phase in phases and span.stream == "compute")
-    times_s = np.zeros((len(step.times_s), ranks))
-    for rank_class in step.machine.classes:
-        ends_s = np.array(step.ends_s[rank_class.index])
-        own_spans = spans[rank_class.representative]
-        which = np.searchsorted(ends_s, [span.end_s for span in own_spans], side="left") - 1
-        lengths_s = np.array([span.end_s - span.start_s for span in own_spans])
-        for number in range(len(times_s)):
-            times_s[number, rank_class.members] = lengths_s[which == number].sum()
-    return times_s
-
-
 def _peaks(machine: Machine) -> list[PeakOfRank]:
     """Return for each class of ranks its first rank and its memory peak."""
     return [(each.representative, memory.peak) for each, memory in zip(machine.classes, machine.memory, strict=True)]
@@ -795,7 +589,7 @@ def _peaks(machine: Machine) -> list[PeakOfRank]:
 
 def _footprints(
     scenario: Scenario,
-    step: _SteadyRun,
+    steady: SteadyRun,
     shared: Shared,
     *,
     sized: bool,
@@ -806,7 +600,7 @@ def _footprints(
 
     They depend only on the program and its peaks, not on the network, and are cached accordingly.
     """
-    program, peaks = step.machine.program, _peaks(step.machine)
+    program, peaks = steady.machine.program, _peaks(steady.machine)
     key = (
         Same(program),
         sized,

@@ -250,7 +250,7 @@ class Buffer:
     fixed: bool = False
     """Whether its size is the same in every precision: it holds integers or truth values, such as indices and masks."""
     casts_input: bool = False
-    """Whether it is one of several casts of the layer's input by torch.autocast; see [Note: borders] in
+    """Whether it is one of several casts of the layer's input by torch.autocast; see [Note: cast once] in
     `gssim.program.stage_boundary`."""
     samples: str = ""
     """`ONE_SAMPLE` or `SEVERAL_SAMPLES` if it exists only for so many samples; see [Note: one sample]."""
@@ -428,6 +428,11 @@ class Parameter:
     def sliced(self) -> bool:
         """Whether it is a rank's slice: other ranks hold the rest."""
         return self.sliced_dimension is not None
+
+    @property
+    def sliced_size(self) -> int:
+        """Size of a rank's slice in the dimension that ranks divide; 0 if the parameter is whole."""
+        return 0 if self.sliced_dimension is None else self.shape[self.sliced_dimension]
 
     @property
     def elements(self) -> int:

@@ -452,9 +452,9 @@ def gradient_order(layers: Sequence[LayerInstance]) -> tuple[tuple[int, int], ..
     return tuple((layer, number) for _, _, layer, number in sorted(ready))
 
 
-LAYER_LISTS = (
-    *("layers", "sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers", "context_layers"),
-)
+DIVIDED_LISTS = ("sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers", "context_layers")
+"""Fields of a model with layers of which ranks have a part."""
+LAYER_LISTS = ("layers", *DIVIDED_LISTS)
 """Fields of a model with layers: whole ones, and those of which ranks have a part."""
 LONGEST_OPTION = 60
 """Most characters of an option in a message that says which command helps."""

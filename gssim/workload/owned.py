@@ -35,7 +35,7 @@ from gssim.workload.layer import (
     layer_output,
     passed_bytes,
 )
-from gssim.workload.model import LayerInstance, Model, unrolled
+from gssim.workload.model import DIVIDED_LISTS, LayerInstance, Model, unrolled
 
 LAST = 2**31
 """A position in a phase after all others."""
@@ -137,7 +137,7 @@ def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
             f"frozen: the blocks of '{model.name}' are compiled, with all of them trained; take the model that is not "
             "compiled"
         )
-    divided: dict[str, Any] = {name: _in_roles(model, name, frozen) for name in DIVIDED_FIELDS}
+    divided: dict[str, Any] = {name: _in_roles(model, name, frozen) for name in DIVIDED_LISTS}
     undivided = _in_roles(model, "layers", frozen)
     if not undivided:  # the model has no costs of layers that are frozen
         if (why := unchained([instance.layer for instance in layers], side_modules=True)) is not None:
@@ -184,10 +184,6 @@ def unchained(layers: Sequence[Layer], *, side_modules: bool) -> str | None:
         if any(moment.layer_offset > side_modules for moment in born):
             return shared
     return None
-
-
-DIVIDED_FIELDS = ("sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers", "context_layers")
-"""Fields of a model with layers of which ranks have a part."""
 
 
 def _in_roles(model: Model, field: str, frozen: AbstractSet[int]) -> tuple[Layer, ...]:

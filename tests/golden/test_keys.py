@@ -41,6 +41,14 @@ def test_the_page_has_the_functions_that_are_called(name):
     assert [each.arg for each in (*documented.args, *documented.kwonlyargs)] == list(called)
 
 
+def test_where_a_table_stands_can_be_read_at_a_glance(made):
+    """A layer's tables listed up to ninety paths, in lines of five thousand characters."""
+    places = [line.partition(". ")[0] for line in made.splitlines() if line.startswith("At `")]
+    assert max(map(len, places)) < 700
+    assert "At `frozen`, `deepest` of [Layer](#layer), [LayerRoles](#layerroles)" in places
+    assert "At `topology.link`" in [place.partition(",")[0] for place in places]
+
+
 def test_every_key_says_what_it_means():
     for root in ROOTS:
         for table in (root, *tables_of(root)):

@@ -14,7 +14,7 @@ from topologies import nccl_xml, smi_matrix
 from gssim.cluster.topology.builders import CUBE_MESH
 from gssim.errors import UserError
 from gssim.interop import cluster_of
-from gssim.interop.hosts import detected
+from gssim.interop.detected_host import detected
 from gssim.interop.servers import server_of
 from gssim.scenario import load_cluster
 
@@ -386,8 +386,11 @@ def test_a_detected_gpu_is_the_one_that_its_whole_name_says(tmp_path, monkeypatc
     smi_that_says(tmp_path, [name] * 2, smi_matrix({(0, 1): "PHB"}, nics=2))
     monkeypatch.setenv("PATH", str(tmp_path))
     if device is None:
-        with pytest.raises(UserError, match="no such preset; save nvidia-smi's matrix"):
+        with pytest.raises(UserError, match="no such preset; save nvidia-smi's matrix") as refusal:
             detected()
+        named = str(refusal.value).partition("of the nearest: ")[2].split(", ")
+        assert len(named) == len(set(named))
+        assert all(server_of(each) for each in named)
     else:
         assert (detected().device, detected().devices) == (device, 2)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from strategies import write_files as write_scenario
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution.files import (
     FOLDER_MARK,
+    PREFIXES,
     check_place,
     held_lock,
     locked,
@@ -33,6 +35,8 @@ from gssim.execution.files import (
 )
 from gssim.terminal import EndedError, unwinding
 from gssim.units import spec
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -285,6 +289,16 @@ def temporary(tmp_path, monkeypatch):
     yield tmp_path
     monkeypatch.undo()
     tempfile.tempdir = None
+
+
+def test_every_temporary_folder_has_a_name_by_which_it_is_removed_after_a_kill():
+    """Those of gssim.sweep, of calibrations and of ladders stayed for good."""
+    sources = (
+        path.read_text() for package in ("gssim", "gsreal", "analysis") for path in ROOT.glob(f"{package}/**/*.py")
+    )
+    prefixes = {prefix for text in sources for prefix in re.findall(r'scratch_folder\("([^"]*)"', text)}
+    assert prefixes
+    assert prefixes <= set(PREFIXES)
 
 
 def ended_by(number):

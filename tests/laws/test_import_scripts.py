@@ -396,7 +396,7 @@ HEADER = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n"
     ],
 )
 def test_launchers_and_jobs_count_the_ranks(tmp_path, command, ranks):
-    """All of these were eight ranks, those of the cluster, or refused."""
+    """Where a launcher or a job gives fewer ranks, they were eight, those of the cluster, or refused."""
     arguments = "--per_device_train_batch_size 1 --block_size 512"
     text = command.format(arguments) if "{}" in command else f"{command} {arguments}"
     tables, found = imported(tmp_path, f"{text}\n", name="train.sh", model="gpt3-1.3b")
@@ -455,8 +455,8 @@ def test_the_file_that_accelerate_launches_with_is_read(tmp_path, file, options,
     (tmp_path / "configs/a.yaml").write_text(file)
     tables, _ = imported(tmp_path, f"{LAUNCHED.format('')}{options}\n", name="x.sh")
     assert tables["plan"].items() >= plan.items()
-    half = "MULTI_GPU" in file
-    assert tables["workload"].get("autocast" if half else "precision") == "bf16"
+    is_replicated = "MULTI_GPU" in file
+    assert tables["workload"].get("autocast" if is_replicated else "precision") == "bf16"
     counted, _ = imported(tmp_path, f"{LAUNCHED.format('--num_processes 2')}{options}\n", name="x.sh")
     assert counted["plan"]["ranks"] == 2
 

@@ -101,7 +101,7 @@ SHEETS = {
 
 
 @pytest.mark.parametrize("name", SHEETS)
-def test_devices_of_other_vendors_are_those_of_the_data_sheets(name, tmp_path):
+def test_presets_that_no_measurement_backs_are_those_of_the_data_sheets(name, tmp_path):
     """They load, a model trains on them, and what is reached of memory and its bandwidth is the documented part."""
     memory_gb, rate, tflops, power_w = SHEETS[name]
     device = TypeAdapter(DeviceType).validate_python(presets("devices")[name])

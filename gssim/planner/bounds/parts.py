@@ -126,11 +126,18 @@ class ModelParts:
         beside = plan.async_input_gradients
         in_ring = self.with_plan(plan).multiplies_in_ring
         key = ("slice", parts, position, positions, divided, again, beside, in_ring)
-        held = partial(model_slice, self.model, parts, position)
-        slices: dict[str, Any] = {"positions": positions, "vocabulary": divided}
-        slices |= {"gathers_again": again, "overlaps_sums": beside}
-        slices["ring_length"] = self.workload.sequence_length if in_ring else None
-        return self.once(key, lambda: self._of_traced(unrolled(held(**slices))))
+        held = partial(
+            model_slice,
+            self.model,
+            parts,
+            position,
+            positions=positions,
+            vocabulary=divided,
+            gathers_again=again,
+            overlaps_sums=beside,
+            ring_length=self.workload.sequence_length if in_ring else None,
+        )
+        return self.once(key, lambda: self._of_traced(unrolled(held())))
 
     def parts(self, plan: Plan, policies: Policies) -> Sequence[Part]:
         """Return the part of each rank; raise UserError if the model cannot be cut in that way.
