@@ -43,6 +43,30 @@ def test_the_identity_is_that_of_the_file_in_its_own_precision(both):
     assert "is traced in fp32, not in bf16" in str(before.workload.scaled_bytes)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"workload.precision": "fp16"},
+        {"workload.adapters": {"rank": 2, "alpha": 4}},
+        {"workload.frozen": ["blocks.0"]},
+        {"workload.fused_loss": True},
+        {"plan.method": "ddp", "plan.tp": 2},
+    ],
+    ids=lambda changes: next(iter(changes), "bf16"),
+)
+def test_a_stored_scenario_is_the_same_question(both, changes):
+    """It had another id in 16 bits: a Result held the layers of that precision alone, of which the id was then made."""
+    asked = both.with_({"workload.model": "gpt-byte-1m", **BF16, **changes})
+    again = gssim.load(json.loads(json.dumps(asked.resolved())))
+    assert again.scenario_id == asked.scenario_id
+    assert again.workload.model.layers == asked.workload.model.layers
+    assert again.resolved() == asked.resolved()
+    wide = [each.with_({"workload.precision": "fp32"}) for each in (asked, again)]
+    assert wide[0].workload.model.layers == wide[1].workload.model.layers
+    assert wide[0].scenario_id == wide[1].scenario_id
+
+
 def test_what_was_traced_in_one_precision_alone_is_scaled_and_said(both):
     """Layers without adapters, or without slices, in bf16 are not taken where a workload or a plan may need these."""
     file = load_model(shipped_models()["gpt-byte-1m"])
