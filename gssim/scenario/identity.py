@@ -219,7 +219,7 @@ def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
     """Return the tables of a scenario besides the cluster as plain data."""
     model, plan, run, policies = scenario.workload.model, scenario.plan, scenario.run, scenario.policies
     unused = {"uncut_reason", "unstaged_reason", "adapted", "autocast", "partly_trained"}
-    unused |= {"other_precisions", "as_filed"}
+    unused |= {"other_precisions"}
     unused |= set() if model.traced_autocast else {"traced_autocast"}
     unused |= set() if model.whole_layers else {"whole_layers"}
     unused |= set() if policies.sequence_parallel else {"sequence_layers"}
@@ -254,8 +254,12 @@ def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=MOST_MODELS)
-def _plain_model(model: Same, unused: frozenset[str]) -> Any:
-    return _dumped(model.value, exclude=set(unused))
+def _plain_model(same: Same, unused: frozenset[str]) -> Any:
+    model: Any = same.value
+    excluded: dict[str, Any] = dict.fromkeys(unused, True)
+    if model.as_filed is not None:  # these layers are stored too, as identities are those of them
+        excluded["as_filed"] = dict(excluded)
+    return _dumped(model, exclude=excluded)
 
 
 def _dumped(value: object, **options: Any) -> Any:

@@ -1,6 +1,7 @@
 """Loading of scenarios, models and clusters from TOML files, and overrides of their keys as `--set` writes them."""
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from gssim.scenario.overrides import parsed_override, put
 from gssim.scenario.run import Run
 from gssim.scenario.scenario import Loaded, Scenario, Source
 from gssim.scenario.search_space import SearchSpace
-from gssim.units import validated
+from gssim.units import PRECISION_BYTES, validated
 from gssim.workload import PATHS, Model, Workload, shipped_models, unrolled
 from gssim.workload.gradient_family import read_family, shipped_families
 from gssim.workload.gradient_rungs import family_of
@@ -146,15 +147,52 @@ Changes = tuple[tuple[str, Any], ...]
 """Overrides inside a file that the scenario names: key paths in that file, and values."""
 
 
-def _model(path: Path, changes: Changes, shared: Shared) -> Model:
+def _model(path: Path, changes: Changes, shared: Shared, *, precision: str | None = None) -> Model:
+    """Return the model in a file, with changes to its keys.
+
+    `precision`: that of the only workload for which it is needed, if it has one; None: the whole model.
+    """
+    if not changes:
+        data = _model_tables(shared.once("text", _version(path), lambda: read_text(path)), path, precision)
+        check_kind(data, "model", str(path))
+        return _unchanged_model(path, Same(data))
     data = _content(path, shared)[1]
     check_kind(data, "model", str(path))
-    if not changes:
-        return _unchanged_model(path, Same(data))
     key = (path, Same(data), repr(changes))
     return shared.once(
         "model", key, lambda: validated(Model, _changed(data, "workload.model", changes), file=str(path))
     )
+
+
+OTHER_PRECISIONS = "\n[[other_precisions]]\n"
+"""Where a model file's layers in other precisions than its own begin."""
+HEADER_OF_OTHERS = re.compile(r"^[ \t]*\[(?!\[?other_precisions[].])", re.MULTILINE)
+"""A header after them that is of another table, or a line of an array that may be one."""
+
+
+@lru_cache(maxsize=MOST_READ)
+def _model_tables(text: str, path: Path, precision: str | None) -> dict[str, Any]:
+    """Return the tables of a model file, without those of other precisions if only its own is needed.
+
+    They are up to half of a file, and reading it takes longer than most simulations. Where it cannot be told by their
+    lines that they are the end of the file, all is read. Errors in what is left out are found where it is needed.
+    """
+    first, found, others = text.partition(OTHER_PRECISIONS)
+    uncertain = any(each in first for each in ('"""', "'''", "other_precisions")) or HEADER_OF_OTHERS.search(others)
+    if not found or uncertain:
+        return _tables_of(text, path)
+    tables = _tables_of(first, path)
+    if tables.get("traced_precision", "fp32") in SAME_LAYERS.get(precision or "", ()):
+        return tables
+    lines_before = "\n" * first.count("\n")  # so that an error has its line
+    return tables | _tables_of(lines_before + found + others, path)
+
+
+SAME_LAYERS = {
+    precision: [each for each, size in PRECISION_BYTES.items() if size == of_own]
+    for precision, of_own in PRECISION_BYTES.items()
+}
+"""By precision of a workload: precisions of layers that are taken as they are."""
 
 
 @lru_cache(maxsize=MOST_READ)
@@ -300,7 +338,8 @@ def _part(
     path = _find(value, part, file, folders)
     if part == "cluster":
         return _cluster(path, changes[part], file, folders, shared)
-    return _model(path, changes[part], shared)
+    # under autocast, layers are those of a file that is traced in fp32
+    return _model(path, changes[part], shared, precision=str(data.get("precision", "fp32")))
 
 
 def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:

@@ -359,7 +359,7 @@ class Model:
     """For a model with adapters or frozen layers: its layers without them, as profiles have them; else empty."""
     as_filed: "Model | None" = None
     """For a model with the layers of one of `other_precisions`: the model with its file's own layers. Identities of
-    scenarios are those of these layers. Not in files."""
+    scenarios are those of these layers, so a Result has them too. Not in files of models."""
 
     def __post_init__(self) -> None:
         """Refuse a model that is too large, and layers that share a name."""

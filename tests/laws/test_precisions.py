@@ -1,6 +1,7 @@
 """Layers of a workload's own precision and number of samples, and what a model file without them gives instead."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def test_a_workload_has_the_layers_of_its_precision(both):
         assert workload.model.traced_precision == "bf16"  # of as many bytes
         assert workload.scaled_bytes is None
         assert replace(workload, global_batch_size=8).model is workload.model
-        assert replace(workload, precision="fp32").model is both.workload.model
+        wide = replace(workload, precision="fp32").model
+        assert replace(wide, other_precisions=()) == both.workload.model  # whose file was read for fp32 alone
 
 
 def test_the_identity_is_that_of_the_file_in_its_own_precision(both):
@@ -41,6 +43,30 @@ def test_the_identity_is_that_of_the_file_in_its_own_precision(both):
     assert before.workload.model.traced_precision == "fp32"
     assert before.scenario_id == halves.scenario_id
     assert "is traced in fp32, not in bf16" in str(before.workload.scaled_bytes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"workload.precision": "fp16"},
+        {"workload.adapters": {"rank": 2, "alpha": 4}},
+        {"workload.frozen": ["blocks.0"]},
+        {"workload.fused_loss": True},
+        {"plan.method": "ddp", "plan.tp": 2},
+    ],
+    ids=lambda changes: next(iter(changes), "bf16"),
+)
+def test_a_stored_scenario_is_the_same_question(both, changes):
+    """It had another id in 16 bits: a Result held the layers of that precision alone, of which the id was then made."""
+    asked = both.with_({"workload.model": "gpt-byte-1m", **BF16, **changes})
+    again = gssim.load(json.loads(json.dumps(asked.resolved())))
+    assert again.scenario_id == asked.scenario_id
+    assert again.workload.model.layers == asked.workload.model.layers
+    assert again.resolved() == asked.resolved()
+    wide = [each.with_({"workload.precision": "fp32"}) for each in (asked, again)]
+    assert wide[0].workload.model.layers == wide[1].workload.model.layers
+    assert wide[0].scenario_id == wide[1].scenario_id
 
 
 def test_what_was_traced_in_one_precision_alone_is_scaled_and_said(both):
@@ -56,6 +82,31 @@ def test_what_was_traced_in_one_precision_alone_is_scaled_and_said(both):
     assert scaled.scaled_bytes is not None
     uncut = replace(file, other_precisions=(replace(other, sliced_layers=()),))
     assert replace(workload, model=uncut, adapters=None).model.traced_precision == "fp32"
+
+
+def test_layers_in_other_precisions_are_read_where_they_are_needed(both, tmp_path):
+    """Reading them took as long as reading all else."""
+    text = shipped_models()["gpt-byte-150k"].read_text(encoding="utf-8")
+    file = tmp_path / "model.toml"
+    head, header, tail = text.partition("[[other_precisions]]\n")
+
+    def others(content: str, precision: str) -> int:
+        file.write_text(content, encoding="utf-8")
+        changes = {"workload.model": str(file), "workload.precision": precision}
+        model = both.with_(changes).workload.model
+        return len((model.as_filed or model).other_precisions)
+
+    assert [others(text, precision) for precision in ("fp32", "bf16", "fp16", "fp64")] == [0, 1, 1, 1]
+    assert len(load_model(file).other_precisions) == 1
+    quoted = re.sub(r'^source = "(.*)"', r'source = """\1"""', text, count=1, flags=re.MULTILINE)
+    for content in (quoted, head + " " + header + tail):  # of which it cannot be told by its lines
+        assert others(content, "fp32") == 1
+    with pytest.raises(gssim.UserError, match="unknown: unknown key"):
+        others(text + "\n[unknown]\n", "fp32")
+    wrong = text.replace(header, header + "precision\n")
+    assert others(wrong, "fp32") == 0
+    with pytest.raises(gssim.UserError, match=rf"line {head.count(chr(10)) + 2}\b"):
+        others(wrong, "bf16")
 
 
 def test_buffers_of_one_sample_replace_those_of_several():
