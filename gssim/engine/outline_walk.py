@@ -37,7 +37,7 @@ apart. If unequal times have other consequences, the program is run again withou
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from itertools import repeat
 from math import inf
 from operator import add
@@ -336,8 +336,7 @@ class _Role:
 
         `whole`: `id`s of the templates that are priced as a whole; `idle`: of those that take no time. `cut`: the
         sections of templates that are priced in sections, by `id`. `numbers`: of priced templates, by `id`. `number`:
-        gives the number of the collective that a
-        task joins.
+        gives the number of the collective that a task joins.
         """
         streams: dict[str, list[_Operation]] = defaultdict(list)
         compute = streams["compute"] = []
@@ -393,8 +392,7 @@ class _Role:
                 streams[task.stream].append(_Operation(after, slot, template, pieces, collective, task.phase))
 
 
-@dataclass(frozen=True, eq=False)
-class _Operations:
+class _Operations(NamedTuple):
     """What the classes of a role do in a step."""
 
     priced: Mapping[int, Sequence[_Priced]]
@@ -408,20 +406,10 @@ class _Operations:
         places = [place for place, each in enumerate(self.streams["compute"]) if each.template >= 0]
         return places[-1] + 1 if places else 0
 
-    @cached_property
-    def chunk_times(self) -> Mapping[int, Hashable]:
-        """Times of the templates, comparable between roles, of each class."""
-        return {
-            index: tuple([(each.delays_s, tuple(each.seconds.items()), each.pieces) for each in own])
-            for index, own in self.priced.items()
-        }
-
     def unequal_to(self, other: "_Operations") -> Collection[int] | None:
         """Return the places of tasks on the compute stream, all after the chunks, that do not take the same time in
-        another role; None if anything else differs, or if chunks take other times for all its classes.
+        another role; None if anything else differs, other than the times of chunks.
         """
-        if set(self.chunk_times.values()).isdisjoint(other.chunk_times.values()):
-            return None
         beside = [name for name in self.streams if name != "compute"]
         if self.slots != other.slots or list(self.streams) != list(other.streams):
             return None
@@ -630,12 +618,7 @@ class OutlineWalk:
                 role_of = {
                     index: place for place, each in enumerate(roles) for index in classes if index in each.priced
                 }
-                compute = [each.streams["compute"] for each in roles]
-                unequal = {
-                    place: [each[place].pieces for each in compute]
-                    for place in sorted({place for each in roles[1:] for place in role.unequal_to(each) or ()})
-                }
-                own_priced = priced[classes[0]]
+                unequal, own_priced = _unequal_pieces(roles), priced[classes[0]]
                 rank = _Rank(
                     classes[0], classes, role_of, unequal, own_priced, role.slots, self.steps, seconds, instances
                 )
@@ -705,11 +688,12 @@ class OutlineWalk:
         """
         first: list[Hashable] = list(range(len(self.machine.classes)))
         role_of, unlike = list(first), set[int]()
-        alike = _alike(roles) if self.merges_classes else ()
+        times = _times_of_classes(roles)
+        alike = _alike(roles, times) if self.merges_classes else ()
         for number, (role, (first_role, unequal)) in enumerate(zip(roles, alike, strict=False)):
             unlike.update(_collectives_after(role, unequal))
-            for index, times in role.chunk_times.items():
-                first[index], role_of[index] = (first_role, times), number
+            for index in role.priced:
+                first[index], role_of[index] = (first_role, times[index]), number
         colours, distinct = _numbered(first), {id(each): each for each in self._instances_of_number}
         is_alone = max(colours) + 1 == len(colours)  # each class
         ids = {id(self._instances_of_number[number]) for number in unlike}
@@ -1011,26 +995,52 @@ def _numbered(values: Iterable[Hashable]) -> list[int]:
     return [numbers.setdefault(value, len(numbers)) for value in values]
 
 
+def _unequal_pieces(roles: Sequence[_Operations]) -> Mapping[int, Sequence[tuple[_Piece, ...]]]:
+    """Return the pieces, for each of some merged roles, of the tasks on the compute stream that do not take equally
+    long, by place there.
+    """
+    if len(roles) == 1:
+        return {}
+    of_places = zip(*([each.pieces for each in role.streams["compute"]] for role in roles), strict=True)
+    return {place: pieces for place, pieces in enumerate(of_places) if len(set(pieces)) > 1}
+
+
 def _differs_in_time(one: _Operation, other: _Operation) -> bool:
-    """Return whether two tasks are equal but for the times that they take."""
-    alike = one._replace(pieces=()) == other._replace(pieces=()) and len(one.pieces) == len(other.pieces)
-    return alike and all(
-        [
-            own._replace(delays_s=(), host_s=own.host_s is None) == its._replace(delays_s=(), host_s=its.host_s is None)
-            for own, its in zip(one.pieces, other.pieces, strict=True)
-        ]
+    """Return whether two tasks are equal but for the times that they take on the device and on the host."""
+    own, its = (
+        each._replace(
+            pieces=tuple(
+                [piece._replace(delays_s=(), host_s=None if piece.host_s is None else 0.0) for piece in each.pieces]
+            )
+        )
+        for each in (one, other)
     )
+    return own == its
 
 
-def _alike(roles: Sequence[_Operations]) -> Sequence[tuple[int, Collection[int]]]:
+def _times_of_classes(roles: Sequence[_Operations]) -> Mapping[int, int]:
+    """Return a number for each class (index), equal if their chunks take the same times."""
+    indices = [index for role in roles for index in role.priced]
+    times = (
+        tuple([(each.delays_s, tuple(each.seconds.items()), each.pieces) for each in own])
+        for role in roles
+        for own in role.priced.values()
+    )
+    return dict(zip(indices, _numbered(times), strict=True))
+
+
+def _alike(roles: Sequence[_Operations], times: Mapping[int, int]) -> Sequence[tuple[int, Collection[int]]]:
     """Return, for each role, the number of the first one to which it is equal but for the times of tasks after the
     schedule, and the places of all these tasks among those roles; see [Note: merged roles].
+
+    `times`: those of `_times_of_classes`; roles of which no classes have equal ones are not compared.
     """
     places: dict[int, set[int]] = {}
     found: list[int] = []
     for number, role in enumerate(roles):
         for first, unequal in places.items():
-            if (more := roles[first].unequal_to(role)) is not None:
+            is_as_fast = not {times[index] for index in role.priced}.isdisjoint(map(times.get, roles[first].priced))
+            if is_as_fast and (more := roles[first].unequal_to(role)) is not None:
                 unequal.update(more)
                 found.append(first)
                 break
