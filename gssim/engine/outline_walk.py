@@ -25,6 +25,13 @@ equally long on idle links. Then all of them do the same at the same times, as l
 end together. They are executed as one, but with the collectives of each class, so that the network is simulated as it
 would be without merging. If two of these collectives end at different times, because other traffic shares the links of
 only one, the program is run again without merging.
+
+[Note: merged roles] Ranks of one stage that own different tensors (ZeRO-1) have different roles, which differ only in
+how long their updates take. Classes of such roles are merged too. At and after the first task that takes different
+times, the compute stream has a time for each role, until a collective that all of them join, or a wait, makes the
+times equal again. Streams that wait for such a task, and then join collectives, go on at the latest of these times.
+That is right if each instance of these collectives has members of all the merged roles, by which classes are told
+apart. If unequal times have other consequences, the program is run again without merging.
 """
 
 from collections import Counter, defaultdict, deque
@@ -105,7 +112,9 @@ class _Operation(NamedTuple):
     slot: int
     """Slot in which its end is stored for tasks that wait for it; -1: none do."""
     template: int
-    """`id` of the chunk's template, whose time differs between classes; -1: the operation is a task."""
+    """Number of the chunk's template among those of the role that are priced; its time differs between classes; -1: the
+    operation is a task.
+    """
     pieces: tuple[_Piece, ...]
     """The time of a task on the compute stream."""
     collective: int
@@ -121,8 +130,12 @@ class _Rank:
     """Index of the first of the classes."""
     classes: Sequence[int]
     """Indices of all of them."""
-    priced: Mapping[int, _Priced]
-    """Times of its chunks, by `id` of the template."""
+    role_of: Mapping[int, int]
+    """For each of them, the place of its role among those of `unequal`; see [Note: merged roles]."""
+    unequal: Mapping[int, Sequence[tuple[_Piece, ...]]]
+    """Times, for each role, of the tasks on the compute stream that do not take equally long, by place there."""
+    priced: Sequence[_Priced]
+    """Times of its chunks, by number of the template."""
     slots: int
     steps: int
     known_s: Mapping[str, float]
@@ -132,18 +145,32 @@ class _Rank:
     ends_s: list[float] = field(default_factory=list)
     ended_s: list[list[float | None]] = field(init=False)
     """End of the task of each slot, by step."""
-    seconds: list[dict[str, float]] = field(init=False)
-    """Seconds of the compute stream by phase, for each step."""
+    seconds: list[list[dict[str, float]]] = field(init=False)
+    """Seconds of the compute stream by phase, for each step: of all classes, or after an unequal task, of each role."""
     waiting: dict[tuple[int, int], list["_Stream"]] = field(default_factory=dict)
     issued_s: float = 0.0
     """Time at which the host had issued its latest task with an issue time."""
+    issued_apart_s: list[float] = field(default_factory=list)
+    """`issued_s` of each role, if these differ."""
+    unequal_ends: set[tuple[int, int]] = field(default_factory=set)
+    """Steps and slots of tasks that did not end at the same time for all roles; `ended_s` has the latest of them."""
     beside_s: float = 0.0
     """End of the latest collective beside the compute stream."""
 
     def __post_init__(self) -> None:
         """Make room for all steps."""
         self.ended_s = [[None] * self.slots for _ in range(self.steps)]
-        self.seconds = [dict.fromkeys(PHASES, 0.0) | dict(self.known_s) for _ in range(self.steps)]
+        self.seconds = [[dict.fromkeys(PHASES, 0.0) | dict(self.known_s)] for _ in range(self.steps)]
+
+    def seconds_of(self, index: int, step: int) -> Mapping[str, float]:
+        """Return the seconds by phase of one of the classes in a step."""
+        several = self.seconds[step]
+        return several[self.role_of[index]] if len(several) > 1 else several[0]
+
+    def has_all_roles(self, instance: CollectiveInstance) -> bool:
+        """Return whether classes of all the merged roles join an instance."""
+        joined = {role for index, role in self.role_of.items() if index in instance.class_numbers}
+        return joined == set(self.role_of.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +194,7 @@ class _Carried:
 
 
 class UnequalClassesError(Exception):
-    """Collectives of merged classes did not end together; see [Note: merged classes]."""
+    """Merged classes did not do the same at the same times; see [Note: merged classes] and [Note: merged roles]."""
 
 
 @dataclass(eq=False, slots=True)
@@ -180,6 +207,10 @@ class _Stream:
     step: int = 0
     place: int = 0
     now_s: float = 0.0
+    apart_s: list[float] = field(default_factory=list)
+    """Time of each role on the compute stream, if these differ; `now_s` is then the latest."""
+    is_apart: bool = False
+    """Whether `now_s` is the latest of times that differ between roles."""
 
     @property
     def waits_first(self) -> str | None:
@@ -187,7 +218,7 @@ class _Stream:
         for each in self.operations:
             if each.after or each.collective >= 0:
                 return "exposed_communication" if each.after else each.phase
-            chunk = self.rank.priced.get(each.template)
+            chunk = self.rank.priced[each.template] if each.template >= 0 else None
             if each.pieces or (chunk is not None and (chunk.delays_s or chunk.pieces)):
                 return None
         return "exposed_communication"
@@ -298,13 +329,14 @@ class _Role:
         whole: Collection[int],
         idle: Collection[int],
         cut: Mapping[int, Sequence[_Section]],
+        numbers: Mapping[int, int],
         number: Callable[[Task | Posted], int],
     ) -> tuple[dict[str, list[_Operation]], int]:
         """Return the operations of each stream, and the number of slots.
 
         `whole`: `id`s of the templates that are priced as a whole; `idle`: of those that take no time. `cut`: the
-        sections of templates that are priced in sections, by `id`. `number`: gives the number of the collective that a
-        task joins.
+        sections of templates that are priced in sections, by `id`. `numbers`: of priced templates, by `id`. `number`:
+        gives the number of the collective that a task joins.
         """
         streams: dict[str, list[_Operation]] = defaultdict(list)
         compute = streams["compute"] = []
@@ -324,10 +356,10 @@ class _Role:
                 tasks = part.with_ids([each.task for each in sections]) if sections else part.tasks
                 if slot >= 0:
                     slots[tasks[-1].id] = slot
-                templates = [-1 if each.template is None else id(each.template) for each in sections]
+                templates = [-1 if each.template is None else numbers[id(each.template)] for each in sections]
                 self._add(tasks, streams, number, slots, stream_of, templates)
             elif slot >= 0 or id(part.template) not in idle:
-                compute.append(_Operation((), slot, id(part.template), (), -1, ""))
+                compute.append(_Operation((), slot, numbers[id(part.template)], (), -1, ""))
         return streams, len(slots)
 
     @staticmethod
@@ -341,7 +373,7 @@ class _Role:
     ) -> None:
         """Add the operations of tasks, and slots for those that they wait for.
 
-        `templates`: for each task, the `id` of the template for which it stands; -1 if it is a task of its own. Empty
+        `templates`: for each task, the number of the template for which it stands; -1 if it is a task of its own. Empty
         if all are.
         """
         for each in (each for task in tasks for each in task.after):
@@ -358,6 +390,38 @@ class _Role:
                 pieces = (_Piece((task.duration_s,), host_s, goes_on, task.phase),)
             if after or slot >= 0 or collective >= 0 or template >= 0 or pieces:
                 streams[task.stream].append(_Operation(after, slot, template, pieces, collective, task.phase))
+
+
+class _Operations(NamedTuple):
+    """What the classes of a role do in a step."""
+
+    priced: Mapping[int, Sequence[_Priced]]
+    """Times of its templates, by class (index) and number of the template."""
+    streams: Mapping[str, Sequence[_Operation]]
+    slots: int
+
+    @property
+    def first_after_schedule(self) -> int:
+        """Place on the compute stream of the first operation after all chunks."""
+        places = [place for place, each in enumerate(self.streams["compute"]) if each.template >= 0]
+        return places[-1] + 1 if places else 0
+
+    def unequal_to(self, other: "_Operations") -> Collection[int] | None:
+        """Return the places of tasks on the compute stream, all after the chunks, that do not take the same time in
+        another role; None if anything else differs, other than the times of chunks.
+        """
+        beside = [name for name in self.streams if name != "compute"]
+        if self.slots != other.slots or list(self.streams) != list(other.streams):
+            return None
+        if any(self.streams[name] != other.streams[name] for name in beside):
+            return None
+        if any(each.pieces for name in beside for each in self.streams[name]):
+            return None
+        own, others, last = self.streams["compute"], other.streams["compute"], self.first_after_schedule
+        if len(own) != len(others) or own[:last] != others[:last]:
+            return None
+        unequal = [place for place in range(last, len(own)) if own[place] != others[place]]
+        return unequal if all([_differs_in_time(own[place], others[place]) for place in unequal]) else None
 
 
 def can_walk_outlines(machine: MachineState) -> bool:
@@ -537,10 +601,12 @@ class OutlineWalk:
         for each in machine.classes:
             by_role[machine.roles[each.index]].append(each.index)
         made = [self._operations_of(number, indices) for number, indices in by_role.items()]
-        merged = self._merged([priced for priced, _, _ in made])
-        for priced, operations, slots in made:
-            counts = Counter(each.template for each in operations["compute"] if each.template >= 0)
-            for classes in dict.fromkeys(merged[index] for index in priced):
+        priced = {index: own for each in made for index, own in each.priced.items()}
+        operations_of = {index: each for each in made for index in each.priced}
+        merged = self._merged(made)
+        for role in made:
+            counts = Counter(each.template for each in role.streams["compute"] if each.template >= 0)
+            for classes in dict.fromkeys(merged[index] for index in role.priced if merged[index][0] in role.priced):
                 seconds: dict[str, float] = defaultdict(float)
                 instances: list[CollectiveInstance] = []
                 for template, count in counts.items():
@@ -548,17 +614,20 @@ class OutlineWalk:
                     own = priced[classes[0]][template]
                     for phase, value in own.seconds.items() if not own.pieces else ():
                         seconds[phase] += count * value
-                rank = _Rank(classes[0], classes, priced[classes[0]], slots, self.steps, seconds, instances)
+                roles = list({id(operations_of[index]): operations_of[index] for index in classes}.values())
+                role_of = {
+                    index: place for place, each in enumerate(roles) for index in classes if index in each.priced
+                }
+                unequal, own_priced = _unequal_pieces(roles), priced[classes[0]]
+                rank = _Rank(
+                    classes[0], classes, role_of, unequal, own_priced, role.slots, self.steps, seconds, instances
+                )
                 ranks.append(rank)
-                streams += [_Stream(rank, name == "compute", several) for name, several in operations.items()]
+                streams += [_Stream(rank, name == "compute", several) for name, several in role.streams.items()]
         return sorted(ranks, key=lambda rank: rank.index), streams
 
-    def _operations_of(
-        self, role_number: int, indices: Sequence[int]
-    ) -> tuple[Mapping[int, Mapping[int, _Priced]], Mapping[str, Sequence[_Operation]], int]:
-        """Return a role's times of templates (by `id`) for each of its classes, its operations by stream, and the
-        number of slots.
-        """
+    def _operations_of(self, role_number: int, indices: Sequence[int]) -> _Operations:
+        """Return a role's operations, and times of its templates for each of its classes."""
         role = self.machine.program.once(_role_of, role_number)
         priced: dict[int, dict[int, _Priced]] = {index: {} for index in indices}
         whole: set[int] = set()
@@ -586,8 +655,9 @@ class OutlineWalk:
             for key in whole
             if not any(own.delays_s or own.pieces or own.instances for own in (priced[i][key] for i in indices))
         }
-        operations, slots = role.operations(whole, idle, cut, self._number)
-        return priced, operations, slots
+        numbers = {key: number for number, key in enumerate(priced[indices[0]])}
+        streams, slots = role.operations(whole, idle, cut, numbers, self._number)
+        return _Operations({index: list(own.values()) for index, own in priced.items()}, streams, slots)
 
     def _sections_of(self, template: Template, indices: Sequence[int]) -> Sequence[_Section]:
         """Return a template's sections that take the same time at all times for each of some classes; none if it cannot
@@ -609,26 +679,31 @@ class OutlineWalk:
             return ()  # a collective that is simulated crosses a link of this class on its way over links of others
         return _sections(template, lambda task: is_alone[id(task.exchange)])
 
-    def _merged(self, by_role: Sequence[Mapping[int, Mapping[int, _Priced]]]) -> Sequence[tuple[int, ...]]:
+    def _merged(self, roles: Sequence[_Operations]) -> Sequence[tuple[int, ...]]:
         """Return, for each class, those that it is merged with, itself included, and set up what they join; see
-        [Note: merged classes].
+        [Note: merged classes] and [Note: merged roles].
 
-        Classes are coloured by role and times of templates, then by the colours with which they join collectives, until
-        no more of them differ.
+        Classes are coloured by operations and times of templates, then by the colours with which they join collectives,
+        until no more of them differ.
         """
         first: list[Hashable] = list(range(len(self.machine.classes)))
-        for number, priced in enumerate(by_role if self.merges_classes else ()):
-            for index, own in priced.items():
-                times = [(each.delays_s, tuple(each.seconds.items()), each.pieces) for each in own.values()]
-                first[index] = number, tuple(times)
+        role_of, unlike = list(first), set[int]()
+        times = _times_of_classes(roles)
+        alike = _alike(roles, times) if self.merges_classes else ()
+        for number, (role, (first_role, unequal)) in enumerate(zip(roles, alike, strict=False)):
+            unlike.update(_collectives_after(role, unequal))
+            for index in role.priced:
+                first[index], role_of[index] = (first_role, times[index]), number
         colours, distinct = _numbered(first), {id(each): each for each in self._instances_of_number}
         is_alone = max(colours) + 1 == len(colours)  # each class
-        shapes = dict.fromkeys(map(self._shape, () if is_alone else distinct.values()))
+        ids = {id(self._instances_of_number[number]) for number in unlike}
+        shapes = dict.fromkeys((self._shape(each), key in ids) for key, each in (() if is_alone else distinct.items()))
         while True:
             met: list[list[Hashable]] = [[colour] for colour in colours]
-            for shape in shapes:
+            for shape, by_roles in shapes:
                 for indices, kind in shape:
-                    members = frozenset([colours[index] for index in indices]), kind
+                    joining = ((colours[index], role_of[index] if by_roles else 0) for index in indices)
+                    members = frozenset(joining), kind
                     for index in indices:
                         met[index].append(members)
             finer = _numbered(map(tuple, met))
@@ -697,10 +772,9 @@ class OutlineWalk:
 
     def _advance(self, stream: _Stream) -> None:
         """Execute a stream up to its next collective, or to a task that has not ended yet."""
-        rank, operations, computes = stream.rank, stream.operations, stream.computes
+        rank, operations = stream.rank, stream.operations
         place, now_s, step = stream.place, stream.now_s, stream.step
         while step < self.steps:
-            ended_s = rank.ended_s[step]
             while place < len(operations):
                 after, slot, template, pieces, collective, _ = operations[place]
                 if after:
@@ -715,12 +789,12 @@ class OutlineWalk:
                 if template >= 0:
                     delays_s, _, pieces, _ = rank.priced[template]
                     now_s = reduce(add, delays_s, now_s)
-                for piece in pieces:
-                    now_s = _after_piece(rank, piece, now_s, rank.seconds[step] if computes else None)
+                if pieces:
+                    stream.place, stream.now_s, stream.step = place, now_s, step
+                    now_s = _after_pieces(stream, pieces)
                 place += 1
                 if slot >= 0:
-                    ended_s[slot] = now_s
-                    self._ready.extend(rank.waiting.pop((step, slot), ()))
+                    self._end_task(stream, step, slot, now_s)
             place, step = 0, step + 1
             stream.place, stream.now_s, stream.step = place, now_s, step
             self._end_step(stream)
@@ -728,10 +802,21 @@ class OutlineWalk:
                 return
         self._left -= 1
 
+    def _end_task(self, stream: _Stream, step: int, slot: int, end_s: float) -> None:
+        """Record the end of a task for which others may wait."""
+        rank = stream.rank
+        rank.ended_s[step][slot] = end_s
+        if stream.is_apart:
+            rank.unequal_ends.add((step, slot))
+        self._ready.extend(rank.waiting.pop((step, slot), ()))
+
     def _end_step(self, stream: _Stream) -> None:
         """Record the end of a stream's step."""
+        if stream.is_apart or (stream.computes and stream.rank.issued_apart_s and stream.is_issued_ahead):
+            raise UnequalClassesError
         if stream.computes:
             stream.rank.ends_s.append(stream.now_s)
+            stream.rank.issued_apart_s = []
         if stream.step > 1 or self.steps == 1:
             return
         if stream.waits_first is None:
@@ -764,12 +849,13 @@ class OutlineWalk:
         """Derive all further steps from the first; see [Note: repeated step]."""
         first_wait = {stream.rank.index: stream.waits_first for stream in self._streams if stream.computes}
         for rank in self.ranks:
-            end_s, seconds = rank.ends_s[0], dict(rank.seconds[0])
+            end_s, seconds = rank.ends_s[0], [dict(each) for each in rank.seconds[0]]
             rank.ends_s = [end_s + step * step_s for step in range(self.steps)]
             if end_s < step_s:
                 phase = first_wait[rank.index]
                 assert phase is not None, "it did nothing before the latest end"
-                seconds[phase] += step_s - end_s
+                for each in seconds:
+                    each[phase] += step_s - end_s
             rank.seconds[1:] = [seconds] * (self.steps - 1)
         further = Counter(self._times[0]) + Counter(self._counted)
         self._times[1:] = [further] * (self.steps - 1)
@@ -784,16 +870,22 @@ class OutlineWalk:
                 rank.waiting.setdefault((step, each), []).append(stream)
                 return True
             latest_s = max(latest_s, end_s)
+        is_apart = (stream.is_apart and latest_s == stream.now_s) or (
+            bool(rank.unequal_ends) and any((step, each) in rank.unequal_ends for each in after)
+        )
+        if is_apart and stream.computes:
+            raise UnequalClassesError
         if step and stream.operations[stream.place].collective < 0:
             self._further_s = min(self._further_s, latest_s)
-        if stream.computes:
-            rank.seconds[step]["exposed_communication"] += latest_s - stream.now_s
-        stream.now_s = latest_s
+        _wait(stream, "exposed_communication", latest_s)
+        stream.is_apart = is_apart
         return False
 
     def _arrive(self, stream: _Stream, collective: int) -> None:
         """Let merged classes join a collective, by its number; the last arrival starts it."""
         joint = self._joint_instances[collective][stream.rank.index]
+        if stream.is_apart and not all(map(stream.rank.has_all_roles, joint.instances)):
+            raise UnequalClassesError
         key = (stream.step, collective, joint)
         streams = self._met.setdefault(key, [])
         streams.append(stream)
@@ -854,15 +946,11 @@ class OutlineWalk:
         """End a collective for its members, which then go on."""
         now_s = float(self.env.now)
         for stream in streams:
-            rank, step = stream.rank, stream.step
             joined = stream.operations[stream.place]
-            if stream.computes:
-                rank.seconds[step][joined.phase] += now_s - stream.now_s
-            stream.now_s = now_s
+            _wait(stream, joined.phase, now_s)
             stream.place += 1
             if joined.slot >= 0:
-                rank.ended_s[step][joined.slot] = now_s
-                self._ready.extend(rank.waiting.pop((step, joined.slot), ()))
+                self._end_task(stream, stream.step, joined.slot, now_s)
             self._ready.append(stream)
         self._run_ready()
 
@@ -884,11 +972,10 @@ class OutlineWalk:
     def phases(self, ends_s: Sequence[Sequence[float]], step: int) -> list[dict[str, float]]:
         """Return each class's phases in a step, between its two `ends_s`, as `result.typical_phases` does."""
         return [
-            {
-                phase: value * (length_s / sum(rank.seconds[step].values()))
-                for phase, value in rank.seconds[step].items()
-            }
-            for rank, length_s in zip(self._by_class, (end_s - start_s for start_s, end_s in ends_s), strict=True)
+            {phase: value * ((end_s - start_s) / sum(seconds.values())) for phase, value in seconds.items()}
+            for (start_s, end_s), seconds in zip(
+                ends_s, (rank.seconds_of(index, step) for index, rank in enumerate(self._by_class)), strict=True
+            )
         ]
 
     def ends_s(self) -> Iterator[list[float]]:
@@ -906,6 +993,72 @@ def _numbered(values: Iterable[Hashable]) -> list[int]:
     """Return the number of each value among the distinct ones."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values]
+
+
+def _unequal_pieces(roles: Sequence[_Operations]) -> Mapping[int, Sequence[tuple[_Piece, ...]]]:
+    """Return the pieces, for each of some merged roles, of the tasks on the compute stream that do not take equally
+    long, by place there.
+    """
+    if len(roles) == 1:
+        return {}
+    of_places = zip(*([each.pieces for each in role.streams["compute"]] for role in roles), strict=True)
+    return {place: pieces for place, pieces in enumerate(of_places) if len(set(pieces)) > 1}
+
+
+def _differs_in_time(one: _Operation, other: _Operation) -> bool:
+    """Return whether two tasks are equal but for the times that they take on the device and on the host."""
+    own, its = (
+        each._replace(
+            pieces=tuple(
+                [piece._replace(delays_s=(), host_s=None if piece.host_s is None else 0.0) for piece in each.pieces]
+            )
+        )
+        for each in (one, other)
+    )
+    return own == its
+
+
+def _times_of_classes(roles: Sequence[_Operations]) -> Mapping[int, int]:
+    """Return a number for each class (index), equal if their chunks take the same times."""
+    indices = [index for role in roles for index in role.priced]
+    times = (
+        tuple([(each.delays_s, tuple(each.seconds.items()), each.pieces) for each in own])
+        for role in roles
+        for own in role.priced.values()
+    )
+    return dict(zip(indices, _numbered(times), strict=True))
+
+
+def _alike(roles: Sequence[_Operations], times: Mapping[int, int]) -> Sequence[tuple[int, Collection[int]]]:
+    """Return, for each role, the number of the first one to which it is equal but for the times of tasks after the
+    schedule, and the places of all these tasks among those roles; see [Note: merged roles].
+
+    `times`: those of `_times_of_classes`; roles of which no classes have equal ones are not compared.
+    """
+    places: dict[int, set[int]] = {}
+    found: list[int] = []
+    for number, role in enumerate(roles):
+        for first, unequal in places.items():
+            is_as_fast = not {times[index] for index in role.priced}.isdisjoint(map(times.get, roles[first].priced))
+            if is_as_fast and (more := roles[first].unequal_to(role)) is not None:
+                unequal.update(more)
+                found.append(first)
+                break
+        else:
+            places[number] = set()
+            found.append(number)
+    return [(first, places[first]) for first in found]
+
+
+def _collectives_after(role: _Operations, places: Collection[int]) -> Iterator[int]:
+    """Yield the numbers of the collectives of a role that come after any of some tasks on the compute stream."""
+    if not places:
+        return
+    late = {each.slot for each in role.streams["compute"][min(places) :]} - {-1}
+    for name, operations in role.streams.items():
+        waits = (place for place, each in enumerate(operations) if not late.isdisjoint(each.after))
+        first = min(places) if name == "compute" else next(waits, len(operations))
+        yield from (each.collective for each in operations[first:] if each.collective >= 0)
 
 
 def _joint_instances_of(
@@ -972,6 +1125,39 @@ def _added_up(pieces: Iterable[_Piece]) -> tuple[tuple[float, ...], Mapping[str,
         seconds[piece.phase] += sum(own_s)
         beside_s = max(0.0, beside_s - sum(own_s))
     return tuple(delays_s), dict(seconds)
+
+
+def _wait(stream: _Stream, phase: str, until_s: float) -> None:
+    """Advance a stream to the end of a wait, at which all its roles still are; it counts as a phase."""
+    if stream.computes:
+        began_s = stream.apart_s or repeat(stream.now_s)
+        for seconds, role_s in zip(stream.rank.seconds[stream.step], began_s, strict=False):
+            seconds[phase] += until_s - role_s
+    stream.now_s, stream.apart_s, stream.is_apart = until_s, [], False
+
+
+def _after_pieces(stream: _Stream, pieces: Sequence[_Piece]) -> float:
+    """Return the (latest) end of a stream's next task or chunk, given in pieces, and add its time to its phases."""
+    rank, step = stream.rank, stream.step
+    several = rank.unequal.get(stream.place) if stream.computes else None
+    if several is None and (not stream.computes or len(rank.seconds[step]) == 1):
+        now_s, seconds = stream.now_s, rank.seconds[step][0] if stream.computes else None
+        for piece in pieces:
+            now_s = _after_piece(rank, piece, now_s, seconds)
+        return now_s
+    roles = 1 + max(rank.role_of.values())
+    if len(rank.seconds[step]) == 1:
+        rank.seconds[step] = [dict(rank.seconds[step][0]) for _ in range(roles)]
+    times_s, issued_s = stream.apart_s or [stream.now_s] * roles, rank.issued_apart_s or [rank.issued_s] * roles
+    for role, seconds in enumerate(rank.seconds[step]):
+        rank.issued_s = issued_s[role]
+        for piece in pieces if several is None else several[role]:
+            times_s[role] = _after_piece(rank, piece, times_s[role], seconds)
+        issued_s[role] = rank.issued_s
+    rank.issued_apart_s = issued_s if len(set(issued_s)) > 1 else []
+    stream.is_apart = len(set(times_s)) > 1
+    stream.apart_s = times_s if stream.is_apart else []
+    return max(times_s)
 
 
 def _after_piece(rank: _Rank, piece: _Piece, began_s: float, seconds: dict[str, float] | None) -> float:

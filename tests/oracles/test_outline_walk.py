@@ -8,8 +8,8 @@ from strategies import star
 from gssim.collectives import Communication
 from gssim.engine import Machine, machine
 from gssim.engine.outline_walk import OutlineWalk
-from gssim.program import Outline, Program, TaskId
-from gssim.program.task import Collectives, collective_task
+from gssim.program import Outline, Program, Task, TaskId
+from gssim.program.task import Collectives, Issue, collective_task
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 
@@ -193,6 +193,100 @@ def test_classes_that_do_the_same_at_the_same_times_are_walked_as_one(changes, r
     assert chunks.typical.ends_s == tasks.typical.ends_s
     assert_equal(result, expected)
     assert spans == single_spans
+
+
+def unmerged(walk, steps, **_settings):
+    return OutlineWalk(walk, steps, merges_classes=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "classes", "ranks"),
+    [
+        ((EIGHT, *FOUR), 8, 2),  # one of each stage
+        ((EIGHT, *FOUR, "workload.clip_norm=1.0"), 8, 2),  # no step is the same as the first
+        ((EIGHT, *FOUR, "plan.schedule=interleaved", "plan.overlap=false"), 8, 2),
+        ((UNEQUAL, *TWO), 8, 4),
+        (
+            (EIGHT, "plan.tp=2", "plan.pp=2", "plan.cp=2", "plan.dp_replicate=2", "workload.global_batch_size=16"),
+            8,
+            2,
+        ),
+        ((NARROW, *FOUR, "plan.pp=4"), 16, 16),  # messages of merged classes did not end together
+    ],
+    ids=["alike", "clipped", "interleaved", "unequal", "sequences", "narrow"],
+)
+def test_owners_of_different_tensors_are_walked_as_one_until_their_updates(changes, classes, ranks, monkeypatch):
+    changes = (*changes, "plan.method=zero1")
+    chunks, result, spans = outcome(changes)
+    found = chunks.typical.machine
+    assert (len(found.classes), len(found.outline_walk.ranks)) == (classes, ranks)
+    monkeypatch.setattr(machine, "OutlineWalk", unmerged)
+    alone, expected, single_spans = outcome(changes)
+    assert len(alone.typical.machine.outline_walk.ranks) == classes
+    assert chunks.typical.ends_s == alone.typical.ends_s
+    assert result == expected  # times by phase too
+    assert spans == single_spans
+
+
+PAIR = TaskId("all-reduce", layer="pair")
+OWN_UPDATE = TaskId("optimizer")
+WORK, SUM = TaskId("forward"), TaskId("all-reduce", layer="all")
+
+
+def of_owner(update_s, *after, host_s=None):
+    """Return the tasks of one of two owners among four ranks, whose updates take different times."""
+    issue = None if host_s is None else Issue(host_s, goes_on=True)
+    return Outline(
+        [
+            Task(WORK, "forward", duration_s=1.0, issue=None if host_s is None else Issue(0.5, goes_on=False)),
+            collective_task(SUM, Communication("all-reduce", (0, 1, 2, 3), 8.0)),
+            Task(OWN_UPDATE, "optimizer", duration_s=update_s, issue=issue),
+            *after,
+        ]
+    )
+
+
+TOGETHER = collective_task(PAIR, Communication("all-reduce", (0, 1), 8.0, beside=((2, 3),)))
+APART = collective_task(PAIR, Communication("all-reduce", (0, 2), 8.0, beside=((1, 3),)))
+BESIDE = collective_task(
+    PAIR, Communication("all-reduce", (0, 1), 8.0, beside=((2, 3),)), "communication", after=(OWN_UPDATE,)
+)
+LAST = Task(TaskId("parameters", "wait"), "exposed_communication", after=(PAIR,))
+SHORT, MORE = (
+    Task(TaskId("clip", part=part), "optimizer", duration_s=own_s) for part, own_s in enumerate((1e-6, 0.25))
+)
+
+
+@pytest.mark.parametrize(
+    ("after", "host_s", "ranks"),
+    [
+        ((TOGETHER,), (None, None), 1),
+        ((MORE, TOGETHER, MORE), (None, None), 1),
+        ((BESIDE, LAST), (None, None), 1),
+        ((BESIDE, SHORT, LAST, MORE), (None, None), 1),
+        ((BESIDE, MORE, LAST), (None, None), 2),  # the collective ends before the compute beside it
+        ((APART,), (None, None), 2),
+        ((), (None, None), 2),  # the step ends at different times
+        ((TOGETHER, MORE), (4.0, 5.0), 1),
+        ((TOGETHER,), (None, 5.0), 2),
+    ],
+)
+def test_tasks_of_different_lengths_have_their_own_times_up_to_a_collective_of_all(after, host_s, ranks, monkeypatch):
+    tasks = tuple(
+        of_owner(update_s, *after, host_s=issued_s) for update_s, issued_s in zip((2.0, 3.0), host_s, strict=True)
+    )
+    program = Program(tasks, Collectives(tasks), ({}, {}), roles=(0, 1, 0, 1))
+    chunks, alone, by_task = (Machine(star(4, backend="nccl"), program, outlined=each) for each in (True, True, False))
+    chunks.run(3)
+    monkeypatch.setattr(machine, "OutlineWalk", unmerged)
+    alone.run(3)
+    by_task.run(3)
+    assert len(chunks.outline_walk.ranks) == ranks
+    assert chunks.ends_s == alone.ends_s
+    assert_equal(chunks.ends_s, by_task.ends_s, exactly=False)  # repeated steps are multiples of the first
+    for step in range(3):
+        step_ends_s = [[0.0, *ends_s][step : step + 2] for ends_s in chunks.ends_s]
+        assert chunks.outline_walk.phases(step_ends_s, step) == alone.outline_walk.phases(step_ends_s, step)
 
 
 DIVIDED = "plan.sequence_parallel=true"
