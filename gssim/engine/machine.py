@@ -13,7 +13,8 @@ import simpy
 from gssim.cluster import Cluster, Conditions
 from gssim.engine.fast_path import can_run_ahead, is_independent, run_ahead
 from gssim.engine.memory_tracker import memory_after
-from gssim.engine.outline_walk import OutlineWalk, UnequalClassesError, can_walk_outlines
+from gssim.engine.outline_operations import can_walk_outlines
+from gssim.engine.outline_walk import OutlineWalk, UnequalClassesError
 from gssim.engine.rendezvous import RunningCollectives
 from gssim.engine.state import MachineState, TaskSpan
 from gssim.engine.vectorised_walk import VectorisedWalk, vectorised_walk_of
@@ -138,7 +139,7 @@ class Machine(MachineState):
         )
 
     def _run_outlines(self, steps: int) -> None:
-        """Execute the program chunk by chunk; see [Note: outline] in `outline_walk`."""
+        """Execute the program chunk by chunk; see [Note: outline] in `outline_operations`."""
         self.outline_walk = OutlineWalk(self, steps)
         try:
             self.outline_walk.run()

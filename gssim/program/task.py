@@ -385,7 +385,7 @@ class Issue:
 # [Note: chunks] A rank of a pipeline runs the forward and the backward of a stage once for every micro-batch, and only
 # the identities of their tasks differ. They are lowered once, as a `Template`. A rank's tasks are an `Outline`, which
 # lists the templates in the order in which they run. Code that reads single tasks sees them all; they are created on
-# first access. Code that works with templates (memory, bytes, `engine.outline_walk`) never creates them.
+# first access. Code that works with templates (memory, bytes, `engine.outline_operations`) never creates them.
 
 
 @dataclass(frozen=True, eq=False)

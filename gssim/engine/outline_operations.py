@@ -1,0 +1,771 @@
+"""Operations of outlines: what each class of pipeline ranks does in a step, and how long its chunks take.
+
+The tasks of a role become operations on streams, which all its classes share. The templates of its chunks are priced
+for each class, as a whole or in sections. Classes that do the same at the same times are merged. `outline_walk`
+executes the operations.
+
+[Note: outline] Between two messages, a pipeline rank runs a chunk (see [Note: chunks] in `program.task`): tasks of its
+own, and collectives of its tensor group, some of them beside its tasks. If no other traffic of the program can cross
+the links of such a collective, it always takes the same time, and so does the chunk. The chunk is then priced once, as
+a row of delays, which are added one after another as the clock would add them. The condition holds if the collective
+has one class of ranks, which makes all users of its links run one after another, and one session of flows. The
+messages, the collectives after the schedule, and all others inside chunks run in simulated time: they start when the
+last of their members arrives, on links that they may share. A chunk with such collectives is cut at these, and the
+sections between them are priced once. That is so where ranks of pipelines divide sequences: they exchange keys and
+values a few times in each layer, over links that messages cross too, between many collectives of the tensor group.
+
+Like the vectorised walk, this is exact (but for rounding where collectives run beside tasks) if ranks are independent
+between collectives ([Note: ahead] in `fast_path`) and only compute streams allocate memory.
+
+[Note: merged classes] Classes of one role often differ in nothing but the links that their reduction of gradients
+crosses: the ends of a ring or a tree, and the ranks inside. Suppose that their chunks take equally long, that each
+joins every collective with the same other classes, or with classes that are merged too, and that these collectives take
+equally long on idle links. Then all of them do the same at the same times, as long as collectives that begin together
+end together. They are executed as one, but with the collectives of each class, so that the network is simulated as it
+would be without merging. If two of these collectives end at different times, because other traffic shares the links of
+only one, the program is run again without merging.
+
+[Note: merged roles] Ranks of one stage that own different tensors (ZeRO-1) have different roles, which differ only in
+how long their updates take. Classes of such roles are merged too. At and after the first task that takes different
+times, the compute stream has a time for each role, until a collective that all of them join, or a wait, makes the
+times equal again. Streams that wait for such a task, and then join collectives, go on at the latest of these times.
+That is right if each instance of these collectives has members of all the merged roles, by which classes are told
+apart. If unequal times have other consequences, the program is run again without merging.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Literal, NamedTuple
+
+from gssim.collectives import Communication
+from gssim.engine.collective_instances import CollectiveInstance
+from gssim.engine.fast_path import is_independent
+from gssim.engine.memory_tracker import allocates_beside_compute
+from gssim.engine.rendezvous import PreparedTransfer, delays_of_collective, prepared_transfer
+from gssim.engine.state import MachineState
+from gssim.program import (
+    Awaited,
+    Chunk,
+    MessageName,
+    Name,
+    Outline,
+    Posted,
+    Program,
+    Task,
+    TaskId,
+    Template,
+    name_of,
+    parts_of,
+)
+
+
+class Piece(NamedTuple):
+    """A task of a class of ranks, or a collective beside its compute stream, with the times that it takes."""
+
+    delays_s: tuple[float, ...]
+    """Seconds, to be added one after another."""
+    host_s: float | None
+    """Host time to issue the task; None if the task does not wait for the host."""
+    goes_on: bool
+    """`Issue.goes_on` of the task."""
+    phase: str
+    beside: Literal["", "begins", "ends"] = ""
+    """For a collective beside the compute stream: whether it begins here (and takes `delays_s`), or is waited
+    for here.
+    """
+
+
+class PricedTemplate(NamedTuple):
+    """A template's time for a class of ranks."""
+
+    delays_s: tuple[float, ...]
+    seconds: Mapping[str, float]
+    """By phase."""
+    pieces: tuple[Piece, ...]
+    """The template's tasks, if some wait for the host; these are then executed, and `delays_s` is empty."""
+    instances: tuple[CollectiveInstance, ...]
+
+
+class Operation(NamedTuple):
+    """One item of a stream of a role: a task or a chunk. All classes of the role share it."""
+
+    after: tuple[int, ...]
+    """Slots of the tasks on other streams that it waits for, the last of these first: as a rule it ends last, so that
+    it is waited for once, and not each of many messages one after another.
+    """
+    slot: int
+    """Slot in which its end is stored for tasks that wait for it; -1: none do."""
+    template: int
+    """Number of the chunk's template among those of the role that are priced; its time differs between classes; -1: the
+    operation is a task.
+    """
+    pieces: tuple[Piece, ...]
+    """The time of a task on the compute stream."""
+    collective: int
+    """Number of the collective that it joins; -1: none."""
+    phase: str
+
+
+@dataclass(frozen=True, eq=False)
+class JointInstances:
+    """Instances of a collective that the same `_Rank`s join, each for some of its merged classes."""
+
+    instances: tuple[CollectiveInstance, ...]
+    ranks: int
+    """Number of `_Rank`s that join."""
+
+
+@dataclass(frozen=True, eq=False)
+class MergedClasses:
+    """What merged classes of ranks do in a step; see [Note: merged classes]."""
+
+    classes: Sequence[int]
+    """Indices of the classes."""
+    role_of: Mapping[int, int]
+    """For each of them, the place of its role among those of `unequal`; see [Note: merged roles]."""
+    unequal: Mapping[int, Sequence[tuple[Piece, ...]]]
+    """Times, for each role, of the tasks on the compute stream that do not take equally long, by place there."""
+    priced: Sequence[PricedTemplate]
+    """Times of their chunks, by number of the template."""
+    slots: int
+    known_s: Mapping[str, float]
+    """Seconds that the compute stream spends in chunks, by phase; the same in every step."""
+    instances: Sequence[CollectiveInstance]
+    """Collectives inside a step's chunks, of all the classes, each listed as often as it is carried out."""
+    streams: Mapping[str, Sequence[Operation]]
+
+    def has_all_roles(self, instance: CollectiveInstance) -> bool:
+        """Return whether classes of all the merged roles join an instance."""
+        joined = {role for index, role in self.role_of.items() if index in instance.class_numbers}
+        return joined == set(self.role_of.values())
+
+
+class _Section(NamedTuple):
+    """A section of a template: tasks that are priced as one, or a single task that is executed in simulated time."""
+
+    task: Task
+    """The single task; or one that stands for several: it has their last one's identity, and waits as the first does.
+    """
+    template: Template | None = None
+    """The tasks that it stands for."""
+
+
+def _sections(template: Template, alone: Callable[[Task], bool]) -> Sequence[_Section]:
+    """Return a template cut at the tasks that cannot be priced, and where the compute stream and these wait for each
+    other; an empty sequence if it cannot be cut.
+
+    `alone`: whether a task's collective takes the same time at all times, if no other task uses its links meanwhile.
+
+    >>> first, gather, last = TaskId("forward", layer="a"), TaskId("gather-keys"), TaskId("forward", layer="b")
+    >>> own = Task(first, "forward", duration_s=1.0), Task(last, "forward", duration_s=2.0, after=(gather,))
+    >>> sum_up = Task(TaskId("all-reduce"), "exposed_communication", communication=TaskId("all-reduce"))
+    >>> keys = Task(gather, "exposed_communication", "ring", communication=gather, after=(first,))
+    >>> parts = _sections(Template((sum_up, own[0], keys, own[1])), lambda task: task is sum_up)
+    >>> [(part.task.label, len(part.template.tasks) if part.template else None) for part in parts]
+    [('forward a', 2), ('all-gather keys', None), ('forward b', 1)]
+    """
+    simulated = {task.id: task.stream for task in template.tasks if task.communication is not None and not alone(task)}
+    awaited = {each for task in template.tasks if task.id in simulated for each in task.after}
+    groups: list[list[Task]] = [[]]
+    for task in template.tasks:
+        if task.id in simulated or any(each in simulated for each in task.after):
+            groups.append([])
+        groups[-1].append(task)
+        if task.id in simulated or task.id in awaited:
+            groups.append([])
+    sections: list[_Section] = []
+    for tasks in filter(None, groups):
+        first, last = tasks[0], tasks[-1]
+        if first.id in simulated:
+            sections.append(_Section(first))
+        elif _is_in_turn(tasks, set(simulated.values())):
+            after = tuple([each for each in first.after if each in simulated])
+            sections.append(_Section(Task(last.id, last.phase, after=after), Template(tuple(tasks))))
+        else:
+            return ()
+    return sections
+
+
+def _is_in_turn(tasks: Sequence[Task], other_streams: Collection[str]) -> bool:
+    """Return whether each collective of some tasks beside the compute stream begins after the task before it, has a
+    stream other than those given, and is waited for before the next one begins.
+    """
+    beside: TaskId | None = None  # collective beside the compute stream that has not been waited for yet
+    before: TaskId | None = None
+    for task in tasks:
+        if task.stream == "compute":
+            if beside in task.after:
+                beside = None
+        elif beside is not None or before not in task.after or task.stream in other_streams:
+            return False
+        else:
+            beside = task.id
+        before = task.id
+    return beside is None
+
+
+class _Role:
+    """A role's tasks as operations by stream."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.parts = parts_of(tasks)
+        self.templates = {id(part.template): part.template for part in self.parts if isinstance(part, Chunk)}
+        """By identity."""
+        self.stream_of = {part.id: part.stream for part in self.parts if isinstance(part, Task)}
+        """Streams of the tasks that are in no chunk."""
+        self.slot_of: dict[Name, int] = {}
+        """Slot of each task or part that others wait for."""
+        inside: list[TaskId] = []
+        """Tasks of chunks that are waited for on other streams; on its own, a chunk ends before what follows it."""
+        for part in self.parts:
+            if isinstance(part, Chunk):
+                continue
+            for name in part.after:
+                if isinstance(name, TaskId) and name not in self.stream_of:
+                    if part.stream == "compute":
+                        continue
+                    inside.append(name)
+                self.slot_of.setdefault(name, len(self.slot_of))
+        chunks = {part.last: part for part in self.parts if isinstance(part, Chunk)} if inside else {}
+        self.waits_inside_chunks = not all(each in chunks for each in inside)
+        """Whether another stream waits for a task that is not the last of its chunk."""
+        for each in inside:
+            if each in chunks:
+                self.slot_of[each] = self.slot_of.setdefault(chunks[each], self.slot_of[each])
+
+    def operations(
+        self,
+        whole: Collection[int],
+        idle: Collection[int],
+        cut: Mapping[int, Sequence[_Section]],
+        numbers: Mapping[int, int],
+        number: Callable[[Task | Posted], int],
+    ) -> tuple[dict[str, list[Operation]], int]:
+        """Return the operations of each stream, and the number of slots.
+
+        `whole`: `id`s of the templates that are priced as a whole; `idle`: of those that take no time. `cut`: the
+        sections of templates that are priced in sections, by `id`. `numbers`: of priced templates, by `id`. `number`:
+        gives the number of the collective that a task joins.
+        """
+        streams: dict[str, list[Operation]] = defaultdict(list)
+        compute = streams["compute"] = []
+        slots, stream_of = dict(self.slot_of), dict(self.stream_of)
+        for part in self.parts:
+            slot = slots.get(name_of(part), -1)
+            if isinstance(part, Posted):
+                (before,) = part.after
+                streams[part.stream].append(Operation((slots[before],), slot, -1, (), number(part), part.phase))
+            elif isinstance(part, Awaited):
+                messages = tuple([slots[each] for each in reversed(part.after)])
+                compute.append(Operation(messages, slot, -1, (), -1, part.phase))
+            elif isinstance(part, Task):
+                self._add([part], streams, number, slots, stream_of)
+            elif id(part.template) not in whole:
+                sections = cut.get(id(part.template), ())
+                tasks = part.with_ids([each.task for each in sections]) if sections else part.tasks
+                if slot >= 0:
+                    slots[tasks[-1].id] = slot
+                templates = [-1 if each.template is None else numbers[id(each.template)] for each in sections]
+                self._add(tasks, streams, number, slots, stream_of, templates)
+            elif slot >= 0 or id(part.template) not in idle:
+                compute.append(Operation((), slot, numbers[id(part.template)], (), -1, ""))
+        return streams, len(slots)
+
+    @staticmethod
+    def _add(
+        tasks: Sequence[Task],
+        streams: dict[str, list[Operation]],
+        number: Callable[[Task | Posted], int],
+        slots: dict[Name, int],
+        stream_of: dict[TaskId, str],
+        templates: Sequence[int] = (),
+    ) -> None:
+        """Add the operations of tasks, and slots for those that they wait for.
+
+        `templates`: for each task, the number of the template for which it stands; -1 if it is a task of its own. Empty
+        if all are.
+        """
+        for each in (each for task in tasks for each in task.after):
+            slots.setdefault(each, len(slots))
+        stream_of.update((task.id, task.stream) for task in tasks if task.id in slots)
+        for task, template in zip(tasks, templates or repeat(-1), strict=False):
+            slot = slots.get(task.id, -1)
+            others = [each for each in task.after if stream_of.get(each, "compute") != task.stream]  # not its own
+            after = tuple([slots[each] for each in reversed(others)])
+            collective = -1 if task.communication is None else number(task)
+            pieces: tuple[Piece, ...] = ()
+            if collective < 0 and (task.duration_s or task.issue is not None):
+                host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
+                pieces = (Piece((task.duration_s,), host_s, goes_on, task.phase),)
+            if after or slot >= 0 or collective >= 0 or template >= 0 or pieces:
+                streams[task.stream].append(Operation(after, slot, template, pieces, collective, task.phase))
+
+
+class RoleOperations(NamedTuple):
+    """What the classes of a role do in a step."""
+
+    priced: Mapping[int, Sequence[PricedTemplate]]
+    """Times of its templates, by class (index) and number of the template."""
+    streams: Mapping[str, Sequence[Operation]]
+    slots: int
+
+    @property
+    def first_after_schedule(self) -> int:
+        """Place on the compute stream of the first operation after all chunks."""
+        places = [place for place, each in enumerate(self.streams["compute"]) if each.template >= 0]
+        return places[-1] + 1 if places else 0
+
+    def unequal_to(self, other: "RoleOperations") -> Collection[int] | None:
+        """Return the places of tasks on the compute stream, all after the chunks, that do not take the same time in
+        another role; None if anything else differs, other than the times of chunks.
+        """
+        beside = [name for name in self.streams if name != "compute"]
+        if self.slots != other.slots or list(self.streams) != list(other.streams):
+            return None
+        if any(self.streams[name] != other.streams[name] for name in beside):
+            return None
+        if any(each.pieces for name in beside for each in self.streams[name]):
+            return None
+        own, others, last = self.streams["compute"], other.streams["compute"], self.first_after_schedule
+        if len(own) != len(others) or own[:last] != others[:last]:
+            return None
+        unequal = [place for place in range(last, len(own)) if own[place] != others[place]]
+        return unequal if all([_differs_in_time(own[place], others[place]) for place in unequal]) else None
+
+
+def can_walk_outlines(machine: MachineState) -> bool:
+    """Return whether a machine's program consists of outlines that meet the conditions of [Note: outline]."""
+    program = machine.program
+    if not all(isinstance(tasks, Outline) for tasks in program.tasks):
+        return False
+    if any(instance.schedule.notices for several in machine.arranged.all for instance in several):
+        return False
+    roles = range(len(program.tasks))
+    return (
+        all(is_independent(machine, each.index) for each in machine.classes)
+        and not any(program.once(allocates_beside_compute, role) for role in roles)
+        and not any(program.once(_role_of, role).waits_inside_chunks for role in roles)
+    )
+
+
+def _role_of(program: Program, role: int) -> _Role:
+    return _Role(program.tasks[role])
+
+
+class OutlineOperations:
+    """Operations of all classes of a machine in a step of its outlines, prepared for the walk.
+
+    `merges_classes`: whether classes that are expected to do the same at the same times are merged.
+    """
+
+    def __init__(self, machine: MachineState, *, merges_classes: bool = True) -> None:
+        self.machine = machine
+        self._transfers: dict[CollectiveInstance, PreparedTransfer | None] = {}
+        self._instances: dict[int, dict[int, tuple[int, CollectiveInstance]]] = {}
+        """For each collective (by `id`) and class: the number of its instance, and the instance."""
+        self._numbers: dict[TaskId | MessageName, int] = {}
+        self._instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
+        """`_instances` by number of the collective."""
+        self.joint_instances: list[Mapping[int, JointInstances]] = []
+        """Instances that each class (by index) joins, by number of the collective."""
+        self._owner_of_link = self._link_owners()
+        self._own_links: dict[int, frozenset[int]] = {}
+        """For each class, the classes of links that only its compute stream uses."""
+        self._delays_s: dict[CollectiveInstance, tuple[float, ...] | None] = {}
+        """Delays of collectives of one class; see `_alone_delays`."""
+        self._kept: list[_Section] = []
+        """All sections, to whose templates operations refer by `id`."""
+        self.merged_classes = self._merged_classes(merges_classes=merges_classes)
+
+    def transfer(self, instance: CollectiveInstance) -> PreparedTransfer | None:
+        """Return the cached transfer of an instance on idle links; None if its time there is not known beforehand."""
+        if instance not in self._transfers:
+            self._transfers[instance] = prepared_transfer(self.machine, instance)
+        return self._transfers[instance]
+
+    def _link_owners(self) -> dict[int, int]:
+        """Return, for each class of links, the class of ranks whose uses of it follow one another; -1 if there
+        is none.
+        """
+        machine = self.machine
+        owners: dict[int, int] = {}
+        beside = self._beside_others()
+        for several in machine.arranged.all:
+            for instance in several:
+                alone = len(instance.classes) == 1 and id(instance) not in beside
+                owner = instance.classes[0].index if alone else -1
+                for stage in instance.schedule.stages:
+                    for group in machine.network.folded.of(stage).groups:
+                        for link in group.links:
+                            owners[link] = owner if owners.get(link, owner) == owner else -1
+        return owners | dict.fromkeys(machine.network.busy_links, -1)
+
+    def _beside_others(self) -> set[int]:
+        """Return the `id`s of collectives of one class that may overlap with others of the class on the same links.
+
+        These run beside the compute stream, which does not wait for them before it joins the others.
+        """
+        arranged, found = self.machine.arranged, set[int]()
+        of_one_class: dict[int, bool] = {}
+        """By `id` of the collective."""
+
+        def is_of_one_class(exchange: Communication) -> bool:
+            if id(exchange) not in of_one_class:
+                of_one_class[id(exchange)] = all(len(each.classes) == 1 for each in arranged.of(exchange))
+            return of_one_class[id(exchange)]
+
+        for tasks in self.machine.program.tasks:
+            for exchange, other in _collectives_at_once(tasks, is_of_one_class):
+                others = [self._links_of(each) for each in arranged.of(other)] if other is not None else []
+                for one in arranged.of(exchange):
+                    if other is None or not all(map(self._links_of(one).isdisjoint, others)):
+                        found.add(id(one))
+        return found
+
+    def _links_of(self, instance: CollectiveInstance) -> frozenset[int]:
+        return frozenset().union(*(self.machine.network.folded.of(stage).links for stage in instance.schedule.stages))
+
+    def _alone_delays(self, instance: CollectiveInstance, index: int) -> tuple[float, ...] | None:
+        """Return the delays of a collective of only one class, on links of its own; None for other collectives."""
+        if len(instance.classes) > 1:
+            return None
+        if index not in self._own_links:
+            self._own_links[index] = frozenset(link for link, owner in self._owner_of_link.items() if owner == index)
+        if instance not in self._delays_s:
+            self._delays_s[instance] = delays_of_collective(self.machine, instance, self._own_links[index])
+        return self._delays_s[instance]
+
+    def _pieces(
+        self, template: Template, index: int
+    ) -> tuple[tuple[Piece, ...], tuple[CollectiveInstance, ...]] | None:
+        """Return a template's tasks with their times for a class, and its collectives; None if they do not take the
+        same time at all times.
+        """
+        pieces, instances = [], []
+        beside: TaskId | None = None  # collective beside the compute stream that has not been waited for yet
+        for task in template.tasks:
+            if task.communication is None:
+                if beside in task.after:
+                    pieces.append(
+                        Piece((), None, False, "exposed_communication", "ends")
+                    )  # as in the walk's `_must_wait`
+                    beside = None
+                host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
+                pieces.append(Piece((task.duration_s,) if task.duration_s else (), host_s, goes_on, task.phase))
+                continue
+            assert task.exchange is not None
+            _, instance = self._instances_of(task.exchange)[index]
+            instances.append(instance)
+            delays_s = self._alone_delays(instance, index)
+            if delays_s is None or beside is not None:
+                return None
+            beside = task.id if task.stream != "compute" else None
+            pieces.append(Piece(delays_s, None, False, task.phase, "" if beside is None else "begins"))
+        return tuple(pieces), tuple(instances)
+
+    def _priced(self, template: Template, index: int, *, added_up: bool) -> PricedTemplate | None:
+        """Return a template's time for a class; None if it is not the same at all times.
+
+        `added_up`: whether tasks that do not wait for the host may become a row of delays.
+        """
+        found = self._pieces(template, index)
+        if found is None:
+            return None
+        pieces, instances = found
+        delays_s, seconds = _added_up(pieces)
+        if not added_up or any(piece.host_s is not None for piece in pieces):
+            return PricedTemplate((), seconds, pieces, instances)
+        return PricedTemplate(delays_s, seconds, (), instances)
+
+    def _instances_of(self, exchange: Communication) -> Mapping[int, tuple[int, CollectiveInstance]]:
+        if id(exchange) not in self._instances:
+            several = self.machine.arranged.of(exchange)
+            self._instances[id(exchange)] = {
+                each.index: (number, instance) for number, instance in enumerate(several) for each in instance.classes
+            }
+        return self._instances[id(exchange)]
+
+    def _merged_classes(self, *, merges_classes: bool) -> list[MergedClasses]:
+        """Return what all classes do, merged where possible; sets `joint_instances`."""
+        machine, found = self.machine, []
+        by_role: dict[int, list[int]] = defaultdict(list)
+        for each in machine.classes:
+            by_role[machine.roles[each.index]].append(each.index)
+        made = [self._operations_of(number, indices) for number, indices in by_role.items()]
+        priced = {index: own for each in made for index, own in each.priced.items()}
+        operations_of = {index: each for each in made for index in each.priced}
+        merged = self._merged(made, merges_classes=merges_classes)
+        for role in made:
+            counts = Counter(each.template for each in role.streams["compute"] if each.template >= 0)
+            for classes in dict.fromkeys(merged[index] for index in role.priced if merged[index][0] in role.priced):
+                seconds: dict[str, float] = defaultdict(float)
+                instances: list[CollectiveInstance] = []
+                for template, count in counts.items():
+                    instances += [each for index in classes for each in priced[index][template].instances] * count
+                    own = priced[classes[0]][template]
+                    for phase, value in own.seconds.items() if not own.pieces else ():
+                        seconds[phase] += count * value
+                roles = list({id(operations_of[index]): operations_of[index] for index in classes}.values())
+                role_of = {
+                    index: place for place, each in enumerate(roles) for index in classes if index in each.priced
+                }
+                unequal, own_priced = _unequal_pieces(roles), priced[classes[0]]
+                found.append(
+                    MergedClasses(classes, role_of, unequal, own_priced, role.slots, seconds, instances, role.streams)
+                )
+        return found
+
+    def _operations_of(self, role_number: int, indices: Sequence[int]) -> RoleOperations:
+        """Return a role's operations, and times of its templates for each of its classes."""
+        role = self.machine.program.once(_role_of, role_number)
+        priced: dict[int, dict[int, PricedTemplate]] = {index: {} for index in indices}
+        whole: set[int] = set()
+        cut: dict[int, Sequence[_Section]] = {}
+
+        def is_priced(template: Template, *, added_up: bool) -> bool:
+            found = [one for index in indices if (one := self._priced(template, index, added_up=added_up)) is not None]
+            if len(found) < len(indices):
+                return False
+            for index, one in zip(indices, found, strict=True):
+                priced[index][id(template)] = one
+            return True
+
+        for key, template in role.templates.items():
+            if is_priced(template, added_up=True):
+                whole.add(key)
+                continue
+            sections = self._sections_of(template, indices)
+            self._kept += sections
+            # their tasks are executed one by one, so that times add up as if these were in no section
+            if all([each.template is None or is_priced(each.template, added_up=False) for each in sections]):
+                cut[key] = sections
+        idle = {
+            key
+            for key in whole
+            if not any(own.delays_s or own.pieces or own.instances for own in (priced[i][key] for i in indices))
+        }
+        numbers = {key: number for number, key in enumerate(priced[indices[0]])}
+        streams, slots = role.operations(whole, idle, cut, numbers, self._number)
+        return RoleOperations({index: list(own.values()) for index, own in priced.items()}, streams, slots)
+
+    def _sections_of(self, template: Template, indices: Sequence[int]) -> Sequence[_Section]:
+        """Return a template's sections that take the same time at all times for each of some classes; none if it cannot
+        be cut.
+        """
+        joined = {
+            id(exchange): [(index, self._instances_of(exchange)[index][1]) for index in indices]
+            for exchange in (task.exchange for task in template.tasks)
+            if exchange is not None
+        }
+        is_alone = {
+            key: all([self._alone_delays(each, index) is not None for index, each in several])
+            for key, several in joined.items()
+        }
+        links: dict[bool, set[int]] = {True: set(), False: set()}
+        for key, several in joined.items():
+            links[is_alone[key]].update(*(self._links_of(each) for _, each in several))
+        if not links[True].isdisjoint(links[False]):
+            return ()  # a collective that is simulated crosses a link of this class on its way over links of others
+        return _sections(template, lambda task: is_alone[id(task.exchange)])
+
+    def _merged(self, roles: Sequence[RoleOperations], *, merges_classes: bool) -> Sequence[tuple[int, ...]]:
+        """Return, for each class, those that it is merged with, itself included, and set up what they join; see
+        [Note: merged classes] and [Note: merged roles].
+
+        Classes are coloured by operations and times of templates, then by the colours with which they join collectives,
+        until no more of them differ.
+        """
+        first: list[Hashable] = list(range(len(self.machine.classes)))
+        role_of, unlike = list(first), set[int]()
+        times = _times_of_classes(roles)
+        alike = _alike(roles, times) if merges_classes else ()
+        for number, (role, (first_role, unequal)) in enumerate(zip(roles, alike, strict=False)):
+            unlike.update(_collectives_after(role, unequal))
+            for index in role.priced:
+                first[index], role_of[index] = (first_role, times[index]), number
+        colours, distinct = _numbered(first), {id(each): each for each in self._instances_of_number}
+        is_alone = max(colours) + 1 == len(colours)  # each class
+        ids = {id(self._instances_of_number[number]) for number in unlike}
+        shapes = dict.fromkeys((self._shape(each), key in ids) for key, each in (() if is_alone else distinct.items()))
+        while True:
+            met: list[list[Hashable]] = [[colour] for colour in colours]
+            for shape, by_roles in shapes:
+                for indices, kind in shape:
+                    joining = ((colours[index], role_of[index] if by_roles else 0) for index in indices)
+                    members = frozenset(joining), kind
+                    for index in indices:
+                        met[index].append(members)
+            finer = _numbered(map(tuple, met))
+            if max(finer) == max(colours):
+                break
+            colours = finer
+        joint = {key: _joint_instances_of(by_class, colours) for key, by_class in distinct.items()}
+        self.joint_instances = [joint[id(each)] for each in self._instances_of_number]
+        return [tuple([index for index, other in enumerate(colours) if other == colour]) for colour in colours]
+
+    def _shape(self, by_class: Mapping[int, tuple[int, CollectiveInstance]]) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """Return the classes of each instance of a collective, and a number that is equal if they take as long on
+        idle links, as far as that is known beforehand.
+        """
+        instances = dict(by_class.values())
+        times: list[Hashable] = []
+        for each in instances.values():
+            known = self.transfer(each)
+            if known is None:
+                times.append(None)
+                continue
+            delays_s, prepared, reduction_s = known
+            sizes = None if prepared.sizes is None else prepared.sizes.tobytes()
+            times.append((delays_s, sizes, prepared.processor_s, reduction_s))
+        classes = [tuple([each.index for each in instance.classes]) for instance in instances.values()]
+        return tuple(zip(classes, _numbered(times), strict=True))
+
+    def _number(self, task: Task | Posted) -> int:
+        """Return the number of the collective that a task joins."""
+        name = task.communication
+        assert name is not None
+        assert task.exchange is not None
+        if name not in self._numbers:
+            self._numbers[name] = len(self._instances_of_number)
+            self._instances_of_number.append(self._instances_of(task.exchange))
+        return self._numbers[name]
+
+
+def _numbered(values: Iterable[Hashable]) -> list[int]:
+    """Return the number of each value among the distinct ones."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
+
+
+def _unequal_pieces(roles: Sequence[RoleOperations]) -> Mapping[int, Sequence[tuple[Piece, ...]]]:
+    """Return the pieces, for each of some merged roles, of the tasks on the compute stream that do not take equally
+    long, by place there.
+    """
+    if len(roles) == 1:
+        return {}
+    of_places = zip(*([each.pieces for each in role.streams["compute"]] for role in roles), strict=True)
+    return {place: pieces for place, pieces in enumerate(of_places) if len(set(pieces)) > 1}
+
+
+def _differs_in_time(one: Operation, other: Operation) -> bool:
+    """Return whether two tasks are equal but for the times that they take on the device and on the host."""
+    own, its = (
+        each._replace(
+            pieces=tuple(
+                [piece._replace(delays_s=(), host_s=None if piece.host_s is None else 0.0) for piece in each.pieces]
+            )
+        )
+        for each in (one, other)
+    )
+    return own == its
+
+
+def _times_of_classes(roles: Sequence[RoleOperations]) -> Mapping[int, int]:
+    """Return a number for each class (index), equal if their chunks take the same times."""
+    indices = [index for role in roles for index in role.priced]
+    times = (
+        tuple([(each.delays_s, tuple(each.seconds.items()), each.pieces) for each in own])
+        for role in roles
+        for own in role.priced.values()
+    )
+    return dict(zip(indices, _numbered(times), strict=True))
+
+
+def _alike(roles: Sequence[RoleOperations], times: Mapping[int, int]) -> Sequence[tuple[int, Collection[int]]]:
+    """Return, for each role, the number of the first one to which it is equal but for the times of tasks after the
+    schedule, and the places of all these tasks among those roles; see [Note: merged roles].
+
+    `times`: those of `_times_of_classes`; roles of which no classes have equal ones are not compared.
+    """
+    places: dict[int, set[int]] = {}
+    found: list[int] = []
+    for number, role in enumerate(roles):
+        for first, unequal in places.items():
+            is_as_fast = not {times[index] for index in role.priced}.isdisjoint(map(times.get, roles[first].priced))
+            if is_as_fast and (more := roles[first].unequal_to(role)) is not None:
+                unequal.update(more)
+                found.append(first)
+                break
+        else:
+            places[number] = set()
+            found.append(number)
+    return [(first, places[first]) for first in found]
+
+
+def _collectives_after(role: RoleOperations, places: Collection[int]) -> Iterator[int]:
+    """Yield the numbers of the collectives of a role that come after any of some tasks on the compute stream."""
+    if not places:
+        return
+    late = {each.slot for each in role.streams["compute"][min(places) :]} - {-1}
+    for name, operations in role.streams.items():
+        waits = (place for place, each in enumerate(operations) if not late.isdisjoint(each.after))
+        first = min(places) if name == "compute" else next(waits, len(operations))
+        yield from (each.collective for each in operations[first:] if each.collective >= 0)
+
+
+def _joint_instances_of(
+    by_class: Mapping[int, tuple[int, CollectiveInstance]], colours: Sequence[int]
+) -> Mapping[int, JointInstances]:
+    """Return the joint instances of each class at a collective; `by_class`: number and instance that it joins."""
+    joined: dict[frozenset[int], dict[int, CollectiveInstance]] = defaultdict(dict)
+    for number, instance in by_class.values():
+        joined[frozenset([colours[each.index] for each in instance.classes])][number] = instance
+    by_colour = {
+        colour: joint
+        for members, several in joined.items()
+        for joint in [JointInstances(tuple(several.values()), len(members))]
+        for colour in members
+    }
+    return {index: by_colour[colours[index]] for index in by_class}
+
+
+def _collectives_at_once(
+    tasks: Sequence[Task], counts: Callable[[Communication], bool]
+) -> Iterator[tuple[Communication, Communication | None]]:
+    """Yield each counted collective beside the compute stream, with every collective that the rank joins before the
+    compute stream waits for it; paired with None if it is not waited for in this step.
+    """
+    going: dict[Name, Communication] = {}
+    met: set[tuple[int, int]] = set()
+    for part in parts_of(tasks):
+        if not isinstance(part, Chunk) and part.stream == "compute":
+            for name in part.after:
+                going.pop(name, None)
+        for each in going.values():
+            key = (id(each), id(part.template if isinstance(part, Chunk) else part.exchange))
+            if key not in met:
+                met.add(key)
+                others = (
+                    part.template.collectives.values() if isinstance(part, Chunk) else filter(None, [part.exchange])
+                )
+                yield from ((each, other) for other in others)
+        exchange = None if isinstance(part, Chunk) or part.stream == "compute" else part.exchange
+        if exchange is not None and counts(exchange):
+            going[name_of(part)] = exchange
+    yield from ((each, None) for each in going.values())
+
+
+def _added_up(pieces: Iterable[Piece]) -> tuple[tuple[float, ...], Mapping[str, float]]:
+    """Return the delays of pieces in sequence, and their time by phase, without host times.
+
+    >>> work = Piece((2.0,), None, False, "forward")
+    >>> gather = Piece((3.0,), None, False, "exposed_communication", "begins")
+    >>> _added_up([gather, work, gather._replace(delays_s=(), beside="ends"), work])
+    ((2.0, 1.0, 2.0), {'forward': 4.0, 'exposed_communication': 1.0})
+    """
+    delays_s: list[float] = []
+    seconds: dict[str, float] = defaultdict(float)
+    beside_s = 0.0
+    for piece in pieces:
+        if piece.beside == "begins":
+            beside_s = sum(piece.delays_s)
+            continue
+        own_s = piece.delays_s
+        if piece.beside == "ends":
+            own_s = (beside_s,) if beside_s else ()
+        delays_s += own_s
+        seconds[piece.phase] += sum(own_s)
+        beside_s = max(0.0, beside_s - sum(own_s))
+    return tuple(delays_s), dict(seconds)
