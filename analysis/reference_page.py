@@ -308,6 +308,7 @@ def _keys(table: type) -> str:
             " ".join(meanings.get(name, "").split()),
         ]
         for name, field in fields.items()
+        if not name.startswith("_")  # no file can set it
     ]
     return _table(["key", "value", "default", "meaning"], rows)
 

@@ -539,7 +539,7 @@ def _allowed(table: Any, place: tuple[Any, ...], cls: type) -> str:
     if len(tables) != 1:
         return "unknown here"
     (table,) = tables
-    names = [field.name for field in fields(table)]
+    names = [field.name for field in fields(table) if not field.name.startswith("_")]
     key = str(place[-1])
     elsewhere = sorted(_paths_to(key, cls), key=lambda path: path.count("."))
     close = nearest_name(key, names, least_ratio=0.8) or next(iter(elsewhere), None) or nearest_name(key, names)
@@ -554,7 +554,7 @@ def _paths_to(name: str, cls: Any, *, under: str = "", deepest: int = 3) -> Iter
     if len(options) != 1 or deepest == 0:
         return
     kinds = typing.get_type_hints(options[0])
-    if name in kinds:
+    if name in kinds and not name.startswith("_"):
         yield f"{under}{name}"
     for key, kind in kinds.items():
         yield from _paths_to(name, kind, under=f"{under}{key}.", deepest=deepest - 1)

@@ -22,6 +22,7 @@ from gssim.units import adapter
 from gssim.workload import Workload
 from gssim.workload.gradient_statistics import GradientStatistics
 from gssim.workload.layer import CASTS_INPUT, FIXED, ONE_SAMPLE, SEVERAL_SAMPLES
+from gssim.workload.model import OWN_LAYERS
 
 VERSION = 1
 """Version of the canonical data."""
@@ -36,7 +37,7 @@ AS_RESOLVED = {*POLICIES, "cp", "compress", "sync_every_steps", "ranks", "push",
 UNASKED_OF_MODEL = {
     *("source", "name", "layers", "whole_layers", "sliced_layers", "sequence_layers", "context_layers"),
     *("expert_layers", "expert_sequence_layers", "expert_tensor_ranks", "adapted", "autocast", "uncut_reason"),
-    *("unstaged_reason", "partly_trained", "other_precisions", "as_filed", "traced_one_sample"),
+    *("unstaged_reason", "partly_trained", "other_precisions", OWN_LAYERS, "traced_one_sample"),
 }
 """Fields of a model that follow from its module, or only name it. Some fields of its layers count: `LAYER_FIELDS`."""
 LAYER_FIELDS = {
@@ -111,8 +112,8 @@ scenarios to simulate. The models themselves are cached by `loading`."""
 @lru_cache(maxsize=MOST_MODELS)
 def _model_digest(same: Same) -> str:
     """Return the digest of a model without its name, its source, and what follows from its module."""
-    model: Any = same.value
-    model = model.as_filed or model
+    asked: Any = same.value
+    model = asked.in_file_precision
     layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
     for layer in layers:  # which buffers hold integers or casts of the input, and what one sample has instead, follows
         # from the module
@@ -257,8 +258,8 @@ def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
 def _plain_model(same: Same, unused: frozenset[str]) -> Any:
     model: Any = same.value
     excluded: dict[str, Any] = dict.fromkeys(unused, True)
-    if model.as_filed is not None:  # these layers are stored too, as identities are those of them
-        excluded["as_filed"] = dict(excluded)
+    if model.in_file_precision is not model:  # these layers are stored too, as identities are those of them
+        excluded[OWN_LAYERS] = dict(excluded)
     return _dumped(model, exclude=excluded)
 
 

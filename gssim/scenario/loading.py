@@ -26,6 +26,7 @@ from gssim.workload.gradient_family import read_family, shipped_families
 from gssim.workload.gradient_rungs import family_of
 from gssim.workload.gradient_statistics import GradientStatistics, read_gradients
 from gssim.workload.gradient_transfer import transferred_statistics
+from gssim.workload.model import OWN_LAYERS
 
 
 def load_scenario(
@@ -45,7 +46,7 @@ def load_scenario(
     Raises UserError (one line: file, key path, value, what is allowed) for every error that the user can fix.
     """
     shared = shared or Shared()
-    text, content = _content(path, shared) if tables is None else ("", tables)
+    text, content = _content(path, shared) if tables is None else ("", _with_own_layers(tables, shared))
     data = _copied(content)
     file = str(path)
     check_kind(data, "scenario", file)
@@ -71,6 +72,23 @@ def load_scenario(
     wanted = scenario.plan.sends_by_data or (searched and scenario.search.searches_thresholds)
     statistics = _statistics(scenario, file, folders, shared) if gradients_needed and wanted else None
     return Loaded(file=file, scenario=scenario, gradients=statistics)
+
+
+def _with_own_layers(tables: Mapping[str, Any], shared: Shared) -> Mapping[str, Any]:
+    """Return the tables of a scenario as a Result holds them, with the validated layers of its model's file, if the
+    scenario has others (see `Model.in_file_precision`). Invalid ones are left as they are, and refused as from a file.
+    """
+    workload = tables.get("workload")
+    if not isinstance(workload, Mapping):
+        return tables
+    model: Any = workload.get("model")
+    own = model.get(OWN_LAYERS) if isinstance(model, Mapping) else None
+    if not isinstance(own, Mapping):
+        return tables
+    with suppress(UserError):
+        valid = shared.once("inline Model", repr(own), lambda: validated(Model, dict(own), file=""))
+        return {**tables, "workload": {**workload, "model": {**model, OWN_LAYERS: valid}}}
+    return tables
 
 
 KINDS: dict[str, tuple[frozenset[str], str]] = {

@@ -60,7 +60,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from gssim.execution.cache import Same
 from gssim.units import (
@@ -283,6 +284,17 @@ class OtherPrecision:
     )
 
 
+OWN_LAYERS = "_in_file_precision"
+"""Field of a model that no file can set; a Result's copy of its scenario holds it. See `Model.in_file_precision`."""
+
+
+def _refuse_from_file(value: object) -> object:
+    """Return a model, or None; raise the error of an unknown key for anything else, which can only be from a file."""
+    if value is None or isinstance(value, Model):
+        return value
+    raise PydanticCustomError("unexpected_keyword_argument", "Unexpected keyword argument")
+
+
 @spec
 class Model:
     """A model as traced from its real module; see `gsreal trace`."""
@@ -358,9 +370,9 @@ class Model:
     """The layers as traced in other precisions than `traced_precision`, for workloads in these."""
     whole_layers: tuple[Layer, ...] = ()
     """For a model with adapters or frozen layers: its layers without them, as profiles have them; else empty."""
-    as_filed: "Model | None" = None
+    _in_file_precision: Annotated["Model | None", BeforeValidator(_refuse_from_file)] = None
     """For a model with the layers of one of `other_precisions`: the model with its file's own layers. Identities of
-    scenarios are those of these layers, so a Result has them too. Not in files of models."""
+    scenarios are those of these layers, so a Result has them too; see `OWN_LAYERS`."""
 
     def __post_init__(self) -> None:
         """Refuse a model that is too large, and layers that share a name."""
@@ -386,9 +398,14 @@ class Model:
 
     _serialized = omits_defaults(
         *("buffer_values", "expert_sequence_layers", "partly_trained", "expert_tensor_ranks"),
-        *("compiled", "compiled_recompute", "loss_fused", "unstaged_reason", "other_precisions", "as_filed"),
+        *("compiled", "compiled_recompute", "loss_fused", "unstaged_reason", "other_precisions", OWN_LAYERS),
         "traced_one_sample",
     )
+
+    @property
+    def in_file_precision(self) -> "Model":
+        """The model with its file's own layers, in the precision of these; itself if it has no others."""
+        return self._in_file_precision or self
 
     def buffer_sizes(self, value_bytes: int) -> tuple[int, ...]:
         """Return the bytes of the module buffers of each data type, if parameters have `value_bytes` per value."""
@@ -577,12 +594,12 @@ def _filed_as(same: Same, filed: Same) -> Model:
     model, own = same.value, filed.value
     assert isinstance(model, Model)
     assert isinstance(own, Model)
-    return replace(model, as_filed=own)
+    return replace(model, _in_file_precision=own)
 
 
 def filed_as(model: Model, filed: Model) -> Model:
     """Return the model with `filed` as the model with its file's own layers; itself if it is that model, or has it."""
-    return model if model is filed or model.as_filed is filed else _filed_as(Same(model), Same(filed))
+    return model if model.in_file_precision is filed else _filed_as(Same(model), Same(filed))
 
 
 @cache

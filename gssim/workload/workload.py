@@ -256,7 +256,7 @@ class Workload:
         Identities are those of the layers that the model's file has in its own precision.
         """
         given = self.model
-        filed = given.as_filed or given
+        filed = given.in_file_precision
         if self.autocast is not None:
             traced = filed
         elif PRECISION_BYTES[given.traced_precision] == PRECISION_BYTES[self.precision]:

@@ -69,6 +69,23 @@ def test_a_stored_scenario_is_the_same_question(both, changes):
     assert wide[0].scenario_id == wide[1].scenario_id
 
 
+def test_no_file_can_set_the_layers_that_a_result_has_beside_those_in_its_precision(both, tmp_path):
+    """`as_filed` was a key of model files: one that set it chose the identities of its scenarios."""
+    text = shipped_models()["gpt-byte-1m"].read_text(encoding="utf-8")
+    file = tmp_path / "model.toml"
+    for key in ("_in_file_precision", "as_filed"):
+        file.write_text(f"{key} = {{name = 'another'}}\n{text}", encoding="utf-8")
+        with pytest.raises(gssim.UserError, match=rf"model.toml: {key}: unknown key; (?!did you mean _)"):
+            load_model(file)
+        with pytest.raises(gssim.UserError, match=rf"{key}: unknown key"):
+            both.with_({f"workload.model.{key}": {"name": "another"}})
+    inline = both.with_({"workload.model": "gpt-byte-1m", **BF16}).resolved()
+    assert "_in_file_precision" in inline["workload"]["model"]
+    inline["plan"]["unheard"] = 1
+    with pytest.raises(gssim.UserError, match=r"plan.unheard: unknown key"):
+        gssim.load(inline)
+
+
 def test_what_was_traced_in_one_precision_alone_is_scaled_and_said(both):
     """Layers without adapters, or without slices, in bf16 are not taken where a workload or a plan may need these."""
     file = load_model(shipped_models()["gpt-byte-1m"])
@@ -94,7 +111,7 @@ def test_layers_in_other_precisions_are_read_where_they_are_needed(both, tmp_pat
         file.write_text(content, encoding="utf-8")
         changes = {"workload.model": str(file), "workload.precision": precision}
         model = both.with_(changes).workload.model
-        return len((model.as_filed or model).other_precisions)
+        return len(model.in_file_precision.other_precisions)
 
     assert [others(text, precision) for precision in ("fp32", "bf16", "fp16", "fp64")] == [0, 1, 1, 1]
     assert len(load_model(file).other_precisions) == 1
