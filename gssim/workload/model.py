@@ -474,6 +474,15 @@ DIVIDED_LISTS = ("sliced_layers", "sequence_layers", "expert_layers", "expert_se
 """Fields of a model with layers of which ranks have a part."""
 LAYER_LISTS = ("layers", *DIVIDED_LISTS)
 """Fields of a model with layers: whole ones, and those of which ranks have a part."""
+
+
+class UntracedLayersError(ValueError):
+    """A model has no layers with the adapters, or no costs of the frozen layers, that a workload states.
+
+    If only its layers in the workload's precision lack these, the workload takes those of its file, with scaled bytes.
+    """
+
+
 LONGEST_OPTION = 60
 """Most characters of an option in a message that says which command helps."""
 
@@ -488,7 +497,7 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
         option = targets if isinstance(targets, str) else ",".join(targets)
         if len(option) > LONGEST_OPTION or not re.fullmatch(r"[\w.,-]+", option):  # no command to be copied
             option = "NAME,..."
-        raise ValueError(
+        raise UntracedLayersError(
             f"adapters.targets = {shown_value(targets)}: '{whole.name}' is not traced with adapters there; traced: "
             f"{known}; `gsreal trace FILE --adapters {option} --out NEW`, where FILE is the model's, adds them"
         )

@@ -35,7 +35,7 @@ from gssim.workload.layer import (
     layer_output,
     passed_bytes,
 )
-from gssim.workload.model import DIVIDED_LISTS, LayerInstance, Model, unrolled
+from gssim.workload.model import DIVIDED_LISTS, LayerInstance, Model, UntracedLayersError, unrolled
 
 LAST = 2**31
 """A position in a phase after all others."""
@@ -141,11 +141,11 @@ def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
     undivided = _in_roles(model, "layers", frozen)
     if not undivided:  # the model has no costs of layers that are frozen
         if (why := unchained([instance.layer for instance in layers], side_modules=True)) is not None:
-            raise ValueError(
+            raise UntracedLayersError(
                 f"frozen: '{model.name}' cannot run yet with frozen layers: {why}, and what that costs beside frozen "
                 "layers is not modelled; allowed: all layers trained, or workload.adapters"
             )
-        raise ValueError(
+        raise UntracedLayersError(
             f"frozen: the file of '{model.name}' lacks the costs of layers that are frozen; add them with `gsreal "
             "trace FILE --frozen --out NEW`, where FILE is the model's, and set workload.model to NEW"
         )

@@ -10,6 +10,7 @@ from gssim.workload.model import (
     Adapters,
     ImageInput,
     Model,
+    UntracedLayersError,
     filed_as,
     in_precision,
     under_autocast,
@@ -267,7 +268,7 @@ class Workload:
         if traced is not filed:
             try:
                 chosen = filed_as(self._with_stated_layers(traced), own)
-            except ValueError:  # adapters, or frozen layers, that were traced in the file's own precision alone
+            except UntracedLayersError:  # they were traced in the file's own precision alone
                 chosen = own
             object.__setattr__(self, "model", chosen)
 

@@ -101,6 +101,29 @@ def test_what_was_traced_in_one_precision_alone_is_scaled_and_said(both):
     assert replace(workload, model=uncut, adapters=None).model.traced_precision == "fp32"
 
 
+def test_only_layers_that_were_not_traced_are_scaled_instead(both, tmp_path):
+    """Any error of the layers in the workload's precision was taken for one that they were not traced."""
+    text = shipped_models()["gpt-byte-1m"].read_text(encoding="utf-8")
+    file = load_model(shipped_models()["gpt-byte-1m"])
+    (other,) = file.other_precisions
+    frozen = both.with_({"workload.model": "gpt-byte-1m", "workload.frozen": ["blocks.0"], **BF16}).workload
+    assert frozen.scaled_bytes is None
+    layers = tuple(replace(layer, untrained_buffers=None) for layer in other.layers)
+    untraced = replace(file, other_precisions=(replace(other, layers=layers, partly_trained=None),))
+    assert replace(frozen, model=untraced).scaled_bytes is not None
+
+    own, header, others = text.partition("[[other_precisions]]\n")
+    path = tmp_path / "model.toml"
+    others = re.sub(r'(?s)(name = "head"\n.*?)block = false', r"\1block = true", others, count=1)
+    path.write_text(own + header + others, encoding="utf-8")
+    changes = {"workload.model": str(path), "workload.fused_loss": True}
+    assert both.with_({**changes, "workload.precision": "fp32"}).workload.model.loss_fused
+    with pytest.raises(
+        gssim.UserError, match=r"toml: workload.fused_loss = true: the last layer of 'gpt-byte-1m' is no"
+    ):
+        both.with_({**changes, **BF16})
+
+
 def test_layers_in_other_precisions_are_read_where_they_are_needed(both, tmp_path):
     """Reading them took as long as reading all else."""
     text = shipped_models()["gpt-byte-150k"].read_text(encoding="utf-8")
