@@ -1,4 +1,4 @@
-"""What `accelerate launch` decides of a training by Hugging Face's Trainer: by its options, and by its file."""
+"""Reads from `accelerate launch`, its options and its file, how it runs a training by Hugging Face's Trainer."""
 
 from gssim.cluster import Cluster
 from gssim.interop.accelerate import accelerate
