@@ -15,7 +15,7 @@ from gsreal.model_files.recorder import Record
 from gsreal.model_files.step import record_partial_steps, record_step
 from gssim.scenario import load_model
 from gssim.scenario.context_slices import in_context
-from gssim.workload import Adapters, Layer, Model, sliced_layer, unrolled
+from gssim.workload import Adapters, Layer, Model, for_samples, sliced_layer, unrolled
 from gssim.workload.model import with_adapters
 from gssim.workload.owned import with_frozen_layers
 
@@ -122,7 +122,7 @@ def end(freed: tuple | None) -> tuple:
 
 
 def own_buffers(layer: Layer, phase: str) -> list[tuple]:
-    own = [each for each in layer.buffers if each.born.phase == phase]
+    own = [each for each in for_samples(layer, SAMPLES).buffers if each.born.phase == phase]
     ends = [(each.freed.layer_offset, each.freed.phase, each.freed.position) for each in own]
     return sorted((each.born.position, size(each.size_bytes), *e) for each, e in zip(own, ends, strict=True))
 
@@ -168,7 +168,7 @@ def test_all_tensors_are_there_but_for_positions(name):
     """Outside of blocks, what a rank makes of the numbers of its positions is left out: 8 bytes for each."""
     model, record = both(name)
     for instance in unrolled(model):
-        ours = sum(size(each.size_bytes) for each in instance.layer.buffers)
+        ours = sum(size(each.size_bytes) for each in for_samples(instance.layer, SAMPLES).buffers)
         traced = sum(each.size_bytes for each in record.alive if each.born[0] == instance.index)
         assert ours == pytest.approx(traced, abs=16 * LENGTH), instance.module
 
