@@ -29,6 +29,7 @@ from gssim.workload import (
     Moment,
     Polynomial,
     Reduction,
+    for_samples,
     sliced_layer,
     unrolled,
     with_quantities,
@@ -62,14 +63,15 @@ def _attention(held: Same) -> Attention | None:
     layer = held.value
     assert isinstance(layer, Layer)
     heavy = layer.selective_positions or ()
-    born = Counter((each.born.phase, each.born.position) for each in layer.buffers)
+    buffers = for_samples(layer, 2).buffers  # moments are those of several samples
+    born = Counter((each.born.phase, each.born.position) for each in buffers)
     found = [position for position in heavy if born["f", position] > 1]
     if len(found) != 1:
         return None
     (forward,) = found
     if not layer.backward_operations:  # neither it nor a layer before it is trained
         return Attention(forward, 0, 0)
-    released = max(each.freed.position for each in layer.buffers if each.born == Moment("f", forward))
+    released = max(each.freed.position for each in buffers if each.born == Moment("f", forward))
     backwards = [at for (phase, at), count in born.items() if phase == "b" and count == 3 and at < released]
     return Attention(forward, max(backwards), released) if backwards else None
 
@@ -262,11 +264,12 @@ def _ring_places(layer: Layer) -> dict[str, int] | None:
     """Return the positions of a block's attention by pass, if it is one compute-heavy operation with two results: the
     output and the logarithms of its sums, which its backward frees.
     """
-    born = Counter(each.born.position for each in layer.buffers if each.born.phase == "f")
+    buffers = for_samples(layer, 2).buffers  # moments are those of several samples
+    born = Counter(each.born.position for each in buffers if each.born.phase == "f")
     found = [position for position in layer.selective_positions or () if born[position] > 1]
     if len(found) != 1:
         return None
-    freed = [each.freed for each in layer.buffers if each.born == Moment("f", found[0])]
+    freed = [each.freed for each in buffers if each.born == Moment("f", found[0])]
     backward = [moment.position for moment in freed if moment.phase == "b"]
     return {"f": found[0], "b": max(backward)} if backward else None
 
