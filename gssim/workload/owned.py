@@ -31,6 +31,7 @@ from gssim.workload.layer import (
     Layer,
     Moment,
     PartialBackward,
+    for_samples,
     layer_input_gradient,
     layer_output,
     passed_bytes,
@@ -320,9 +321,9 @@ def _recomputed_in_role(layer: Layer, buffers: Sequence[Buffer]) -> Layer:
     """Return a block with its recomputation expressed in the positions of a role's buffers.
 
     See [Note: recomputed roles]. If the role does not allocate the same tensors, the recomputation's positions are left
-    out.
+    out. Roles are traced with several samples.
     """
-    layer = replace(layer, recompute_after=None)  # its backward has other positions
+    layer = replace(for_samples(layer, 2), recompute_after=None)  # its backward has other positions
     if layer.recompute_positions is None:
         return layer
     own, traced = ([each for each in them if each.born.phase == "f"] for them in (buffers, layer.buffers))

@@ -12,6 +12,7 @@ from gssim.scenario import Scenario, load_model
 from gssim.units import validated
 from gssim.workload import Buffer, Layer, Model, for_samples, shipped_models
 from gssim.workload.model import OtherPrecision
+from gssim.workload.owned import with_frozen_layers
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 BF16 = {"workload.precision": "bf16"}
@@ -198,3 +199,13 @@ def test_loads_by_layer_are_predicted(tmp_path):
     results = [gssim.simulate(each) for each in (uneven, uneven.with_({"workload.expert_load": "balanced"}))]
     rank_0, rank_1 = (next(each for each in results[0].ranks if rank in each.ranks) for rank in (0, 1))
     assert rank_0.peak_allocated_bytes < results[1].ranks[0].peak_allocated_bytes < rank_1.peak_allocated_bytes
+
+
+def test_frozen_blocks_of_a_file_traced_with_one_sample_are_recomputed_as_others():
+    """Their backward is traced with several samples: compared with what one sample has, it was taken for another."""
+    model = load_model(shipped_models()["gpt-byte-1m"])
+    assert model.traced_one_sample
+    assert any(each.samples for layer in model.layers for each in layer.buffers)
+    blocks = [each for each in with_frozen_layers(model, ("tokens", "blocks.0")).layers if each.block]
+    assert len(blocks) > 1
+    assert all(each.selective_positions and each.recompute_positions for each in blocks)
