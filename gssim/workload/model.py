@@ -183,37 +183,9 @@ class ImageInput:
 
 
 @spec
-class AdaptedLayers:
-    """All layers of a model with adapters beside some of its linear maps, see [Note: adapters]."""
+class _TracedLayers:
+    """All layers of a model, traced once undivided and once for each way in which ranks can divide them."""
 
-    role: Literal["query-value", "all-linear"] | None = None
-    """Value of `workload.adapters.targets` that selects these maps; absent: only their names select them."""
-    maps: tuple[str, ...]
-    """Names of the maps: the last parts of their paths."""
-    layers: tuple[Layer, ...]
-    """Layers in forward order, as functions of the adapters' LoRA rank (as u) too."""
-    context_layers: tuple[Layer, ...] = ()
-    """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: not traced so."""
-    sliced_layers: tuple[Layer, ...] = ()
-    """The layers with their blocks cut among ranks, as functions of units u and the adapters' LoRA rank a; empty: not
-    traced so."""
-    sequence_layers: tuple[Layer, ...] = ()
-    """`sliced_layers` with sequences also divided among these ranks, see [Note: sequence parts]; empty: not
-    traced so.
-    """
-    expert_layers: tuple[Layer, ...] = ()
-    """The layers with their routed experts divided among ranks, see [Note: routed rows], as functions of the adapters'
-    LoRA rank a too; empty: not traced so."""
-    expert_sequence_layers: tuple[Layer, ...] = ()
-    """`sequence_layers` with routed experts divided too, see [Note: experts of parts]; empty: not traced so."""
-
-
-@spec
-class AutocastLayers:
-    """All layers of a model with fp32 parameters whose forward runs under torch.autocast, see [Note: autocast]."""
-
-    precision: Literal["bf16", "fp16"]
-    """Precision of matrix products and attention."""
     layers: tuple[Layer, ...]
     """Layers in the order of the forward."""
     context_layers: tuple[Layer, ...] = ()
@@ -227,6 +199,27 @@ class AutocastLayers:
     """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: not traced so."""
     expert_sequence_layers: tuple[Layer, ...] = ()
     """`sequence_layers` with routed experts divided too, see [Note: experts of parts]; empty: not traced so."""
+
+
+@spec
+class AdaptedLayers(_TracedLayers):
+    """All layers of a model with adapters beside some of its linear maps, see [Note: adapters].
+
+    Sizes are functions of the adapters' LoRA rank too: of whole layers as u, of cut ones as a, beside their units u.
+    """
+
+    role: Literal["query-value", "all-linear"] | None = None
+    """Value of `workload.adapters.targets` that selects these maps; absent: only their names select them."""
+    maps: tuple[str, ...]
+    """Names of the maps: the last parts of their paths."""
+
+
+@spec
+class AutocastLayers(_TracedLayers):
+    """All layers of a model with fp32 parameters whose forward runs under torch.autocast, see [Note: autocast]."""
+
+    precision: Literal["bf16", "fp16"]
+    """Precision of matrix products and attention."""
 
 
 @spec
@@ -255,24 +248,11 @@ class PartlyTrained:
 
 
 @spec
-class OtherPrecision:
+class OtherPrecision(_TracedLayers):
     """All layers of a model as traced in another precision than `Model.traced_precision`, see [Note: precisions]."""
 
     precision: Precision
     """Precision of the trace; traces in bf16 are taken for fp16 too."""
-    layers: tuple[Layer, ...]
-    """Layers in the order of the forward."""
-    context_layers: tuple[Layer, ...] = ()
-    """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: not traced so."""
-    sliced_layers: tuple[Layer, ...] = ()
-    """The layers with their blocks cut among ranks, see [Note: units]; empty: not traced so."""
-    sequence_layers: tuple[Layer, ...] = ()
-    """`sliced_layers` with sequences also divided among these ranks, see [Note: sequence parts]; empty: not traced so.
-    """
-    expert_layers: tuple[Layer, ...] = ()
-    """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: not traced so."""
-    expert_sequence_layers: tuple[Layer, ...] = ()
-    """`sequence_layers` with routed experts divided too, see [Note: experts of parts]; empty: not traced so."""
     adapted: tuple[AdaptedLayers, ...] = ()
     """The layers with trained adapters and all else frozen, for each traced choice of maps."""
     partly_trained: PartlyTrained | None = None
