@@ -12,8 +12,8 @@ from gsreal.methods.stage_modules import check_stages
 from gsreal.methods.tensor_slices import check_slices
 from gsreal.model_files.build import build_module, check_factory, example_batch
 from gssim.errors import UserError
-from gssim.plan import PREDICTED_ONLY, RUNS_WITH
 from gssim.scenario import Loaded, Scenario, routes_parts
+from gssim.scenario.support import predicted_only_reason
 
 
 def check_real(loaded: Loaded) -> None:
@@ -30,7 +30,6 @@ def check_real(loaded: Loaded) -> None:
     check_fused(ours, where=where)
     check_offload(ours, where=where)
     check_gloo_on_gpus(ours, where=where)
-    check_exchanges_beside_products(ours, where=where)
     check_samples(ours, where=where)
     check_norms(ours, where=where)
     check_compiled(ours, where=where)
@@ -86,15 +85,8 @@ def check_predicted_only(scenario: Scenario, *, where: str) -> None:
                 f"{where}: workload.model: experts of '{layer.name}' have a capacity (expert_capacity_ratio): it can "
                 "be predicted, but not run, which drops no tokens; leave it out"
             )
-
-    def value_of(key: str) -> object:
-        table, _, name = key.partition(".")
-        return getattr(getattr(scenario, table), name)
-
-    for (key, value), why in PREDICTED_ONLY.items():
-        unless = RUNS_WITH.get((key, value))
-        if value_of(key) == value and (unless is None or value_of(unless) is None):
-            raise UserError(f"{where}: {key} = {value!r}: {why}")
+    if (reason := predicted_only_reason(scenario)) is not None:
+        raise UserError(f"{where}: {reason}")
 
 
 def check_evaluation(scenario: Scenario, *, where: str) -> None:
@@ -145,12 +137,6 @@ def check_gloo_on_gpus(scenario: Scenario, *, where: str) -> None:
             f"{where}: plan.sequence_parallel = true: on GPUs it can be predicted, but not run, with cluster.backend = "
             "'gloo'; allowed: false, or backend 'nccl' with a GPU for each rank"
         )
-
-
-def check_exchanges_beside_products(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for exchanges beside products on a backend other than gloo: real ones are rings of messages."""
-    if (reason := scenario.unreal_overlap_reason) is not None:
-        raise UserError(f"{where}: plan.tp_overlap = true: {reason}")
 
 
 def check_samples(scenario: Scenario, *, where: str) -> None:

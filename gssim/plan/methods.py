@@ -281,10 +281,15 @@ PREDICTED_ONLY: dict[tuple[str, object], str] = {
     ("plan.offload", "optimizer"): "can be predicted, but not run: PyTorch has none; allowed: 'parameters'",
     ("plan.gathered_inputs", "gathered-again"): "can be predicted, but not run; allowed: 'kept'",
     ("plan.receive_buffers", "in-flight"): "can be predicted, but not run; allowed: 'micro-batch'",
+    # on nccl exchanges are predicted as parts of the products' own kernels (Transformer Engine's userbuffers, torch's
+    # symmetric memory), which real runs do not have
+    ("plan.tp_overlap", True): "can be predicted, but is run with cluster.backend = 'gloo' only; allowed: false",
 }
 """Values of a scenario's keys that a real run refuses, and why."""
-RUNS_WITH: dict[tuple[str, object], str] = {
-    ("workload.precision", "fp16"): "workload.loss_scale",
-    ("workload.autocast", "fp16"): "workload.loss_scale",
+RUNS_WITH: dict[tuple[str, object], tuple[str, tuple[object, ...]]] = {
+    ("workload.precision", "fp16"): ("workload.loss_scale", ()),
+    ("workload.autocast", "fp16"): ("workload.loss_scale", ()),
+    ("plan.tp_overlap", True): ("cluster.backend", ("gloo",)),
 }
-"""Values that a real run refuses unless another key is given: that key, by (key, value)."""
+"""Of these, values that a real run has with another key: that key, and its values that allow it (none: any that is
+given)."""

@@ -312,20 +312,6 @@ class Scenario:
         """
         return self.plan.tp_overlap and self.cluster.backend == "gloo"
 
-    @property
-    def unreal_overlap_reason(self) -> str | None:
-        """Why a real run cannot have exchanges beside products; None: it can, or the plan asks for none.
-
-        On nccl they are predicted as parts of the products' own kernels (Transformer Engine's userbuffers, torch's
-        symmetric memory), which real runs do not have.
-        """
-        if not self.plan.tp_overlap or self.multiplies_in_ring:
-            return None
-        return (
-            f"can be predicted, but not run, with cluster.backend = '{self.cluster.backend}'; allowed: false, or "
-            "backend 'gloo'"
-        )
-
     @cached_property
     def stage_ranges(self) -> tuple[range, ...]:
         """Range of the layer numbers of each pipeline stage.

@@ -11,6 +11,8 @@ from gssim.plan import METHODS, PREDICTED_ONLY, RUNS_WITH
 from gssim.scenario.device_rates import check_rates
 from gssim.scenario.loading import load_scenario
 from gssim.scenario.overrides import overrides_of
+from gssim.scenario.scenario import Scenario
+from gssim.units import shown_value
 
 FEATURES: dict[str, Mapping[str, Any]] = {
     "alone": {},
@@ -146,14 +148,25 @@ def supported(path: Path, overrides: tuple[str, ...] = ()) -> Iterator[Support]:
                 reason = str(error).removeprefix(f"{base.file}: ")
                 yield Support(method, feature, reason, reason)
                 continue
-            refused: Iterator[str] = (
-                f"{key} = '{value}': {PREDICTED_ONLY[key, value]}"
-                for key, value in changes.items()
-                if (key, value) in PREDICTED_ONLY and RUNS_WITH.get((key, value)) not in changes
-            )
             pp, unstaged = scenario.policies.pp, scenario.workload.model.unstaged_reason
-            if pp > 1 and unstaged is not None:
-                refused = iter([f"plan.pp = {pp}: {unstaged}"])
-            elif (why := scenario.unreal_overlap_reason) is not None:
-                refused = iter([f"plan.tp_overlap = true: {why}"])
-            yield Support(method, feature, None, next(refused, None))
+            is_unstaged = pp > 1 and unstaged is not None
+            real = f"plan.pp = {pp}: {unstaged}" if is_unstaged else predicted_only_reason(scenario)
+            yield Support(method, feature, None, real)
+
+
+def predicted_only_reason(scenario: Scenario) -> str | None:
+    """Return the first value of a key that a real run refuses, with the reason; None if there is none."""
+
+    def value_of(key: str) -> object:
+        table, _, name = key.partition(".")
+        return getattr(getattr(scenario, table), name)
+
+    for (key, value), why in PREDICTED_ONLY.items():
+        if value_of(key) != value:
+            continue
+        if (exception := RUNS_WITH.get((key, value))) is not None:
+            other, allowed = exception
+            if value_of(other) in allowed or (not allowed and value_of(other) is not None):
+                continue
+        return f"{key} = {shown_value(value)}: {why}"
+    return None

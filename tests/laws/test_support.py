@@ -83,11 +83,20 @@ def test_pipelines_of_a_module_that_real_runs_cannot_cut_are_only_simulated(tmp_
     assert cells["ddp", "2 micro-batches"].real is None
 
 
+def test_what_the_file_sets_and_no_real_run_has_is_only_simulated():
+    """A value of the workload or the run, which every cell keeps, and not only one of the feature itself."""
+    cells = {(each.method, each.feature): each for each in supported(SCENARIO, ("run.extrapolate_micro_batches=true",))}
+    assert cells["ddp", "alone"].simulated is None
+    assert cells["ddp", "alone"].real == (
+        "run.extrapolate_micro_batches = True: a real run has all micro-batches; allowed: false"
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "method", "real"),
     [
         (SHORT, "tensor", None),
-        ((*RATES, "cluster.backend=nccl"), "ddp", "can be predicted, but not run, with cluster.backend = 'nccl'"),
+        ((*RATES, "cluster.backend=nccl"), "ddp", "is run with cluster.backend = 'gloo' only"),
     ],
     ids=["gloo", "nccl"],
 )

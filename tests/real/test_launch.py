@@ -29,7 +29,7 @@ from gsreal import cli
 from gsreal.machine import device_name, usable_cores
 from gsreal.model_files.request import Request
 from gsreal.model_files.trace import write_model
-from gsreal.run.checks import check_exchanges_beside_products, check_gloo_on_gpus, check_norms
+from gsreal.run.checks import check_gloo_on_gpus, check_norms, check_predicted_only
 from gsreal.run.launch import reason_of
 from gssim.errors import UserError
 from gssim.plan import Plan
@@ -609,9 +609,10 @@ def test_exchanges_beside_products_of_nccl_cannot_run():
     plan = {"method": "tensor", "sequence_parallel": True, "tp_overlap": True}
     scenario = load_scenario(SCENARIOS / "demo.toml", gradients_needed=False).scenario
     asked = replace(scenario, plan=validated(Plan, plan, file="plan"))
-    check_exchanges_beside_products(asked, where="file")
-    with pytest.raises(UserError, match=r"can be predicted, but not run, with cluster\.backend = .nccl"):
-        check_exchanges_beside_products(replace(asked, cluster=replace(scenario.cluster, backend="nccl")), where="file")
+    check_predicted_only(asked, where="file")
+    said = "file: plan.tp_overlap = True: can be predicted, but is run with cluster.backend = 'gloo' only"
+    with pytest.raises(UserError, match=re.escape(said)):
+        check_predicted_only(replace(asked, cluster=replace(scenario.cluster, backend="nccl")), where="file")
 
 
 def test_a_fused_sgd_on_the_shards_of_fsdp2(refusal, files):
