@@ -23,10 +23,10 @@ from gsreal.measure import MemoryCounter
 from gsreal.methods.cuts import cut_of
 from gsreal.methods.tensor_slices import slice_block
 from gsreal.model_files.build import build_module, logits_of, loss_of
-from gsreal.model_files.divided_steps import TRACED_BATCH_SIZES, TRACED_UNITS, Step
+from gsreal.model_files.divided_steps import TRACED_BATCH_SIZES, TRACED_UNITS
 from gsreal.model_files.partial_backward import FIRST, NOTHING, recorded
 from gsreal.model_files.recorder import Record
-from gsreal.model_files.step import layer_boundaries, record_step
+from gsreal.model_files.step import Step, layer_boundaries, record_step
 from gssim.cluster.measured import Scratch
 from gssim.workload import Model, unrolled
 
@@ -95,12 +95,13 @@ def _variants(model: Model) -> Iterator[_Variant]:
 def _traced(model: Model, ways: Sequence[_Variant], batches: Batches) -> list[Record]:
     """Return the trace of each variant: its positions are those of the model file."""
     inputs = next(iter(batches.values()))[0]
-    b, s = TRACED_BATCH_SIZES[0], inputs.shape[1] if model.input.kind == "tokens" else None
-    whole = record_step(model, b, s, where=model.name)
-    cut = record_step(model, b, s, TRACED_UNITS[0], where=model.name) if any(way.units for way in ways) else whole
+    length = inputs.shape[1] if model.input.kind == "tokens" else None
+    step = Step(batch_size=TRACED_BATCH_SIZES[0], sequence_length=length)
+    whole = cut = record_step(model, step, where=model.name)
+    if any(way.units for way in ways):
+        cut = record_step(model, replace(step, units=TRACED_UNITS[0]), where=model.name)
     layers = [replace(i.layer, name=i.module, modules=(i.module,) if i.layer.modules else ()) for i in unrolled(model)]
     steps = [way.step for way in ways if way.step is not None]
-    step = Step(batch_size=b, sequence_length=s)
     parts = recorded(model, layers, steps, step, model.name) if steps else {}
     return [cut if way.units else whole if way.step is None else parts[way.step] for way in ways]
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
 
 from gsreal.model_files.fake_module import can_divide_sequences, experts_to_divide, fewest_units
 from gsreal.model_files.fit import Shape
 from gsreal.model_files.recorder import Record
-from gsreal.model_files.step import record_partial_steps, record_step
+from gsreal.model_files.step import Step, record_partial_steps, record_step
 from gssim.workload import Model, TokenInput
 
 TRACED_BATCH_SIZES = (2, 3)
@@ -28,49 +27,6 @@ TRACED_ROWS = (96, 160, 224)
 """Rows that the experts of a rank process in traces; the last number is that of the checked step."""
 TRACED_ADAPTER_RANKS = (2, 3)
 CHECKED_ADAPTER_RANK = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One step of a rank: what it holds of the model, and what it trains on."""
-
-    batch_size: int
-    sequence_length: int | None
-    units: int | None = None
-    """Units in the rank's slice of each block; None: blocks are whole."""
-    parts: int | None = None
-    """Ranks that divide sequences between the sliced parts of blocks."""
-    context: int | None = None
-    """Ranks that divide sequences everywhere (context parallelism)."""
-    experts: int = 0
-    """Experts that the rank holds, where ranks divide them; 0: they do not."""
-    rows: int = 0
-    """Rows that these experts process."""
-    rank: int = 0
-    """Rank of the adapters; 0: there are none."""
-
-    @property
-    def shape(self) -> Shape:
-        """The sizes that the step's quantities are functions of.
-
-        >>> Step(batch_size=2, sequence_length=64, units=3, parts=4).shape
-        Shape(b=2, s=64, u=3, p=16, r=0, e=0, a=0)
-        >>> Step(batch_size=2, sequence_length=64, experts=4, rows=96, rank=8).shape
-        Shape(b=2, s=64, u=4, p=0, r=96, e=0, a=8)
-        """
-        divided = self.parts or self.context
-        positions = (self.sequence_length or 0) // divided if divided else 0
-        u, *others = [size for size in (self.units, self.experts, self.rank) if size] or [0]
-        experts = self.experts if self.units else 0
-        rank = self.rank if others else 0
-        return Shape(self.batch_size, self.sequence_length, u, positions, self.rows, experts, rank)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The step as arguments of `record_step`."""
-        names = ("batch_size", "sequence_length", "units", "parts", "context")
-        routed = (self.experts, self.rows) if self.experts else None
-        return {"routed": routed} | {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -122,7 +78,7 @@ def record_steps(model: Model, steps: Steps, *, where: str) -> tuple[dict[Shape,
             adapters = adapters and replace(adapters, rank=step.rank)
         made = record_step(
             replace(model, module=replace(model.module, adapters=adapters)),
-            **step.arguments,
+            step,
             where=where,
             like=likes.get(step.context),
             apart=apart,
@@ -143,7 +99,7 @@ def record_partly(
     model: Model, step: Step, trained: Sequence[AbstractSet[str]], *, where: str, like: Record | None = None
 ) -> list[Record]:
     """Return the records of one step in which only the named parameters are trained, for each set of names."""
-    return record_partial_steps(model, **step.arguments, where=where, like=like, trained=trained)
+    return record_partial_steps(model, step, where=where, like=like, trained=trained)
 
 
 @dataclass(frozen=True)
@@ -211,7 +167,7 @@ def context_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
     longest = lengths.longest
     if not isinstance(model.input, TokenInput) or model.input.classes is not None or longest is None:
         return None
-    whole = record_step(model, TRACED_BATCH_SIZES[0], longest, context=1, where=where)
+    whole = record_step(model, Step(batch_size=TRACED_BATCH_SIZES[0], sequence_length=longest, context=1), where=where)
     heads = max(whole.units.values())
     only = longest if len(lengths.traced) == 1 else 0
     ranks = next((n for n in range(2, heads + 1) if heads % n == 0 and only % n == 0), None)

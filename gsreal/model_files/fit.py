@@ -10,7 +10,6 @@ from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
 from gsreal.model_files.recorder import NoPolynomialError, Record, Work
-from gsreal.model_files.step import LOSS
 from gssim.units import Recompute
 from gssim.workload import (
     FIELDS_OF_TERMS,
@@ -24,12 +23,15 @@ from gssim.workload import (
     Reduction,
 )
 
+LOSS = "loss"
+"""Name of the last layer, which runs outside any module."""
+
 
 class Shape(NamedTuple):
     """Sizes that the quantities of a traced step are functions of, by the letters of `Polynomial`; 0: not applicable.
 
     Where blocks are whole, u stands for another size: the experts that a rank holds, or the rank of adapters; see
-    `divided_steps.Step.shape`.
+    `step.Step.shape`.
     """
 
     b: int

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from gsreal.model_files.divided_steps import Step, Steps, record_partly
+from gsreal.model_files.divided_steps import Steps, record_partly
 from gsreal.model_files.fit import TERMS, Shape, Terms, fit_buffers, fit_polynomial, fit_reductions, parameters_of
 from gsreal.model_files.recorder import NoPolynomialError, Record
+from gsreal.model_files.step import Step
 from gssim.workload import Layer, Model, Moment, PartialBackward, layer_input_gradient, layer_output, passed_bytes
 from gssim.workload.owned import source_of_input, unchained
 

@@ -23,13 +23,47 @@ from gsreal.methods.checkpointing import SELECTIVE, checkpoint_inside
 from gsreal.methods.context_parallel import divide_context
 from gsreal.model_files.build import autocast, example_batch, first_line, logits_of, loss_of
 from gsreal.model_files.fake_module import Exchanges, divide_experts, fake_module, slice_blocks, without_values
+from gsreal.model_files.fit import Shape
 from gsreal.model_files.layers import layer_modules
 from gsreal.model_files.recorder import NoPolynomialError, Record, Recorder, UnknownOperationError, Work
 from gssim.errors import UserError
 from gssim.workload import Model
 
-LOSS = "loss"
-"""Name of the last layer, which runs outside any module."""
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a rank: what it holds of the model, and what it trains on."""
+
+    batch_size: int
+    sequence_length: int | None
+    units: int | None = None
+    """Units in the rank's slice of each block; None: blocks are whole."""
+    parts: int | None = None
+    """Ranks that divide sequences between the sliced parts of blocks."""
+    context: int | None = None
+    """Ranks that divide sequences everywhere (context parallelism)."""
+    experts: int = 0
+    """Experts that the rank holds, where ranks divide them; 0: they do not."""
+    rows: int = 0
+    """Rows that these experts process."""
+    rank: int = 0
+    """Rank of the adapters; 0: there are none."""
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes that the step's quantities are functions of.
+
+        >>> Step(batch_size=2, sequence_length=64, units=3, parts=4).shape
+        Shape(b=2, s=64, u=3, p=16, r=0, e=0, a=0)
+        >>> Step(batch_size=2, sequence_length=64, experts=4, rows=96, rank=8).shape
+        Shape(b=2, s=64, u=4, p=0, r=96, e=0, a=8)
+        """
+        divided = self.parts or self.context
+        positions = (self.sequence_length or 0) // divided if divided else 0
+        u, *others = [size for size in (self.units, self.experts, self.rank) if size] or [0]
+        experts = self.experts if self.units else 0
+        rank = self.rank if others else 0
+        return Shape(self.batch_size, self.sequence_length, u, positions, self.rows, experts, rank)
 
 
 @contextmanager
@@ -78,23 +112,15 @@ def layer_boundaries(
 
 def record_step(
     model: Model,
-    batch_size: int,
-    sequence_length: int | None,
-    units: int | None = None,
-    parts: int | None = None,
-    routed: tuple[int, int] | None = None,
+    step: Step,
     *,
-    context: int | None = None,
     where: str,
     like: Record | None = None,
     apart: Record | None = None,
 ) -> Record:
-    """Return the record of one training step at this shape, layer by layer.
+    """Return the record of one training step, layer by layer. In sliced blocks, routed experts are not sliced.
 
-    `units`: number of units to which each block is sliced. `parts`: number of ranks that divide sequences between the
-    sliced parts of blocks. `routed`: the experts that each layer of routed experts holds, and the rows that they
-    process; in sliced blocks, routed experts are not sliced. `context`: number of ranks that divide sequences
-    everywhere; raises UserError if a block cannot.
+    Raises UserError if ranks are to divide sequences everywhere and a block cannot.
 
     `like`: the record of such a step at another shape. What no shape changes is taken from it: the order of the
     modules, which tensors autograd saves, and when the others would be freed if it saved none; for compiled blocks also
@@ -102,53 +128,48 @@ def record_step(
     record of compiled blocks, a record at another shape.
     """
     with without_values(model):
-        step = _prepared(model, batch_size, sequence_length, units, parts, routed, context, where, like)
-        record, module = step.record, step.module
+        prepared = _prepared(model, step, where, like)
+        record, module = prepared.record, prepared.module
         try:
-            with _compiled(model, module, record, step.inputs, apart, where) if model.compiled else nullcontext():
+            with _compiled(model, module, record, prepared.inputs, apart, where) if model.compiled else nullcontext():
                 if like is None or model.compiled:
-                    step.record_saved(where)
-                step.record_operations(where, None if model.compiled else like)
-                step.record_unsaved(like)
-                step.record_needed(like)
+                    prepared.record_saved(where)
+                prepared.record_operations(where, None if model.compiled else like)
+                prepared.record_unsaved(like)
+                prepared.record_needed(like)
         except UnknownOperationError as error:
             raise UserError(f"{where}: {error}") from None
-    if context:
+    if step.context:
         layers = [layer for layer, name in enumerate(record.modules) if name in record.blocks]
         if not layers or any(not record.reductions.get(layer) for layer in layers):
             raise UserError(f"{where}: a block does not attend by torch's scaled_dot_product_attention")
-        record.units = dict.fromkeys(layers, gcd(*step.heads))
+        record.units = dict.fromkeys(layers, gcd(*prepared.heads))
     return record
 
 
 def record_partial_steps(
     model: Model,
-    batch_size: int,
-    sequence_length: int | None,
-    units: int | None = None,
-    parts: int | None = None,
-    routed: tuple[int, int] | None = None,
+    step: Step,
     *,
-    context: int | None = None,
     where: str,
     like: Record | None,
     trained: Sequence[AbstractSet[str]],
 ) -> list[Record]:
-    """Return the records of training steps at one shape, each of which trains only the parameters named in `trained`.
+    """Return the records of a training step, in each of which only the parameters named in `trained` are trained.
 
     Other arguments as of `record_step`. Only what a backward changes is recorded: work, storages and collectives.
     """
     with without_values(model):
-        step = _prepared(model, batch_size, sequence_length, units, parts, routed, context, where, like)
+        prepared = _prepared(model, step, where, like)
         return [
             record_trained(
-                step.module,
-                step.record.modules,
+                prepared.module,
+                prepared.record.modules,
                 names,
-                step.inputs,
-                step.targets,
-                on_recorder=step.stand_in.record_with,
-                summed=step.record.summed,
+                prepared.inputs,
+                prepared.targets,
+                on_recorder=prepared.stand_in.record_with,
+                summed=prepared.record.summed,
             )
             for names in trained
         ]
@@ -187,23 +208,14 @@ def record_trained(
     return record
 
 
-def _prepared(
-    model: Model,
-    batch_size: int,
-    sequence_length: int | None,
-    units: int | None,
-    parts: int | None,
-    routed: tuple[int, int] | None,
-    context: int | None,
-    where: str,
-    like: Record | None,
-) -> "_Step":
+def _prepared(model: Model, step: Step, where: str, like: Record | None) -> "_PreparedStep":
     """Return a step of the module, divided as one rank has it; arguments as of `record_step`. Needs fake tensors."""
     module = fake_module(model, where)
     module.train()
     chosen = layer_modules(module)
+    sequence_length, context = step.sequence_length, step.context
     length = (sequence_length or 0) // context if context else sequence_length
-    inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=length)
+    inputs, targets = example_batch(model, batch_size=step.batch_size, sequence_length=length)
     longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     if sequence_length is not None and isinstance(longest, int) and sequence_length > longest:
         raise UserError(  # fake tensors do not show that a module has no embedding for the last positions
@@ -215,14 +227,15 @@ def _prepared(
     record = Record(modules, blocks=set(blocks), autocast=model.traced_autocast)
     record.kernel_plans = like.kernel_plans if like else {}
     stand_in = Exchanges()
-    if units:
-        slice_blocks(record, module, chosen, stand_in, units, parts, beside_experts=routed is not None)
+    if step.units:
+        slice_blocks(record, module, chosen, stand_in, step.units, step.parts, beside_experts=step.experts > 0)
     exchanged = stand_in.context(context) if context else None
     if exchanged is not None:
         divide_context(module, [module.get_submodule(name) for name in blocks], exchanged)
-    if routed is not None:
-        divide_experts(record, module, stand_in, *routed)
-    return _Step(record, module, inputs, targets, stand_in, exchanged.heads if exchanged is not None else frozenset())
+    if step.experts:
+        divide_experts(record, module, stand_in, step.experts, step.rows)
+    heads = exchanged.heads if exchanged is not None else frozenset[int]()
+    return _PreparedStep(record, module, inputs, targets, stand_in, heads)
 
 
 @contextmanager
@@ -335,7 +348,7 @@ def known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _PreparedStep:
     """A step that is run several times under fake tensors; each time other facts of it are recorded."""
 
     record: Record

@@ -20,7 +20,7 @@ import gsreal.model_files.trace as tracer
 from gsreal.model_files.recorder import Recorder
 from gsreal.model_files.repeated import KEPT, with_fewer_blocks
 from gsreal.model_files.request import Request, traced_model
-from gsreal.model_files.step import record_step
+from gsreal.model_files.step import Step, record_step
 from gssim.errors import UserError
 from gssim.scenario import load_model
 from gssim.workload import Model, sliced_layer, unrolled
@@ -282,7 +282,7 @@ def test_blocks_with_two_heads_of_keys_are_cut_in_two():
     with whole_layers_alone(sliced=True):
         model = traced_model(request_for("hf:llama", **given, auto_class=None, sequence_length=LENGTH))
     assert {layer.units for layer in model.sliced_layers if layer.block} == {2}
-    record = record_step(model, 2, LENGTH, 1, where="here")
+    record = record_step(model, Step(batch_size=2, sequence_length=LENGTH, units=1), where="here")
     for index, instance in enumerate(unrolled(replace(model, layers=model.sliced_layers))):
         own = sliced_layer(instance.layer, 1 if instance.layer.units else 0, None)
         assert own.forward_flop.at(b=2, s=LENGTH) == record.flop[index, "f"]
@@ -312,7 +312,7 @@ def test_what_a_checkpointed_block_holds_during_a_collective_is_freed_after_it(n
         return collective
 
     monkeypatch.setattr(Recorder, "receive", noted(Recorder.receive))
-    record = record_step(model, 2, LENGTH, units=2, parts=2, where="here")
+    record = record_step(model, Step(batch_size=2, sequence_length=LENGTH, units=2, parts=2), where="here")
     blocks = [layer for layer, module in enumerate(record.modules) if module in record.blocks]
     assert {layer for layer, _ in held} >= {*blocks}
     for (layer, number), seen in held.items():

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 from gsreal.model_files.recorder import Record
-from gsreal.model_files.step import record_step
+from gsreal.model_files.step import Step, record_step
 from gssim.errors import UserError
 from gssim.scenario import load_model
 
@@ -28,7 +28,7 @@ def record(
     gpt = load_model(MODELS / "gpt-byte-150k.toml")
     module = replace(gpt.module, arguments={"width": WIDTH, "heads": HEADS, "layers": 2})
     model = replace(gpt, module=module, compiled=compiled, compiled_recompute=recompute)
-    return record_step(model, batch, LENGTH, where="test", like=like)
+    return record_step(model, Step(batch_size=batch, sequence_length=LENGTH), where="test", like=like)
 
 
 @cache
@@ -94,4 +94,6 @@ def test_a_model_without_a_stack_of_blocks_is_not_compiled():
     digits = load_model(MODELS / "resnet-digits.toml")
     module = replace(digits.module, arguments={**digits.module.arguments, "blocks": 1, "widths": [8]})
     with pytest.raises(UserError, match="no stack of blocks"):
-        record_step(replace(digits, module=module, compiled=True), 2, None, where="test")
+        record_step(
+            replace(digits, module=module, compiled=True), Step(batch_size=2, sequence_length=None), where="test"
+        )

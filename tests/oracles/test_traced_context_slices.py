@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 from real_runs import quick
 
 from gsreal.model_files.recorder import Record
-from gsreal.model_files.step import record_partial_steps, record_step
+from gsreal.model_files.step import Step, record_partial_steps, record_step
 from gssim.scenario import load_model
 from gssim.scenario.context_slices import in_context
 from gssim.workload import Adapters, Layer, Model, for_samples, sliced_layer, unrolled
@@ -21,6 +21,7 @@ from gssim.workload.owned import with_frozen_layers
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 SAMPLES, LENGTH = 2, 64
+STEP = Step(batch_size=SAMPLES, sequence_length=LENGTH, context=1)
 FOLDERS = (MODELS, MODELS.parents[1] / "tests" / "helpers" / "models" / "of_tests")
 WHOLE_ONLY = dict.fromkeys(
     ("sliced_layers", "sequence_layers", "context_layers", "expert_layers", "expert_sequence_layers"), ()
@@ -76,19 +77,19 @@ def both(name: str) -> tuple[Model, Record]:
         model = with_adapters(model, Adapters(rank=4, targets=targets))
     if len(held) == 3:
         experts, rows, slices = held
-        routed = (experts, SAMPLES * rows)
+        step = replace(STEP, experts=experts, rows=SAMPLES * rows)
         if slices is not None:
             units, ranks = slices
-            record = record_step(model, SAMPLES, LENGTH, units, ranks, routed, context=1, where="here")
+            record = record_step(model, replace(step, units=units, parts=ranks), where="here")
             layers = model.expert_sequence_layers
             own = [sliced_layer(layer, units, LENGTH // ranks, rows, experts) for layer in layers]
             parts = [(units, layer.units) if layer.units else (1, 1) for layer in layers]
             return replace(model, layers=in_context(model, own, parts, LENGTH), **WHOLE_ONLY), record
-        record = record_step(model, SAMPLES, LENGTH, routed=routed, context=1, where="here")
+        record = record_step(model, step, where="here")
         own = [sliced_layer(layer, experts, 0, rows) for layer in model.expert_layers]
         return replace(model, layers=in_context(model, own, [(1, 1)] * len(own), LENGTH), **WHOLE_ONLY), record
     units, ranks = held
-    record = record_step(model, SAMPLES, LENGTH, units, ranks, context=1, where="here")
+    record = record_step(model, replace(STEP, units=units, parts=ranks), where="here")
     layers = model.sliced_layers if ranks is None else model.sequence_layers
     cut = [sliced_layer(layer, units if layer.units else 0, LENGTH // (ranks or 1)) for layer in layers]
     found = in_context(model, cut, [(units, layer.units) if layer.units else (1, 1) for layer in layers], LENGTH)
@@ -181,11 +182,9 @@ def test_blocks_free_their_tensors_as_traced_where_layers_are_frozen(name, froze
     modules = [each.module for each in unrolled(whole) if each.layer.parameters]
     model = with_frozen_layers(whole, tuple(modules[:2] if frozen == "first" else modules[:-1]))
     units, ranks, rows, experts = _cut(held)
-    routed = (experts, SAMPLES * rows) if experts else None
     trained = {each for instance in unrolled(model) for each in instance.parameter_names}
-    (record,) = record_partial_steps(
-        whole, SAMPLES, LENGTH, units, ranks, routed, context=1, where="here", like=None, trained=[trained]
-    )
+    step = replace(STEP, units=units, parts=ranks, experts=experts, rows=SAMPLES * rows)
+    (record,) = record_partial_steps(whole, step, where="here", like=None, trained=[trained])
     own, parts = _cut_layers(model, held)
     layers = in_context(model, own, parts, LENGTH)
     for instance in unrolled(replace(model, layers=layers, **WHOLE_ONLY)):
