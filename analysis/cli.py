@@ -120,8 +120,7 @@ def ingest_command(
     ] = None,
 ) -> None:
     """Turn profiler traces of your own job into a measured Result: step, phases, collectives, memory."""
-    from analysis.ingest.job import ingest
-    from analysis.ingest.report import print_ingested
+    from analysis.ingest.job import ingest, print_ingested
     from gssim.execution.files import write_files
     from gssim.scenario import load_scenario
 

@@ -13,7 +13,6 @@ from gssim.cluster.topology.kinds import Servers
 from gssim.errors import UserError, one_line
 from gssim.interop.detected_host import detected
 from gssim.interop.fabric import Fabric, of_fabric_file
-from gssim.interop.host_reports import refuse_other_reports
 from gssim.interop.hosts import (
     CARD_COUNT_ASSUMED,
     CARDS_ASSUMED,
@@ -24,6 +23,7 @@ from gssim.interop.hosts import (
     of_nccl_xml,
     of_server,
     of_smi_matrix,
+    refuse_other_reports,
 )
 from gssim.interop.nccl_tests import fitted_constants, nccl_table
 from gssim.interop.reading import read_bounded

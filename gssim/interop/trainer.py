@@ -11,7 +11,6 @@ from typing import Any
 
 from gssim.cluster import Cluster
 from gssim.interop.accelerate import FSDP_KEYS
-from gssim.interop.accelerate_launch import launch_file, launch_precision, shard_as_launched
 from gssim.interop.launchers import launched_ranks
 from gssim.interop.reading import LAUNCHER, LOGGING, MODEL, NUMERICS, Keys, Rule, Value, listed, refused
 from gssim.interop.trainer_keys import (
@@ -26,8 +25,11 @@ from gssim.interop.trainer_keys import (
     add_adapters,
     base_model_in,
     hyperparameters_in,
+    launch_file,
+    launch_precision,
     precision_in,
     quantize_frozen,
+    shard_as_launched,
     sharding_in,
 )
 from gssim.interop.training import (
