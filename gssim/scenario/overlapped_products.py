@@ -31,17 +31,17 @@ NEAR = 10
 
 
 @lru_cache(maxsize=256)
-def with_overlapped_products(layer: Layer, ranks: int, length: int) -> Layer:
+def with_overlapped_products(layer: Layer, ranks: int, length: int, model: str) -> Layer:
     """Return a layer whose exchanges of parts of sequences overlap with the products of its linear maps.
 
-    `ranks`: number of tensor-parallel ranks; `length`: sequence length. Raises UserError if the layer's trace does not
-    show its products as expected.
+    `ranks`: number of tensor-parallel ranks; `length`: sequence length; `model`: the model's name, for messages. Raises
+    UserError if the layer's trace does not show its products as expected.
     """
     sums = input_gradient_sums(layer)
     if not any(each.kind == "reduce-scatter" for each in sums):
         return layer
     columns, rows = (maps_of_sums(layer, rows=of_rows) for of_rows in (False, True))
-    changes = _Changes(layer, ranks, length)
+    changes = _Changes(layer, ranks, length, model)
     gathers, scatters, gradient_gathers = (
         [each for each in layer.reductions if (each.moment.phase, each.kind) == place]
         for place in (("f", "all-gather"), ("f", "reduce-scatter"), ("b", "all-gather"))
@@ -68,6 +68,7 @@ class _Changes:
     layer: Layer
     ranks: int
     length: int
+    model: str
     buffers: dict[int, Buffer | None] = field(default_factory=dict)
     """None: left out."""
     parameters: dict[int, Parameter] = field(default_factory=dict)
@@ -243,8 +244,9 @@ class _Changes:
 
     def _unknown(self) -> UserError:
         return UserError(
-            f"plan.tp_overlap = true: with backend 'gloo', the model file does not show the products of "
-            f"'{self.layer.name}' beside its exchanges; trace the model again with `gsreal trace`, or leave it out"
+            f"plan.tp_overlap = true: the file of '{self.model}' (workload.model) does not show the products of "
+            f"'{self.layer.name}' beside its exchanges, which 'gloo' needs; trace it again with `gsreal trace`, or "
+            "leave plan.tp_overlap out"
         )
 
 

@@ -92,7 +92,8 @@ def _overlapping(held: Model, ranks: int, *, overlaps_sums: bool, ring_length: i
     if overlaps_sums:
         held = replace(held, layers=tuple(map(with_overlapped_sums, held.layers)))
     if ring_length is not None:
-        held = replace(held, layers=tuple(with_overlapped_products(e, ranks, ring_length) for e in held.layers))
+        layers = (with_overlapped_products(each, ranks, ring_length, held.name) for each in held.layers)
+        held = replace(held, layers=tuple(layers))
     return held
 
 

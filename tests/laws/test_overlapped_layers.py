@@ -99,5 +99,5 @@ def test_a_model_that_does_not_show_its_products_is_refused():
             star(2), DIVIDED, model=replace(GPT, sequence_layers=layers), sequence_length=64, global_batch_size=12
         )
     moved = tuple(replace(each, selective_positions=(0, 1, 2, 3, 4)) for each in GPT.sequence_layers)
-    with pytest.raises(UserError, match=r"does not show the products of 'blocks.0' beside its exchanges"):
+    with pytest.raises(UserError, match=r"'gpt-byte-1m' \(workload.model\) does not show the products of 'blocks.0'"):
         blocks_of(replace(GPT, sequence_layers=moved), 2, in_ring=True)
