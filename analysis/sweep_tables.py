@@ -472,15 +472,16 @@ class Winner:
 
 def winner(rows: Sequence[Row], threshold: float) -> Winner | None:
     """Return the fastest plans with this threshold and without any, of one setting; None where one is missing."""
-    sparse = fastest(row for row in rows if is_thresholded(row) and row.get(THRESHOLD) == threshold)
-    dense = fastest(row for row in rows if is_dense(row))
-    return Winner(sparse, dense) if sparse is not None and dense is not None else None
+    return _fastest_pair(rows, [row for row in rows if is_thresholded(row) and row.get(THRESHOLD) == threshold])
 
 
 def best_gain(rows: Sequence[Row]) -> Winner | None:
     """Return the fastest thresholded plan (controls left out) and the fastest dense plan of one setting."""
-    sparse = fastest(row for row in rows if is_thresholded(row) and not is_control(row))
-    dense = fastest(row for row in rows if is_dense(row))
+    return _fastest_pair(rows, [row for row in rows if is_thresholded(row) and not is_control(row)])
+
+
+def _fastest_pair(rows: Sequence[Row], thresholded: Sequence[Row]) -> Winner | None:
+    sparse, dense = fastest(thresholded), fastest(row for row in rows if is_dense(row))
     return Winner(sparse, dense) if sparse is not None and dense is not None else None
 
 

@@ -125,16 +125,25 @@ def all_to_all_v(
     Both ends must agree on every size. Returns immediately; wait on the result. If not `point_to_point`, the backend's
     `all_to_all_single` carries them, from and to a flat copy. `tag`: of the messages; see `protocol`.
     """
-    rank, ranks = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
-    others = [(rank + k) % len(ranks) for k in range(1, len(ranks))]
-    with announce(LogicalCollective("all-to-all-v", tuple(sorted(ranks)), declared_bytes, data_dependent)):
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    with announce(LogicalCollective("all-to-all-v", ranks, declared_bytes, data_dependent)):
         if not point_to_point:
             return _all_to_all_single(sends, receives, group)
-        incoming = [
-            (ranks[i], tensor) for i in reversed(others) if (tensor := receives[i]) is not None and tensor.numel()
-        ]
-        outgoing = [(ranks[i], tensor) for i in others if (tensor := sends[i]) is not None and tensor.numel()]
-        return _post(incoming, outgoing, group, tag)
+        sends, receives = ([t if t is not None and t.numel() else None for t in each] for each in (sends, receives))
+        return _post_to_others(sends, receives, group, tag)
+
+
+def _post_to_others(
+    sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], group: dist.ProcessGroup, tag: int
+) -> Pending:
+    """Post this rank's messages to and from every other, by index in the group: the first to the next, and from the one
+    before.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    others = [(rank + k) % len(ranks) for k in range(1, len(ranks))]
+    incoming = [(ranks[i], tensor) for i in reversed(others) if (tensor := receives[i]) is not None]
+    outgoing = [(ranks[i], tensor) for i in others if (tensor := sends[i]) is not None]
+    return _post(incoming, outgoing, group, tag)
 
 
 def _all_to_all_single(
@@ -204,12 +213,9 @@ def post_all_gather(
     Each rank sends its own message directly to every other, so that none has to forward messages during compute.
     Returns immediately.
     """
-    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-    others = [(rank + k) % len(ranks) for k in range(1, len(ranks))]
-    with announce(LogicalCollective("all-gather-v", tuple(sorted(ranks)), declared_bytes, data_dependent)):
-        incoming = [(ranks[i], messages[i]) for i in reversed(others)]
-        outgoing = [(ranks[i], messages[rank]) for i in others]
-        return _post(incoming, outgoing, group, tag)
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    with announce(LogicalCollective("all-gather-v", ranks, declared_bytes, data_dependent)):
+        return _post_to_others([messages[dist.get_rank(group)]] * len(ranks), messages, group, tag)
 
 
 def all_gather_by_broadcasts(flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup) -> None:
@@ -243,13 +249,10 @@ def all_gather_directly(output: Tensor, own: Tensor, *, group: dist.ProcessGroup
 
     Returns immediately; wait on the result.
     """
-    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     parts = [output.view(-1)[slice(*places)] for places in _even_ranges(output, group)]
-    parts[rank].copy_(own.reshape(-1))
-    others = [(rank + k) % len(ranks) for k in range(1, len(ranks))]
+    filled = parts[dist.get_rank(group)].copy_(own.reshape(-1))
     with announce(_collective_over("all-gather", output, group)):
-        incoming = [(ranks[i], parts[i]) for i in reversed(others)]
-        return _post(incoming, [(ranks[i], parts[rank]) for i in others], group, tag)
+        return _post_to_others([filled] * len(parts), parts, group, tag)
 
 
 def reduce_scatter_v(own: Tensor, flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup, tag: int = 0) -> None:
@@ -278,9 +281,7 @@ Waiting = Callable[[], AbstractContextManager[object]]
 """Makes the context in which a rank waits for messages, such as a span that records the time."""
 
 
-def all_gather_in_turn(
-    every: Tensor, *, group: dist.ProcessGroup, waiting: Waiting = nullcontext, tag: int = 0
-) -> Iterator[int]:
+def all_gather_in_turn(every: Tensor, *, group: dist.ProcessGroup, waiting: Waiting = nullcontext) -> Iterator[int]:
     """All-gather by a ring, and yield the index of each rank's part as soon as it is here, this rank's own first.
 
     `every`: the parts of all ranks along its first dimension, of which this rank has filled its own. What the caller
@@ -288,11 +289,11 @@ def all_gather_in_turn(
     takes all parts, and begins no other collective meanwhile.
     """
     with announce(_collective_over("all-gather", every, group)):
-        yield from _ring_gathered(every.unbind(0), group, tag, waiting)
+        yield from _ring_gathered(every.unbind(0), group, 0, waiting)
 
 
 def reduce_scatter_in_turn(
-    part: Callable[[int], Tensor], *, group: dist.ProcessGroup, waiting: Waiting = nullcontext, tag: int = 0
+    part: Callable[[int], Tensor], *, group: dist.ProcessGroup, waiting: Waiting = nullcontext
 ) -> Tensor:
     """Return the sum over all ranks of the part for this rank, whose terms are computed while partial sums travel.
 
@@ -308,8 +309,8 @@ def reduce_scatter_in_turn(
     with announce(entry):
         for step in range(members - 1):
             received = torch.empty_like(own)
-            pending = _post_receives([(sender, received)], group, tag)
-            _post_sends([(receiver, own)], pending, group, tag)
+            pending = _post_receives([(sender, received)], group, 0)
+            _post_sends([(receiver, own)], pending, group, 0)
             own = part((rank + 2 + step) % members)
             with waiting():
                 pending.wait()

@@ -79,17 +79,9 @@ class Cut:
             setattr(module, name, getattr(module, name) * held // units)
 
 
-def _transformer_units(block: Any) -> int:
-    return gcd(block.attention.heads, block.up.out_features)
-
-
-def _gpt2_units(block: Any) -> int:
-    return gcd(block.attn.num_heads, block.mlp.c_fc.nf)
-
-
 CUTS: dict[str, Cut] = {
     "gsreal.models.TransformerBlock": Cut(
-        units=_transformer_units,
+        units=lambda block: gcd(block.attention.heads, block.up.out_features),
         columns=("attention.qkv", "up"),
         rows=("attention.out", "down"),
         sizes=("attention.heads",),
@@ -104,7 +96,7 @@ CUTS: dict[str, Cut] = {
         between=("norm1",),
     ),
     "transformers.models.gpt2.modeling_gpt2.GPT2Block": Cut(
-        units=_gpt2_units,
+        units=lambda block: gcd(block.attn.num_heads, block.mlp.c_fc.nf),
         columns=("attn.c_attn", "mlp.c_fc"),
         rows=("attn.c_proj", "mlp.c_proj"),
         sizes=("attn.num_heads", "attn.split_size", "attn.c_attn.nf", "mlp.c_fc.nf"),

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from gsreal.model_files.recorder import NoPolynomialError, active_recorder
+from gsreal.model_files.repeated import plain_settings
 
 RANDOM_STATE_BYTES = 5056
 """A CPU generator's state (torch.get_rng_state)."""
@@ -162,7 +163,11 @@ def _run(
 ) -> Any:
     """Run a block's program; it is lowered first unless an identical block was lowered for inputs of the same form."""
     tensors = [tree_map(_form, each) for each in (args, named)]
-    inside = [(path, type(inner), _settings(inner)) for path, inner in block.named_modules()]
+    # without the index in the stack, which has no effect in training
+    inside = [
+        (path, type(inner), {key: value for key, value in plain_settings(inner).items() if key != "layer_idx"})
+        for path, inner in block.named_modules()
+    ]
     own = [(name, _form(tensor)) for name, tensor in (*block.named_parameters(), *block.named_buffers())]
     key = repr((tensors, inside, own))
     if key not in programs:
@@ -176,12 +181,6 @@ def _form(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.dtype, tuple(value.shape), value.stride(), value.requires_grad
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """Return a module's plain attributes except its index in the stack, which has no effect in training."""
-    plain = (bool, int, float, str, tuple, type(None))
-    return {k: v for k, v in vars(module).items() if k[0] != "_" and k != "layer_idx" and isinstance(v, plain)}
 
 
 def _lowered(forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any]:

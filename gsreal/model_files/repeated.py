@@ -83,7 +83,7 @@ def _alike(block: nn.Module, first: nn.Module, number: int) -> bool:
     if modules.keys() != others.keys() or _shapes(block) != _shapes(first):
         return False
     for name, module in modules.items():
-        own, firsts = _settings(module), _settings(others[name])
+        own, firsts = plain_settings(module), plain_settings(others[name])
         if type(module) is not type(others[name]) or own.keys() != firsts.keys():
             return False
         if not all(value == firsts[key] or (value == number and firsts[key] == 0) for key, value in own.items()):
@@ -96,7 +96,7 @@ def _shapes(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     return {name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors}
 
 
-def _settings(module: nn.Module) -> dict[str, Any]:
+def plain_settings(module: nn.Module) -> dict[str, Any]:
     """Return the attributes that the module's own code may read.
 
     A container's keys and tensors are compared separately.

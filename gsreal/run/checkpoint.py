@@ -138,7 +138,7 @@ def _placed(value: Tensor, part: Slice | None) -> Tensor:
         return value
     whole = [part.size if i == part.dimension else size for i, size in enumerate(value.shape)]
     local = value.to_local() if isinstance(value, DTensor) else value
-    return PartialTensor(_pieces(local, part, _first_row(value, local, part)), whole)
+    return PartialTensor(_pieces(local, part, _first_row(value, part)), whole)
 
 
 def _pieces(local: Tensor, part: Slice, first_row: int) -> dict[tuple[int, ...], Tensor]:
@@ -158,8 +158,8 @@ def _pieces(local: Tensor, part: Slice, first_row: int) -> dict[tuple[int, ...],
     return pieces
 
 
-def _first_row(value: Tensor, local: Tensor, part: Slice) -> int:
-    """Return the first row of the local tensor in its slice: FSDP2 shards rows in chunks, as `torch.chunk`."""
+def _first_row(value: Tensor, part: Slice) -> int:
+    """Return the first row of a tensor's local part in its slice: FSDP2 shards rows in chunks, as `torch.chunk`."""
     names = value.device_mesh.mesh_dim_names or () if isinstance(value, DTensor) else ()
     if "dp_shard" not in names:
         return 0

@@ -90,10 +90,7 @@ def take_statistics(
         multiples = () if magnitudes_only else MULTIPLES
 
         def trained(push: Push, publish: Sequence[float] = ()) -> Books:
-            """Return the records of all courses of training under one push policy, each from new weights.
-
-            Each has a seed of its own, the first the run's.
-            """
+            """Return the records of all courses of training under one push policy, each from new weights and a seed."""
             books = Books(
                 scenario,
                 push,
@@ -121,13 +118,10 @@ def take_statistics(
             for error_feedback in (False, True):
                 traces += trained(replace(dense, threshold=threshold, error_feedback=error_feedback)).traces()
     workload = scenario.workload
+    settings = ("precision", "optimizer", "learning_rate", "global_batch_size", "sequence_length")
     data = {
         "model": workload.model.name,
-        "precision": workload.precision,
-        "optimizer": workload.optimizer,
-        "learning_rate": workload.learning_rate,
-        "global_batch_size": workload.global_batch_size,
-        "sequence_length": workload.sequence_length,
+        **{key: getattr(workload, key) for key in settings},
         "seed": scenario.run.seed,
         "source": _source(scenario, device, courses),
         "steps": steps,

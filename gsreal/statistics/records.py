@@ -302,8 +302,8 @@ def _ratios(look: _Look, counts: np.ndarray, blocks: slice) -> np.ndarray:
     return np.asarray(counts[..., blocks].sum(-1) / max(1, int(look.sketches.elements[blocks].sum())))
 
 
-def _rounded(ratios: np.ndarray, digits: int = 3) -> list[float]:
-    return [rounded(float(ratio), digits) for ratio in ratios]
+def _rounded(ratios: np.ndarray) -> list[float]:
+    return [rounded(float(ratio), 3) for ratio in ratios]
 
 
 class ChangeBook:

@@ -34,6 +34,7 @@ from gssim.workload import (
     unrolled,
     with_quantities,
 )
+from gssim.workload.layer import NO_COST, summed_terms
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,8 @@ def on_positions(quantity: Polynomial, positions: int) -> Polynomial:
     >>> str(on_positions(Polynomial.parse("8 + 4*b*s + 2*b*s^2"), 16))
     '8 + 64*b + 32*b*s'
     """
-    sums: dict[tuple[int, int], int] = {}
-    for c, i, j in quantity.terms:
-        power = max(0, j - 1)
-        sums[i, power] = sums.get((i, power), 0) + c * (positions if j else 1)
-    return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
+    terms = tuple((c * (positions if j else 1), i, max(0, j - 1)) for c, i, j in quantity.terms)
+    return Polynomial(summed_terms((1, terms)) or NO_COST.terms)
 
 
 def at_length(layer: Layer, positions: int) -> Layer:
@@ -562,10 +560,7 @@ def _next_product(layer: Layer, at: Attention) -> int:
 
 def _sum(quantity: Polynomial, other: Polynomial) -> Polynomial:
     """Return the sum of two quantities of a rank's layers, with one term per power."""
-    sums: dict[tuple[int, int], int] = {}
-    for c, i, j in (*quantity.terms, *other.terms):
-        sums[i, j] = sums.get((i, j), 0) + c
-    return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
+    return Polynomial(summed_terms((1, quantity.terms), (1, other.terms)) or NO_COST.terms)
 
 
 @lru_cache(maxsize=256)

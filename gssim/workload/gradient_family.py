@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +31,7 @@ import numpy as np
 from gssim.execution.files import read_json
 from gssim.units import Count, Floats, NonNegativeFloat, PositiveFloat, PositiveInt, spec, spec_with_memory, validated
 from gssim.workload.gradient_statistics import EDGES_PER_DECADE, Ratio
+from gssim.workload.model import shipped_files
 
 FAMILY_SCHEMA: Literal["gssim.gradient-family/1"] = "gssim.gradient-family/1"
 SHAPE_EDGES: tuple[float, ...] = tuple(10.0 ** (k / EDGES_PER_DECADE) for k in range(-2 * EDGES_PER_DECADE, 12))
@@ -428,8 +428,7 @@ def distances(family: Family, question: Question) -> dict[str, float]:
 @cache
 def shipped_families() -> dict[str, Path]:
     """Return the family files that come with the package, by name; they lie in `scenarios/gradients/families`."""
-    folder = Path(str(files("gssim.workload").joinpath("families")))
-    return {path.stem: path for path in sorted(folder.glob("*.json"))}
+    return shipped_files("families", "json")
 
 
 def read_family(path: Path) -> Family:

@@ -106,12 +106,12 @@ class Polynomial:
         """
         if not (self.unit_terms or self.part_terms or self.row_terms or self.expert_terms or self.unit_part_terms):
             return self
-        of_parts = _summed((1, self.part_terms), (units, self.unit_part_terms))
+        of_parts = summed_terms((1, self.part_terms), (units, self.unit_part_terms))
         rows_terms = tuple((c, i + 1, j) for c, i, j in self.row_terms)
         whole = (1, self.terms), (units, self.unit_terms), (rows, rows_terms), (experts, self.expert_terms)
         if positions is None:
-            return Polynomial(_summed(*whole) or ((0, 0, 0),) * (not of_parts), part_terms=of_parts)
-        return Polynomial(_summed(*whole, (positions, of_parts)) or ((0, 0, 0),))
+            return Polynomial(summed_terms(*whole) or ((0, 0, 0),) * (not of_parts), part_terms=of_parts)
+        return Polynomial(summed_terms(*whole, (positions, of_parts)) or ((0, 0, 0),))
 
     def with_rank(self, rank: int) -> "Polynomial":
         """Return the polynomial for adapters of LoRA rank `rank`, as a function of the other variables.
@@ -123,8 +123,8 @@ class Polynomial:
             return self
         return replace(
             self,
-            terms=_summed((1, self.terms), (rank, self.rank_terms)),
-            unit_terms=_summed((1, self.unit_terms), (rank, self.unit_rank_terms)),
+            terms=summed_terms((1, self.terms), (rank, self.rank_terms)),
+            unit_terms=summed_terms((1, self.unit_terms), (rank, self.unit_rank_terms)),
             rank_terms=(),
             unit_rank_terms=(),
         )
@@ -164,7 +164,7 @@ def _polynomial(text: str) -> Polynomial:
     return Polynomial(*map(tuple, terms.values()))
 
 
-def _summed(*weighted: tuple[int, Terms]) -> Terms:
+def summed_terms(*weighted: tuple[int, Terms]) -> Terms:
     """Return the sum of all terms, each list times its factor, with one term per power."""
     sums: dict[tuple[int, int], int] = {}
     for factor, terms in weighted:

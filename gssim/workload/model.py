@@ -600,5 +600,10 @@ def shipped_models() -> dict[str, Path]:
     >>> shipped_models()["gpt2-124m"].name
     'gpt2-124m.toml'
     """
-    folder = Path(str(files("gssim.workload").joinpath("models")))
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return shipped_files("models", "toml")
+
+
+def shipped_files(folder: str, suffix: str) -> dict[str, Path]:
+    """Return the files with a suffix in one of this package's folders, by name without the suffix."""
+    place = Path(str(files("gssim.workload").joinpath(folder)))
+    return {path.stem: path for path in sorted(place.glob(f"*.{suffix}"))}

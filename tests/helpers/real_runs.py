@@ -257,6 +257,25 @@ def predicted_keys(result: Result) -> list[Any]:
     return sorted(json.loads(json.dumps([list(entry.key) for entry in result.collectives])), key=str)
 
 
+def named_by_model(usual: Sequence[str]) -> Callable[[int, str, list[str], Path], dict[str, Any]]:
+    """Return `case_of` of `in_groups` for cases whose names begin with their model's, as `gpt-sgd` does.
+
+    Args:
+        usual: overrides of all cases.
+    """
+    base = {"bert": "small-bert.toml"}
+    files = {"llama": "tiny-llama", "lengths": "lengths-llama", "gpt2": "tiny-gpt2"}
+    files |= {name: f"decoder-{name}" for name in ("olmo2", "gpt_neox", "phi", "opt", "gemma", "falcon", "qwen3")}
+
+    def case_of(ranks: int, name: str, changes: list[str], _folder: Path) -> dict[str, Any]:
+        model = name.split("-")[0]
+        traced = [f"workload.model={HELPERS}/models/of_tests/{files[model]}.toml"] if model in files else []
+        scenario = scenario_file(base.get(model, "small-demo.toml"))
+        return {"scenario": scenario, "overrides": [star(ranks), *traced, *usual, *changes]}
+
+    return case_of
+
+
 def in_groups(
     on: Mapping[int, Mapping[str, Any] | Callable[[], Mapping[str, Any]]],
     few: Mapping[int, Collection[str]],

@@ -4,10 +4,8 @@ Training equals one device's; collectives and peaks are the predicted ones. Rand
 `test_real_points.py`.
 """
 
-from pathlib import Path
-
 import pytest
-from real_runs import ADAMW64, HELPERS, SGD, TrainsAsOneDevice, in_groups, scenario_file, star
+from real_runs import ADAMW64, SGD, TrainsAsOneDevice, in_groups, named_by_model
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
@@ -25,10 +23,6 @@ HALVES = [*UNEVEN, "plan.shares.shards=[0.7,0.3]"]
 THREE = [*UNEVEN, "plan.shares.shards=[0.5,0.25,0.25]"]
 VOCABULARY = ["plan.loss_parallel=true", "plan.embedding_parallel=true"]
 FULL, SMALL = ["plan.recompute=full"], ["workload.global_batch_size=2"]
-BASE = {"gpt": "small-demo.toml", "bert": "small-bert.toml"}
-FILES = {"llama": "tiny-llama", "lengths": "lengths-llama", "gpt2": "tiny-gpt2"}
-FILES |= {name: f"decoder-{name}" for name in ("olmo2", "gpt_neox", "phi", "gemma", "falcon", "qwen3")}
-MODELS = {name: [f"workload.model={HELPERS}/models/of_tests/{file}.toml"] for name, file in FILES.items()}
 REPLICAS, SHARDS = (["plan.tp=2", f"plan.{axis}=2"] for axis in ("dp_replicate", "dp_shard"))
 STAGES = ["plan.method=pipeline", "plan.tp=2", "plan.pp=2", "plan.micro_batches=3"]
 ON = {
@@ -84,16 +78,7 @@ ON = {
 FEW = {2: ("gpt-sgd", "gpt2-adamw", "bert-adamw", "llama-full-vocabulary-sgd")}
 """Cases that are not slow: one map, and several, read what is gathered; weights of both layouts; blocks run again."""
 
-
-def case_of(ranks: int, name: str, changes: list[str], _folder: Path) -> dict[str, object]:
-    model = name.split("-")[0]
-    return {
-        "scenario": scenario_file(BASE.get(model, BASE["gpt"])),
-        "overrides": [star(ranks), *MODELS.get(model, []), *USUAL, *changes],
-    }
-
-
-world = in_groups(ON, FEW, case_of)
+world = in_groups(ON, FEW, named_by_model(USUAL))
 
 
 class TestTraining(TrainsAsOneDevice):

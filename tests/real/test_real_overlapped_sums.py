@@ -3,10 +3,8 @@
 Training equals one device's; collectives and peaks are the predicted ones.
 """
 
-from pathlib import Path
-
 import pytest
-from real_runs import ADAMW64, HELPERS, SGD, TrainsAsOneDevice, in_groups, scenario_file, star
+from real_runs import ADAMW64, SGD, TrainsAsOneDevice, in_groups, named_by_model
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
@@ -18,10 +16,6 @@ TENSOR, PARTS, UNEVEN = ["plan.method=tensor"], ["plan.sequence_parallel=true"],
 HALVES = [*UNEVEN, "plan.shares.shards=[0.7,0.3]"]
 THREE = [*UNEVEN, "plan.shares.shards=[0.5,0.25,0.25]"]
 VOCABULARY = ["plan.loss_parallel=true", "plan.embedding_parallel=true"]
-BASE = {"gpt": "small-demo.toml", "bert": "small-bert.toml"}
-FILES = {"llama": "tiny-llama", "gpt2": "tiny-gpt2"}
-FILES |= {name: f"decoder-{name}" for name in ("olmo2", "gpt_neox", "phi", "opt", "gemma", "falcon")}
-MODELS = {name: [f"workload.model={HELPERS}/models/of_tests/{file}.toml"] for name, file in FILES.items()}
 REPLICAS, SHARDS = (["plan.tp=2", f"plan.{axis}=2"] for axis in ("dp_replicate", "dp_shard"))
 ON = {
     2: {
@@ -86,16 +80,7 @@ ON = {
 FEW = {2: ("gpt-sgd", "gpt2-parts-adamw", "bert-parts-adamw", "llama-parts-full-vocabulary-sgd")}
 """Cases that are not slow: one map, and several, read what is summed; weights of both layouts; blocks run again."""
 
-
-def case_of(ranks: int, name: str, changes: list[str], _folder: Path) -> dict[str, object]:
-    model = name.split("-")[0]
-    return {
-        "scenario": scenario_file(BASE.get(model, BASE["gpt"])),
-        "overrides": [star(ranks), *MODELS.get(model, []), *USUAL, *changes],
-    }
-
-
-world = in_groups(ON, FEW, case_of)
+world = in_groups(ON, FEW, named_by_model(USUAL))
 
 
 class TestTraining(TrainsAsOneDevice):

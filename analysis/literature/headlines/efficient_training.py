@@ -76,11 +76,13 @@ def bert_headlines(simulations: Simulations) -> list[Headline]:
     ]
 
 
-def step_flop(model: Model, sequence_length: int, batch_size: int) -> float:
-    """Return the FLOP of one step's forward and backward, as traced."""
+def step_flop(model: Model, sequence_length: int, batch_size: int, *, forwards_of_blocks: int = 1) -> float:
+    """Return the FLOP of one step's forward and backward, as traced; recomputed blocks run their forward twice."""
     shape = {"b": batch_size, "s": sequence_length}
     layers = [instance.layer for instance in unrolled(model)]
-    return float(sum(layer.forward_flop.at(**shape) + layer.backward_flop.at(**shape) for layer in layers))
+    forwards = (forwards_of_blocks if layer.block else 1 for layer in layers)
+    parts = zip(forwards, layers, strict=True)
+    return float(sum(n * layer.forward_flop.at(**shape) + layer.backward_flop.at(**shape) for n, layer in parts))
 
 
 # GPT-3 ----------------------------------------------------------------------------------------------------------------
@@ -265,11 +267,7 @@ def recomputed_step_flop(model: Model, batch_size: int, sequence_length: int) ->
 
     For a GPT: 96 B s L h^2 (1 + s / (6 h) + V / (16 L h)). Source: Narayanan et al. 2021, appendix.
     """
-    shape = {"b": batch_size, "s": sequence_length}
-    layers = [instance.layer for instance in unrolled(model)]
-    return float(
-        sum((1 + layer.block) * layer.forward_flop.at(**shape) + layer.backward_flop.at(**shape) for layer in layers)
-    )
+    return step_flop(model, sequence_length, batch_size, forwards_of_blocks=2)
 
 
 def micro_batches(gpus: int) -> int:
