@@ -132,7 +132,7 @@ def table_from(files: Sequence[ResultFile], *, name: str) -> SweepTable:
 def table_of_search(files: Sequence[ResultFile], *, name: str) -> SweepTable:
     """Return the plans that `gssim search --json` found as a table.
 
-    Its points are named as `--set` takes them, and its variants, which charts show, as the search prints them.
+    Points are named by their `--set` options; variants, whose names charts show, as the search prints them.
     """
     found = table_from(files, name=name)
     plans = [str(file.result.provenance["search"]["plan"]) for file in files]
@@ -192,12 +192,14 @@ NEEDED = (
 
 def _read_csv(path: Path) -> pl.DataFrame:
     """Return the columns of a CSV file in the types of the table; types of the axes are inferred."""
+    known = _column_types()
+    overrides = {name: known[name] for name in _columns(path) if name in known}
+    return pl.read_csv(path, schema_overrides=overrides, infer_schema_length=None)
+
+
+def _column_types() -> dict[str, Any]:
     types: dict[Any, Any] = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
-    known = {name: types[kind] for name, kind in (POINT_COLUMNS | RESULT_COLUMNS).items()}
-    columns = _columns(path)
-    return pl.read_csv(
-        path, schema_overrides={name: known[name] for name in columns if name in known}, infer_schema_length=None
-    )
+    return {name: types[kind] for name, kind in (POINT_COLUMNS | RESULT_COLUMNS).items()}
 
 
 def _in_types(frame: pl.DataFrame) -> pl.DataFrame:
@@ -205,8 +207,7 @@ def _in_types(frame: pl.DataFrame) -> pl.DataFrame:
 
     Raises PolarsError where a value does not fit.
     """
-    types: dict[Any, Any] = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
-    known = {name: types[kind] for name, kind in (POINT_COLUMNS | RESULT_COLUMNS).items()}
+    known = _column_types()
     frame = frame.with_columns(pl.lit(None).alias(name) for name in known if name not in frame.columns)
     texts = [name for name, kind in frame.schema.items() if kind == pl.String and name not in known]
     cast = frame.with_columns(pl.col(name).cast(kind, strict=True) for name, kind in known.items())
@@ -476,7 +477,7 @@ def winner(rows: Sequence[Row], threshold: float) -> Winner | None:
 
 
 def best_gain(rows: Sequence[Row]) -> Winner | None:
-    """Return the fastest thresholded plan (controls left out) and the fastest dense plan of one setting."""
+    """Return the fastest thresholded plan that is no control, and the fastest dense plan, of one setting."""
     return _fastest_pair(rows, [row for row in rows if is_thresholded(row) and not is_control(row)])
 
 

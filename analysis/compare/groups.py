@@ -99,7 +99,7 @@ def group_of(result: Result) -> str:
 def groups_of(results: Sequence[Result]) -> list[str]:
     """Return the group of each scenario; groups whose scenarios differ in model or batch are one for each of these.
 
-    A step of fewer samples is faster, which says nothing about plans.
+    Steps of fewer samples are faster whatever the plan, so they are not compared with others.
     """
     workloads = [result.scenario.get("workload") or {} for result in results]
     return told_apart(

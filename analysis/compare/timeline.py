@@ -7,13 +7,13 @@ merged into one block. Waits keep their names, which are the same on both sides.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from gssim.errors import UserError
 from gssim.execution.files import read_json
 from gssim.result import MEASURED_PHASES, Span
+from gssim.result.result import innermost
 
 NO_TRACE = "not a trace as `gssim run --trace` and `gsreal run --trace` write them"
 WAITING = "exposed_communication"
@@ -114,17 +114,8 @@ def flattened(spans: Iterable[Span]) -> list[Span]:
     """
     ordered = sorted(spans, key=lambda span: (span.start_s, -span.end_s))
     edges = sorted({edge for span in ordered for edge in (span.start_s, span.end_s)})
-    disjoint = []
-    active: list[Span] = []
-    upcoming = 0
-    for left, right in pairwise(edges):
-        while upcoming < len(ordered) and ordered[upcoming].start_s <= left:
-            active.append(ordered[upcoming])
-            upcoming += 1
-        active = [span for span in active if span.end_s > left]
-        if active:
-            disjoint.append(active[-1]._replace(start_s=left, end_s=right))
-    return disjoint
+    found = innermost(ordered, edges)
+    return [span._replace(start_s=left, end_s=right) for left, right, span in found if span is not None]
 
 
 def merged_blocks(spans: Sequence[Span], gap_s: float) -> list[Block]:

@@ -103,7 +103,8 @@ def layout_of(cluster: Cluster) -> Layout:
 def _around(names: Sequence[str], middle: str | None, prefix: str = "") -> Layout:
     """Return devices on a circle, with a switch in the middle if there is one.
 
-    The first is on top, or in a site (which has a prefix) half a place on, where the gateway's link passes it.
+    The first is at the top. In a site, which has a `prefix`, all are turned by half a place, so that the link to the
+    site's gateway passes between two.
     """
     layout = Layout()
     shown = names if len(names) <= SHOWN_AROUND else names[: SHOWN_AROUND - 1]

@@ -73,7 +73,7 @@ class Weight:
     def parameter(self, ranks: int, moment: Moment, *, alone: bool = False) -> Parameter:
         """Return the parameter as a model file has it; sizes that `ranks` does not divide are padded.
 
-        `alone`: as one of the ranks has it.
+        `alone`: one rank's shard as a parameter of its own, whose sharded dimension is not marked.
         """
         if self.per_expert:
             return Parameter(self.name, self.shape, moment, moment, 0)

@@ -256,10 +256,11 @@ def _read(files: Sequence[Path]) -> tuple[list[list[Record]], tuple[str, ...]]:
 
 
 def errors_by_preset(scores: Scores) -> dict[str, PresetErrors]:
-    """Return the errors of scored rows by device preset, of rows whose devices are all of one, with its own rates.
+    """Return the errors of scored rows by device preset.
 
-    Rows with steps of uneven lengths are left out: something else slowed their hosts down. The software of some rows
-    has a time of its own for an operation on the host, or another workspace.
+    A row counts if all its devices have one preset, whose rates it uses unchanged. Rows with steps of uneven lengths
+    are left out: something else slowed their hosts down. The software of some rows has a time of its own for an
+    operation on the host, or another workspace.
     """
     steps: dict[str, list[float]] = defaultdict(list)
     memory: dict[str, list[float]] = defaultdict(list)

@@ -230,7 +230,7 @@ def _with_slow_rank(scenario: Scenario, slow_ratio: float) -> tuple[str, ...]:
 
 
 def pushed_variants(courses: Sequence[Course], silent: str) -> list[str]:
-    """Return the names of the variants of thresholded Gradient Sharding, the control that pushes nothing left out."""
+    """Return the names of the variants of thresholded Gradient Sharding, without the control that pushes nothing."""
     return [each.variant.name for each in courses if each.density is not None and each.variant.name != silent]
 
 

@@ -43,7 +43,7 @@ Calls = Sequence[Callable[[], object]]
 def kernel_rates(bench: Bench) -> dict[str, Any]:
     """Return the FLOP/s of products and attention at the calibration's precision, as `kernels` of a device type.
 
-    FLOP of causal attention are counted as if all positions attended to all, as those of models are.
+    FLOP of causal attention are counted as if all positions attended to all, as in model files.
     """
     precision = bench.settings.precision
     attention = [_attention_rates(bench, DTYPES[precision], width) for width in HEAD_WIDTHS]

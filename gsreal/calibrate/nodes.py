@@ -99,8 +99,8 @@ def _pair_link(node: int, pair: tuple[int, int]) -> Line | None:
 def nodes_data(measured: Sequence[dict[str, Any]], links: Pairs, settings: Settings) -> dict[str, Any]:
     """Return a cluster file's content from every node's measurements and every pair's connection.
 
-    Nodes of one device name share its costs, those of the first of them. A message's fixed time is the backend's, as
-    measured inside the first node, and two latencies of the link: its notification and itself.
+    Nodes with the same device name share the costs of the first of them. A message's fixed time is the backend's, as
+    measured inside the first node, plus two latencies of the link: for its notification and for itself.
     """
     hosts = _host_names([each["host"] for each in measured])
     types: dict[str, Any] = {}

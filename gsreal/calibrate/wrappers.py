@@ -374,7 +374,7 @@ def _loop_step_s(bench: Bench) -> float:
         note_progress("a step of the loop done")
 
     timeline.restart()
-    return _mean_s(bench, step)
+    return _median_step_s(bench, step)
 
 
 def _bare_step_s(bench: Bench) -> float:
@@ -387,10 +387,10 @@ def _bare_step_s(bench: Bench) -> float:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return _mean_s(bench, step)
+    return _median_step_s(bench, step)
 
 
-def _mean_s(bench: Bench, step: Callable[[], None]) -> float:
+def _median_step_s(bench: Bench, step: Callable[[], None]) -> float:
     """Return the median time of a step: on a CPU with cold caches, as a model's compute leaves them.
 
     On a GPU, it is the median of many steps in a row, none of which waits for the device.

@@ -35,9 +35,7 @@ def sizes_of(rows: Sequence[slice]) -> list[int]:
 def samples_at(count: int, *, seed: int, step: int, batch_size: int, rows: slice) -> Ints:
     """Return the indices, out of `count` samples, of a step's rows.
 
-    Every epoch is a shuffle of all, without truncation.
-
-    A batch may begin in one epoch and end in the next.
+    Every epoch is a shuffle of all samples; a batch may begin in one epoch and end in the next.
     """
     places = step * batch_size + np.arange(rows.start, rows.stop)
     epochs, within = np.divmod(places, count)
@@ -50,5 +48,5 @@ def samples_at(count: int, *, seed: int, step: int, batch_size: int, rows: slice
 
 @lru_cache(maxsize=2)
 def _shuffle(count: int, seed: int, epoch: int) -> Ints:
-    """Return an epoch's order of all samples; two are cached, as a batch may begin in one epoch and end in the next."""
+    """Return an epoch's order of all samples; two are cached, for a batch in both."""
     return np.random.default_rng([seed, epoch]).permutation(count)

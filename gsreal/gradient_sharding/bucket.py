@@ -325,7 +325,7 @@ def _moved(parameters: list[nn.Parameter], flat: Tensor) -> dict[nn.Parameter, s
 class Partition:
     """Divides the buckets of a model one after another by the ranks' shares.
 
-    By node, and within it by rank of the node.
+    Divides by node first, then among the ranks of a node.
 
     With `whole_tensors` every parameter has one owner: a bucket is divided at the parameter boundaries nearest to each
     owner's deficit against its share of all buckets so far, so that one bucket's deviation is compensated in the next.

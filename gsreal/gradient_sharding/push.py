@@ -275,7 +275,8 @@ class Pusher:
     def _accumulate_own(self, bucket: Bucket) -> Tensor:
         """Add the own range's gradient, which is never thresholded; return the accumulator for other ranks' gradients.
 
-        If the sum is divided by the received weight, that of an earlier push of the step is kept out of it.
+        If the sum is divided by the received weight, it is a new tensor, without the gradient that an earlier push of
+        the step has left: that one has been divided already.
         """
         assert bucket.gradient is not None
         own, weight = bucket.gradient[bucket.own], bucket.owners.weights[bucket.owners.rank]

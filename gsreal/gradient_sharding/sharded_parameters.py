@@ -167,7 +167,7 @@ class Unit(Bucket):
         return self._is_alone
 
     def addresses(self) -> list[Address]:
-        """Return the expected place of every parameter's values, or of the one element instead of them."""
+        """Return address, shape and strides that every parameter must have; between steps, those of its placeholder."""
         views = [
             self.flat[place].view(shape) if self.is_whole else self._nothing.expand(shape)
             for place, shape in zip(self.places.values(), self._shapes, strict=True)

@@ -296,9 +296,8 @@ def emulated(cluster: Cluster) -> tuple[Network, tuple[tuple[str, float], ...], 
 def measure_cells(cells: Sequence[Cell], run: Callable[[Cell], Result], *, again: bool = False) -> list[Result]:
     """Return the Results of all cells; `run` measures missing ones, and each is written as soon as it ends.
 
-    Existing ones stay, whatever code measured them (their provenance says which), unless `again`.
-
-    Raises RunFailedError at the end if some failed; they are not stored, so that the next call repeats them.
+    Existing ones stay, whatever code measured them (their provenance says which), unless `again`. Raises RunFailedError
+    at the end if some failed; they are not stored, so that the next call repeats them.
     """
     results = {} if again else {cell.file: result for cell in cells if (result := kept(cell)) is not None}
     missing = [cell for cell in cells if cell.file not in results]

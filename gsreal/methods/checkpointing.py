@@ -72,9 +72,8 @@ def blocks_of(model: Model, module: nn.Module) -> list[nn.Module]:
 def checkpoint_blocks(model: Model, module: nn.Module, recompute: Recompute) -> None:
     """Run every block of the module under torch's checkpoint, with its default settings (it restores random states).
 
-    `recompute`: what each block recomputes in its backward; see `plan.recompute`.
-
-    The blocks' own forward is replaced: wrappers then enclose it, as intended, and parameters keep their names.
+    `recompute`: what each block recomputes in its backward; see `plan.recompute`. The blocks' own forward is replaced,
+    so that wrappers enclose the checkpoint, and parameters keep their names.
     """
     for block in blocks_of(model, module):
         checkpoint_block(block, recompute)

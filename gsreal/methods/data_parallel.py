@@ -132,8 +132,8 @@ def cast_all_reduce(
 ) -> bool:
     """Register a hook that all-reduces buckets in another precision, if the scenario asks for it; return whether.
 
-    It is what torch's bf16_compress_hook and fp16_compress_hook are made of: it casts a bucket, divides it by the
-    number of replicas, all-reduces it, and casts it back. Here its spans are recorded too.
+    As torch's bf16_compress_hook and fp16_compress_hook do, it casts a bucket, divides it by the number of replicas,
+    all-reduces it and casts it back; it also records these spans.
     """
     dtype = cast_type(scenario)
     if dtype is None:

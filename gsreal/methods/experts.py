@@ -178,7 +178,7 @@ class GroupExchange:
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group)))
 
     def share_counts(self, counts: Tensor) -> tuple[Tensor, Splits]:
-        """Return the rows that each rank sends to each own expert, and all splits."""
+        """Return how many rows each rank sends to each of this rank's experts, and the rows of all messages."""
         received = torch.empty_like(counts)
         with self._span(f"count rows {self.layer}"):
             dist.all_to_all_single(received, counts, group=self.group)

@@ -132,8 +132,8 @@ def multiply_while_gathered(
 ) -> Callable[[Tensor], Tensor]:
     """Return the change of the input of `owner` that computes the outputs of `maps` (by path), which read that input.
 
-    It maps a rank's part to a tensor with the shape of whole sequences, which holds no data (all of it is NaN): the
-    maps' forwards, which are changed, hand on the outputs instead of reading it.
+    It maps a rank's part to a tensor in the shape of whole sequences without data (all NaN). The maps' forwards, which
+    are replaced, return the computed outputs without reading it.
     """
     layouts = [(layout_of(module), parameters_of(module)[1] is not None) for module in maps.values()]
     for path, module in maps.items():

@@ -86,8 +86,8 @@ def stage_module(
 ) -> nn.Module:
     """Return the module with these layers only; `shared`: copy it first, as other stages need `module` unchanged.
 
-    `model`: the model file, needed for Hugging Face models and chains. `sequence_parts`: number of equal parts of a
-    sequence, of which the stage is given one.
+    `model`: the model file, needed for Hugging Face models and chains. `sequence_parts`: number of equal parts into
+    which sequences are divided; the stage is given one.
     """
     part = copy.deepcopy(module) if shared else module
     names = {instance.module for instance in layers if instance.layer.modules}

@@ -64,10 +64,9 @@ class _FakeTensors(FakeTensorMode):
 
 
 def _lstm_workspace(func: Any, args: Any) -> int:
-    """Return the bytes that oneDNN keeps of an LSTM's layer for its backward, a whole number for each sample.
+    """Return the bytes that oneDNN keeps of an LSTM's layer for its backward, in proportion to the samples.
 
-    It says how many by running, here on zeros. Its parts are rounded up to pages, which the bytes of a sample are not:
-    a page's worth of samples has whole ones only.
+    It is run on zeros to find out. oneDNN rounds parts up to pages, so as many samples are run as fill whole pages.
     """
     inputs, *others = args
     length, samples = inputs.shape[:2]
@@ -134,7 +133,7 @@ class Exchanges:
 
     @property
     def recorder(self) -> Recorder:
-        """The active recorder: blocks are sliced, and experts divided, for a record only."""
+        """The active recorder, which `record_with` sets before a divided module runs."""
         assert self._recorder is not None
         return self._recorder
 

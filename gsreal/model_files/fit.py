@@ -204,9 +204,9 @@ def _frozen_parameters(everything: Mapping[Shape, Record], index: int, module: s
 def _sizes_of_one(shapes: Mapping[Shape, tuple[int, ...]]) -> tuple[tuple[int, ...], int | None, int | None, bool]:
     """Return a parameter's shape for one unit or expert and for adapters of rank 1, and the dimensions that grow.
 
-    `shapes`: the parameter's shape by shape of the step. Returned are the shape, the dimension that grows with units or
-    experts (or None), the dimension that grows with the adapters' rank in slices (or None), and whether the former
-    counts experts. No parameter grows with both units and experts: blocks are cut so.
+    `shapes`: the parameter's shape by shape of the step. Returns the shape; the dimension that grows with units or
+    experts, if any; the dimension that grows with the adapters' rank in slices, if any; and whether the former counts
+    experts. By the way blocks are cut, no parameter grows with both units and experts.
     """
     of_first, first = next(iter(shapes.items()))
     dimensions: list[int | None] = []

@@ -106,8 +106,8 @@ def traced_model(
 ) -> Model:
     """Return the traced model for a `request`; raise UserError if it cannot be traced.
 
-    Of a model file everything is traced again that it holds: adapters, frozen layers, autocast and other precisions
-    too, in addition to what the request asks for. `on_counted` is called with the operations of the largest step that
+    If it names a model file, everything that the file holds (adapters, frozen layers, autocast, other precisions) is
+    traced again, beside what the request asks for. `on_counted` is called with the operations of the largest step that
     was traced, `on_note` with a line about costs of the file that the new one does not have.
     """
     where = f"gsreal trace {request.model}"
@@ -176,7 +176,7 @@ def _traced(
 
 
 def _beside_layers(model: Model) -> list[str]:
-    """Return what a model file holds besides the costs of its layers as they are, in the words of messages."""
+    """Return the names, for messages, of a file's further traces: adapters, frozen layers, autocast and precisions."""
     return [
         *(f"adapters at {each.role or ','.join(each.maps)}" for each in model.adapted),
         *(["frozen layers"] if model.partly_trained is not None else []),

@@ -85,9 +85,7 @@ def measure(
     *,
     traced: bool = False,
 ) -> RankReport:
-    """Return the measurements of training the scenario on this rank.
-
-    Timed steps first, then steps for memory and traffic.
+    """Return the measurements of training the scenario on this rank: of timed steps, then of memory and traffic.
 
     `traced`: with the spans of one of the timed steps.
     """

@@ -66,7 +66,7 @@ class BlockSketches:
 def typical(courses: Sequence[np.ndarray]) -> np.ndarray:
     """Return the median over courses, element by element.
 
-    A course's gradients are sometimes several times as large for a step, which would dominate a mean.
+    Gradients of one course can be several times as large for a step, and would dominate a mean.
 
     >>> typical([np.array([each, 0.0]) for each in (0.1, 0.4, 9.0, 0.2)]).round(3).tolist()
     [0.3, 0.0]

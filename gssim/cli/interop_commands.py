@@ -203,7 +203,7 @@ def fits_command(
 ) -> None:
     """Say in one line whether a training fits, by how much, and what to change; exit 0 if it does, 3 if not.
 
-    One sample for each data-parallel rank, as long as the model takes, in 16 bits (fp32 where --set says so), AdamW.
+    Assumes one sample of the model's longest sequence on each data-parallel rank, 16 bits (--set: fp32), and AdamW.
     """
     given = {"plan.method": method or ("single" if count == 1 else "zero3")}
     with activity("gssim: fits") as doing:

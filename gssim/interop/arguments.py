@@ -114,7 +114,7 @@ def arguments_in(
 def _of_commands(script: Script, file: str, ranks: Callable[[Sequence[str]], Options]) -> Options:
     """Return the arguments of the command that trains or, without such a command, those in variables.
 
-    Variables count if an option in one of them is of a training: others may hold those of a launcher, or a part alone.
+    Variables count if one of them has an option of a training: others may hold a launcher's options, or only a part.
     """
     pieces = [word for command in script.commands if command.words[0].startswith("--") for word in command.words]
     commands = [each for each in script.commands if not each.words[0].startswith("--")]

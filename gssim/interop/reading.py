@@ -156,7 +156,7 @@ def flattened(data: Any, *, file: str) -> dict[str, Any]:
 
 
 def _measure(data: Any, file: str) -> None:
-    """Raise UserError for data with too many values or levels; aliases count wherever they are used."""
+    """Raise UserError for data with too many values or levels; a YAML alias counts each time it is used."""
     level, seen = [data], 0
     for _ in range(MOST_NESTED):
         below: list[Any] = []

@@ -129,7 +129,7 @@ def _flavor(keys: Keys, training: Training) -> None:
 
 
 def _context_split(keys: Keys) -> Value | None:
-    """Return how sequences are divided, if not in balanced parts; releases have one key or the other."""
+    """Return how sequences are divided; None for balanced parts. The key's name depends on the release."""
     older, newer = (f"parallelism.context_parallel_load_balance{end}" for end in ("", "r"))
     balances = keys.flag(older)
     if balances is not None and not balances.value:

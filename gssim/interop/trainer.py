@@ -295,7 +295,7 @@ def _task_in(keys: Keys, program: str) -> None:
 
 
 def _targets(given: Any) -> str | list[str]:
-    """Return the maps that adapters are beside: a text, or a list.
+    """Return the linear maps that get adapters: `all-linear`, or a list of their names.
 
     >>> _targets("all"), _targets(["all-linear"]), _targets("q_proj,v_proj")
     ('all-linear', 'all-linear', ['q_proj', 'v_proj'])

@@ -342,12 +342,17 @@ def _merged(key: Ints, before: _Level, parent: Ints, link: Ints, link_latency_s:
     """Return the level reached by some steps. Steps to the same place are merged; those of least latency are kept."""
     reached, child = distinct_with_places(key)
     step_s = before.latency_s[parent] + link_latency_s[link]
-    best_s = np.full(len(reached), np.inf)
-    np.minimum.at(best_s, child, step_s)
-    best = step_s <= best_s[child] * (1 + 1e-12) + 1e-18
+    best_s, best = _least(step_s, child, len(reached))
     parent, child, link = parent[best], child[best], link[best]
     paths = summed(child, before.paths[parent], len(reached))
     return _Level(reached, paths, best_s, parent, child, link)
+
+
+def _least(values_s: Floats, group: Ints, groups: int) -> tuple[Floats, Bools]:
+    """Return the least value of each group, and which values equal their group's but for rounding."""
+    best_s = np.full(groups, np.inf)
+    np.minimum.at(best_s, group, values_s)
+    return best_s, values_s <= best_s[group] * (1 + 1e-12) + 1e-18
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,9 +378,7 @@ def _meet(forward: _Level, backward: _Level, nodes: int, pairs: int) -> _Meeting
         return None
     pair = common // nodes
     path_s = forward.latency_s[a] + backward.latency_s[b]
-    best_s = np.full(pairs, np.inf)
-    np.minimum.at(best_s, pair, path_s)
-    best = path_s <= best_s[pair] * (1 + 1e-12) + 1e-18
+    best_s, best = _least(path_s, pair, pairs)
     a, b, pair = a[best], b[best], pair[best]
     total = summed(pair, forward.paths[a] * backward.paths[b], pairs)
     done = distinct(pair)

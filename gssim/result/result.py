@@ -2,13 +2,13 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, field, fields
 from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from gssim.errors import UserError
 from gssim.execution.files import read_json
@@ -91,6 +91,9 @@ class Interval(Protocol):
         """Its end."""
 
 
+T = TypeVar("T", bound=Interval)
+
+
 def phases_of(spans: Iterable[Interval], *, start_s: float, end_s: float) -> dict[str, float]:
     """Return the seconds of each phase between `start_s` and `end_s` on one rank's compute stream.
 
@@ -108,16 +111,25 @@ def phases_of(spans: Iterable[Interval], *, start_s: float, end_s: float) -> dic
     for span in compute:
         edges.update(t for t in (span.start_s, span.end_s) if start_s < t < end_s)
     seconds = dict.fromkeys(PHASES, 0.0)
-    active: list[Interval] = []
-    upcoming = 0
-    for left, right in pairwise(sorted(edges)):
-        while upcoming < len(compute) and compute[upcoming].start_s <= left:
-            active.append(compute[upcoming])
-            upcoming += 1
-        active = [span for span in active if span.end_s > left]
-        phase = active[-1].phase if active else "idle"
+    for left, right, inner in innermost(compute, sorted(edges)):
+        phase = inner.phase if inner is not None else "idle"
         seconds[phase] = seconds.get(phase, 0.0) + (right - left)
     return seconds
+
+
+def innermost(spans: Sequence[T], edges: Sequence[float]) -> Iterator[tuple[float, float, T | None]]:
+    """Yield (start, end, the span that began last) between consecutive edges in seconds; None where there is no span.
+
+    `spans`: in the order of their starts. `edges`: ascending; spans that start or end between them are among them.
+    """
+    active: list[T] = []
+    upcoming = 0
+    for left, right in pairwise(edges):
+        while upcoming < len(spans) and spans[upcoming].start_s <= left:
+            active.append(spans[upcoming])
+            upcoming += 1
+        active = [span for span in active if span.end_s > left]
+        yield left, right, active[-1] if active else None
 
 
 def typical_phases(

@@ -41,7 +41,7 @@ from gssim.workload.layer import NO_COST, summed_terms
 class Attention:
     """Positions of a block's attention in its forward and backward, and where the backward frees what it needed.
 
-    Of a block without a backward, the latter two are 0.
+    The latter two are 0 for a block without a backward.
     """
 
     forward: int

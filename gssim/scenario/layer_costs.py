@@ -316,8 +316,8 @@ def roofline_s(
 ) -> float:
     """Return the time of operations limited by arithmetic, memory bandwidth and launches.
 
-    `streamed_bytes`: those of the moved bytes that belong to operations with next to no arithmetic. Matrix products do
-    not hide them, because operations run one after the other.
+    `streamed_bytes`: of the moved bytes, those of operations with next to no arithmetic. Operations run one after the
+    other, so that no matrix product hides them.
 
         t = max(flop / (peak * efficiency), (bytes - streamed) / memory bandwidth) + streamed / memory bandwidth, and
         CPU:  t + operations * overhead      (operations run where they are launched)

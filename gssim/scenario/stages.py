@@ -226,9 +226,9 @@ def _part_of_input(layer: Layer, block: Layer) -> Buffer | None:
 
 
 def _gathered_gradient(layer: Layer) -> tuple[Buffer, ...]:
-    """Return the buffers of the gradient of a block's whole input: as gathered from the ranks, and then in order.
+    """Return the buffers of the gradient of a block's whole input: as gathered from the ranks, then in sequence order.
 
-    `layer`: the layer before the block. Empty where the input has no gradient.
+    `layer`: the layer before the block. Empty if the input has no gradient.
     """
     begin = next((e.moment for e in layer.reductions if (e.kind, e.moment.phase) == ("all-gather", "b")), None)
     gathered = next((each for each in layer.buffers if each.born == begin), None)

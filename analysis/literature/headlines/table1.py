@@ -143,7 +143,7 @@ def scaled_to(ours: dict[str, float], stated: dict[str, float]) -> dict[str, flo
 
 @dataclass(frozen=True)
 class FixedCost:
-    """Fixed cost of a step relative to the compute of its batch that a stated ratio of times requires."""
+    """The fixed cost of a step, relative to the compute of its batch, that follows from a stated ratio of times."""
 
     batch_ratio: float
     """Size of the checkpointed micro-batch relative to the plain one."""

@@ -220,7 +220,7 @@ def _by_recipe(record: Mapping[str, str]) -> Mapping[str, str]:
     """Return a row with the GPUs that the recipes of GB200 name: two nodes of four, or one where the test says so.
 
     Source: Megatron-LM, tests/test_utils/recipes/gb200/gpt.yaml, moe.yaml, and those that end in -1node. The table
-    does not look them up for the second half of a test, which goes on from a checkpoint.
+    lacks them for the second half of a test, which resumes from a checkpoint.
     """
     known = not record["n_gpus_source"].startswith("unknown") and count(record, "nodes")
     named = (

@@ -88,7 +88,7 @@ def _check_parts_in_context(scenario: Scenario, policies: Policies, where: str) 
 
 
 def _check_ring(plan: Plan, policies: Policies, length: int, file: str) -> None:
-    """Refuse a ring's division of sequences without a ring, of other lengths, and what cannot run with a ring yet."""
+    """Refuse options of rings without a ring, lengths that a ring cannot divide, and what cannot run with one yet."""
     if not policies.ring:
         if not plan.context_overlap:
             raise UserError(

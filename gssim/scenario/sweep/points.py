@@ -202,7 +202,7 @@ def _check_conditions(sweep: Sweep, groups: Sequence[Group], file: Path, overrid
 def _check_axes(sweep: Sweep, groups: Sequence[Group], file: Path, overrides: Sequence[str]) -> None:
     """Raise UserError for an override that takes the place of an axis of several values, or of a table around one.
 
-    Points that are named by these values would be one, and a table would show values that no point has.
+    Points are named by these values: their names would coincide, and a table would show values that no point has.
     """
     several: dict[str, bool] = {}
     for dimension in (each for group in groups for variant in _variants(sweep, group) for each in variant.dimensions):
