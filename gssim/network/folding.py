@@ -106,16 +106,20 @@ class Folded:
         return self.traffic[id(stage.hops), stage.coupled]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Pattern:
-    """Sessions of one set of hops over single links, with the colours that refinement has given them."""
+    """Sessions of one set of hops over single links."""
 
     session: Ints
     link: Ints
     load: Floats
     unit_bytes: Floats
     latency_s: Floats
-    colour: Ints
+
+    @property
+    def sessions(self) -> int:
+        """Number of sessions."""
+        return len(self.unit_bytes)
 
 
 MOST_SESSIONS = 2**16
@@ -140,50 +144,65 @@ def fold(router: Router, stages: Sequence[Stage], *, unfolded: bool, shared: Sha
 
 def _folded(router: Router, hop_sets: Mapping[tuple[int, bool], tuple[Hops, bool]], unfolded: bool) -> Folded:
     capacity = router.wiring.bandwidth_bytes_per_s
-    patterns = {key: _pattern(router, hops, coupled) for key, (hops, coupled) in hop_sets.items()}
+    patterns = [_pattern(router, hops, coupled) for hops, coupled in hop_sets.values()]
     if unfolded:
         links = np.arange(len(capacity))
-        for pattern in patterns.values():
-            pattern.colour = np.arange(len(pattern.unit_bytes))
+        colours = [np.arange(pattern.sessions) for pattern in patterns]
     else:
-        links = _refined(list(patterns.values()), capacity)
+        links, colours = _refined(patterns, capacity)
     used = np.zeros(len(capacity), dtype=bool)
-    for pattern in patterns.values():
+    for pattern in patterns:
         used[pattern.link] = True
     classes, first, inverse = np.unique(np.where(used, links, -1), return_index=True, return_inverse=True)
     offset = int(classes[0] == -1) if len(classes) else 0
     link_class = inverse - offset
     representative = np.zeros(len(capacity), dtype=bool)
     representative[first[offset:]] = True
-    traffic = {key: _traffic(pattern, link_class, representative) for key, pattern in patterns.items()}
-    colours = {key: pattern.colour for key, pattern in patterns.items()}
-    return Folded(link_class, capacity[first[offset:]], traffic, colours, first[offset:])
+    traffic = _traffic(patterns, colours, link_class, representative) if patterns else []
+    return Folded(
+        link_class,
+        capacity[first[offset:]],
+        dict(zip(hop_sets, traffic, strict=True)),
+        dict(zip(hop_sets, colours, strict=True)),
+        first[offset:],
+    )
 
 
 def _pattern(router: Router, hops: Hops, coupled: bool) -> _Pattern:
+    """Return the sessions of hops; cached, as thresholds change the messages of few of a plan's collectives."""
+    key = ("pattern", router.ways, Same(hops), coupled)
+    return router.kept.once(key, lambda: _new_pattern(router, hops, coupled), weight=lambda found: len(found.link))
+
+
+def _new_pattern(router: Router, hops: Hops, coupled: bool) -> _Pattern:
     """Return the sessions of hops: one for each group if they progress together, otherwise one for each hop."""
-    sessions = hops.count
     if coupled and isinstance(hops, Exchange):
         bundle, groups = router.bundle(hops), len(hops.groups)
         load, heaviest = bundle.load / hops.heaviest, np.full(groups, hops.heaviest)
-        return _Pattern(bundle.group, bundle.link, load, heaviest, bundle.latency_s, np.zeros(groups, np.int64))
-    if not coupled or not sessions:
+        return _Pattern(bundle.group, bundle.link, load, heaviest, bundle.latency_s)
+    if not coupled or not hops.count:
         on = router.of(hops)
-        return _Pattern(on.flow, on.link, on.share, hops.weight, on.latency_s, np.zeros(sessions, np.int64))
-    group = np.zeros(sessions, np.int64) if hops.group is None else hops.group
+        return _Pattern(on.flow, on.link, on.share, hops.weight, on.latency_s)
+    group = np.zeros(hops.count, np.int64) if hops.group is None else hops.group
     groups, bundle = int(group[-1]) + 1, router.bundle(hops)
     heaviest = np.zeros(groups)
     np.maximum.at(heaviest, group, hops.weight)
     mean_s = summed(group, bundle.latency_s * hops.weight, groups) / summed(group, hops.weight, groups)
     load = bundle.load / heaviest[bundle.group]
-    return _Pattern(bundle.group, bundle.link, load, heaviest, mean_s, np.zeros(groups, np.int64))
+    return _Pattern(bundle.group, bundle.link, load, heaviest, mean_s)
 
 
 def codes(values: Floats) -> Ints:
-    """Return an index for each distinct value; values that agree to twelve digits are equal."""
+    """Return an index for each distinct value; values that agree to twelve digits are equal.
+
+    Only the first of each run of equal values is sorted: neighbouring links mostly carry as much as each other.
+    """
     mantissa, exponent = np.frexp(values)
     rounded = np.ldexp(np.round(mantissa * 2.0**40), exponent - 40)
-    return distinct_with_places(rounded)[1]
+    begins = np.ones(len(rounded), dtype=bool)
+    np.not_equal(rounded[1:], rounded[:-1], out=begins[1:])
+    of_values: Ints = distinct_with_places(rounded[begins])[1][begins.cumsum() - 1]
+    return of_values
 
 
 def _mixed(values: Ints) -> Marks:
@@ -214,14 +233,14 @@ def _recoloured(colour: Ints, marks: Marks) -> Ints:
     return distinct_with_places(both)[1]
 
 
-def _refined(patterns: Sequence[_Pattern], capacity: Floats) -> Ints:
-    """Colour the sessions of all patterns, and return the colours of the links: the coarsest equitable partition.
+def _refined(patterns: Sequence[_Pattern], capacity: Floats) -> tuple[Ints, list[Ints]]:
+    """Return the colours of the links, and those of each pattern's sessions: the coarsest equitable partition.
 
     Only single flows can be merged; sessions of hops that progress together cannot.
     """
-    starts = np.cumsum([0, *(len(pattern.unit_bytes) for pattern in patterns)])
+    starts = np.cumsum([0, *(pattern.sessions for pattern in patterns)])
     if not patterns or not starts[-1]:
-        return codes(capacity)
+        return codes(capacity), [np.zeros(0, np.int64) for _ in patterns]
     session = np.concatenate([p.session + start for p, start in zip(patterns, starts, strict=False)])
     link = np.concatenate([p.link for p in patterns])
     share = codes(np.concatenate([p.load for p in patterns]))
@@ -236,47 +255,65 @@ def _refined(patterns: Sequence[_Pattern], capacity: Floats) -> Ints:
         sessions = _recoloured(sessions, of_sessions.summed(marks))
         if (int(sessions.max()), int(links.max())) == counts:
             break
-    for pattern, start in zip(patterns, starts, strict=False):
-        pattern.colour = sessions[start : start + len(pattern.unit_bytes)]
-    return links
+    return links, np.split(sessions, starts[1:-1])
 
 
 def _first_colours(patterns: Sequence[_Pattern]) -> Ints:
     """Return the initial colours of sessions: by pattern, size and latency."""
-    which = np.repeat(np.arange(len(patterns)), [len(p.unit_bytes) for p in patterns])
+    which = np.repeat(np.arange(len(patterns)), [p.sessions for p in patterns])
     size = codes(np.concatenate([p.unit_bytes for p in patterns]))
     late = codes(np.concatenate([p.latency_s for p in patterns]))
     colour = (which * (int(size.max()) + 1) + size) * (int(late.max()) + 1) + late
     return distinct_with_places(colour)[1]
 
 
-def _traffic(pattern: _Pattern, link_class: Ints, representative: NDArray[np.bool_]) -> Traffic:
-    """Return a pattern's sessions by class; a class's load is read from one representative link of every link class."""
-    first = session_class = np.zeros(1, np.int64)
-    if len(pattern.colour) != 1:  # most patterns are one session, and looking for distinct ones takes long
-        _, first, session_class = np.unique(pattern.colour, return_index=True, return_inverse=True)
-    entries = np.flatnonzero(representative[pattern.link])
-    classes = link_class[pattern.link[entries]]
-    place = session_class[pattern.session[entries]] * (len(link_class) + 1) + classes
-    places, inverse = distinct_with_places(place)
-    load = summed(inverse, pattern.load[entries], len(places))
-    own_load = load / np.bincount(inverse, minlength=len(places))
-    session, link = places // (len(link_class) + 1), places % (len(link_class) + 1)
-    unit_bytes, latency_s = pattern.unit_bytes[first], pattern.latency_s[first]
-    links, onto = distinct_with_places(link)
-    carried = summed(onto, load * unit_bytes[session], len(links))
-    return Traffic(
-        groups=tuple(_groups(session, link, load, own_load, unit_bytes, latency_s)),
-        carried_link=links,
-        carried=carried,
-    )
+def _traffic(
+    patterns: Sequence[_Pattern], colours: Sequence[Ints], link_class: Ints, representative: NDArray[np.bool_]
+) -> list[Traffic]:
+    """Return each pattern's sessions by class; a class's load is read from one representative link of every link class.
+
+    All patterns are gone through at once, as there are hundreds of few links each. Classes of sessions are numbered
+    from pattern to pattern, so that a pattern's entries follow one another, in the order that they have by themselves.
+    """
+    firsts, session_classes = [], []
+    for colour in colours:
+        first = session_class = np.zeros(len(colour), np.int64)
+        if len(colour) > 1:  # most patterns are one session, and looking for distinct ones takes long
+            _, first, session_class = np.unique(colour, return_index=True, return_inverse=True)
+        firsts.append(first)
+        session_classes.append(session_class)
+    counts = np.array([len(first) for first in firsts])
+    starts, width = np.cumsum(counts) - counts, len(link_class) + 1
+    link = np.concatenate([pattern.link for pattern in patterns])
+    load = np.concatenate([pattern.load for pattern in patterns])
+    parts = zip(patterns, session_classes, starts.tolist(), strict=True)
+    session = np.concatenate([own[pattern.session] + start for pattern, own, start in parts])
+    entries = np.flatnonzero(representative[link])
+    places, inverse = distinct_with_places(session[entries] * width + link_class[link[entries]])
+    loads = summed(inverse, load[entries], len(places))
+    own_loads = loads / np.bincount(inverse, minlength=len(places))
+    sessions, links = places // width, places % width
+    unit_bytes = np.concatenate([pattern.unit_bytes[first] for pattern, first in zip(patterns, firsts, strict=True)])
+    pattern_of = np.repeat(np.arange(len(patterns)), counts)
+    carried_on, onto = distinct_with_places(pattern_of[sessions] * width + links)
+    carried = summed(onto, loads * unit_bytes[sessions], len(carried_on))
+    ends = np.searchsorted(sessions, starts + counts)
+    carried_ends = np.searchsorted(carried_on // width, np.arange(len(patterns)), side="right")
+    found, begin, carried_begin = [], 0, 0
+    for number, (pattern, first, start) in enumerate(zip(patterns, firsts, starts.tolist(), strict=True)):
+        own, on = slice(begin, int(ends[number])), slice(carried_begin, int(carried_ends[number]))
+        own_sessions = (sessions[own] - start, links[own], loads[own], own_loads[own])
+        groups = _groups(*own_sessions, pattern.unit_bytes[first], pattern.latency_s[first])
+        found.append(Traffic(tuple(groups), carried_on[on] % width, carried[on]))
+        begin, carried_begin = own.stop, on.stop
+    return found
 
 
 def _groups(
     session: Ints, link: Ints, load: Floats, own_load: Floats, unit_bytes: Floats, latency_s: Floats
 ) -> list[Sessions]:
     """Return the sessions grouped by latency, which is when they start."""
-    latencies_s = distinct(latency_s)
+    latencies_s = latency_s if len(latency_s) == 1 else distinct(latency_s)
     if len(latencies_s) == 1:
         return [Sessions(float(latencies_s[0]), session, link, load, own_load, unit_bytes)]
     groups = []

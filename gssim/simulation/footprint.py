@@ -18,7 +18,7 @@ known exactly, stays the same without them.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -87,6 +87,7 @@ class MemoryFootprint:
     """Peak memory of a rank, and its device's memory."""
 
     rank: int
+    """The rank; of ranks that share a footprint, the first."""
     memory_bytes: float
     peak: Mapping[str, float]
     """Allocated bytes by category."""
@@ -178,19 +179,29 @@ def footprints_of(
     `overheads`: known overheads of a program that differs only in the sizes of its messages, so that no step is
     replayed. `beside`: bytes that ranks allocate at their peak in addition to the program, by role; the device has that
     much less for the program.
+
+    Ranks of one role on equal devices whose peaks are one object share their footprint: nothing else tells them apart.
     """
-    footprints = []
+    footprints: list[MemoryFootprint] = []
+    kinds: dict[Hashable, MemoryFootprint] = {}
     for rank, peak in peaks:
-        device = scenario.cluster.type_of(rank)
+        role, device = program.role_of[rank], scenario.cluster.type_of(rank)
         outside = outside_bytes(device, scenario, program, rank)
-        room_bytes = device.memory_bytes - (sum(beside[program.role_of[rank]].values()) if beside else 0.0)
-        footprints.append(MemoryFootprint(rank, room_bytes, peak, sum(peak.values()), outside))
+        kind = (role, id(device), id(peak), *outside.items())
+        if kind not in kinds:
+            room_bytes = device.memory_bytes - (sum(beside[role].values()) if beside else 0.0)
+            kinds[kind] = MemoryFootprint(rank, room_bytes, peak, sum(peak.values()), outside)
+        footprints.append(kinds[kind])
     for alike, places in _alike(scenario, program, footprints).items() if reserved else ():
         found = (
             overheads[alike] if overheads and alike in overheads else _overheads(scenario, program, footprints, places)
         )
+        whole: dict[int, MemoryFootprint] = {}
         for place in places:
-            footprints[place] = _under_limit(scenario, _with_overhead(footprints[place], found), program)
+            if id(footprints[place]) not in whole:
+                with_overhead = _with_overhead(footprints[place], found)
+                whole[id(footprints[place])] = _under_limit(scenario, with_overhead, program)
+            footprints[place] = whole[id(footprints[place])]
     if beside:
         for place, footprint in enumerate(footprints):
             sizes = beside[program.role_of[footprint.rank]]

@@ -188,18 +188,14 @@ def _equal_members(
     (Shard sizes that round to the same slice of a block, or to the same elements of a bucket, lower to equal tasks.)
     """
     carried = np.round(np.column_stack([sent, received]), SIZE_DIGITS)
-    columns = np.column_stack([carried, np.round(shard_shares, SHARE_DIGITS)])
+    kinds = kinds_of_rows(np.column_stack([carried, np.round(shard_shares, SHARE_DIGITS)]))[0]
     for rank_class in machine.classes:
         if len(rank_class.members) == 1:
             yield rank_class, rank_class.members
             continue
-        rows = columns[rank_class.members]
-        if (rows == rows[0]).all():
-            yield rank_class, rank_class.members
-            continue
-        kinds, first = kinds_of_rows(rows)
-        for kind in range(len(first)):
-            yield rank_class, rank_class.members[kinds == kind]
+        own = kinds[rank_class.members]
+        for kind in dict.fromkeys(own.tolist()):
+            yield rank_class, rank_class.members[own == kind]
 
 
 def _parts_of_step(phases_s: Mapping[str, float]) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -14,6 +14,7 @@ from gssim.collectives import Hops, Stage
 from gssim.engine.rendezvous import carry_prepared
 from gssim.errors import UserError
 from gssim.network import Network, Pace, Router, limited_rates
+from gssim.network.folding import _pattern, _refined, _traffic, codes
 
 
 def message(source: int, target: int, size: float) -> Stage:
@@ -357,3 +358,34 @@ def test_the_time_of_unequal_messages_on_idle_links_is_that_by_the_clock(sizes, 
         if prepared is not None:
             assert network.on_idle_links_s(prepared) == by_clock_s
         assert network.stage_on_idle_links_s(stage, Pace()) == by_clock_s
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 1.0 + 1e-14, 1.0 + 1e-9, 3e5, 1e-30]), max_size=12))
+def test_codes_of_runs_are_those_of_the_values_one_by_one(values):
+    mantissa, exponent = np.frexp(np.array(values))
+    rounded = np.ldexp(np.round(mantissa * 2.0**40), exponent - 40)
+    assert codes(np.array(values)).tolist() == np.unique(rounded, return_inverse=True)[1].tolist()
+
+
+pairs = st.tuples(st.integers(0, 4), st.integers(0, 4), st.sampled_from([0.5, 1.0, 3.0])).filter(lambda e: e[0] != e[1])
+
+
+@given(
+    st.lists(st.tuples(st.lists(pairs, max_size=5, unique_by=lambda e: e[:2]), st.booleans()), min_size=1, max_size=4)
+)
+def test_traffic_of_several_sets_of_hops_at_once_is_that_of_each_alone(hop_sets):
+    router = Router(star(5).wiring)
+    patterns = [_pattern(router, Hops.of(hops), coupled) for hops, coupled in hop_sets]
+    links, colours = _refined(patterns, router.wiring.bandwidth_bytes_per_s)
+    representative = np.zeros(len(links), dtype=bool)
+    representative[np.unique(links, return_index=True)[1]] = True
+    at_once = _traffic(patterns, colours, links, representative)
+    for pattern, colour, one in zip(patterns, colours, at_once, strict=True):
+        (alone,) = _traffic([pattern], [colour], links, representative)
+        assert (one.carried_link.tolist(), one.carried.tolist()) == (
+            alone.carried_link.tolist(),
+            alone.carried.tolist(),
+        )
+        for a, b in zip(one.groups, alone.groups, strict=True):
+            for field in fields(a):
+                assert np.array_equal(getattr(a, field.name), getattr(b, field.name)), field.name
