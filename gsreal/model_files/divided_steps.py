@@ -96,7 +96,7 @@ def record_steps(model: Model, steps: Steps, *, where: str) -> tuple[dict[Shape,
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sequence lengths of the traced steps, and the longest, of the checked step; None: the input has no sequences."""
+    """Sequence lengths of the traced steps, and that of the checked step; None if the input has no sequences."""
 
     traced: Sequence[int | None]
     longest: int | None
