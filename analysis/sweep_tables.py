@@ -25,7 +25,7 @@ from analysis.compare.table import ResultFile, name_of, sweep_group, threshold_o
 from gssim.errors import UserError
 from gssim.execution.files import check_text_name, of_text_cell
 from gssim.plan import METHODS
-from gssim.plan.words import in_words
+from gssim.plan.plan import in_words
 from gssim.planner import PLAN as PLAN_TABLE
 from gssim.result import Result
 from gssim.scenario.sweep import SEPARATOR

@@ -26,6 +26,7 @@ from gssim.units import excess
 
 if TYPE_CHECKING:
     from gsreal.calibrate.bench import Settings
+    from gsreal.model_files.request import Request
     from gssim.result import Result
     from gssim.scenario import Loaded, Scenario
 
@@ -650,9 +651,7 @@ def trace_command(
     Calls the factory that is named, or that the model file names: only for the latter must it be trusted.
     """
     from gsreal.model_files.build import set_trust
-    from gsreal.model_files.config_file import unused_keys
-    from gsreal.model_files.request import Request, check_options, traced_model
-    from gsreal.model_files.trace import counted_table, write_model
+    from gsreal.model_files.request import Request
 
     is_model_file = model.endswith(".toml")
     set_trust(trust_code or not is_model_file)
@@ -679,7 +678,17 @@ def trace_command(
         compiled=compiled,
         recompute=recompute,
     )
+    _trace(request, out)
+
+
+def _trace(request: "Request", out: Path) -> None:
+    """Write the traced model file; print what was traced on stderr."""
+    from gsreal.model_files.config_file import unused_keys
+    from gsreal.model_files.request import check_options, traced_model
+    from gsreal.model_files.trace import counted_table, write_model
+
     check_options(request)
+    model = request.model
     if model.endswith(".json") and (unused := unused_keys(Path(model))):
         print(
             f"gsreal: {model}: probably without effect, as the architecture's config in transformers does not declare "

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from gssim.errors import UserError
 from gssim.execution.files import parsed_json
 from gssim.result import EXPOSED_COPIES
+from gssim.result.result import LARGER_SIDE
 
 MOST_BYTES = 100_000_000
 """Largest trace, uncompressed: some ten steps of a GPU without Python's stacks."""
@@ -65,8 +66,6 @@ KINDS = {
     "receive": "recv recv_any_source",
 }
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names.split()}
-LARGER_SIDE = ("all-gather", "reduce-scatter", "gather", "scatter", "all-to-all")
-"""Kinds whose size is that of the larger of their two tensors."""
 NO_CALLS = ("wait", "init", "coalesced")
 """Records of `record_param_comms` that transfer nothing themselves."""
 ELEMENT_BYTES = {

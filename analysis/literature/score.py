@@ -25,7 +25,7 @@ from analysis.literature.tables.frameworks import UNEVEN_STEPS
 from analysis.literature.tables.reading import Record, read_table
 from gssim.cluster.presets import PresetErrors, QuantityErrors, digest_of_figures, preset_of
 from gssim.errors import UserError
-from gssim.terminal import plain_console
+from gssim.terminal import PIPE_WIDTH, plain_console
 
 UTILISATION = 0.4
 """The baseline's assumption: 6 FLOP per parameter and token at this fraction of the peak, on every device."""
@@ -304,9 +304,6 @@ def preset_errors_toml(errors: Mapping[str, PresetErrors]) -> str:
                 values = ", ".join(f"{key} = {value}" for key, value in asdict(found).items())
                 lines.append(f"{quantity} = {{ {values} }}")
     return "\n".join(lines) + "\n"
-
-
-PIPE_WIDTH = 140
 
 
 @contextmanager

@@ -6,7 +6,7 @@ softmax that is fused with scale and mask (Megatron-LM, fused_kernels) reads and
 """
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from analysis.literature.builder import OperationBuilder
 from analysis.literature.kernels import KernelUse
@@ -686,18 +686,18 @@ def transformer(
 
     Equal arguments return the same object, so that results derived from it are cached.
     """
+    of_ranks = partial(layers_of, shape, tied=tied, across=across, use=use)
     in_rings: tuple[Layer, ...] = ()
     if software.rings:
         software = replace(software, context_ranks=1)
-        in_rings = layers_of(shape, software, 1, tied=tied, across=across, use=use)
+        in_rings = of_ranks(software, 1)
         software = replace(software, rings=False)
     length = shape.sequence_length // software.context_ranks
-    layers = layers_of(shape, software, 1, tied=tied, across=across, use=use)
-    own = layers_of(shape, software, tp, tied=tied, across=across, use=use, divided=divided) if divided else ()
-    if divided is not None:
-        sliced = tuple(undivided(layer, length) for layer in own) if tp > 1 else ()
-    else:
-        sliced = layers_of(shape, software, tp, tied=tied, across=across, use=use) if tp > 1 else ()
+    layers = of_ranks(software, 1)
+    own = of_ranks(software, tp, divided=divided) if divided is not None else ()
+    sliced: tuple[Layer, ...] = ()
+    if tp > 1:
+        sliced = tuple(undivided(layer, length) for layer in own) if divided is not None else of_ranks(software, tp)
     return Model(
         name=f"{shape.kind} {shape.layers} x {shape.hidden}",
         source="published hyper-parameters, by analysis/literature/transformer.py",

@@ -310,7 +310,7 @@ def register_gather_hooks(model: nn.Module, *, kept: bool, prefetch: bool) -> No
 class _UnitHook:
     """A hook of a unit's module, which can be neither copied nor saved, as the unit cannot.
 
-    Compiled graphs must contain neither storage that is freed nor exchanges.
+    Its work (freeing storage, exchanges) stays out of compiled graphs.
     """
 
     def __init__(self, unit: Unit, call: Callable[..., None]) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def rank_environment(places: Sequence[Place], number: int) -> dict[str, str]:
 
 def unreachable_rank(nodes: Sequence[Node]) -> str | None:
     """Return a text that names the rank which others cannot reach; None if all are reachable."""
-    pairs = [(a, b) for a in range(len(nodes)) for b in range(len(nodes)) if a != b]
+    pairs = list(permutations(range(len(nodes)), 2))
     with ThreadPoolExecutor(max_workers=16) as pool:
         reachable = pool.map(lambda pair: _reaches(nodes[pair[0]], nodes[pair[1]]), pairs)
         cut = [pair for pair, reached in zip(pairs, reachable, strict=True) if not reached]

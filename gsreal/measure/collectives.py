@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from gsreal.gradient_sharding.point_to_point import LogicalCollective, observers
 from gssim.result import Collective, merge_collectives
+from gssim.result.result import LARGER_SIDE
 
 
 @dataclass
@@ -51,8 +52,6 @@ FUNCTIONAL_KINDS = {
     "broadcast": "broadcast",
 }
 """torch's functional collectives, which DTensor uses: they call the process group below the dispatcher."""
-LARGER_SIDE = ("all-gather", "reduce-scatter", "gather", "scatter", "all-to-all")
-"""Kinds whose size is that of the larger of their two tensors: output or input."""
 
 
 class CollectiveRecorder(TorchDispatchMode):

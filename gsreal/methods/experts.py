@@ -42,7 +42,7 @@ class Exchange(Protocol):
     """All-to-alls of a group of ranks that divide experts among them."""
 
     def share_counts(self, counts: Tensor) -> tuple[Tensor, Splits]:
-        """Return the rows that each rank sends to each own expert, shape (ranks, own experts), and all splits.
+        """Return the number of rows from each rank for each own expert (ranks, own experts), and those of all messages.
 
         `counts`: this rank's rows for each expert of the layer.
         """
@@ -178,7 +178,7 @@ class GroupExchange:
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group)))
 
     def share_counts(self, counts: Tensor) -> tuple[Tensor, Splits]:
-        """Return how many rows each rank sends to each of this rank's experts, and the rows of all messages."""
+        """Return the number of rows from each rank for each own expert, and those of all messages."""
         received = torch.empty_like(counts)
         with self._span(f"count rows {self.layer}"):
             dist.all_to_all_single(received, counts, group=self.group)

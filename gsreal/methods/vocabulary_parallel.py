@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gsreal.data.source import IGNORED
 from gsreal.measure import Timeline
 from gsreal.methods.mapped import Mapped
 from gsreal.methods.overlapped_sums import overlap_sum
@@ -26,9 +27,6 @@ from gsreal.methods.tensor_slices import Slice, mark, observed_all_reduce, start
 from gsreal.model_files.build import loss_of
 from gssim.scenario import Scenario, shares_embedding, token_embedding, units_of_ranks
 from gssim.workload import unrolled
-
-IGNORED = -100
-"""Target of a token without a loss term (torch's cross-entropy)."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Returns the mean loss of logits and targets."""

@@ -5,14 +5,13 @@ they depend on the adapters' rank too, so some steps are traced again at a secon
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import product
 
 from gsreal.model_files.fake_module import can_divide_sequences, experts_to_divide, fewest_units
 from gsreal.model_files.fit import Shape
 from gsreal.model_files.recorder import Record
-from gsreal.model_files.step import Step, record_partial_steps, record_step
+from gsreal.model_files.step import Step, record_step
 from gssim.workload import Model, TokenInput
 
 TRACED_BATCH_SIZES = (2, 3)
@@ -95,16 +94,9 @@ def record_steps(model: Model, steps: Steps, *, where: str) -> tuple[dict[Shape,
     return records, largest or record(steps.checked)
 
 
-def record_partly(
-    model: Model, step: Step, trained: Sequence[AbstractSet[str]], *, where: str, like: Record | None = None
-) -> list[Record]:
-    """Return the records of one step in which only the named parameters are trained, for each set of names."""
-    return record_partial_steps(model, step, where=where, like=like, trained=trained)
-
-
 @dataclass(frozen=True)
 class Lengths:
-    """Sequence lengths of the traced steps, and the longest, of the checked step; None: the input has no sequences."""
+    """Sequence lengths of the traced steps, and that of the checked step; None if the input has no sequences."""
 
     traced: Sequence[int | None]
     longest: int | None

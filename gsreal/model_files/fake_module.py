@@ -26,7 +26,7 @@ from gssim.workload import Model
 
 
 def fake_module(model: Model, where: str) -> nn.Module:
-    """Return the module, made without the one of torch's initialisers that reads values: fake tensors have none."""
+    """Return the module of fake tensors, without the one initialiser of torch that reads values, which these lack."""
     with mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_settings: tensor):
         module = build_module(model.module, where=where)
     others = {str(p.dtype) for p in module.parameters()} - {str(DTYPES[model.traced_precision])}

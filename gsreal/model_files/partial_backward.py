@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from gsreal.model_files.divided_steps import Steps, record_partly
+from gsreal.model_files.divided_steps import Steps
 from gsreal.model_files.fit import TERMS, Shape, Terms, fit_buffers, fit_polynomial, fit_reductions, parameters_of
 from gsreal.model_files.recorder import NoPolynomialError, Record
-from gsreal.model_files.step import Step
+from gsreal.model_files.step import Step, record_partial_steps
 from gssim.workload import Layer, Model, Moment, PartialBackward, layer_input_gradient, layer_output, passed_bytes
 from gssim.workload.owned import source_of_input, unchained
 
@@ -83,7 +83,8 @@ def recorded(
         place = layer.modules[0] if layer.modules else layer.name
         return {p.name.replace("{}", place) for p in layer.parameters} if kind != NOTHING else set()
 
-    records = record_partly(model, step, [trained(kind) for kind in kinds], where=where, like=like)
+    every = [trained(kind) for kind in kinds]
+    records = record_partial_steps(model, step, where=where, like=like, trained=every)
     return dict(zip(kinds, records, strict=True))
 
 

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from gssim import interop
 from gssim.errors import one_line
 from gssim.plan.methods import Method
-from gssim.plan.words import in_words
+from gssim.plan.plan import in_words
 from gssim.planner import PLAN, Found, Outcome, memory_lack, reason
 from gssim.result import bound_by
 from gssim.scenario.support import Support

@@ -1,16 +1,22 @@
-"""Models by name: the shipped model files, and a Hugging Face config that one of them was traced from."""
+"""Models by name or Hugging Face config, and the comparison of a file's model with that of --model: by its sizes, the
+size in its name, and its compilation.
+"""
 
 import difflib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gssim.errors import MistakenNameError, UserError
-from gssim.interop.model_match import sizes_in, sizes_of
-from gssim.interop.reading import parsed_json, read_bounded
+from gssim.interop.reading import Keys, Value, parsed_json, read_bounded
+from gssim.interop.training import Training
 from gssim.scenario import load_model
-from gssim.scenario.vocabulary_slices import shares_embedding
-from gssim.workload import ImageInput, Model, shipped_models
+from gssim.scenario.vocabulary_slices import (
+    shares_embedding,
+    token_embedding,
+)
+from gssim.workload import HuggingFace, ImageInput, Model, shipped_models
 
 TOLD_BY_ALL = ("layers", "width", "heads", "vocabulary")
 """Sizes that a config must give to be recognised."""
@@ -104,3 +110,168 @@ def _of_config(path: Path) -> ModelFile:
         f"{path}: no shipped model is a {kind} of {sizes}; trace it (`gsreal trace {path} --out FILE`), and give that "
         "file in its place"
     )
+
+
+ARCHITECTURE: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "layers"),
+    "width": ("hidden_size", "n_embd", "d_model", "width"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "heads"),
+    "key-value heads": ("num_key_value_heads",),
+    "perceptron": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "vocabulary": ("vocab_size",),
+    "experts": ("num_local_experts", "n_routed_experts", "num_experts", "experts"),
+    "experts per token": ("num_experts_per_tok", "experts_per_token"),
+    "experts' perceptrons": ("moe_intermediate_size",),
+}
+"""Sizes of a transformer, with their names in Hugging Face configs and in factories."""
+DEFAULTS_OF_TYPES: dict[str, dict[str, int]] = {
+    "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},
+    "bert": {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "vocab_size": 30522,
+    },
+}
+"""Default sizes of configs in transformers, for model files that hold only the differences from them."""
+WITHOUT_GROUPS = ("gpt2", "bert", "gsreal.models.gpt", "gsreal.models.bert")
+"""Types and factories of models in which every head has keys of its own, and whose perceptrons are four times as wide
+as the model, unless they say another size."""
+STATED_SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])(?!-\d+e\b)", re.IGNORECASE)
+"""A number of parameters in a model's name; where a number of experts follows it, it is of those that a token meets."""
+STATED_MIXTURE = re.compile(r"(?<![\w.])\d+x\d+(\.\d+)?b|b-a\d+(\.\d+)?b(?![a-z])|b-\d+e(?![a-z\d])", re.IGNORECASE)
+"""A number of experts, or of the parameters that a token meets: `8x7B`, `30B-A3B`, `17B-16E`."""
+ROUNDED_RATIO = 1.5
+"""By how much names round: Gemma-2B has 2.5e9 parameters, Llama-3.2-1B 1.24e9."""
+
+
+def check_model(training: Training, keys: Keys, model: Model) -> None:
+    """Refuse what a file says of its model where the model of --model differs."""
+    known = sizes_of(model)
+    for name, value in training.architecture.items():
+        if name in known and known[name] != value.value:
+            keys.refuse_value(
+                value, f"the model '{model.name}' has {name} = {known[name]}; give the right one by --model"
+            )
+        elif name not in known and name.startswith("experts") and not model.expert_layers:
+            keys.refuse_value(value, f"the model '{model.name}' has no routed experts; give the right one by --model")
+        elif name not in known and value.key in keys.values:
+            keys.note(value.key, f"the model is --model ('{model.name}')")
+    shares = training.shares_embedding
+    if shares is not None and token_embedding(model) is not None and shares.value != shares_embedding(model):
+        said = "has the token embedding's weight" if shares_embedding(model) else "has a weight of its own"
+        keys.refuse_value(shares, f"the head of the model '{model.name}' {said}; give the right one by --model")
+    _check_base_model(training, keys, model)
+    _check_compiled(training, keys, model)
+    _recompute_inside(training, keys, model)
+
+
+def stated_elements(name: str) -> float | None:
+    """Return the number of parameters that a model's name says, in billions (B) or millions (M); None if it says none.
+
+    >>> stated_elements("NousResearch/Meta-Llama-3-8B"), stated_elements("Qwen/Qwen3-30B-A3B-4bit")
+    (8000000000.0, 30000000000.0)
+    >>> stated_elements("mistralai/Mixtral-8x7B-v0.1"), stated_elements("meta-llama/Llama-4-Scout-17B-16E")
+    (None, None)
+    """
+    found = STATED_SIZE.search(_last_part(name))
+    return None if found is None else float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6)
+
+
+def _last_part(name: str) -> str:
+    """Return a model's name without the organization or folders before it."""
+    return name.rstrip("/").rpartition("/")[2]
+
+
+def _check_base_model(training: Training, keys: Keys, model: Model) -> None:
+    """Refuse a model of another size than the name in the file says, and one without the experts that it says."""
+    named = training.base_model
+    if named is not None and STATED_MIXTURE.search(_last_part(str(named.value))) and not model.expert_layers:
+        keys.refuse_value(named, f"the model '{model.name}' has no routed experts; give the right one by --model")
+        return
+    stated = None if named is None else stated_elements(str(named.value))
+    if named is None or stated is None:
+        return
+    held = model.elements + model.frozen_elements
+    if not held / ROUNDED_RATIO <= stated <= held * ROUNDED_RATIO:
+        reason = f"the model '{model.name}' has {held / 1e9:.3g}e9 parameters; give the right one by --model"
+        keys.refuse_value(named, reason)
+
+
+def _recompute_inside(training: Training, keys: Keys, model: Model) -> None:
+    """Leave recomputation to compiled blocks that recompute inside their graphs; note where they do not."""
+    recompute = training.recompute
+    if not model.compiled or recompute is None or recompute.value == "none":
+        return
+    if recompute.value == model.compiled_recompute:
+        inside = f"{recompute.origin}: inside of the graphs of '{model.name}'"
+        training.recompute = Value("none", inside)
+        return
+    made = f"`gsreal trace MODEL_FILE --compile --recompute {recompute.value} --out FILE` makes one that does"
+    if recompute.value == "full" and model.compiled_recompute == "none":
+        keys.listed.append(
+            (recompute.origin, f"approximated: whole graphs are recomputed, and not inside of compiled blocks; {made}")
+        )
+    else:
+        keys.refuse_value(
+            recompute,
+            f"the compiled blocks of '{model.name}' recompute '{model.compiled_recompute}' inside of their graphs; "
+            f"{made}, for --model",
+            "plan.recompute",
+        )
+
+
+def _check_compiled(training: Training, keys: Keys, model: Model) -> None:
+    """Refuse a model whose blocks are compiled if the file's are not, and the reverse; say which model to take."""
+    compiled = training.compiled or Value(False, "compilation = false (not in the file)")
+    if compiled.value == model.compiled:
+        return
+    dividing = [each for each in (training.tp, training.cp, training.ep) if each is not None and each.value != 1]
+    if model.compiled:
+        reason = f"the blocks of the model '{model.name}' are compiled; give the one that is not by --model"
+    elif dividing:
+        reason = (
+            f"compiled blocks that ranks divide ({dividing[0].origin}) are not traced yet; leave it out "
+            "by --ignore: operations then run one by one, which takes longer"
+        )
+    else:
+        reason = (
+            f"operations of the model '{model.name}' run one by one; give a compiled one by --model: what "
+            "`gsreal trace MODEL_FILE --compile --out FILE` makes, or "
+            f"'{model.name}-compiled', where it is shipped (`gssim models`)"
+        )
+    keys.refuse_value(compiled, reason)
+
+
+def sizes_of(model: Model) -> dict[str, int]:
+    """Return the sizes of a model that its file gives, by the names of `ARCHITECTURE`."""
+    module = model.module
+    blocks = sum(layer.repeats for layer in model.layers if layer.block)
+    config: dict[str, Any] = dict(module.arguments)
+    if isinstance(module.hugging_face, HuggingFace):
+        config = DEFAULTS_OF_TYPES.get(module.hugging_face.model_type, {}) | module.hugging_face.config
+    found = sizes_in(config)
+    kind = module.hugging_face.model_type if isinstance(module.hugging_face, HuggingFace) else module.factory
+    if kind in WITHOUT_GROUPS and {"width", "heads"} <= found.keys():
+        found.setdefault("key-value heads", found["heads"])
+        found.setdefault("perceptron", 4 * found["width"])
+    if blocks:
+        found["layers"] = blocks
+    if not isinstance(model.input, ImageInput):
+        found["vocabulary"] = model.input.vocabulary
+    return found
+
+
+def sizes_in(config: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes that a config names.
+
+    >>> sizes_in({"n_embd": 768, "n_layer": 12})
+    {'layers': 12, 'width': 768}
+    """
+    return {
+        size: config[name]
+        for size, names in ARCHITECTURE.items()
+        for name in names
+        if isinstance(config.get(name), int) and not isinstance(config[name], bool)
+    }

@@ -18,8 +18,7 @@ from gssim.interop.deepspeed import deepspeed
 from gssim.interop.formats import FORMATS
 from gssim.interop.launchers import RANKS_OF
 from gssim.interop.megatron import megatron
-from gssim.interop.model_match import check_model
-from gssim.interop.models import find_model
+from gssim.interop.models import check_model, find_model
 from gssim.interop.plan_entries import plan_entries
 from gssim.interop.reading import (
     Keys,

@@ -1,7 +1,7 @@
 """Usual servers by GPU: how the presets' GPUs are connected if no file describes it."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gssim.cluster import presets
 from gssim.errors import UserError
@@ -32,11 +32,15 @@ OF_AMD = (
 """What to do instead of giving a report of AMD's tools, none of which is read."""
 
 
+def _nvswitch(device: str, devices: int, link: str, nccl: str, source: str, *, nic: str = "ib-ndr-400") -> Server:
+    """Return a server with a switch (or a mesh that is as good) and a network card of its own for each device."""
+    pcie = "pcie4x16" if nic == "ib-hdr-200" else "pcie5x16"
+    return Server(device, devices, "nvswitch", link, devices, nic, pcie, nccl, source)
+
+
 def _of_amd(device: str) -> Server:
     source = "assumed: AMD's platform of eight, a mesh of Infinity Fabric as one switch, cards of 400 Gbit/s"
-    return Server(
-        *(device, 8, "nvswitch", "xgmi-mi300x", 8, "ib-ndr-400", "pcie5x16", "ampere"), source=source, notes=(RCCL,)
-    )
+    return replace(_nvswitch(device, 8, "xgmi-mi300x", "ampere", source), notes=(RCCL,))
 
 
 def _pcie(device: str, devices: int, pcie: str, nic: str, nccl: str) -> Server:
@@ -49,29 +53,16 @@ SERVERS: dict[str, Server] = {
         *("v100-sxm2-32", 8, "cube-mesh", "nvlink2-v100", 4, "ib-edr-100", "pcie3x16", "volta-dgx-1"),
         source="NVIDIA 2017, DGX-1 with Tesla V100 system architecture",
     ),
-    "a100": Server(
-        *("a100-sxm-80", 8, "nvswitch", "nvlink3-a100", 8, "ib-hdr-200", "pcie4x16", "ampere"),
-        source="NVIDIA 2020, DGX A100 system architecture",
+    "a100": _nvswitch(
+        *("a100-sxm-80", 8, "nvlink3-a100", "ampere", "NVIDIA 2020, DGX A100 system architecture"), nic="ib-hdr-200"
     ),
-    "h100": Server(
-        *("h100-sxm", 8, "nvswitch", "nvlink4-h100", 8, "ib-ndr-400", "pcie5x16", "hopper"),
-        source="NVIDIA 2022, DGX H100 system architecture",
-    ),
-    "h200": Server(
-        *("h200-sxm", 8, "nvswitch", "nvlink4-h100", 8, "ib-ndr-400", "pcie5x16", "hopper"),
-        source="assumed: as DGX H100, whose board it shares",
-    ),
-    "h20": Server(
-        *("h20", 8, "nvswitch", "nvlink4-h100", 8, "ib-ndr-400", "pcie5x16", "hopper"),
-        source="assumed: as DGX H100, whose NVLinks it has",
-    ),
-    "b200": Server(
-        *("b200-sxm", 8, "nvswitch", "nvlink5-b200", 8, "ib-ndr-400", "pcie5x16", "blackwell"),
-        source="assumed: DGX B200, cards of 400 Gbit/s",
-    ),
-    "gb200": Server(
-        *("gb200", 72, "nvswitch", "nvlink5-b200", 72, "ib-ndr-400", "pcie5x16", "blackwell"),
-        source="data sheet (recalled): GB200 NVL72, a rack as one NVLink domain; assumed: a card of 400 Gbit/s a GPU",
+    "h100": _nvswitch("h100-sxm", 8, "nvlink4-h100", "hopper", "NVIDIA 2022, DGX H100 system architecture"),
+    "h200": _nvswitch("h200-sxm", 8, "nvlink4-h100", "hopper", "assumed: as DGX H100, whose board it shares"),
+    "h20": _nvswitch("h20", 8, "nvlink4-h100", "hopper", "assumed: as DGX H100, whose NVLinks it has"),
+    "b200": _nvswitch("b200-sxm", 8, "nvlink5-b200", "blackwell", "assumed: DGX B200, cards of 400 Gbit/s"),
+    "gb200": _nvswitch(
+        *("gb200", 72, "nvlink5-b200", "blackwell"),
+        "data sheet (recalled): GB200 NVL72, a rack as one NVLink domain; assumed: a card of 400 Gbit/s a GPU",
     ),
     "t4": _pcie("t4", 4, "pcie3x16", "tcp-50g-t4", "volta-t4"),
     "a10": _pcie("a10", 4, "pcie4x16", "tcp-25g", "ampere"),
@@ -163,4 +154,4 @@ def server_of(gpu: str) -> Server:
     server = SERVERS[base]
     if "-pcie" in gpu:  # a card, not the board with NVLinks that the base's name stands for
         server = _pcie(gpu, server.devices, server.pcie_link, server.nic_link, server.nccl)
-    return Server(gpu, *[getattr(server, name) for name in list(Server.__dataclass_fields__)[1:]])
+    return replace(server, device=gpu)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partialmethod
 
 from gssim.errors import UserError, one_line
 from gssim.interop.shell_syntax import (
@@ -414,22 +415,17 @@ class _Shell(Words):
     def _do_exit(self, arguments: Sequence[str]) -> bool | None:
         raise ExitError
 
-    def _do_return(self, arguments: Sequence[str]) -> bool | None:
-        return self._leave("return")
-
-    def _do_break(self, arguments: Sequence[str]) -> bool | None:
-        return self._leave("break")
-
-    def _do_continue(self, arguments: Sequence[str]) -> bool | None:
-        return self._leave("continue")
-
-    def _leave(self, kind: str) -> bool | None:
+    def _leave(self, kind: str, arguments: Sequence[str]) -> bool | None:
         for frame in reversed(self.frames):
             if frame.kind == kind:
                 raise LeftError(kind)
             if frame.kind == "return":  # a function cannot end a loop of its caller
                 break
         return True
+
+    _do_return = partialmethod(_leave, "return")
+    _do_break = partialmethod(_leave, "break")
+    _do_continue = partialmethod(_leave, "continue")
 
     def _do_true(self, arguments: Sequence[str]) -> bool | None:
         return True

@@ -196,7 +196,7 @@ def torchtitan(keys: Keys) -> Training:
 
 
 def _pipeline(keys: Keys, training: Training) -> None:
-    """Read the schedule and the micro-batches, given by number or by size; before 0.1 by default as many as stages."""
+    """Read the schedule and the micro-batches, by number or size; by default, releases before 0.1 have one a stage."""
     tables = ("parallelism", "experimental")
     number, numbers = "parallelism.num_pp_microbatches", [f"{table}.pipeline_parallel_microbatches" for table in tables]
     names = [f"{table}.pipeline_parallel_{key}" for table in tables for key in ("schedule", "microbatch_size")]

@@ -7,7 +7,7 @@ from typing import Any
 from gssim.cluster import Cluster
 from gssim.interop.accelerate import SHARDINGS, UNITS, accelerate, read_fsdp, shard_by, under_autocast
 from gssim.interop.deepspeed import OF_ENGINE, deepspeed_file
-from gssim.interop.model_match import sizes_in
+from gssim.interop.models import sizes_in
 from gssim.interop.reading import Keys, Value, flattened, named_file, parsed_json, parsed_yaml, read_bounded
 from gssim.interop.training import PRECISIONS, PURE_16_BIT, Training
 

@@ -152,9 +152,9 @@ class Training:
     """Whether each block is compiled by itself; None if the program does not compile."""
     seed: Value | None = None
     architecture: dict[str, Value] = field(default_factory=dict)
-    """Sizes of the model, by the names of `ARCHITECTURE` in `model_match`."""
+    """Sizes of the model, by the names of `ARCHITECTURE` in `models`."""
     base_model: Value | None = None
-    """Name of the model, which may say how many parameters it has; see `stated_elements` in `model_match`."""
+    """Name of the model, which may say how many parameters it has; see `stated_elements` in `models`."""
     shares_embedding: Value | None = None
     """Whether the model's head has the token embedding's weight; None if the file does not describe the model."""
 

@@ -3,7 +3,6 @@
 from gssim.memory.allocator import Block, CachingAllocator, NoMemoryLeftError, Request, rounded_bytes, segment_bytes
 from gssim.memory.lifetimes import (
     FORWARD_END,
-    LAST,
     NOTHING,
     Event,
     Footprint,
@@ -23,3 +22,4 @@ from gssim.memory.lifetimes import (
     with_split_backward,
 )
 from gssim.memory.recompute import CPU_RANDOM_STATE_BYTES, recomputation_begin, recomputed_buffers, rerun_positions
+from gssim.workload.owned import LAST

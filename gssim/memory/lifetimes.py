@@ -25,6 +25,7 @@ from gssim.workload import (
     for_samples,
     gradient_order,
 )
+from gssim.workload.owned import LAST
 
 LARGEST_BLOCK_THREADS = 512
 WARP_THREADS = 32
@@ -103,8 +104,6 @@ class Footprint:
 
 
 NOTHING = Footprint()
-LAST = 2**31
-"""A position in a phase after all others."""
 FORWARD_END = Moment("forward-end")
 """The end of the forward, after the loss."""
 

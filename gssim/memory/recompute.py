@@ -27,9 +27,10 @@ It casts the block's parameters once more, and at its end releases the casts tha
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gssim.memory.lifetimes import FORWARD_END, LAST
+from gssim.memory.lifetimes import FORWARD_END
 from gssim.units import Recompute
 from gssim.workload import Buffer, Layer, Moment, Polynomial, layer_output, passed_bytes
+from gssim.workload.owned import LAST
 
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of torch.get_rng_state(): kept once for each block from forward to backward, once more during recomputation."""

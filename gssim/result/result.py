@@ -157,6 +157,10 @@ def typical_phases(
     return {name: value * scale for name, value in sums.items()}
 
 
+LARGER_SIDE = ("all-gather", "reduce-scatter", "gather", "scatter", "all-to-all")
+"""Kinds of collectives whose size is that of the larger of their two tensors, input and output."""
+
+
 @record
 class Collective:
     """One kind of collective as posted to the process group, summed over one steady step and all ranks."""

@@ -192,8 +192,8 @@ HEADER_OF_OTHERS = re.compile(r"^[ \t]*\[(?!\[?other_precisions[].])", re.MULTIL
 def _model_tables(text: str, path: Path, precision: str | None) -> dict[str, Any]:
     """Return the tables of a model file, without those of other precisions if only its own is needed.
 
-    They are up to half of a file, and reading it takes longer than most simulations. Where it cannot be told by their
-    lines that they are the end of the file, all is read. Errors in what is left out are found where it is needed.
+    They are up to half of a file, and reading it takes longer than most simulations. If the lines do not
+    show that these tables end the file, all of it is read. Errors in what is left out are found once it is needed.
     """
     first, found, others = text.partition(OTHER_PRECISIONS)
     uncertain = any(each in first for each in ('"""', "'''", "other_precisions")) or HEADER_OF_OTHERS.search(others)

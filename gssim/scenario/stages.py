@@ -264,7 +264,7 @@ def _without_division(layer: Layer, block: Layer) -> Layer:
 
 
 def _division(layer: Layer, block: Layer) -> Layer:
-    """Return the division of a block's input, as a layer at the begin of the block's stage, before the block.
+    """Return the layer that divides a block's input among tensor ranks, with which the block's stage begins.
 
     A copy reads and writes what it copies; gathering the gradient does so too, and so does putting it in order.
     """

@@ -457,7 +457,7 @@ LAYER_LISTS = ("layers", *DIVIDED_LISTS)
 
 
 class UntracedLayersError(ValueError):
-    """A model has no layers with the adapters, or no costs of the frozen layers, that a workload states.
+    """A model lacks the layers with adapters, or the costs of frozen layers, that a workload asks for.
 
     If only its layers in the workload's precision lack these, the workload takes those of its file, with scaled bytes.
     """

@@ -67,9 +67,9 @@ def _check_layers_of_parts(scenario: Scenario, policies: Policies, where: str, f
 
 
 def check_experts_of_parts(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse tensor parallelism beside expert parallelism but of ranks that route their own parts of sequences.
+    """Refuse tensor parallelism beside expert parallelism, unless each tensor rank routes its own part of sequences.
 
-    As torchtitan's `expert_tensor_parallel_degree = 1`, and Megatron-LM's `--expert-tensor-parallel-size 1` with
+    That is torchtitan's `expert_tensor_parallel_degree = 1`, and Megatron-LM's `--expert-tensor-parallel-size 1` with
     `--sequence-parallel`.
     """
     plan, model = scenario.plan, scenario.workload.model

@@ -19,7 +19,7 @@ def check_sizes(scenario: Scenario, file: str) -> None:
 
 
 def check_slowdown(scenario: Scenario, policies: Policies, number: int, file: str) -> None:
-    """Refuse a slow-down of a rank or at a step that the run lacks, or that the plan cannot have yet."""
+    """Refuse a slow-down of a rank or at a step that does not exist, or under a plan that cannot have one yet."""
     where, slowdown = f"{file}: run.slowdowns[{number}]", scenario.run.slowdowns[number]
     if slowdown.rank >= policies.ranks:
         raise UserError(f"{where}.rank = {slowdown.rank}: the plan has {policies.ranks} ranks; allowed: a lower number")
