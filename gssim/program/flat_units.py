@@ -28,7 +28,7 @@ from gssim.collectives import Communication
 from gssim.memory import Event, footprint
 from gssim.program.compute import BackwardParts, backward_begin, beside_host, forward_id, pass_ends
 from gssim.program.lowering import Lowering, once_a_run
-from gssim.program.push import push_group_collective, send_bucket
+from gssim.program.push import push_group_collective, send_buckets
 from gssim.program.sharded import gather_id, insert_beside
 from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
 from gssim.workload import LayerInstance
@@ -81,6 +81,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
     last = next((instance for instance in trained if not instance.layer.block), None)
     lowest = last if last is not trained[0] else None
     parts = BackwardParts(low, tasks)
+    sent = send_buckets(low, rank, micro_batch) if micro_batch.sends_gradients else []
     for unit in flat_units(low):
         collect = _end_of_backward(low, low.device_type(rank), unit, leaves=micro_batch.sends_gradients)
         new = [collect]
@@ -89,7 +90,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
             after_task[ends[lowest.module]] = new
             new = []
         if micro_batch.sends_gradients:
-            _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch)
+            _, push, drain = sent[unit.bucket.index]
             new = [*new, *draining, *push]  # gradients are collected while the push before may still be in flight
             draining = drain
         if unit.bucket.of_experts:  # pushed inside the backward of its block
