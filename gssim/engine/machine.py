@@ -93,14 +93,18 @@ class Machine(MachineState):
         """`task_spans` in the form in which they are shown."""
         return [each.span() for each in self.task_spans]
 
-    def run(self, steps: int) -> None:
-        """Execute the program `steps` times; raise DeadlockError if it cannot end."""
+    def run(self, steps: int, *, peaks: bool = True) -> None:
+        """Execute the program `steps` times; raise DeadlockError if it cannot end.
+
+        `peaks`: whether memory peaks are needed; else a vectorised walk, which computes them at its end, leaves them
+        out.
+        """
         self.steps = steps
         if self._outlined and can_walk_outlines(self):
             self._run_outlines(steps)
             return
         if self._can_be_vectorised():
-            self._run_vectorised(steps)
+            self._run_vectorised(steps, peaks=peaks)
             return
         processes: list[simpy.Process] = []
         for rank_class in self.classes:
@@ -167,7 +171,7 @@ class Machine(MachineState):
         again.run(self.steps)
         return again
 
-    def _run_vectorised(self, steps: int) -> None:
+    def _run_vectorised(self, steps: int, *, peaks: bool) -> None:
         """Execute the program for all classes at once; see [Note: lockstep]."""
         self.vectorised = vectorised_walk_of(self, steps)
         try:
@@ -178,7 +182,7 @@ class Machine(MachineState):
                 raise
             raise DeadlockError(f"deadlock: {'; '.join(waits)}") from error
         self.ends_s = self.vectorised.ends_s()
-        for index, peak in self.vectorised.peaks():
+        for index, peak in self.vectorised.peaks() if peaks else ():
             self.memory[index].peak = peak
 
     def _blocked_ranks(self) -> list[str]:

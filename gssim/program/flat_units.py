@@ -28,7 +28,7 @@ from gssim.collectives import Communication
 from gssim.memory import Event, footprint
 from gssim.program.compute import BackwardParts, backward_begin, beside_host, forward_id, pass_ends
 from gssim.program.lowering import Lowering, once_a_run
-from gssim.program.push import push_group_collective, send_bucket
+from gssim.program.push import push_group_collective, send_buckets
 from gssim.program.sharded import gather_id, insert_beside
 from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
 from gssim.workload import LayerInstance
@@ -81,6 +81,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
     last = next((instance for instance in trained if not instance.layer.block), None)
     lowest = last if last is not trained[0] else None
     parts = BackwardParts(low, tasks)
+    sent = send_buckets(low, rank, micro_batch) if micro_batch.sends_gradients else []
     for unit in flat_units(low):
         collect = _end_of_backward(low, low.device_type(rank), unit, leaves=micro_batch.sends_gradients)
         new = [collect]
@@ -89,7 +90,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
             after_task[ends[lowest.module]] = new
             new = []
         if micro_batch.sends_gradients:
-            _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch)
+            _, push, drain = sent[unit.bucket.index]
             new = [*new, *draining, *push]  # gradients are collected while the push before may still be in flight
             draining = drain
         if unit.bucket.of_experts:  # pushed inside the backward of its block
@@ -128,27 +129,44 @@ def gather_flat_parameters(low: Lowering, rank: int, tasks: list[Task], *, twice
     """Pass of GS with sharded parameters: gather each unit before its first forward, and keep it for the backward; or,
     if `twice`, free each block after its forward and gather it again for its backward.
     """
-    units = [unit for unit in flat_units(low) if low.owning(unit.bucket).nodes > 1]  # a rank keeps what it owns whole
+    ends = pass_ends(tasks, "forward")
+    block_ends = tuple(ends[unit.layers[0].module] for unit in _gathered_units(low) if not unit.is_root)
+    before, behind = _gathers(low, rank, block_ends, twice=twice)
+    return insert_beside(tasks, before=before, behind=behind)
+
+
+@once_a_run
+def _gathered_units(low: Lowering) -> Sequence[FlatUnit]:
+    """Return the units that are gathered: a rank keeps what it owns whole."""
+    return [unit for unit in flat_units(low) if low.owning(unit.bucket).nodes > 1]
+
+
+@once_a_run
+def _gathers(
+    low: Lowering, rank: int, block_ends: Sequence[TaskId], *, twice: bool
+) -> tuple[dict[TaskId, list[Task]], dict[TaskId, list[Task]]]:
+    """Return what `gather_flat_parameters` inserts before and after tasks: the same in all steps, under all thresholds.
+
+    `block_ends`: the last task of the forward of each block that is gathered.
+    """
+    units = _gathered_units(low)
     if not units:
-        return tasks
+        return {}, {}
     root, blocks = [u for u in units if u.is_root], [u for u in units if not u.is_root]
     first = forward_id(low.layers[0])
     uses = [(unit, first) for unit in reversed(root)]
     uses += [(block, forward_id(block.layers[0])) for block in reversed(blocks)]
     before = _just_in_time(low, rank, uses, "forward", first)
-    after_task: dict[TaskId, list[Task]] = defaultdict(list)
+    behind: dict[TaskId, list[Task]] = defaultdict(list)
     if twice:
         uses = [(block, backward_begin(low, block.layers[0])) for block in blocks]
         issuer = low.layers[-2] if root else low.layers[-1]  # the root's hook is on the input of the loss
         for use, new in _just_in_time(low, rank, uses, "backward", backward_begin(low, issuer)).items():
             before[use] += new
-        ends = pass_ends(tasks, "forward")
-        for block in blocks:
+        for block, end in zip(blocks, block_ends, strict=True):
             freed = footprint([Event(0, -block.size_bytes, "gathered_parameters")])
-            after_task[ends[block.layers[0].module]].append(
-                Task(TaskId("free", layer=block.name), "forward", need=freed)
-            )
-    return insert_beside(tasks, before=before, behind=after_task)
+            behind[end].append(Task(TaskId("free", layer=block.name), "forward", need=freed))
+    return before, behind
 
 
 def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, begin: TaskId) -> dict[TaskId, list[Task]]:

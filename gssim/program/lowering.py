@@ -75,7 +75,7 @@ def once_a_run(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Co
 
 def once_for_statistics(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
     """Cache a function of the lowering over all steps, and all thresholds, under the same gradient statistics."""
-    return _once(function, lambda low: low.run_cache.setdefault(Same(low.statistics), {}))
+    return _once(function, attrgetter("statistics_cache"))
 
 
 def once_for_densities(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
@@ -153,7 +153,8 @@ class Lowering:
         Cached values that depend on neither are kept.
         """
         other = copy(self)
-        other.__dict__.pop("push", None)
+        for name in ("push", "statistics_cache"):
+            other.__dict__.pop(name, None)
         settings: dict[str, Any] = {
             "scenario": scenario,
             "statistics": statistics,
@@ -163,6 +164,12 @@ class Lowering:
         for name, value in settings.items():
             object.__setattr__(other, name, value)
         return other
+
+    @cached_property
+    def statistics_cache(self) -> dict[Hashable, Any]:
+        """Values of functions that differ with the statistics, but not with thresholds, by function and arguments."""
+        cache: dict[Hashable, Any] = self.run_cache.setdefault(Same(self.statistics), {})
+        return cache
 
     @once_a_step
     def of_stage(self, stage: Stage) -> "Lowering":

@@ -1,7 +1,7 @@
 """Push of Gradient Sharding: gradients are thresholded, packed and sent to their shards' owners, which add them."""
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -89,8 +89,7 @@ def _in_turn(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[list[Tas
     draining: list[Task] = []
     pending: tuple[list[Task], list[Task]] = ([], [])
     behind = []
-    for bucket in low.buckets:
-        reduce, push, drain = send_bucket(low, rank, bucket, micro_batch)
+    for reduce, push, drain in send_buckets(low, rank, micro_batch):
         before: list[Task] = []
         if pending[0]:  # a bucket reduced beside the compute is pushed once the next one is complete
             before, draining, pending = [*draining, *pending[0]], pending[1], ([], [])
@@ -103,16 +102,25 @@ def _in_turn(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[list[Tas
     return [*behind, [*draining, *pending[0], *pending[1]]]
 
 
-def send_bucket(
-    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch
-) -> tuple[list[Task], list[Task], list[Task]]:
-    """Return three lists for a complete bucket: its reduction within the node, its push, and the addition at the owner.
+_BucketTasks = tuple[list[Task], list[Task], list[Task]]
+
+
+def send_buckets(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[_BucketTasks]:
+    """Return three lists for each complete bucket: its reduction within the node, its push, and the addition at the
+    owner.
 
     Ranks that send and receive the same of a bucket share these tasks.
     """
-    low = low.owning(bucket)
-    costs = _costs(low, rank, bucket_kind(low, bucket), micro_batch)
-    return _tasks_of_bucket(low, bucket.index, low.place(rank), micro_batch, costs)
+    all_owners = [(each, _sent_buckets(each, each.place(rank), micro_batch)) for each in low.all_owners]
+    costs: dict[int, _Costs] = {}
+    found = []
+    for bucket in low.buckets:
+        owners, sent = all_owners[-1 if bucket.of_experts else 0]
+        own = sent[bucket.index]
+        if own.kind not in costs:  # no kind has buckets of several owners
+            costs[own.kind] = _costs(owners, rank, own.kind, micro_batch)
+        found.append(own.tasks(costs[own.kind]))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,28 +189,49 @@ def _new_costs(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch
     return _Costs(threshold_s, threshold, post_s, footprint(posted), push, add_s, footprint(released))
 
 
-_BucketTasks = tuple[list[Task], list[Task], list[Task]]
+class _SentBucket:
+    """What the ranks at a place have in common as they send a bucket: everything but times and memory."""
+
+    def __init__(self, low: Lowering, number: int, place: int, micro_batch: MicroBatch) -> None:
+        self.kind, self.names = bucket_kind(low, low.buckets[number]), _names(low, number)
+        self.reduce = _reduce_scatter_in_node(low, number, place) if low.reduces_in_nodes else []
+        self.after = (self.reduce[-1].id,) if self.reduce and low.overlaps else ()
+        self.stays = low.nodes == 1
+        self._known: dict[_Costs, _BucketTasks] = {}
+        if self.stays:
+            return
+        communication, exchange = _exchange_of_bucket(low, number, place, micro_batch)
+        self.counts = [collective_task(self.names.counts, _counts(low))] if is_thresholded(low) else []
+        stream, begun = "compute", self.names.post
+        if low.scenario.plan.overlap:  # messages start as they are posted, the backend's call after its flat copy
+            last = self.names.counts if self.counts else self.names.threshold
+            stream, begun = "communication", last if low.policies.point_to_point else self.names.post
+        self.push = collective_task(self.names.push, exchange, stream, communication=communication, after=(begun,))
+
+    def tasks(self, costs: "_Costs") -> _BucketTasks:
+        """Return the tasks of ranks with certain costs; see `send_buckets`."""
+        if costs not in self._known:
+            self._known[costs] = self._new_tasks(costs)
+        return self._known[costs]
+
+    def _new_tasks(self, costs: "_Costs") -> _BucketTasks:
+        names = self.names
+        threshold = Task(
+            names.threshold, "compression", "compute", costs.threshold_s, None, self.after, costs.threshold
+        )
+        if self.stays:  # nothing is left to push
+            return self.reduce, [threshold, Task(names.free, "compression", need=costs.post)], []
+        post = Task(names.post, "exposed_communication", "compute", costs.post_s, None, (), costs.post)
+        push = self.push if costs.push is NOTHING else replace(self.push, need=costs.push)
+        add = Task(names.add, "compression", "compute", costs.add_s, None, (names.push,), costs.add)
+        return self.reduce, [threshold, *self.counts, post, push], [add]
 
 
 @once_a_step
-def _tasks_of_bucket(low: Lowering, number: int, place: int, micro_batch: MicroBatch, costs: _Costs) -> _BucketTasks:
-    """Return the tasks of the bucket with an index on the ranks at a place; see `send_bucket`."""
-    names = _names(low, number)
-    reduce = _reduce_scatter_in_node(low, number, place) if low.reduces_in_nodes else []
-    after = (reduce[-1].id,) if reduce and low.overlaps else ()
-    threshold = Task(names.threshold, "compression", duration_s=costs.threshold_s, after=after, need=costs.threshold)
-    if low.nodes == 1:
-        return reduce, [threshold, Task(names.free, "compression", need=costs.post)], []
-    communication, exchange = _exchange_of_bucket(low, number, place, micro_batch)
-    counts = [collective_task(names.counts, _counts(low))] if is_thresholded(low) else []
-    post = Task(names.post, "exposed_communication", duration_s=costs.post_s, need=costs.post)
-    stream, begun = "compute", post.id
-    if low.scenario.plan.overlap:  # messages start as they are posted, the backend's call after its flat copy
-        stream = "communication"
-        begun = [threshold, *counts][-1].id if low.policies.point_to_point else post.id
-    push = collective_task(names.push, exchange, stream, communication=communication, after=(begun,), need=costs.push)
-    add = Task(names.add, "compression", duration_s=costs.add_s, after=(push.id,), need=costs.add)
-    return reduce, [threshold, *counts, post, push], [add]
+def _sent_buckets(low: Lowering, place: int, micro_batch: MicroBatch) -> Mapping[int, _SentBucket]:
+    """Return what the ranks at a place have in common as they send each of these owners' buckets, by its index."""
+    own = [bucket.index for bucket in low.buckets if bucket.of_experts == low.of_experts]
+    return {number: _SentBucket(low, number, place, micro_batch) for number in own}
 
 
 class _Names(NamedTuple):

@@ -87,12 +87,12 @@ def mean_excess_bytes(program: Program, traffic: Sequence[StepTraffic], typical:
     )
 
 
-def mean_over_typical(machine: Machine, excess: float) -> float:
+def mean_over_typical(whole_bytes: float, excess: float) -> float:
     """Return the ratio of bytes in the mean of all steps to those in the typical step.
 
-    `excess`: see `mean_excess_bytes`. Assumes the same ratio for all ranks and links.
+    `whole_bytes`: bytes that all ranks send in the typical step; `excess`: see `mean_excess_bytes`. Assumes the same
+    ratio for all ranks and links.
     """
-    whole_bytes = float(np.sum(machine.carried_by_rank()[0])) / machine.steps
     return 1 + excess / whole_bytes if whole_bytes else 1.0
 
 
@@ -209,19 +209,21 @@ def rank_classes(
     machine: Machine,
     phases: list[dict[str, float]],
     footprints: Sequence[MemoryFootprint],
+    carried: tuple[Floats, Floats],
     *,
     mean_ratio: float = 1.0,
     beside: Carried | None = None,
 ) -> tuple[RankOutcome, ...]:
     """Return the outcomes of ranks; ranks with equal outcomes share one entry.
 
-    `mean_ratio`: see `mean_over_typical`; `beside`: see `links_of`. Bytes of ranks are means over steps, so that they
-    agree with the collectives' payloads.
+    `carried`: bytes that each rank has sent and received in all steps of the machine. `mean_ratio`: see
+    `mean_over_typical`; `beside`: see `links_of`. Bytes of ranks are means over steps, so that they agree with the
+    collectives' payloads.
     """
     found: dict[tuple[Any, ...], tuple[dict[str, Any], list[int]]] = {}
 
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
-    carried, devices = machine.carried_by_rank(), scenario.cluster.devices
+    devices = scenario.cluster.devices
     if beside is not None:
         carried = carried[0] + machine.steps * beside.sent, carried[1] + machine.steps * beside.received
     sent, received = (size_bytes.tolist() for size_bytes in carried)

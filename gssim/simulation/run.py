@@ -301,7 +301,9 @@ def _steady(
     typical = run_until_steady(scenario, steps.program(middle), unfolded, shared)
     traffic = [steps.traffic(number) for number in numbers]
     simulates_lightest = spread and steps.first_equal(light) != steps.first_equal(middle)
-    lightest = run_until_steady(scenario, steps.program(light), unfolded, shared) if simulates_lightest else typical
+    lightest = typical
+    if simulates_lightest:  # only for its step time
+        lightest = run_until_steady(scenario, steps.program(light), unfolded, shared, peaks=False)
     first = run_until_steady(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
     excess_bytes = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
     result = _result(
@@ -534,8 +536,9 @@ def _result(
     if first is not None and first is not typical:
         first_footprints = _footprints(scenario, first, shared, sized=sized)
     fit = worst_misfit(footprints) or worst_misfit(first_footprints) or host_misfit(scenario, machine.program)
-    mean_ratio = mean_over_typical(machine, excess_bytes)
-    ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio, beside=beside)
+    carried = machine.carried_by_rank()
+    mean_ratio = mean_over_typical(float(carried[0].sum()) / machine.steps, excess_bytes)
+    ranks = rank_classes(scenario, machine, phases, footprints, carried, mean_ratio=mean_ratio, beside=beside)
     ordered_s = sorted((lightest or typical).times_s)
     return Result(
         source="simulated",

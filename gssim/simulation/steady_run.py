@@ -69,6 +69,7 @@ def run_until_steady(
     *,
     recorded: bool = False,
     replicas: int = 1,
+    peaks: bool = True,
 ) -> SteadyRun:
     """Run a program until it is steady: the offsets between the ranks' step ends no longer change.
 
@@ -76,7 +77,7 @@ def run_until_steady(
     the offsets settle. One more is run if the beginning of the next step affects the end of a step: if published
     parameters are in flight, or if ranks that end early slow down others on their host. `replicas`: number of replicas,
     each of consecutive ranks, that do not communicate within a step; offsets are then compared only inside each
-    replica.
+    replica. `peaks`: whether memory peaks are needed.
     """
     cluster = with_profile_slowdowns(scenario.cluster, scenario.workload)
     types = {device.type for device in cluster.devices[: scenario.ranks]}
@@ -90,7 +91,8 @@ def run_until_steady(
             machine.memory = [
                 RecordingTracker(memory.current, partial(getattr, machine.env, "now")) for memory in machine.memory
             ]
-        machine.run(steps + (scenario.policies.publish_overlaps or (machine.is_coupled and not jittery)))
+        more = scenario.policies.publish_overlaps or (machine.is_coupled and not jittery)
+        machine.run(steps + more, peaks=peaks)
         if jittery:  # the median over many steps hardly depends on the last one
             return _counted(scenario, machine, 0, steps, jittery=True)
         ends_s = np.array([ends[steps - 2 : steps] for ends in machine.ends_s])

@@ -417,3 +417,23 @@ def test_what_rounding_leaves_of_a_category_is_not_reported(left_bytes: float) -
     peak = {"parameters": 4096.0, "activations": left_bytes}
     footprint = MemoryFootprint(rank=0, memory_bytes=1e6, peak=peak, reserved_bytes=4096.0)
     assert footprint.reported_peak == {"parameters": 4096.0}
+
+
+def test_ranks_that_share_a_footprint_have_the_one_of_each_by_itself() -> None:
+    """Equal dictionaries that are not one object tell ranks apart, which then are gone through one by one."""
+    work = [Event(0, 40.0 * MIB, "activations"), Event(1, -40.0 * MIB, "activations"), Event(2, 65.0 * MIB, "buckets")]
+    tasks = (task_of("work", "forward", need=footprint(work)), task_of("update", "optimizer"))
+    kept: tuple[dict[str, float], ...] = ({"parameters": 90.0 * MIB}, {"parameters": 30.0 * MIB})
+    program = replace(program_with((tasks, tasks), {}, kept), roles=(0, 1, 0, 1, 1, 0))
+    types = {name: device_type(**(GPU | {"memory_bytes": size * MIB})) for name, size in (("a", 900.0), ("b", 160.0))}
+    names = ["a", "a", "b", "b", "a", "a"]
+    cluster = star(6, types=types, type_names=names, backend="nccl")
+    scenario = scenario_of(cluster, {"method": "ddp"}, global_batch_size=12)
+    of_role = [{**each, "buckets": 65.0 * MIB} for each in kept]
+    shared = footprints_of(scenario, program, [(rank, of_role[role]) for rank, role in enumerate(program.roles)])
+    alone = footprints_of(scenario, program, [(rank, dict(of_role[role])) for rank, role in enumerate(program.roles)])
+    assert len(set(map(id, shared))) == 4
+    assert [replace(each, rank=rank) for rank, each in enumerate(shared)] == alone
+    assert [each.reported for each in shared] == [each.reported for each in alone]
+    assert worst_misfit(shared) == worst_misfit(alone)
+    assert tightest_margin(shared) == tightest_margin(alone)

@@ -86,6 +86,29 @@ def test_thresholds_of_one_plan_share_its_steps_and_keep_their_answers(tmp_path,
     assert len(set(together)) == len(asked)
 
 
+@pytest.mark.parametrize("method", ["gs", "gs_z3", "gs_hier"])
+def test_a_step_under_another_threshold_is_the_one_that_is_lowered_anew(method):
+    """Of 32 devices of three kinds: what ranks at a place have in common, and where gathers go, is lowered once."""
+    counts = [f"cluster.topology.servers.{kind}.count={count}" for kind, count in enumerate((2, 1, 1))]
+    workload = [
+        "workload.global_batch_size=1024",
+        f"workload.gradients={SCENARIOS / 'gradients/gpt-byte-1m-1024.json'}",
+    ]
+    changes = [f"cluster={SCENARIOS / 'clusters/unequal-1024.toml'}", *counts, *workload, f"plan.method={method}"]
+    changes += ["run.steps=8", "run.warmup_steps=4"]
+    first, other = (
+        load_scenario(SCENARIOS / "demo.toml", [*changes, f"plan.push.threshold={each}"]) for each in (1e-4, 1e-3)
+    )
+    steps = Steps(first.scenario, first.gradients)
+    assert len(set(steps.program(5).role_of)) > 3
+    shared = steps.under(other.scenario, other.gradients).program(5)
+    anew = Steps(other.scenario, other.gradients).program(5)
+    assert shared.tasks == anew.tasks
+    assert (shared.role_of, shared.persistent) == (anew.role_of, anew.persistent)
+    assert dict(shared.communications) == dict(anew.communications)
+    assert shared.tasks != steps.program(5).tasks
+
+
 def test_a_file_that_has_changed_is_read_again(tmp_path):
     file, shared = tmp_path / "scenario.toml", Shared()
     text = (SCENARIOS / "gpt2-unequal-gpus.toml").read_text()
