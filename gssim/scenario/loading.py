@@ -68,7 +68,7 @@ class _Folders(dict[str, Path]):
 
     def __init__(self, beside: Path) -> None:
         super().__init__({"": beside})
-        self.found: list[Path] = []
+        self.found: set[Path] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _loaded(
     check(scenario, file=file)
     wanted = scenario.plan.sends_by_data or (searched and scenario.search.searches_thresholds)
     statistics = _statistics(scenario, file, folders, shared) if gradients_needed and wanted else None
-    versions = tuple((each, _version(each)) for each in (path, *dict.fromkeys(folders.found)))
+    versions = tuple((each, _version(each)) for each in (path, *folders.found))
     found = Loaded(file=file, scenario=scenario, gradients=statistics)
     return _Known(found, path, overrides, folders, cluster, versions)
 
@@ -326,6 +326,7 @@ def _cluster(path: Path, changes: Changes, file: str, folders: _Folders, shared:
     }
     named = {key: value for key, value in changes if key in IN_FILES and isinstance(value, str)}
     found |= {key: _find(value, f"cluster.{key}", file, folders) for key, value in named.items()}
+    folders.found.update(found.values())
     tables = {key: _content(each, shared)[1] for key, each in found.items()}
     changes = tuple((key, value) for key, value in changes if key not in named)
     key = (str(path), Same(data), *map(Same, tables.values()), repr(changes))
@@ -466,7 +467,7 @@ def _find(name: str, key: str, file: str, folders: _Folders) -> Path:
         if folder is not None:
             candidates.append(folder / name)
             if os.path.isfile(candidates[-1]):  # false for a name that is too long, for which pathlib raises
-                folders.found.append(candidates[-1])
+                folders.found.add(candidates[-1])
                 return candidates[-1]
     if key == "workload.model" and name in shipped_models():
         return shipped_models()[name]

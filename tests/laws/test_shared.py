@@ -164,6 +164,18 @@ def test_files_that_have_changed_are_read_again_for_points_of_other_rates(tmp_pa
     assert again.run.seed == 770
 
 
+def test_a_file_of_device_types_that_has_changed_is_read_again(tmp_path):
+    shared, types, cluster = Shared(), tmp_path / "types.toml", tmp_path / "own.toml"
+    written = (SCENARIOS / "clusters" / "t4-hosts.toml").read_text()
+    cluster.write_text(written.replace('device_types.t4 = "t4"', 'device_types = "types.toml"'))
+    types.write_text('t4 = { preset = "t4", source = "made" }')
+    asked = [f"cluster={cluster}", f"{RATE}=1e9"]
+    load_scenario(SCENARIOS / "demo.toml", asked, shared=shared)
+    types.write_text('t4 = { preset = "t4", source = "made", price_usd_per_h = 9 }')
+    later = load_scenario(SCENARIOS / "demo.toml", asked, shared=shared).scenario
+    assert later.cluster.device_types["t4"].price_usd_per_h == 9
+
+
 def test_an_override_stays_with_its_own_point():
     shared = Shared()
     path = SCENARIOS / "gpt2-unequal-gpus.toml"
