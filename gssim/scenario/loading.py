@@ -3,9 +3,9 @@
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -46,15 +46,110 @@ def load_scenario(
     Raises UserError (one line: file, key path, value, what is allowed) for every error that the user can fix.
     """
     shared = shared or Shared()
+    asked = tuple(overrides)
+
+    def loaded() -> _Known:
+        return _loaded(path, asked, tables, shared, gradients_needed=gradients_needed, searched=searched)
+
+    if tables is not None:
+        return loaded().loaded
+    key = (os.fspath(path), tuple(map(_without_rate, asked)), gradients_needed, searched)
+    known = shared.once("alike scenarios", key, loaded)
+    if known.overrides == asked:  # which is the one that was asked for last, or was just loaded
+        return known.loaded if known.is_current else loaded().loaded
+    return (known.with_rates(asked, shared) if known.is_current else None) or loaded().loaded
+
+
+class _Folders(dict[str, Path]):
+    """Folders in which named files are searched, by the key of the override that names them; "": beside the scenario.
+
+    `found`: the files that were found.
+    """
+
+    def __init__(self, beside: Path) -> None:
+        super().__init__({"": beside})
+        self.found: set[Path] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A scenario that was loaded, for those that differ from it only in the rates of links, and in their names."""
+
+    loaded: Loaded
+    path: Path
+    overrides: tuple[str, ...]
+    folders: _Folders
+    cluster: Path | None
+    """The cluster's file; None if the scenario has its table."""
+    versions: tuple[tuple[Path, Hashable], ...]
+    """The files that were read, each with its version."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all files are as they were."""
+        return all(_version(path) == version for path, version in self.versions)
+
+    def with_rates(self, overrides: tuple[str, ...], shared: Shared) -> Loaded | None:
+        """Return the scenario under overrides that set other rates of links; None if more than these may differ.
+
+        Checks, and what the plan resolves to, depend on rates only where shards are sized by costs, or where conditions
+        of the network change links: all else is this scenario's.
+        """
+        first, file = self.loaded.scenario, self.loaded.file
+        if self.cluster is None or first.network or first.plan.shares.shards == "cost":
+            return None
+        parsed = [parsed_override(override) for override in overrides]
+        changes = tuple((key.removeprefix("cluster."), value) for key, value in parsed if key.startswith("cluster."))
+        tables: dict[str, Any] = {each.name: getattr(first, each.name) for each in fields(first)}
+        tables |= {key: value for key, value in parsed if key == "name"}
+        tables["cluster"] = _cluster(self.cluster, changes, file, self.folders, shared)
+        scenario = validated(Scenario, tables, file=file)
+        resolved = vars(first)
+        vars(scenario).update({name: resolved[name] for name in RESOLVED if name in resolved})
+        vars(scenario)["source"] = Source(self.path, overrides, None, load=_loaded_from)
+        return Loaded(file=file, scenario=scenario, gradients=self.loaded.gradients)
+
+
+RESOLVED = ("policies", "push", "ranks", "idle_devices", "data_batch_sizes", "batch_sizes", "shard_shares")
+"""What a scenario resolves to whatever the rates of its links are, unless shards are sized by costs."""
+LINKS = ("cluster.topology.", "cluster.links.")
+"""Beginnings of the keys of links."""
+RATES = ("_per_s", "latency_s", "oversubscription")
+"""Suffixes of the keys that are rates of links."""
+
+
+@lru_cache(maxsize=1024)
+def _without_rate(override: str) -> str:
+    """Return an override without its value if it sets a rate of a link, or the scenario's name.
+
+    >>> _without_rate("cluster.topology.link.latency_s=1e-6"), _without_rate("plan.tp=2")
+    ('cluster.topology.link.latency_s', 'plan.tp=2')
+    """
+    key = override.partition("=")[0]
+    return key if key == "name" or (key.startswith(LINKS) and key.endswith(RATES)) else override
+
+
+def _loaded(
+    path: Path,
+    overrides: tuple[str, ...],
+    tables: Mapping[str, Any] | None,
+    shared: Shared,
+    *,
+    gradients_needed: bool,
+    searched: bool,
+) -> _Known:
+    """Return a scenario, and what it was loaded from; see `load_scenario`."""
+    folders = _Folders(path.parent)
     text, content = _content(path, shared) if tables is None else ("", _with_own_layers(tables, shared))
     data = _copied(content)
     file = str(path)
     check_kind(data, "scenario", file)
     data.setdefault("name", path.stem)
     data.setdefault("question", first_comment(text))
-    folders = {"": path.parent}
     changes = _with_overrides(data, overrides, folders)
+    named = data.get("cluster")
     data["cluster"] = _part(data, "cluster", changes, file, folders, shared)
+    cluster = _find(named, "cluster", file, folders) if isinstance(named, str) else None
     workload = data.get("workload")
     if isinstance(workload, dict):
         workload["model"] = _part(workload, "workload.model", changes, file, folders, shared)
@@ -71,7 +166,9 @@ def load_scenario(
     check(scenario, file=file)
     wanted = scenario.plan.sends_by_data or (searched and scenario.search.searches_thresholds)
     statistics = _statistics(scenario, file, folders, shared) if gradients_needed and wanted else None
-    return Loaded(file=file, scenario=scenario, gradients=statistics)
+    versions = tuple((each, _version(each)) for each in (path, *folders.found))
+    found = Loaded(file=file, scenario=scenario, gradients=statistics)
+    return _Known(found, path, overrides, folders, cluster, versions)
 
 
 def _with_own_layers(tables: Mapping[str, Any], shared: Shared) -> Mapping[str, Any]:
@@ -154,7 +251,7 @@ def load_model(path: Path) -> Model:
 
 def load_cluster(path: Path) -> Cluster:
     """Return the cluster in the TOML file `path`."""
-    return _cluster(path, (), str(path), {"": path.parent}, Shared())
+    return _cluster(path, (), str(path), _Folders(path.parent), Shared())
 
 
 MOST_READ = 128
@@ -218,18 +315,21 @@ def _unchanged_model(path: Path, data: Same) -> Model:
     return validated(Model, data.value, file=str(path))
 
 
-def _cluster(path: Path, changes: Changes, file: str, folders: dict[str, Path], shared: Shared) -> Cluster:
+def _cluster(path: Path, changes: Changes, file: str, folders: _Folders, shared: Shared) -> Cluster:
     """Return the cluster in a file; some of its tables may be in files of their own, which overrides may name."""
     data = _content(path, shared)[1]
     check_kind(data, "cluster", str(path))
     found = {
-        key: _find(data[key], key, str(path), {"": path.parent}) for key in IN_FILES if isinstance(data.get(key), str)
+        key: _find(data[key], key, str(path), _Folders(path.parent))
+        for key in IN_FILES
+        if isinstance(data.get(key), str)
     }
     named = {key: value for key, value in changes if key in IN_FILES and isinstance(value, str)}
     found |= {key: _find(value, f"cluster.{key}", file, folders) for key, value in named.items()}
+    folders.found.update(found.values())
     tables = {key: _content(each, shared)[1] for key, each in found.items()}
     changes = tuple((key, value) for key, value in changes if key not in named)
-    key = (path, Same(data), *map(Same, tables.values()), repr(changes))
+    key = (str(path), Same(data), *map(Same, tables.values()), repr(changes))
     return shared.once(
         "cluster", key, lambda: validated(Cluster, _changed(data | tables, "cluster", changes), file=str(path))
     )
@@ -247,13 +347,14 @@ IN_FILES = ("device_types", "backend_cost")
 """Tables of a cluster file that may be in separate files, which several clusters share."""
 
 
-def _version(path: Path) -> tuple[Path, int, int] | None:
+def _version(path: Path) -> tuple[str, int, int] | None:
     """Return a cache key for the content of a file: path, modification time and size; None where there is no file."""
     try:
-        status = path.stat()
+        name = os.fspath(path)  # a path takes long to hash and to compare
+        status = os.stat(name)
     except (OSError, ValueError):  # also for a name that no file system allows
         return None
-    return (path, status.st_mtime_ns, status.st_size)
+    return (name, status.st_mtime_ns, status.st_size)
 
 
 def _content(path: Path, shared: Shared) -> tuple[str, dict[str, Any]]:
@@ -299,7 +400,7 @@ def first_comment(text: str) -> str:
     return first.lstrip("# ").strip() if first.startswith("#") else ""
 
 
-def _with_overrides(data: dict[str, Any], overrides: Sequence[str], folders: dict[str, Path]) -> dict[str, Changes]:
+def _with_overrides(data: dict[str, Any], overrides: Sequence[str], folders: _Folders) -> dict[str, Changes]:
     """Set overrides in a scenario's tables; return those for its cluster and model, which may be in other files.
 
     The latter are applied to the file that is named once all overrides are set. If an override names a file, the folder
@@ -335,7 +436,7 @@ def _part(
     part: str,
     changes: Mapping[str, Changes],
     file: str,
-    folders: dict[str, Path],
+    folders: _Folders,
     shared: Shared,
 ) -> object:
     """Return one of `PARTS`, validated and with overrides applied: the inline table, or the content of the named file.
@@ -360,12 +461,13 @@ def _part(
     return _model(path, changes[part], shared, precision=str(data.get("precision", "fp32")))
 
 
-def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
+def _find(name: str, key: str, file: str, folders: _Folders) -> Path:
     candidates = []
     for folder in (folders.get(key), folders[""]):
         if folder is not None:
             candidates.append(folder / name)
             if os.path.isfile(candidates[-1]):  # false for a name that is too long, for which pathlib raises
+                folders.found.add(candidates[-1])
                 return candidates[-1]
     if key == "workload.model" and name in shipped_models():
         return shipped_models()[name]
@@ -397,7 +499,7 @@ def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, An
     return resolved
 
 
-def _statistics(scenario: Scenario, file: str, folders: dict[str, Path], shared: Shared) -> GradientStatistics | None:
+def _statistics(scenario: Scenario, file: str, folders: _Folders, shared: Shared) -> GradientStatistics | None:
     name = scenario.workload.gradients
     if name is None and not scenario.plan.sends_by_data:
         return None  # the search will report it

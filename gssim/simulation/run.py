@@ -82,7 +82,6 @@ from gssim.simulation.steady_run import (
 from gssim.simulation.timeline import step_of
 from gssim.simulation.varying_run import Segment, StepReport, simulate_steps
 from gssim.units import Floats
-from gssim.workload import unrolled
 from gssim.workload.gradient_statistics import at_end
 
 
@@ -332,7 +331,8 @@ sweep repeats on other networks. A layer is a few tasks of about 500 bytes each.
 
 def _cached_runs(scenario: Scenario) -> int:
     """Return how many runs to keep in the cache after simulating a scenario of this size."""
-    layers = scenario.ranks * len(unrolled(scenario.workload.model)) * scenario.plan.micro_batches
+    of_model = sum(layer.repeats for layer in scenario.workload.model.layers)
+    layers = scenario.ranks * of_model * scenario.plan.micro_batches
     return max(MAX_CACHED_RUNS, MAX_CACHED_LAYERS // layers)
 
 

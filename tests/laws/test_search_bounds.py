@@ -14,7 +14,7 @@ from gssim.errors import UserError
 from gssim.execution.cache import Shared
 from gssim.plan import METHODS, resolve
 from gssim.planner import PLAN, Batches, candidates
-from gssim.planner.bounds import Bounds, LoweredBounds
+from gssim.planner.bounds import Bounds, LoweredBounds, lowered
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.parts import NOT_RESOLVED, ModelParts
 from gssim.scenario import SearchSpace, load_model, load_scenario
@@ -365,6 +365,23 @@ def test_no_plan_that_divides_sequences_beside_blocks_or_stages_is_better_than_i
         if number >= plans and len(looked_at) == 3:
             break
     assert len(looked_at) == 3
+
+
+@pytest.mark.parametrize("method", ["single", "ddp", "zero1", "zero2", "gs", "gs_z3", "local_sgd"])
+def test_gradients_of_later_micro_batches_are_added_up_in_the_bound_of_compute(method):
+    """Gradients that every micro-batch sends are not added to those of others."""
+    plan = f'plan={{method="{method}", micro_batches=4}}'
+    loaded = load_scenario(ROOT / "scenarios/gpt2-unequal-gpus.toml", [plan])
+    scenario, bounds = loaded.scenario, Bounds(loaded.scenario)
+    found = bounds.compute.busy_s(scenario.plan, scenario.policies, scenario.batch_sizes)
+    really = lowered.busy_s(scenario, LoweredBounds(loaded, "step-time", Shared()).program)
+    parts = [least_s / busy_s for least_s, busy_s in zip(found, really, strict=True)]
+    assert max(parts) <= 1 + 1e-9
+    if scenario.policies.gradient_sync == "step":
+        assert min(parts) > 0.96
+    part = bounds.parts.part(scenario.plan, scenario.policies, 0)
+    added_s = bounds.compute.accumulation_s(scenario.policies, 0, part)
+    assert (added_s > 0) == (scenario.policies.gradient_sync == "step")
 
 
 @pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "gs", "gs_z3"])

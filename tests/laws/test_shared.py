@@ -13,7 +13,7 @@ from points import random_point
 from gssim.errors import UserError
 from gssim.execution.cache import Same, Shared
 from gssim.program import Steps
-from gssim.scenario import load_scenario
+from gssim.scenario import check, load_scenario
 from gssim.scenario.sweep import load_sweep, points_of
 from gssim.simulation import simulate
 from gssim.sweeps.predictions import predicted
@@ -117,6 +117,86 @@ def test_a_file_that_has_changed_is_read_again(tmp_path):
     assert load_scenario(file, shared=shared).scenario.run.steps == 30
     file.write_text(text.replace("steps = 30", "steps = 31000"))
     assert load_scenario(file, shared=shared).scenario.run.steps == 31000
+
+
+RATE = "cluster.topology.link.bandwidth_bytes_per_s"
+OF_SWITCH = (
+    'cluster={name="gpus", backend="nccl", nccl="volta", source="made", device_types={gpu="t4"}, topology={'
+    'kind="switch", devices=[{device="gpu", count=4}], link={'
+    'bandwidth_bytes_per_s="1 Gb/s", latency_s="10 us", source="made"}}}'
+)
+OF_FILE = "cluster=clusters/t4-hosts.toml"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "plan", "is_checked_again"),
+    [
+        (OF_FILE, (), False),
+        (OF_FILE, ("plan.push.threshold=1e-3",), False),
+        (OF_FILE, ("plan.shares.shards=cost",), True),
+        (OF_FILE, ('network.faults=[{between=["device0", "switch"], bandwidth_ratio=0.5}]',), True),
+        (OF_SWITCH, (), True),
+    ],
+)
+def test_points_of_other_rates_share_all_but_their_cluster(cluster, plan, is_checked_again):
+    """Their checks too, unless shards are sized by costs, or the network has conditions."""
+    file, shared = SCENARIOS / "demo.toml", Shared()
+    base = [cluster, "cluster.topology.devices.0.count=4", *plan] if cluster == OF_FILE else [cluster, *plan]
+    asked = [[*base, f'{RATE}="{rate} Gb/s"', f'name="of-{rate}"'] for rate in (1, 7, 3)]
+    alone = [load_scenario(file, each) for each in asked]
+    with patch("gssim.scenario.loading.check", side_effect=check) as checked:
+        together = [load_scenario(file, each, shared=shared) for each in asked]
+        assert checked.call_count == (3 if is_checked_again else 1)
+    for one, same, overrides in zip(alone, together, asked, strict=True):
+        assert same.scenario.name == one.scenario.name
+        assert same.scenario.identity(shared) == one.scenario.scenario_id
+        assert same.calibration(shared) == one.calibration_id
+        assert same.scenario.resolved() == one.scenario.resolved()
+        assert same.scenario.source.overrides == tuple(overrides)
+        assert same.scenario.with_({"run.seed": 5}).resolved() == one.scenario.with_({"run.seed": 5}).resolved()
+    assert len({each.calibration_id for each in alone}) == len(asked)
+
+
+def test_a_bad_rate_after_a_good_one_is_refused_as_if_it_were_alone():
+    file, shared = SCENARIOS / "demo.toml", Shared()
+    load_scenario(file, [OF_FILE, f'{RATE}="1 Gb/s"'], shared=shared)
+    refusals = []
+    for cache in (shared, Shared()):
+        with pytest.raises(UserError) as refused:
+            load_scenario(file, [OF_FILE, f'{RATE}="1 GB"'], shared=cache)
+        refusals.append(str(refused.value))
+    assert refusals[0] == refusals[1]
+
+
+def test_files_that_have_changed_are_read_again_for_points_of_other_rates(tmp_path):
+    shared = Shared()
+    for folder in ("clusters", "models", "gradients"):
+        (tmp_path / folder).symlink_to(SCENARIOS / folder)
+    text = (SCENARIOS / "demo.toml").read_text()
+    (tmp_path / "demo.toml").write_text(text)
+    cluster = tmp_path / "own.toml"
+    written = (SCENARIOS / "clusters" / "t4-hosts.toml").read_text()
+    cluster.write_text(written)
+    asked = [f"cluster={cluster}", f"{RATE}=1e9"]
+    first = load_scenario(tmp_path / "demo.toml", asked, shared=shared).scenario
+    cluster.write_text(written.replace("count = 8", "count = 16"))
+    later = load_scenario(tmp_path / "demo.toml", [asked[0], f"{RATE}=2e9"], shared=shared).scenario
+    assert (first.ranks, later.ranks) == (8, 16)
+    (tmp_path / "demo.toml").write_text(text.replace("seed = 0", "seed = 770"))
+    again = load_scenario(tmp_path / "demo.toml", [asked[0], f"{RATE}=3e9"], shared=shared).scenario
+    assert again.run.seed == 770
+
+
+def test_a_file_of_device_types_that_has_changed_is_read_again(tmp_path):
+    shared, types, cluster = Shared(), tmp_path / "types.toml", tmp_path / "own.toml"
+    written = (SCENARIOS / "clusters" / "t4-hosts.toml").read_text()
+    cluster.write_text(written.replace('device_types.t4 = "t4"', 'device_types = "types.toml"'))
+    types.write_text('t4 = { preset = "t4", source = "made" }')
+    asked = [f"cluster={cluster}", f"{RATE}=1e9"]
+    load_scenario(SCENARIOS / "demo.toml", asked, shared=shared)
+    types.write_text('t4 = { preset = "t4", source = "made", price_usd_per_h = 9 }')
+    later = load_scenario(SCENARIOS / "demo.toml", asked, shared=shared).scenario
+    assert later.cluster.device_types["t4"].price_usd_per_h == 9
 
 
 def test_an_override_stays_with_its_own_point():

@@ -1,14 +1,14 @@
 """Lower bounds of a plan's step time, objective and memory.
 
-[Note: bounds] Each rank computes all of its micro-batches through all of its layers, at best at its device's own speed.
-Everything else (communication, waiting for others, the update, contention with neighbouring devices) only adds time.
-While its largest micro-batch goes forward and backward, a rank holds its activations as well as its persistent memory.
-Its collectives run one after another on their stream, and take no less than each takes alone on idle links; links take
-no less than the bytes that cross them. (A GPU's host goes on launching a layer while the device waits for a collective
-inside it, so that host times are not added to these.) Terms that are not known to be lower bounds are left out. There
-are three bounds, each tighter and more expensive than the one before: `of`, from the plan alone; `closer`, which adds
-communication, the memory of pipeline stages, and how stages wait for each other; and the bounds of `LoweredBounds`, for
-a lowered plan (three in turn).
+[Note: bounds] Each rank computes all of its micro-batches through all of its layers, at best at its device's own speed,
+and adds the gradients of later ones to those of earlier ones. Everything else (communication, waiting for others, the
+update, contention with neighbouring devices) only adds time. While its largest micro-batch goes forward and backward, a
+rank holds its activations as well as its persistent memory. Its collectives run one after another on their stream, and
+take no less than each takes alone on idle links; links take no less than the bytes that cross them. (A GPU's host goes
+on launching a layer while the device waits for a collective inside it, so that host times are not added to these.)
+Terms that are not known to be lower bounds are left out. There are three bounds, each tighter and more expensive than
+the one before: `of`, from the plan alone; `closer`, which adds communication, the memory of pipeline stages, and how
+stages wait for each other; and the bounds of `LoweredBounds`, for a lowered plan (three in turn).
 """
 
 import math

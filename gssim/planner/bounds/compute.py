@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from gssim.cluster import DeviceType
-from gssim.cost import layer_time_s
+from gssim.cost import accumulation_time_s, layer_time_s
 from gssim.engine import SMALLEST_JITTER, is_jittery
 from gssim.plan import Plan, Policies, splitting
 from gssim.plan.pipeline_schedule import INTERLEAVED
@@ -55,7 +55,31 @@ class ComputeBounds:
                 for size in set(counts)
                 if size
             )
+            if samples >= plan.micro_batches:
+                found[rank, samples] += (plan.micro_batches - 1) * self.accumulation_s(policies, rank, part)
         return [found[kind] for kind in kinds]
+
+    def accumulation_s(self, policies: Policies, rank: int, part: Part) -> float:
+        """Return the least time in which a rank adds the gradients of a micro-batch to those of earlier ones; 0 if none
+        is known. See [Note: accumulation] in `gssim.program.compute`.
+        """
+        workload, sends_every = self.parts.workload, policies.gradient_sync == "micro-batch"
+        partly = workload.frozen is not None or workload.adapters is not None  # some layers may have no gradients
+        divided = policies.tp * policies.cp * policies.ep > 1
+        in_buffer = policies.zero1_implementation == "megatron"
+        is_cast = policies.gradients == "reduce-scatter" and self.parts.reduced != self.parts.value
+        if sends_every or partly or divided or in_buffer or is_cast or policies.partition != "data":
+            return 0.0
+        device = self.parts.types[rank]
+        return chance_of(device) * self.parts.once(
+            ("accumulation", part, self.parts.names[rank]),
+            lambda: sum(
+                accumulation_time_s(
+                    device, instance.layer.elements * self.parts.value, tensors=len(instance.layer.parameters)
+                )
+                for instance in part.layers
+            ),
+        )
 
     def micro_batch_s(
         self, rank: int, samples: int, recompute: Recompute, part: Part | None = None, *, issued: bool = True

@@ -73,6 +73,7 @@ class ModelParts:
         adapted = self.model.whole_layers  # measured profiles are of layers without adapters, with none frozen
         self.traced = unrolled(replace(self.model, layers=adapted)) if adapted else self.layers
         self.whole = Part(self.layers, self._wholes(self.layers))
+        self._fields = {each.name: getattr(scenario, each.name) for each in fields(scenario)}
         self._memo: dict[Hashable, Any] = {}
 
     def _wholes(self, held: Sequence[LayerInstance]) -> tuple[Layer | None, ...]:
@@ -97,8 +98,10 @@ class ModelParts:
         return self.once(key, lambda: self.with_plan(plan).data_batch_sizes)
 
     def with_plan(self, plan: Plan) -> Scenario:
-        """Return the scenario with another plan."""
-        return replace(self.scenario, plan=plan)
+        """Return the scenario with another plan, which is valid: nothing is validated again."""
+        changed: Scenario = object.__new__(Scenario)
+        vars(changed).update(self._fields, plan=plan)
+        return changed
 
     def part(self, plan: Plan, policies: Policies, rank: int) -> Part:
         """Return the part of a rank; raise UserError if the model cannot be cut in that way."""

@@ -1,9 +1,10 @@
 """Lower bound of a pipeline's step time, from the order in which its stages compute.
 
-[Note: round trip] A stage computes its forwards and backwards in the order of the schedule. None of them begins before
-the message that it needs has arrived; a message takes no less than alone on idle links. The first stage's next step
-begins after its last backward. So a step takes at least the time from the first stage's first forward to its last
-backward. If stages are sliced, links carry the sums over slices as well.
+[Note: round trip] A stage computes its forwards and backwards in the order of the schedule; backwards of later
+micro-batches also add up gradients. None of them begins before the message that it needs has arrived; a message takes
+no less than alone on idle links. The first stage's next step begins after its last backward. So a step takes at least
+the time from the first stage's first forward to its last backward. If stages are sliced, links carry the sums over
+slices as well.
 """
 
 from collections.abc import Sequence
@@ -59,8 +60,9 @@ class PipelineBounds:
             samples = sizes[first] // plan.micro_batches
             passes_s = tuple(self._passes_s(plan, policies, rank, samples) for rank in ranks)
             messages_s = self._messages_s(plan, policies, ranks, samples)
-            key = ("round trip", name, plan.micro_batches, passes_s, messages_s)
-            found = max(found, self.parts.once(key, partial(round_trip_s, orders, passes_s, messages_s)))
+            added_s = tuple(self._accumulation_s(plan, policies, rank) if samples else 0.0 for rank in ranks)
+            key = ("round trip", name, plan.micro_batches, passes_s, messages_s, added_s)
+            found = max(found, self.parts.once(key, partial(round_trip_s, orders, passes_s, messages_s, added_s)))
         return found
 
     def _passes_s(self, plan: Plan, policies: Policies, rank: int, samples: int) -> tuple[float, float]:
@@ -84,6 +86,10 @@ class PipelineBounds:
             for least_s, pass_s, sums in zip(issued_s, own_s, self._waits(plan, policies, rank, samples), strict=True)
         )
         return forward_s, backward_s
+
+    def _accumulation_s(self, plan: Plan, policies: Policies, rank: int) -> float:
+        """Return the least time by which a rank's later backwards are longer than its first; 0 if it is not known."""
+        return self.compute.accumulation_s(policies, rank, self.parts.part(plan, policies, rank))
 
     def _waits(self, plan: Plan, policies: Policies, rank: int, samples: int) -> tuple[Sums, Sums]:
         """Return what a rank's stage waits for in a micro-batch's forward and backward, beside its messages."""
@@ -145,7 +151,10 @@ class PipelineBounds:
 
 
 def round_trip_s(
-    orders: Sequence[Computes], passes_s: Sequence[tuple[float, float]], messages_s: Sequence[tuple[float, float]]
+    orders: Sequence[Computes],
+    passes_s: Sequence[tuple[float, float]],
+    messages_s: Sequence[tuple[float, float]],
+    added_s: Sequence[float],
 ) -> float:
     """Return the time from the first stage's first forward to its last backward.
 
@@ -153,10 +162,13 @@ def round_trip_s(
             orders: the forwards and backwards of each stage.
             passes_s: for each stage, the times of a forward and of a backward.
             messages_s: for each stage but the last, the times of a message to the next stage, and of one back.
+            added_s: for each stage, by how much the backwards of all micro-batches but the first are longer.
 
     >>> order = (("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1))
-    >>> round_trip_s([order, order], [(1.0, 2.0), (1.0, 2.0)], [(0.25, 0.25)])
+    >>> round_trip_s([order, order], [(1.0, 2.0), (1.0, 2.0)], [(0.25, 0.25)], [0.0, 0.0])
     9.5
+    >>> round_trip_s([order, order], [(1.0, 2.0), (1.0, 2.0)], [(0.25, 0.25)], [0.5, 0.25])
+    10.25
     """
     last = len(orders) - 1
     ends_s: dict[tuple[int, str, int], float] = {}
@@ -176,6 +188,8 @@ def round_trip_s(
                     arrived_s = sent_s + (messages_s[beside][0] if forward else messages_s[stage][1])
                     now_s[stage] = max(now_s[stage], arrived_s)
                 now_s[stage] += passes_s[stage][0 if forward else 1]
+                if not forward and micro_batch > 0:
+                    now_s[stage] += added_s[stage]
                 ends_s[stage, kind, micro_batch] = now_s[stage]
                 place += 1
             moved |= place > places[stage]

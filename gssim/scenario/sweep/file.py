@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from gssim.errors import UserError
-from gssim.scenario.loading import IN_FILES, check_kind, first_comment, read_toml
+from gssim.scenario.loading import IN_FILES, RATES, check_kind, first_comment, read_toml
 from gssim.scenario.overrides import toml
 from gssim.scenario.sweep.conditions import condition
 from gssim.units import PositiveInt, excess, parse_quantity, quantity_of, spec, validated
@@ -130,10 +130,6 @@ def _between(first: float, last: float, part: float, scale: str) -> float:
     value = first * (last / first) ** part if scale == "log" else first + (last - first) * part
     whole = round(value)
     return float(whole) if math.isclose(value, whole, rel_tol=1e-9) else float(f"{value:.{DIGITS}g}")
-
-
-RATES = ("_per_s", "latency_s", "oversubscription")
-"""Suffixes of the keys that are rates of links."""
 
 
 def is_rate(key: str) -> bool:
