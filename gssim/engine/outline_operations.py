@@ -36,6 +36,7 @@ apart. If unequal times have other consequences, the program is run again withou
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Literal, NamedTuple
 
@@ -45,12 +46,14 @@ from gssim.engine.fast_path import is_independent
 from gssim.engine.memory_tracker import allocates_beside_compute
 from gssim.engine.rendezvous import PreparedTransfer, delays_of_collective, prepared_transfer
 from gssim.engine.state import MachineState
+from gssim.execution.cache import Same
 from gssim.program import (
     Awaited,
     Chunk,
     MessageName,
     Name,
     Outline,
+    Part,
     Posted,
     Program,
     Task,
@@ -85,7 +88,8 @@ class PricedTemplate(NamedTuple):
     """By phase."""
     pieces: tuple[Piece, ...]
     """The template's tasks, if some wait for the host; these are then executed, and `delays_s` is empty."""
-    instances: tuple[CollectiveInstance, ...]
+    instances: Mapping[CollectiveInstance, int]
+    """Its collectives, and how often it carries out each."""
 
 
 class Operation(NamedTuple):
@@ -132,8 +136,8 @@ class MergedClasses:
     slots: int
     known_s: Mapping[str, float]
     """Seconds that the compute stream spends in chunks, by phase; the same in every step."""
-    instances: Sequence[CollectiveInstance]
-    """Collectives inside a step's chunks, of all the classes, each listed as often as it is carried out."""
+    instances: Mapping[CollectiveInstance, int]
+    """Collectives inside a step's chunks, of all the classes, and how often each is carried out."""
     streams: Mapping[str, Sequence[Operation]]
 
     def has_all_roles(self, instance: CollectiveInstance) -> bool:
@@ -211,23 +215,20 @@ class _Role:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.parts = parts_of(tasks)
-        self.templates = {id(part.template): part.template for part in self.parts if isinstance(part, Chunk)}
+        self.schedule = tasks.schedule if isinstance(tasks, Outline) else ()
+        """The first parts; other roles have the same ones."""
+        self.templates: dict[int, Template] = {}
         """By identity."""
-        self.stream_of = {part.id: part.stream for part in self.parts if isinstance(part, Task)}
+        self.stream_of: dict[TaskId, str] = {}
         """Streams of the tasks that are in no chunk."""
         self.slot_of: dict[Name, int] = {}
         """Slot of each task or part that others wait for."""
-        inside: list[TaskId] = []
-        """Tasks of chunks that are waited for on other streams; on its own, a chunk ends before what follows it."""
         for part in self.parts:
             if isinstance(part, Chunk):
-                continue
-            for name in part.after:
-                if isinstance(name, TaskId) and name not in self.stream_of:
-                    if part.stream == "compute":
-                        continue
-                    inside.append(name)
-                self.slot_of.setdefault(name, len(self.slot_of))
+                self.templates[id(part.template)] = part.template
+            elif isinstance(part, Task):
+                self.stream_of[part.id] = part.stream
+        inside = list(self._give_slots())
         chunks = {part.last: part for part in self.parts if isinstance(part, Chunk)} if inside else {}
         self.waits_inside_chunks = not all(each in chunks for each in inside)
         """Whether another stream waits for a task that is not the last of its chunk."""
@@ -235,58 +236,104 @@ class _Role:
             if each in chunks:
                 self.slot_of[each] = self.slot_of.setdefault(chunks[each], self.slot_of[each])
 
+    def _give_slots(self) -> Iterator[TaskId]:
+        """Give slots to what others wait for; yield the tasks of chunks that are waited for on other streams: on its
+        own, a chunk ends before what follows it.
+        """
+        for part in self.parts:
+            if isinstance(part, Chunk):
+                continue
+            for name in part.after:
+                if isinstance(name, TaskId) and name not in self.stream_of:
+                    if part.stream == "compute":
+                        continue
+                    yield name
+                self.slot_of.setdefault(name, len(self.slot_of))
+
     def operations(
-        self,
-        whole: Collection[int],
-        idle: Collection[int],
-        cut: Mapping[int, Sequence[_Section]],
-        numbers: Mapping[int, int],
-        number: Callable[[Task | Posted], int],
+        self, chunks: "_PricedChunks", number: Callable[[Task | Posted], int], known: "dict[Hashable, _Written]"
     ) -> tuple[dict[str, list[Operation]], int]:
         """Return the operations of each stream, and the number of slots.
 
-        `whole`: `id`s of the templates that are priced as a whole; `idle`: of those that take no time. `cut`: the
-        sections of templates that are priced in sections, by `id`. `numbers`: of priced templates, by `id`. `number`:
-        gives the number of the collective that a task joins.
+        `number`: gives the number of the collective that a task joins. `known`: what was written for the schedules of
+        earlier roles. A role whose other tasks wait for the same parts of an equal schedule repeats that.
         """
-        streams: dict[str, list[Operation]] = defaultdict(list)
-        compute = streams["compute"] = []
-        slots, stream_of = dict(self.slot_of), dict(self.stream_of)
-        for part in self.parts:
-            slot = slots.get(name_of(part), -1)
-            if isinstance(part, Posted):
-                (before,) = part.after
-                streams[part.stream].append(Operation((slots[before],), slot, -1, (), number(part), part.phase))
-            elif isinstance(part, Awaited):
-                messages = tuple([slots[each] for each in reversed(part.after)])
-                compute.append(Operation(messages, slot, -1, (), -1, part.phase))
-            elif isinstance(part, Task):
-                self._add([part], streams, number, slots, stream_of)
-            elif id(part.template) not in whole:
-                sections = cut.get(id(part.template), ())
-                tasks = part.with_ids([each.task for each in sections]) if sections else part.tasks
-                if slot >= 0:
-                    slots[tasks[-1].id] = slot
-                templates = [-1 if each.template is None else numbers[id(each.template)] for each in sections]
-                self._add(tasks, streams, number, slots, stream_of, templates)
-            elif slot >= 0 or id(part.template) not in idle:
-                compute.append(Operation((), slot, numbers[id(part.template)], (), -1, ""))
-        return streams, len(slots)
+        key = (id(self.schedule), chunks.key, tuple(self.slot_of.items()))
+        if key not in known:
+            written = _Written(defaultdict(list), dict(self.slot_of), dict(self.stream_of))
+            written.streams["compute"] = []
+            for part in self.schedule:
+                written.add(part, chunks, number)
+            known[key] = written
+        written = known[key].continued(self.stream_of)
+        for part in self.parts[len(self.schedule) :]:
+            written.add(part, chunks, number)
+        return written.streams, len(written.slots)
 
-    @staticmethod
-    def _add(
-        tasks: Sequence[Task],
-        streams: dict[str, list[Operation]],
-        number: Callable[[Task | Posted], int],
-        slots: dict[Name, int],
-        stream_of: dict[TaskId, str],
-        templates: Sequence[int] = (),
+
+class _PricedChunks(NamedTuple):
+    """What becomes of the chunks of a role."""
+
+    whole: Collection[int]
+    """`id`s of the templates that are priced as a whole."""
+    idle: Collection[int]
+    """`id`s of those that take no time."""
+    cut: Mapping[int, Sequence[_Section]]
+    """The sections of templates that are priced in sections, by `id`."""
+    numbers: Mapping[int, int]
+    """Numbers of priced templates, by `id`."""
+
+    @property
+    def key(self) -> Hashable:
+        """All of it as a part of a key; templates and sections live as long as what is cached by it."""
+        cut = tuple([(template, id(sections)) for template, sections in self.cut.items()])
+        return frozenset(self.whole), frozenset(self.idle), cut, tuple(self.numbers.items())
+
+
+class _Written(NamedTuple):
+    """Operations of a role's streams as far as they are written."""
+
+    streams: dict[str, list[Operation]]
+    slots: dict[Name, int]
+    stream_of: dict[TaskId, str]
+
+    def continued(self, stream_of: Mapping[TaskId, str]) -> "_Written":
+        """Return a copy, to be continued with the tasks of another role, whose streams are given."""
+        streams = defaultdict(list, {name: list(operations) for name, operations in self.streams.items()})
+        return _Written(streams, dict(self.slots), self.stream_of | stream_of)
+
+    def add(self, part: Part, chunks: _PricedChunks, number: Callable[[Task | Posted], int]) -> None:
+        """Add the operations of a part."""
+        slots, compute = self.slots, self.streams["compute"]
+        if isinstance(part, Task):
+            self._add_tasks([part], number)
+            return
+        slot = slots.get(part, -1)
+        if isinstance(part, Posted):
+            (before,) = part.after
+            self.streams[part.route.stream].append(Operation((slots[before],), slot, -1, (), number(part), part.phase))
+        elif isinstance(part, Awaited):
+            messages = tuple([slots[each] for each in reversed(part.after)])
+            compute.append(Operation(messages, slot, -1, (), -1, part.phase))
+        elif id(part.template) not in chunks.whole:
+            sections = chunks.cut.get(id(part.template), ())
+            tasks = part.with_ids([each.task for each in sections]) if sections else part.tasks
+            if slot >= 0:
+                slots[tasks[-1].id] = slot
+            templates = [-1 if each.template is None else chunks.numbers[id(each.template)] for each in sections]
+            self._add_tasks(tasks, number, templates)
+        elif slot >= 0 or id(part.template) not in chunks.idle:
+            compute.append(Operation((), slot, chunks.numbers[id(part.template)], (), -1, ""))
+
+    def _add_tasks(
+        self, tasks: Sequence[Task], number: Callable[[Task | Posted], int], templates: Sequence[int] = ()
     ) -> None:
         """Add the operations of tasks, and slots for those that they wait for.
 
         `templates`: for each task, the number of the template for which it stands; -1 if it is a task of its own. Empty
         if all are.
         """
+        streams, slots, stream_of = self
         for each in (each for task in tasks for each in task.after):
             slots.setdefault(each, len(slots))
         stream_of.update((task.id, task.stream) for task in tasks if task.id in slots)
@@ -375,8 +422,12 @@ class OutlineOperations:
         """For each class, the classes of links that only its compute stream uses."""
         self._delays_s: dict[CollectiveInstance, tuple[float, ...] | None] = {}
         """Delays of collectives of one class; see `_alone_delays`."""
-        self._kept: list[_Section] = []
+        self._joined: dict[int, Sequence[tuple[Communication, Sequence[int]]]] = {}
+        """`_joined_by` of each template, by `id`."""
+        self._kept: list[Sequence[_Section]] = []
         """All sections, to whose templates operations refer by `id`."""
+        self._written: dict[Hashable, _Written] = {}
+        """Operations of the schedules of roles."""
         self.merged_classes = self._merged_classes(merges_classes=merges_classes)
 
     def transfer(self, instance: CollectiveInstance) -> PreparedTransfer | None:
@@ -437,47 +488,38 @@ class OutlineOperations:
             self._delays_s[instance] = delays_of_collective(self.machine, instance, self._own_links[index])
         return self._delays_s[instance]
 
-    def _pieces(
-        self, template: Template, index: int
-    ) -> tuple[tuple[Piece, ...], tuple[CollectiveInstance, ...]] | None:
-        """Return a template's tasks with their times for a class, and its collectives; None if they do not take the
-        same time at all times.
-        """
-        pieces, instances = [], []
-        beside: TaskId | None = None  # collective beside the compute stream that has not been waited for yet
-        for task in template.tasks:
-            if task.communication is None:
-                if beside in task.after:
-                    pieces.append(
-                        Piece((), None, False, "exposed_communication", "ends")
-                    )  # as in the walk's `_must_wait`
-                    beside = None
-                host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
-                pieces.append(Piece((task.duration_s,) if task.duration_s else (), host_s, goes_on, task.phase))
-                continue
-            assert task.exchange is not None
-            _, instance = self._instances_of(task.exchange)[index]
-            instances.append(instance)
-            delays_s = self._alone_delays(instance, index)
-            if delays_s is None or beside is not None:
-                return None
-            beside = task.id if task.stream != "compute" else None
-            pieces.append(Piece(delays_s, None, False, task.phase, "" if beside is None else "begins"))
-        return tuple(pieces), tuple(instances)
-
     def _priced(self, template: Template, index: int, *, added_up: bool) -> PricedTemplate | None:
         """Return a template's time for a class; None if it is not the same at all times.
 
-        `added_up`: whether tasks that do not wait for the host may become a row of delays.
+        `added_up`: whether tasks that do not wait for the host may become a row of delays. Classes whose collectives
+        take equally long share what is added up, also in programs of other numbers of micro-batches.
         """
-        found = self._pieces(template, index)
-        if found is None:
+        joined = self._joined_by(template)
+        instances = [self._instances_of(exchange)[index][1] for exchange, _ in joined]
+        delays_s = [self._alone_delays(each, index) for each in instances]
+        if None in delays_s:
             return None
-        pieces, instances = found
-        delays_s, seconds = _added_up(pieces)
-        if not added_up or any(piece.host_s is not None for piece in pieces):
-            return PricedTemplate((), seconds, pieces, instances)
-        return PricedTemplate(delays_s, seconds, (), instances)
+        times = self.machine.shared.large.once(
+            ("priced template", Same(template), added_up, tuple(delays_s)),
+            lambda: _times_of(template, [each for each in delays_s if each is not None], added_up=added_up),
+            weight=lambda _: len(template.tasks),
+        )
+        if times is None:
+            return None
+        counted: dict[CollectiveInstance, int] = {}
+        for (_, places), instance in zip(joined, instances, strict=True):
+            counted[instance] = counted.get(instance, 0) + len(places)
+        return PricedTemplate(*times, counted)
+
+    def _joined_by(self, template: Template) -> Sequence[tuple[Communication, Sequence[int]]]:
+        """Return the distinct collectives of a template, each with the places of the tasks that join it."""
+        if id(template) not in self._joined:
+            places: dict[int, tuple[Communication, list[int]]] = {}
+            for place, task in enumerate(template.tasks):
+                if task.exchange is not None:
+                    places.setdefault(id(task.exchange), (task.exchange, []))[1].append(place)
+            self._joined[id(template)] = list(places.values())
+        return self._joined[id(template)]
 
     def _instances_of(self, exchange: Communication) -> Mapping[int, tuple[int, CollectiveInstance]]:
         if id(exchange) not in self._instances:
@@ -501,9 +543,11 @@ class OutlineOperations:
             counts = Counter(each.template for each in role.streams["compute"] if each.template >= 0)
             for classes in dict.fromkeys(merged[index] for index in role.priced if merged[index][0] in role.priced):
                 seconds: dict[str, float] = defaultdict(float)
-                instances: list[CollectiveInstance] = []
+                instances: dict[CollectiveInstance, int] = defaultdict(int)
                 for template, count in counts.items():
-                    instances += [each for index in classes for each in priced[index][template].instances] * count
+                    for index in classes:
+                        for instance, times in priced[index][template].instances.items():
+                            instances[instance] += count * times
                     own = priced[classes[0]][template]
                     for phase, value in own.seconds.items() if not own.pieces else ():
                         seconds[phase] += count * value
@@ -537,7 +581,7 @@ class OutlineOperations:
                 whole.add(key)
                 continue
             sections = self._sections_of(template, indices)
-            self._kept += sections
+            self._kept.append(sections)
             # their tasks are executed one by one, so that times add up as if these were in no section
             if all([each.template is None or is_priced(each.template, added_up=False) for each in sections]):
                 cut[key] = sections
@@ -547,7 +591,8 @@ class OutlineOperations:
             if not any(own.delays_s or own.pieces or own.instances for own in (priced[i][key] for i in indices))
         }
         numbers = {key: number for number, key in enumerate(priced[indices[0]])}
-        streams, slots = role.operations(whole, idle, cut, numbers, self._number)
+        chunks = _PricedChunks(whole, idle, cut, numbers)
+        streams, slots = role.operations(chunks, self._number, self._written)
         return RoleOperations({index: list(own.values()) for index, own in priced.items()}, streams, slots)
 
     def _sections_of(self, template: Template, indices: Sequence[int]) -> Sequence[_Section]:
@@ -556,8 +601,7 @@ class OutlineOperations:
         """
         joined = {
             id(exchange): [(index, self._instances_of(exchange)[index][1]) for index in indices]
-            for exchange in (task.exchange for task in template.tasks)
-            if exchange is not None
+            for exchange, _ in self._joined_by(template)
         }
         is_alone = {
             key: all([self._alone_delays(each, index) is not None for index, each in several])
@@ -568,7 +612,10 @@ class OutlineOperations:
             links[is_alone[key]].update(*(self._links_of(each) for _, each in several))
         if not links[True].isdisjoint(links[False]):
             return ()  # a collective that is simulated crosses a link of this class on its way over links of others
-        return _sections(template, lambda task: is_alone[id(task.exchange)])
+        # equal sections are the same objects, whose times and operations are worked out once
+        key = ("sections", Same(template), tuple(is_alone.values()))
+        found = partial(_sections, template, lambda task: is_alone[id(task.exchange)])
+        return self.machine.shared.large.once(key, found, weight=lambda _: len(template.tasks))
 
     def _merged(self, roles: Sequence[RoleOperations], *, merges_classes: bool) -> Sequence[tuple[int, ...]]:
         """Return, for each class, those that it is merged with, itself included, and set up what they join; see
@@ -665,11 +712,10 @@ def _differs_in_time(one: Operation, other: Operation) -> bool:
 def _times_of_classes(roles: Sequence[RoleOperations]) -> Mapping[int, int]:
     """Return a number for each class (index), equal if their chunks take the same times."""
     indices = [index for role in roles for index in role.priced]
-    times = (
-        tuple([(each.delays_s, tuple(each.seconds.items()), each.pieces) for each in own])
-        for role in roles
-        for own in role.priced.values()
-    )
+    distinct = {id(each.seconds): each for role in roles for own in role.priced.values() for each in own}
+    values = [(each.delays_s, tuple(each.seconds.items()), each.pieces) for each in distinct.values()]
+    number_of = dict(zip(distinct, _numbered(values), strict=True))  # classes share most times: these are hashed once
+    times = (tuple([number_of[id(each.seconds)] for each in own]) for role in roles for own in role.priced.values())
     return dict(zip(indices, _numbered(times), strict=True))
 
 
@@ -745,6 +791,47 @@ def _collectives_at_once(
         if exchange is not None and counts(exchange):
             going[name_of(part)] = exchange
     yield from ((each, None) for each in going.values())
+
+
+_Times = tuple[tuple[float, ...], Mapping[str, float], tuple[Piece, ...]]
+"""The first fields of `PricedTemplate`."""
+
+
+def _times_of(template: Template, delays_s: Sequence[tuple[float, ...]], *, added_up: bool) -> _Times | None:
+    """Return the times of a template whose collectives, in the order of their first tasks, take some delays on their
+    own; None if these run beside one another. `added_up`: see `OutlineOperations`.
+    """
+    exchanges = dict.fromkeys(id(task.exchange) for task in template.tasks if task.exchange is not None)
+    pieces = _pieces_of(template, dict(zip(exchanges, delays_s, strict=True)))
+    if pieces is None:
+        return None
+    in_all_s, seconds = _added_up(pieces)
+    if not added_up or any(piece.host_s is not None for piece in pieces):
+        return (), seconds, pieces
+    return in_all_s, seconds, ()
+
+
+def _pieces_of(template: Template, delays_s: Mapping[int, tuple[float, ...]]) -> tuple[Piece, ...] | None:
+    """Return a template's tasks with their times; None if collectives run beside one another.
+
+    `delays_s`: those of its collectives, by `id`.
+    """
+    pieces: list[Piece] = []
+    beside: TaskId | None = None  # collective beside the compute stream that has not been waited for yet
+    for task in template.tasks:
+        if task.exchange is None:
+            if beside in task.after:
+                pieces.append(Piece((), None, False, "exposed_communication", "ends"))  # as in the walk's `_must_wait`
+                beside = None
+            host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
+            pieces.append(Piece((task.duration_s,) if task.duration_s else (), host_s, goes_on, task.phase))
+            continue
+        if beside is not None:
+            return None
+        beside = task.id if task.stream != "compute" else None
+        own_s = delays_s[id(task.exchange)]
+        pieces.append(Piece(own_s, None, False, task.phase, "" if beside is None else "begins"))
+    return tuple(pieces)
 
 
 def _added_up(pieces: Iterable[Piece]) -> tuple[tuple[float, ...], Mapping[str, float]]:

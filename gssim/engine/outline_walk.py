@@ -365,7 +365,7 @@ class OutlineWalk:
         for of_step in self._times:
             times.update(of_step)
         for rank in self.ranks:
-            for instance, count in Counter(rank.merged.instances).items():
+            for instance, count in rank.merged.instances.items():
                 times[instance] += self.steps * count
         for instance, count in times.items():
             for stage in instance.schedule.stages:
