@@ -252,6 +252,8 @@ class Network:
         """Time until which the processors of sessions' ends are busy with the bytes of earlier messages."""
         self._alone: dict[Sessions, tuple[Floats, Ints]] = {}
         """Cached rate and limiting link of single sessions without any other traffic."""
+        self._crossing = [0] * len(self.capacity)
+        """How many active transfers cross each link."""
         self._of_whole: dict[tuple[Sessions, ...], Sequence[tuple[float, int]]] = {}
         """Cached rate and limiting link of each of several single sessions, none of which has ended."""
         for stage, stream in zip(streams, conditions.traffic, strict=True):
@@ -272,6 +274,7 @@ class Network:
         (group,) = self.folded.of(stage).groups
         own = len(self.capacity)
         self.capacity = np.append(self.capacity, bytes_per_s)
+        self._crossing.append(0)
         limited = replace(
             group,
             session=np.append(group.session, 0),
@@ -286,6 +289,7 @@ class Network:
         """Return the time of a stage on idle links."""
         alone = copy(self)
         alone.env, alone.active, alone._starting = simpy.Environment(), [], []
+        alone._crossing = [0] * len(self.capacity)
         alone.carried, alone.left_s, alone._queued, alone._handled_s = self.carried.copy(), {}, {}, {}
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
@@ -525,8 +529,14 @@ class Network:
         """Give rates to the transfers that start now, to those that touch one another together."""
         starting, self._starting = self._starting, []
         self.active += starting
+        for transfer in starting:
+            for link in transfer.links:
+                self._crossing[link] += 1
         several: list[list[_Transfer]] = []
         while starting:
+            if self._is_alone(starting[-1]):
+                several.append([starting.pop()])
+                continue
             together = self._touching(starting[-1])
             several.append(together)
             starting = [each for each in starting if each not in together]
@@ -560,9 +570,18 @@ class Network:
     def _end(self, transfer: _Transfer) -> None:
         transfer.version += 1
         self.active.remove(transfer)
+        for link in transfer.links:
+            self._crossing[link] -= 1
+
+    def _is_alone(self, transfer: _Transfer) -> bool:
+        """Return whether no other active transfer crosses the links of one."""
+        crossing = self._crossing
+        return all([crossing[link] == 1 for link in transfer.links])
 
     def _touching(self, transfer: _Transfer) -> list[_Transfer]:
         """Return the transfers that share links with this one, or with others that do."""
+        if self._is_alone(transfer):
+            return [transfer]
         touching, rest, links = [transfer], self.active, transfer.link_bits
         while near := [each for each in rest if each.link_bits & links and each is not transfer]:
             touching += near
