@@ -1,8 +1,8 @@
 """Operations of outlines: what each class of pipeline ranks does in a step, and how long its chunks take.
 
 The tasks of a role become operations on streams, which all its classes share. The templates of its chunks are priced
-for each class, as a whole or in sections. Classes that do the same at the same times are merged. `outline_walk`
-executes the operations.
+for each class, as a whole or in sections. `merged_classes` finds classes that do the same at the same times, and
+`outline_walk` executes the operations.
 
 [Note: outline] Between two messages, a pipeline rank runs a chunk (see [Note: chunks] in `program.task`): tasks of its
 own, and collectives of its tensor group, some of them beside its tasks. If no other traffic of the program can cross
@@ -16,26 +16,10 @@ values a few times in each layer, over links that messages cross too, between ma
 
 Like the vectorised walk, this is exact (but for rounding where collectives run beside tasks) if ranks are independent
 between collectives ([Note: ahead] in `fast_path`) and only compute streams allocate memory.
-
-[Note: merged classes] Classes of one role often differ in nothing but the links that their reduction of gradients
-crosses: the ends of a ring or a tree, and the ranks inside. Suppose that their chunks take equally long, that each
-joins every collective with the same other classes, or with classes that are merged too, and that these collectives take
-equally long on idle links. Then all of them do the same at the same times, as long as collectives that begin together
-end together. They are executed as one, but with the collectives of each class, so that the network is simulated as it
-would be without merging. If two of these collectives end at different times, because other traffic shares the links of
-only one, the program is run again without merging.
-
-[Note: merged roles] Ranks of one stage that own different tensors (ZeRO-1) have different roles, which differ only in
-how long their updates take. Classes of such roles are merged too. At and after the first task that takes different
-times, the compute stream has a time for each role, until a collective that all of them join, or a wait, makes the
-times equal again. Streams that wait for such a task, and then join collectives, go on at the latest of these times.
-That is right if each instance of these collectives has members of all the merged roles, by which classes are told
-apart. If unequal times have other consequences, the program is run again without merging.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import Literal, NamedTuple
@@ -110,40 +94,6 @@ class Operation(NamedTuple):
     collective: int
     """Number of the collective that it joins; -1: none."""
     phase: str
-
-
-@dataclass(frozen=True, eq=False)
-class JointInstances:
-    """Instances of a collective that the same `_Rank`s join, each for some of its merged classes."""
-
-    instances: tuple[CollectiveInstance, ...]
-    ranks: int
-    """Number of `_Rank`s that join."""
-
-
-@dataclass(frozen=True, eq=False)
-class MergedClasses:
-    """What merged classes of ranks do in a step; see [Note: merged classes]."""
-
-    classes: Sequence[int]
-    """Indices of the classes."""
-    role_of: Mapping[int, int]
-    """For each of them, the place of its role among those of `unequal`; see [Note: merged roles]."""
-    unequal: Mapping[int, Sequence[tuple[Piece, ...]]]
-    """Times, for each role, of the tasks on the compute stream that do not take equally long, by place there."""
-    priced: Sequence[PricedTemplate]
-    """Times of their chunks, by number of the template."""
-    slots: int
-    known_s: Mapping[str, float]
-    """Seconds that the compute stream spends in chunks, by phase; the same in every step."""
-    instances: Mapping[CollectiveInstance, int]
-    """Collectives inside a step's chunks, of all the classes, and how often each is carried out."""
-    streams: Mapping[str, Sequence[Operation]]
-
-    def has_all_roles(self, instance: CollectiveInstance) -> bool:
-        """Return whether classes of all the merged roles join an instance."""
-        joined = {role for index, role in self.role_of.items() if index in instance.class_numbers}
-        return joined == set(self.role_of.values())
 
 
 class _Section(NamedTuple):
@@ -358,29 +308,6 @@ class RoleOperations(NamedTuple):
     streams: Mapping[str, Sequence[Operation]]
     slots: int
 
-    @property
-    def first_after_schedule(self) -> int:
-        """Place on the compute stream of the first operation after all chunks."""
-        places = [place for place, each in enumerate(self.streams["compute"]) if each.template >= 0]
-        return places[-1] + 1 if places else 0
-
-    def unequal_to(self, other: "RoleOperations") -> Collection[int] | None:
-        """Return the places of tasks on the compute stream, all after the chunks, that do not take the same time in
-        another role; None if anything else differs, other than the times of chunks.
-        """
-        beside = [name for name in self.streams if name != "compute"]
-        if self.slots != other.slots or list(self.streams) != list(other.streams):
-            return None
-        if any(self.streams[name] != other.streams[name] for name in beside):
-            return None
-        if any(each.pieces for name in beside for each in self.streams[name]):
-            return None
-        own, others, last = self.streams["compute"], other.streams["compute"], self.first_after_schedule
-        if len(own) != len(others) or own[:last] != others[:last]:
-            return None
-        unequal = [place for place in range(last, len(own)) if own[place] != others[place]]
-        return unequal if all([_differs_in_time(own[place], others[place]) for place in unequal]) else None
-
 
 def can_walk_outlines(machine: MachineState) -> bool:
     """Return whether a machine's program consists of outlines that meet the conditions of [Note: outline]."""
@@ -402,21 +329,16 @@ def _role_of(program: Program, role: int) -> _Role:
 
 
 class OutlineOperations:
-    """Operations of all classes of a machine in a step of its outlines, prepared for the walk.
+    """Operations of all classes of a machine in a step of its outlines, prepared for the walk."""
 
-    `merges_classes`: whether classes that are expected to do the same at the same times are merged.
-    """
-
-    def __init__(self, machine: MachineState, *, merges_classes: bool = True) -> None:
+    def __init__(self, machine: MachineState) -> None:
         self.machine = machine
         self._transfers: dict[CollectiveInstance, PreparedTransfer | None] = {}
         self._instances: dict[int, dict[int, tuple[int, CollectiveInstance]]] = {}
         """For each collective (by `id`) and class: the number of its instance, and the instance."""
         self._numbers: dict[TaskId | MessageName, int] = {}
-        self._instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
-        """`_instances` by number of the collective."""
-        self.joint_instances: list[Mapping[int, JointInstances]] = []
-        """Instances that each class (by index) joins, by number of the collective."""
+        self.instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
+        """For each collective by number, and each class: the number of its instance, and the instance."""
         self._owner_of_link = self._link_owners()
         self._own_links: dict[int, frozenset[int]] = {}
         """For each class, the classes of links that only its compute stream uses."""
@@ -428,7 +350,10 @@ class OutlineOperations:
         """All sections, to whose templates operations refer by `id`."""
         self._written: dict[Hashable, _Written] = {}
         """Operations of the schedules of roles."""
-        self.merged_classes = self._merged_classes(merges_classes=merges_classes)
+        by_role: dict[int, list[int]] = defaultdict(list)
+        for each in machine.classes:
+            by_role[machine.roles[each.index]].append(each.index)
+        self.roles = [self._operations_of(number, indices) for number, indices in by_role.items()]
 
     def transfer(self, instance: CollectiveInstance) -> PreparedTransfer | None:
         """Return the cached transfer of an instance on idle links; None if its time there is not known beforehand."""
@@ -529,38 +454,6 @@ class OutlineOperations:
             }
         return self._instances[id(exchange)]
 
-    def _merged_classes(self, *, merges_classes: bool) -> list[MergedClasses]:
-        """Return what all classes do, merged where possible; sets `joint_instances`."""
-        machine, found = self.machine, []
-        by_role: dict[int, list[int]] = defaultdict(list)
-        for each in machine.classes:
-            by_role[machine.roles[each.index]].append(each.index)
-        made = [self._operations_of(number, indices) for number, indices in by_role.items()]
-        priced = {index: own for each in made for index, own in each.priced.items()}
-        operations_of = {index: each for each in made for index in each.priced}
-        merged = self._merged(made, merges_classes=merges_classes)
-        for role in made:
-            counts = Counter(each.template for each in role.streams["compute"] if each.template >= 0)
-            for classes in dict.fromkeys(merged[index] for index in role.priced if merged[index][0] in role.priced):
-                seconds: dict[str, float] = defaultdict(float)
-                instances: dict[CollectiveInstance, int] = defaultdict(int)
-                for template, count in counts.items():
-                    for index in classes:
-                        for instance, times in priced[index][template].instances.items():
-                            instances[instance] += count * times
-                    own = priced[classes[0]][template]
-                    for phase, value in own.seconds.items() if not own.pieces else ():
-                        seconds[phase] += count * value
-                roles = list({id(operations_of[index]): operations_of[index] for index in classes}.values())
-                role_of = {
-                    index: place for place, each in enumerate(roles) for index in classes if index in each.priced
-                }
-                unequal, own_priced = _unequal_pieces(roles), priced[classes[0]]
-                found.append(
-                    MergedClasses(classes, role_of, unequal, own_priced, role.slots, seconds, instances, role.streams)
-                )
-        return found
-
     def _operations_of(self, role_number: int, indices: Sequence[int]) -> RoleOperations:
         """Return a role's operations, and times of its templates for each of its classes."""
         role = self.machine.program.once(_role_of, role_number)
@@ -617,154 +510,15 @@ class OutlineOperations:
         found = partial(_sections, template, lambda task: is_alone[id(task.exchange)])
         return self.machine.shared.large.once(key, found, weight=lambda _: len(template.tasks))
 
-    def _merged(self, roles: Sequence[RoleOperations], *, merges_classes: bool) -> Sequence[tuple[int, ...]]:
-        """Return, for each class, those that it is merged with, itself included, and set up what they join; see
-        [Note: merged classes] and [Note: merged roles].
-
-        Classes are coloured by operations and times of templates, then by the colours with which they join collectives,
-        until no more of them differ.
-        """
-        first: list[Hashable] = list(range(len(self.machine.classes)))
-        role_of, unlike = list(first), set[int]()
-        times = _times_of_classes(roles)
-        alike = _alike(roles, times) if merges_classes else ()
-        for number, (role, (first_role, unequal)) in enumerate(zip(roles, alike, strict=False)):
-            unlike.update(_collectives_after(role, unequal))
-            for index in role.priced:
-                first[index], role_of[index] = (first_role, times[index]), number
-        colours, distinct = _numbered(first), {id(each): each for each in self._instances_of_number}
-        is_alone = max(colours) + 1 == len(colours)  # each class
-        ids = {id(self._instances_of_number[number]) for number in unlike}
-        shapes = dict.fromkeys((self._shape(each), key in ids) for key, each in (() if is_alone else distinct.items()))
-        while True:
-            met: list[list[Hashable]] = [[colour] for colour in colours]
-            for shape, by_roles in shapes:
-                for indices, kind in shape:
-                    joining = ((colours[index], role_of[index] if by_roles else 0) for index in indices)
-                    members = frozenset(joining), kind
-                    for index in indices:
-                        met[index].append(members)
-            finer = _numbered(map(tuple, met))
-            if max(finer) == max(colours):
-                break
-            colours = finer
-        joint = {key: _joint_instances_of(by_class, colours) for key, by_class in distinct.items()}
-        self.joint_instances = [joint[id(each)] for each in self._instances_of_number]
-        return [tuple([index for index, other in enumerate(colours) if other == colour]) for colour in colours]
-
-    def _shape(self, by_class: Mapping[int, tuple[int, CollectiveInstance]]) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Return the classes of each instance of a collective, and a number that is equal if they take as long on
-        idle links, as far as that is known beforehand.
-        """
-        instances = dict(by_class.values())
-        times: list[Hashable] = []
-        for each in instances.values():
-            known = self.transfer(each)
-            if known is None:
-                times.append(None)
-                continue
-            delays_s, prepared, reduction_s = known
-            sizes = None if prepared.sizes is None else prepared.sizes.tobytes()
-            times.append((delays_s, sizes, prepared.processor_s, reduction_s))
-        classes = [tuple([each.index for each in instance.classes]) for instance in instances.values()]
-        return tuple(zip(classes, _numbered(times), strict=True))
-
     def _number(self, task: Task | Posted) -> int:
         """Return the number of the collective that a task joins."""
         name = task.communication
         assert name is not None
         assert task.exchange is not None
         if name not in self._numbers:
-            self._numbers[name] = len(self._instances_of_number)
-            self._instances_of_number.append(self._instances_of(task.exchange))
+            self._numbers[name] = len(self.instances_of_number)
+            self.instances_of_number.append(self._instances_of(task.exchange))
         return self._numbers[name]
-
-
-def _numbered(values: Iterable[Hashable]) -> list[int]:
-    """Return the number of each value among the distinct ones."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(value, len(numbers)) for value in values]
-
-
-def _unequal_pieces(roles: Sequence[RoleOperations]) -> Mapping[int, Sequence[tuple[Piece, ...]]]:
-    """Return the pieces, for each of some merged roles, of the tasks on the compute stream that do not take equally
-    long, by place there.
-    """
-    if len(roles) == 1:
-        return {}
-    of_places = zip(*([each.pieces for each in role.streams["compute"]] for role in roles), strict=True)
-    return {place: pieces for place, pieces in enumerate(of_places) if len(set(pieces)) > 1}
-
-
-def _differs_in_time(one: Operation, other: Operation) -> bool:
-    """Return whether two tasks are equal but for the times that they take on the device and on the host."""
-    own, its = (
-        each._replace(
-            pieces=tuple(
-                [piece._replace(delays_s=(), host_s=None if piece.host_s is None else 0.0) for piece in each.pieces]
-            )
-        )
-        for each in (one, other)
-    )
-    return own == its
-
-
-def _times_of_classes(roles: Sequence[RoleOperations]) -> Mapping[int, int]:
-    """Return a number for each class (index), equal if their chunks take the same times."""
-    indices = [index for role in roles for index in role.priced]
-    distinct = {id(each.seconds): each for role in roles for own in role.priced.values() for each in own}
-    values = [(each.delays_s, tuple(each.seconds.items()), each.pieces) for each in distinct.values()]
-    number_of = dict(zip(distinct, _numbered(values), strict=True))  # classes share most times: these are hashed once
-    times = (tuple([number_of[id(each.seconds)] for each in own]) for role in roles for own in role.priced.values())
-    return dict(zip(indices, _numbered(times), strict=True))
-
-
-def _alike(roles: Sequence[RoleOperations], times: Mapping[int, int]) -> Sequence[tuple[int, Collection[int]]]:
-    """Return, for each role, the number of the first one to which it is equal but for the times of tasks after the
-    schedule, and the places of all these tasks among those roles; see [Note: merged roles].
-
-    `times`: those of `_times_of_classes`; roles of which no classes have equal ones are not compared.
-    """
-    places: dict[int, set[int]] = {}
-    found: list[int] = []
-    for number, role in enumerate(roles):
-        for first, unequal in places.items():
-            is_as_fast = not {times[index] for index in role.priced}.isdisjoint(map(times.get, roles[first].priced))
-            if is_as_fast and (more := roles[first].unequal_to(role)) is not None:
-                unequal.update(more)
-                found.append(first)
-                break
-        else:
-            places[number] = set()
-            found.append(number)
-    return [(first, places[first]) for first in found]
-
-
-def _collectives_after(role: RoleOperations, places: Collection[int]) -> Iterator[int]:
-    """Yield the numbers of the collectives of a role that come after any of some tasks on the compute stream."""
-    if not places:
-        return
-    late = {each.slot for each in role.streams["compute"][min(places) :]} - {-1}
-    for name, operations in role.streams.items():
-        waits = (place for place, each in enumerate(operations) if not late.isdisjoint(each.after))
-        first = min(places) if name == "compute" else next(waits, len(operations))
-        yield from (each.collective for each in operations[first:] if each.collective >= 0)
-
-
-def _joint_instances_of(
-    by_class: Mapping[int, tuple[int, CollectiveInstance]], colours: Sequence[int]
-) -> Mapping[int, JointInstances]:
-    """Return the joint instances of each class at a collective; `by_class`: number and instance that it joins."""
-    joined: dict[frozenset[int], dict[int, CollectiveInstance]] = defaultdict(dict)
-    for number, instance in by_class.values():
-        joined[frozenset([colours[each.index] for each in instance.classes])][number] = instance
-    by_colour = {
-        colour: joint
-        for members, several in joined.items()
-        for joint in [JointInstances(tuple(several.values()), len(members))]
-        for colour in members
-    }
-    return {index: by_colour[colours[index]] for index in by_class}
 
 
 def _collectives_at_once(

@@ -21,7 +21,8 @@ from typing import Any
 import simpy
 
 from gssim.engine.collective_instances import CollectiveInstance
-from gssim.engine.outline_operations import JointInstances, MergedClasses, Operation, OutlineOperations, Piece
+from gssim.engine.merged_classes import JointInstances, MergedClasses, Merging
+from gssim.engine.outline_operations import Operation, OutlineOperations, Piece
 from gssim.engine.rendezvous import call_at, carry_out, carry_prepared
 from gssim.engine.state import MachineState
 from gssim.network import JointSessions, Prepared
@@ -76,7 +77,7 @@ class _Carried:
 
 class UnequalClassesError(Exception):
     """Merged classes did not do the same at the same times; see [Note: merged classes] and [Note: merged roles]
-    in `outline_operations`.
+    in `merged_classes`.
     """
 
 
@@ -141,8 +142,10 @@ class OutlineWalk:
         """The stream that ended the first step last, if no other ended it later; it goes on when that is known."""
         self.repeated_s: float | None = None
         """Duration of the first step, once all others are known to repeat it; see [Note: repeated step]."""
-        self._operations = OutlineOperations(machine, merges_classes=merges_classes)
-        ranks = [_Rank(each, steps) for each in self._operations.merged_classes]
+        self._operations = OutlineOperations(machine)
+        merging = Merging.of(self._operations, merges_classes=merges_classes)
+        self._joint_instances = merging.joint_instances
+        ranks = [_Rank(each, steps) for each in merging.merged]
         self._streams = [
             _Stream(rank, name == "compute", several) for rank in ranks for name, several in rank.merged.streams.items()
         ]
@@ -289,7 +292,7 @@ class OutlineWalk:
 
     def _arrive(self, stream: _Stream, collective: int) -> None:
         """Let merged classes join a collective, by its number; the last arrival starts it."""
-        joint = self._operations.joint_instances[collective][stream.rank.index]
+        joint = self._joint_instances[collective][stream.rank.index]
         if stream.is_apart and not all(map(stream.rank.merged.has_all_roles, joint.instances)):
             raise UnequalClassesError
         key = (stream.step, collective, joint)

@@ -438,8 +438,8 @@ class Network:
         """Give rates to the transfers that start now, to those that touch one another together."""
         begun, self._starting = self._starting, []
         self.active += begun
-        for each in begun:
-            self._cross(each, +1)
+        for transfer in begun:
+            self._cross(transfer, +1)
         starting = begun if all(map(self._is_alone, begun)) else self._split_joint(begun)
         several: list[JointTransfer | list[Transfer]] = []
         while starting:
@@ -484,7 +484,7 @@ class Network:
         def ended(_event: simpy.Event) -> None:
             if not transfer.parts:
                 self._leave(transfer)
-                transfer.ended(transfer.joint.count)
+                transfer.ended(transfer.joint.sessions)
             for first, *others in transfer.parts:
                 if others:
                     self._wake([first, *others], [1] * (1 + len(others)))

@@ -157,7 +157,7 @@ class JointSessions(NamedTuple):
     """That of each session meanwhile."""
     links: frozenset[int]
     """Links of all of them."""
-    count: int
+    sessions: int
     """Number of all of them."""
 
     @classmethod
