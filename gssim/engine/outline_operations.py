@@ -250,7 +250,7 @@ class _Written(NamedTuple):
     def continued(self, stream_of: Mapping[TaskId, str]) -> "_Written":
         """Return a copy, to be continued with the tasks of another role, whose streams are given."""
         streams = defaultdict(list, {name: list(operations) for name, operations in self.streams.items()})
-        return _Written(streams, dict(self.slots), self.stream_of | stream_of)
+        return _Written(streams, dict(self.slots), {**self.stream_of, **stream_of})
 
     def add(self, part: Part, chunks: _PricedChunks, number: Callable[[Task | Posted], int]) -> None:
         """Add the operations of a part."""
@@ -506,9 +506,9 @@ class OutlineOperations:
         if not links[True].isdisjoint(links[False]):
             return ()  # a collective that is simulated crosses a link of this class on its way over links of others
         # equal sections are the same objects, whose times and operations are worked out once
-        key = ("sections", Same(template), tuple(is_alone.values()))
+        like = ("sections", Same(template), tuple(is_alone.values()))
         found = partial(_sections, template, lambda task: is_alone[id(task.exchange)])
-        return self.machine.shared.large.once(key, found, weight=lambda _: len(template.tasks))
+        return self.machine.shared.large.once(like, found, weight=lambda _: len(template.tasks))
 
     def _number(self, task: Task | Posted) -> int:
         """Return the number of the collective that a task joins."""
