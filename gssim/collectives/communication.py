@@ -334,6 +334,10 @@ class Communication:
     else ''.
     """
 
+    def __hash__(self) -> int:
+        """Return equal hashes for equal collectives, without reading the ranks of all groups beside the first."""
+        return hash((self.kind, self.group, self.size_bytes, self.root))
+
     @classmethod
     def among(cls, groups: Iterable[Sequence[int]], kind: str, size_bytes: float, **settings: Any) -> "Communication":
         """Return a collective that each of several groups carries out; `settings`: further fields."""

@@ -265,12 +265,13 @@ class _ScheduleCache:
         if groups_in_all == 1:
             return chosen
         stages = [
-            replace(stage, coupled=stage.coupled or stage.hops.count * groups_in_all > SINGLE_FLOWS)
+            replace(
+                stage,
+                hops=self.scheduler.in_every(stage.hops, communication.groups) if communication.beside else stage.hops,
+                coupled=stage.coupled or stage.hops.count * groups_in_all > SINGLE_FLOWS,
+            )
             for stage in chosen.stages
         ]
-        groups = communication.groups
-        if communication.beside:
-            stages = [replace(stage, hops=self.scheduler.in_every(stage.hops, groups)) for stage in stages]
         return replace(chosen, stages=tuple(stages))
 
 

@@ -1,8 +1,8 @@
 """Operations of outlines: what each class of pipeline ranks does in a step, and how long its chunks take.
 
 The tasks of a role become operations on streams, which all its classes share. The templates of its chunks are priced
-for each class, as a whole or in sections. Classes that do the same at the same times are merged. `outline_walk`
-executes the operations.
+for each class, as a whole or in sections. `merged_classes` finds classes that do the same at the same times, and
+`outline_walk` executes the operations.
 
 [Note: outline] Between two messages, a pipeline rank runs a chunk (see [Note: chunks] in `program.task`): tasks of its
 own, and collectives of its tensor group, some of them beside its tasks. If no other traffic of the program can cross
@@ -16,26 +16,11 @@ values a few times in each layer, over links that messages cross too, between ma
 
 Like the vectorised walk, this is exact (but for rounding where collectives run beside tasks) if ranks are independent
 between collectives ([Note: ahead] in `fast_path`) and only compute streams allocate memory.
-
-[Note: merged classes] Classes of one role often differ in nothing but the links that their reduction of gradients
-crosses: the ends of a ring or a tree, and the ranks inside. Suppose that their chunks take equally long, that each
-joins every collective with the same other classes, or with classes that are merged too, and that these collectives take
-equally long on idle links. Then all of them do the same at the same times, as long as collectives that begin together
-end together. They are executed as one, but with the collectives of each class, so that the network is simulated as it
-would be without merging. If two of these collectives end at different times, because other traffic shares the links of
-only one, the program is run again without merging.
-
-[Note: merged roles] Ranks of one stage that own different tensors (ZeRO-1) have different roles, which differ only in
-how long their updates take. Classes of such roles are merged too. At and after the first task that takes different
-times, the compute stream has a time for each role, until a collective that all of them join, or a wait, makes the
-times equal again. Streams that wait for such a task, and then join collectives, go on at the latest of these times.
-That is right if each instance of these collectives has members of all the merged roles, by which classes are told
-apart. If unequal times have other consequences, the program is run again without merging.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Literal, NamedTuple
 
@@ -45,12 +30,14 @@ from gssim.engine.fast_path import is_independent
 from gssim.engine.memory_tracker import allocates_beside_compute
 from gssim.engine.rendezvous import PreparedTransfer, delays_of_collective, prepared_transfer
 from gssim.engine.state import MachineState
+from gssim.execution.cache import Same
 from gssim.program import (
     Awaited,
     Chunk,
     MessageName,
     Name,
     Outline,
+    Part,
     Posted,
     Program,
     Task,
@@ -85,7 +72,8 @@ class PricedTemplate(NamedTuple):
     """By phase."""
     pieces: tuple[Piece, ...]
     """The template's tasks, if some wait for the host; these are then executed, and `delays_s` is empty."""
-    instances: tuple[CollectiveInstance, ...]
+    instances: Mapping[CollectiveInstance, int]
+    """Its collectives, and how often it carries out each."""
 
 
 class Operation(NamedTuple):
@@ -106,40 +94,6 @@ class Operation(NamedTuple):
     collective: int
     """Number of the collective that it joins; -1: none."""
     phase: str
-
-
-@dataclass(frozen=True, eq=False)
-class JointInstances:
-    """Instances of a collective that the same `_Rank`s join, each for some of its merged classes."""
-
-    instances: tuple[CollectiveInstance, ...]
-    ranks: int
-    """Number of `_Rank`s that join."""
-
-
-@dataclass(frozen=True, eq=False)
-class MergedClasses:
-    """What merged classes of ranks do in a step; see [Note: merged classes]."""
-
-    classes: Sequence[int]
-    """Indices of the classes."""
-    role_of: Mapping[int, int]
-    """For each of them, the place of its role among those of `unequal`; see [Note: merged roles]."""
-    unequal: Mapping[int, Sequence[tuple[Piece, ...]]]
-    """Times, for each role, of the tasks on the compute stream that do not take equally long, by place there."""
-    priced: Sequence[PricedTemplate]
-    """Times of their chunks, by number of the template."""
-    slots: int
-    known_s: Mapping[str, float]
-    """Seconds that the compute stream spends in chunks, by phase; the same in every step."""
-    instances: Sequence[CollectiveInstance]
-    """Collectives inside a step's chunks, of all the classes, each listed as often as it is carried out."""
-    streams: Mapping[str, Sequence[Operation]]
-
-    def has_all_roles(self, instance: CollectiveInstance) -> bool:
-        """Return whether classes of all the merged roles join an instance."""
-        joined = {role for index, role in self.role_of.items() if index in instance.class_numbers}
-        return joined == set(self.role_of.values())
 
 
 class _Section(NamedTuple):
@@ -211,23 +165,20 @@ class _Role:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.parts = parts_of(tasks)
-        self.templates = {id(part.template): part.template for part in self.parts if isinstance(part, Chunk)}
+        self.schedule = tasks.schedule if isinstance(tasks, Outline) else ()
+        """The first parts; other roles have the same ones."""
+        self.templates: dict[int, Template] = {}
         """By identity."""
-        self.stream_of = {part.id: part.stream for part in self.parts if isinstance(part, Task)}
+        self.stream_of: dict[TaskId, str] = {}
         """Streams of the tasks that are in no chunk."""
         self.slot_of: dict[Name, int] = {}
         """Slot of each task or part that others wait for."""
-        inside: list[TaskId] = []
-        """Tasks of chunks that are waited for on other streams; on its own, a chunk ends before what follows it."""
         for part in self.parts:
             if isinstance(part, Chunk):
-                continue
-            for name in part.after:
-                if isinstance(name, TaskId) and name not in self.stream_of:
-                    if part.stream == "compute":
-                        continue
-                    inside.append(name)
-                self.slot_of.setdefault(name, len(self.slot_of))
+                self.templates[id(part.template)] = part.template
+            elif isinstance(part, Task):
+                self.stream_of[part.id] = part.stream
+        inside = list(self._give_slots())
         chunks = {part.last: part for part in self.parts if isinstance(part, Chunk)} if inside else {}
         self.waits_inside_chunks = not all(each in chunks for each in inside)
         """Whether another stream waits for a task that is not the last of its chunk."""
@@ -235,58 +186,104 @@ class _Role:
             if each in chunks:
                 self.slot_of[each] = self.slot_of.setdefault(chunks[each], self.slot_of[each])
 
+    def _give_slots(self) -> Iterator[TaskId]:
+        """Give slots to what others wait for; yield the tasks of chunks that are waited for on other streams: on its
+        own, a chunk ends before what follows it.
+        """
+        for part in self.parts:
+            if isinstance(part, Chunk):
+                continue
+            for name in part.after:
+                if isinstance(name, TaskId) and name not in self.stream_of:
+                    if part.stream == "compute":
+                        continue
+                    yield name
+                self.slot_of.setdefault(name, len(self.slot_of))
+
     def operations(
-        self,
-        whole: Collection[int],
-        idle: Collection[int],
-        cut: Mapping[int, Sequence[_Section]],
-        numbers: Mapping[int, int],
-        number: Callable[[Task | Posted], int],
+        self, chunks: "_PricedChunks", number: Callable[[Task | Posted], int], known: "dict[Hashable, _Written]"
     ) -> tuple[dict[str, list[Operation]], int]:
         """Return the operations of each stream, and the number of slots.
 
-        `whole`: `id`s of the templates that are priced as a whole; `idle`: of those that take no time. `cut`: the
-        sections of templates that are priced in sections, by `id`. `numbers`: of priced templates, by `id`. `number`:
-        gives the number of the collective that a task joins.
+        `number`: gives the number of the collective that a task joins. `known`: what was written for the schedules of
+        earlier roles. A role whose other tasks wait for the same parts of an equal schedule repeats that.
         """
-        streams: dict[str, list[Operation]] = defaultdict(list)
-        compute = streams["compute"] = []
-        slots, stream_of = dict(self.slot_of), dict(self.stream_of)
-        for part in self.parts:
-            slot = slots.get(name_of(part), -1)
-            if isinstance(part, Posted):
-                (before,) = part.after
-                streams[part.stream].append(Operation((slots[before],), slot, -1, (), number(part), part.phase))
-            elif isinstance(part, Awaited):
-                messages = tuple([slots[each] for each in reversed(part.after)])
-                compute.append(Operation(messages, slot, -1, (), -1, part.phase))
-            elif isinstance(part, Task):
-                self._add([part], streams, number, slots, stream_of)
-            elif id(part.template) not in whole:
-                sections = cut.get(id(part.template), ())
-                tasks = part.with_ids([each.task for each in sections]) if sections else part.tasks
-                if slot >= 0:
-                    slots[tasks[-1].id] = slot
-                templates = [-1 if each.template is None else numbers[id(each.template)] for each in sections]
-                self._add(tasks, streams, number, slots, stream_of, templates)
-            elif slot >= 0 or id(part.template) not in idle:
-                compute.append(Operation((), slot, numbers[id(part.template)], (), -1, ""))
-        return streams, len(slots)
+        key = (id(self.schedule), chunks.key, tuple(self.slot_of.items()))
+        if key not in known:
+            written = _Written(defaultdict(list), dict(self.slot_of), dict(self.stream_of))
+            written.streams["compute"] = []
+            for part in self.schedule:
+                written.add(part, chunks, number)
+            known[key] = written
+        written = known[key].continued(self.stream_of)
+        for part in self.parts[len(self.schedule) :]:
+            written.add(part, chunks, number)
+        return written.streams, len(written.slots)
 
-    @staticmethod
-    def _add(
-        tasks: Sequence[Task],
-        streams: dict[str, list[Operation]],
-        number: Callable[[Task | Posted], int],
-        slots: dict[Name, int],
-        stream_of: dict[TaskId, str],
-        templates: Sequence[int] = (),
+
+class _PricedChunks(NamedTuple):
+    """What becomes of the chunks of a role."""
+
+    whole: Collection[int]
+    """`id`s of the templates that are priced as a whole."""
+    idle: Collection[int]
+    """`id`s of those that take no time."""
+    cut: Mapping[int, Sequence[_Section]]
+    """The sections of templates that are priced in sections, by `id`."""
+    numbers: Mapping[int, int]
+    """Numbers of priced templates, by `id`."""
+
+    @property
+    def key(self) -> Hashable:
+        """All of it as a part of a key; templates and sections live as long as what is cached by it."""
+        cut = tuple([(template, id(sections)) for template, sections in self.cut.items()])
+        return frozenset(self.whole), frozenset(self.idle), cut, tuple(self.numbers.items())
+
+
+class _Written(NamedTuple):
+    """Operations of a role's streams as far as they are written."""
+
+    streams: dict[str, list[Operation]]
+    slots: dict[Name, int]
+    stream_of: dict[TaskId, str]
+
+    def continued(self, stream_of: Mapping[TaskId, str]) -> "_Written":
+        """Return a copy, to be continued with the tasks of another role, whose streams are given."""
+        streams = defaultdict(list, {name: list(operations) for name, operations in self.streams.items()})
+        return _Written(streams, dict(self.slots), {**self.stream_of, **stream_of})
+
+    def add(self, part: Part, chunks: _PricedChunks, number: Callable[[Task | Posted], int]) -> None:
+        """Add the operations of a part."""
+        slots, compute = self.slots, self.streams["compute"]
+        if isinstance(part, Task):
+            self._add_tasks([part], number)
+            return
+        slot = slots.get(part, -1)
+        if isinstance(part, Posted):
+            (before,) = part.after
+            self.streams[part.route.stream].append(Operation((slots[before],), slot, -1, (), number(part), part.phase))
+        elif isinstance(part, Awaited):
+            messages = tuple([slots[each] for each in reversed(part.after)])
+            compute.append(Operation(messages, slot, -1, (), -1, part.phase))
+        elif id(part.template) not in chunks.whole:
+            sections = chunks.cut.get(id(part.template), ())
+            tasks = part.with_ids([each.task for each in sections]) if sections else part.tasks
+            if slot >= 0:
+                slots[tasks[-1].id] = slot
+            templates = [-1 if each.template is None else chunks.numbers[id(each.template)] for each in sections]
+            self._add_tasks(tasks, number, templates)
+        elif slot >= 0 or id(part.template) not in chunks.idle:
+            compute.append(Operation((), slot, chunks.numbers[id(part.template)], (), -1, ""))
+
+    def _add_tasks(
+        self, tasks: Sequence[Task], number: Callable[[Task | Posted], int], templates: Sequence[int] = ()
     ) -> None:
         """Add the operations of tasks, and slots for those that they wait for.
 
         `templates`: for each task, the number of the template for which it stands; -1 if it is a task of its own. Empty
         if all are.
         """
+        streams, slots, stream_of = self
         for each in (each for task in tasks for each in task.after):
             slots.setdefault(each, len(slots))
         stream_of.update((task.id, task.stream) for task in tasks if task.id in slots)
@@ -311,29 +308,6 @@ class RoleOperations(NamedTuple):
     streams: Mapping[str, Sequence[Operation]]
     slots: int
 
-    @property
-    def first_after_schedule(self) -> int:
-        """Place on the compute stream of the first operation after all chunks."""
-        places = [place for place, each in enumerate(self.streams["compute"]) if each.template >= 0]
-        return places[-1] + 1 if places else 0
-
-    def unequal_to(self, other: "RoleOperations") -> Collection[int] | None:
-        """Return the places of tasks on the compute stream, all after the chunks, that do not take the same time in
-        another role; None if anything else differs, other than the times of chunks.
-        """
-        beside = [name for name in self.streams if name != "compute"]
-        if self.slots != other.slots or list(self.streams) != list(other.streams):
-            return None
-        if any(self.streams[name] != other.streams[name] for name in beside):
-            return None
-        if any(each.pieces for name in beside for each in self.streams[name]):
-            return None
-        own, others, last = self.streams["compute"], other.streams["compute"], self.first_after_schedule
-        if len(own) != len(others) or own[:last] != others[:last]:
-            return None
-        unequal = [place for place in range(last, len(own)) if own[place] != others[place]]
-        return unequal if all([_differs_in_time(own[place], others[place]) for place in unequal]) else None
-
 
 def can_walk_outlines(machine: MachineState) -> bool:
     """Return whether a machine's program consists of outlines that meet the conditions of [Note: outline]."""
@@ -355,29 +329,31 @@ def _role_of(program: Program, role: int) -> _Role:
 
 
 class OutlineOperations:
-    """Operations of all classes of a machine in a step of its outlines, prepared for the walk.
+    """Operations of all classes of a machine in a step of its outlines, prepared for the walk."""
 
-    `merges_classes`: whether classes that are expected to do the same at the same times are merged.
-    """
-
-    def __init__(self, machine: MachineState, *, merges_classes: bool = True) -> None:
+    def __init__(self, machine: MachineState) -> None:
         self.machine = machine
         self._transfers: dict[CollectiveInstance, PreparedTransfer | None] = {}
         self._instances: dict[int, dict[int, tuple[int, CollectiveInstance]]] = {}
         """For each collective (by `id`) and class: the number of its instance, and the instance."""
         self._numbers: dict[TaskId | MessageName, int] = {}
-        self._instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
-        """`_instances` by number of the collective."""
-        self.joint_instances: list[Mapping[int, JointInstances]] = []
-        """Instances that each class (by index) joins, by number of the collective."""
+        self.instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
+        """For each collective by number, and each class: the number of its instance, and the instance."""
         self._owner_of_link = self._link_owners()
         self._own_links: dict[int, frozenset[int]] = {}
         """For each class, the classes of links that only its compute stream uses."""
         self._delays_s: dict[CollectiveInstance, tuple[float, ...] | None] = {}
         """Delays of collectives of one class; see `_alone_delays`."""
-        self._kept: list[_Section] = []
+        self._joined: dict[int, Sequence[tuple[Communication, Sequence[int]]]] = {}
+        """`_joined_by` of each template, by `id`."""
+        self._kept: list[Sequence[_Section]] = []
         """All sections, to whose templates operations refer by `id`."""
-        self.merged_classes = self._merged_classes(merges_classes=merges_classes)
+        self._written: dict[Hashable, _Written] = {}
+        """Operations of the schedules of roles."""
+        by_role: dict[int, list[int]] = defaultdict(list)
+        for each in machine.classes:
+            by_role[machine.roles[each.index]].append(each.index)
+        self.roles = [self._operations_of(number, indices) for number, indices in by_role.items()]
 
     def transfer(self, instance: CollectiveInstance) -> PreparedTransfer | None:
         """Return the cached transfer of an instance on idle links; None if its time there is not known beforehand."""
@@ -437,47 +413,38 @@ class OutlineOperations:
             self._delays_s[instance] = delays_of_collective(self.machine, instance, self._own_links[index])
         return self._delays_s[instance]
 
-    def _pieces(
-        self, template: Template, index: int
-    ) -> tuple[tuple[Piece, ...], tuple[CollectiveInstance, ...]] | None:
-        """Return a template's tasks with their times for a class, and its collectives; None if they do not take the
-        same time at all times.
-        """
-        pieces, instances = [], []
-        beside: TaskId | None = None  # collective beside the compute stream that has not been waited for yet
-        for task in template.tasks:
-            if task.communication is None:
-                if beside in task.after:
-                    pieces.append(
-                        Piece((), None, False, "exposed_communication", "ends")
-                    )  # as in the walk's `_must_wait`
-                    beside = None
-                host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
-                pieces.append(Piece((task.duration_s,) if task.duration_s else (), host_s, goes_on, task.phase))
-                continue
-            assert task.exchange is not None
-            _, instance = self._instances_of(task.exchange)[index]
-            instances.append(instance)
-            delays_s = self._alone_delays(instance, index)
-            if delays_s is None or beside is not None:
-                return None
-            beside = task.id if task.stream != "compute" else None
-            pieces.append(Piece(delays_s, None, False, task.phase, "" if beside is None else "begins"))
-        return tuple(pieces), tuple(instances)
-
     def _priced(self, template: Template, index: int, *, added_up: bool) -> PricedTemplate | None:
         """Return a template's time for a class; None if it is not the same at all times.
 
-        `added_up`: whether tasks that do not wait for the host may become a row of delays.
+        `added_up`: whether tasks that do not wait for the host may become a row of delays. Classes whose collectives
+        take equally long share what is added up, also in programs of other numbers of micro-batches.
         """
-        found = self._pieces(template, index)
-        if found is None:
+        joined = self._joined_by(template)
+        instances = [self._instances_of(exchange)[index][1] for exchange, _ in joined]
+        delays_s = [self._alone_delays(each, index) for each in instances]
+        if None in delays_s:
             return None
-        pieces, instances = found
-        delays_s, seconds = _added_up(pieces)
-        if not added_up or any(piece.host_s is not None for piece in pieces):
-            return PricedTemplate((), seconds, pieces, instances)
-        return PricedTemplate(delays_s, seconds, (), instances)
+        times = self.machine.shared.large.once(
+            ("priced template", Same(template), added_up, tuple(delays_s)),
+            lambda: _times_of(template, [each for each in delays_s if each is not None], added_up=added_up),
+            weight=lambda _: len(template.tasks),
+        )
+        if times is None:
+            return None
+        counted: dict[CollectiveInstance, int] = {}
+        for (_, places), instance in zip(joined, instances, strict=True):
+            counted[instance] = counted.get(instance, 0) + len(places)
+        return PricedTemplate(*times, counted)
+
+    def _joined_by(self, template: Template) -> Sequence[tuple[Communication, Sequence[int]]]:
+        """Return the distinct collectives of a template, each with the places of the tasks that join it."""
+        if id(template) not in self._joined:
+            places: dict[int, tuple[Communication, list[int]]] = {}
+            for place, task in enumerate(template.tasks):
+                if task.exchange is not None:
+                    places.setdefault(id(task.exchange), (task.exchange, []))[1].append(place)
+            self._joined[id(template)] = list(places.values())
+        return self._joined[id(template)]
 
     def _instances_of(self, exchange: Communication) -> Mapping[int, tuple[int, CollectiveInstance]]:
         if id(exchange) not in self._instances:
@@ -486,36 +453,6 @@ class OutlineOperations:
                 each.index: (number, instance) for number, instance in enumerate(several) for each in instance.classes
             }
         return self._instances[id(exchange)]
-
-    def _merged_classes(self, *, merges_classes: bool) -> list[MergedClasses]:
-        """Return what all classes do, merged where possible; sets `joint_instances`."""
-        machine, found = self.machine, []
-        by_role: dict[int, list[int]] = defaultdict(list)
-        for each in machine.classes:
-            by_role[machine.roles[each.index]].append(each.index)
-        made = [self._operations_of(number, indices) for number, indices in by_role.items()]
-        priced = {index: own for each in made for index, own in each.priced.items()}
-        operations_of = {index: each for each in made for index in each.priced}
-        merged = self._merged(made, merges_classes=merges_classes)
-        for role in made:
-            counts = Counter(each.template for each in role.streams["compute"] if each.template >= 0)
-            for classes in dict.fromkeys(merged[index] for index in role.priced if merged[index][0] in role.priced):
-                seconds: dict[str, float] = defaultdict(float)
-                instances: list[CollectiveInstance] = []
-                for template, count in counts.items():
-                    instances += [each for index in classes for each in priced[index][template].instances] * count
-                    own = priced[classes[0]][template]
-                    for phase, value in own.seconds.items() if not own.pieces else ():
-                        seconds[phase] += count * value
-                roles = list({id(operations_of[index]): operations_of[index] for index in classes}.values())
-                role_of = {
-                    index: place for place, each in enumerate(roles) for index in classes if index in each.priced
-                }
-                unequal, own_priced = _unequal_pieces(roles), priced[classes[0]]
-                found.append(
-                    MergedClasses(classes, role_of, unequal, own_priced, role.slots, seconds, instances, role.streams)
-                )
-        return found
 
     def _operations_of(self, role_number: int, indices: Sequence[int]) -> RoleOperations:
         """Return a role's operations, and times of its templates for each of its classes."""
@@ -537,7 +474,7 @@ class OutlineOperations:
                 whole.add(key)
                 continue
             sections = self._sections_of(template, indices)
-            self._kept += sections
+            self._kept.append(sections)
             # their tasks are executed one by one, so that times add up as if these were in no section
             if all([each.template is None or is_priced(each.template, added_up=False) for each in sections]):
                 cut[key] = sections
@@ -547,7 +484,8 @@ class OutlineOperations:
             if not any(own.delays_s or own.pieces or own.instances for own in (priced[i][key] for i in indices))
         }
         numbers = {key: number for number, key in enumerate(priced[indices[0]])}
-        streams, slots = role.operations(whole, idle, cut, numbers, self._number)
+        chunks = _PricedChunks(whole, idle, cut, numbers)
+        streams, slots = role.operations(chunks, self._number, self._written)
         return RoleOperations({index: list(own.values()) for index, own in priced.items()}, streams, slots)
 
     def _sections_of(self, template: Template, indices: Sequence[int]) -> Sequence[_Section]:
@@ -556,8 +494,7 @@ class OutlineOperations:
         """
         joined = {
             id(exchange): [(index, self._instances_of(exchange)[index][1]) for index in indices]
-            for exchange in (task.exchange for task in template.tasks)
-            if exchange is not None
+            for exchange, _ in self._joined_by(template)
         }
         is_alone = {
             key: all([self._alone_delays(each, index) is not None for index, each in several])
@@ -568,59 +505,10 @@ class OutlineOperations:
             links[is_alone[key]].update(*(self._links_of(each) for _, each in several))
         if not links[True].isdisjoint(links[False]):
             return ()  # a collective that is simulated crosses a link of this class on its way over links of others
-        return _sections(template, lambda task: is_alone[id(task.exchange)])
-
-    def _merged(self, roles: Sequence[RoleOperations], *, merges_classes: bool) -> Sequence[tuple[int, ...]]:
-        """Return, for each class, those that it is merged with, itself included, and set up what they join; see
-        [Note: merged classes] and [Note: merged roles].
-
-        Classes are coloured by operations and times of templates, then by the colours with which they join collectives,
-        until no more of them differ.
-        """
-        first: list[Hashable] = list(range(len(self.machine.classes)))
-        role_of, unlike = list(first), set[int]()
-        times = _times_of_classes(roles)
-        alike = _alike(roles, times) if merges_classes else ()
-        for number, (role, (first_role, unequal)) in enumerate(zip(roles, alike, strict=False)):
-            unlike.update(_collectives_after(role, unequal))
-            for index in role.priced:
-                first[index], role_of[index] = (first_role, times[index]), number
-        colours, distinct = _numbered(first), {id(each): each for each in self._instances_of_number}
-        is_alone = max(colours) + 1 == len(colours)  # each class
-        ids = {id(self._instances_of_number[number]) for number in unlike}
-        shapes = dict.fromkeys((self._shape(each), key in ids) for key, each in (() if is_alone else distinct.items()))
-        while True:
-            met: list[list[Hashable]] = [[colour] for colour in colours]
-            for shape, by_roles in shapes:
-                for indices, kind in shape:
-                    joining = ((colours[index], role_of[index] if by_roles else 0) for index in indices)
-                    members = frozenset(joining), kind
-                    for index in indices:
-                        met[index].append(members)
-            finer = _numbered(map(tuple, met))
-            if max(finer) == max(colours):
-                break
-            colours = finer
-        joint = {key: _joint_instances_of(by_class, colours) for key, by_class in distinct.items()}
-        self.joint_instances = [joint[id(each)] for each in self._instances_of_number]
-        return [tuple([index for index, other in enumerate(colours) if other == colour]) for colour in colours]
-
-    def _shape(self, by_class: Mapping[int, tuple[int, CollectiveInstance]]) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Return the classes of each instance of a collective, and a number that is equal if they take as long on
-        idle links, as far as that is known beforehand.
-        """
-        instances = dict(by_class.values())
-        times: list[Hashable] = []
-        for each in instances.values():
-            known = self.transfer(each)
-            if known is None:
-                times.append(None)
-                continue
-            delays_s, prepared, reduction_s = known
-            sizes = None if prepared.sizes is None else prepared.sizes.tobytes()
-            times.append((delays_s, sizes, prepared.processor_s, reduction_s))
-        classes = [tuple([each.index for each in instance.classes]) for instance in instances.values()]
-        return tuple(zip(classes, _numbered(times), strict=True))
+        # equal sections are the same objects, whose times and operations are worked out once
+        like = ("sections", Same(template), tuple(is_alone.values()))
+        found = partial(_sections, template, lambda task: is_alone[id(task.exchange)])
+        return self.machine.shared.large.once(like, found, weight=lambda _: len(template.tasks))
 
     def _number(self, task: Task | Posted) -> int:
         """Return the number of the collective that a task joins."""
@@ -628,97 +516,9 @@ class OutlineOperations:
         assert name is not None
         assert task.exchange is not None
         if name not in self._numbers:
-            self._numbers[name] = len(self._instances_of_number)
-            self._instances_of_number.append(self._instances_of(task.exchange))
+            self._numbers[name] = len(self.instances_of_number)
+            self.instances_of_number.append(self._instances_of(task.exchange))
         return self._numbers[name]
-
-
-def _numbered(values: Iterable[Hashable]) -> list[int]:
-    """Return the number of each value among the distinct ones."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(value, len(numbers)) for value in values]
-
-
-def _unequal_pieces(roles: Sequence[RoleOperations]) -> Mapping[int, Sequence[tuple[Piece, ...]]]:
-    """Return the pieces, for each of some merged roles, of the tasks on the compute stream that do not take equally
-    long, by place there.
-    """
-    if len(roles) == 1:
-        return {}
-    of_places = zip(*([each.pieces for each in role.streams["compute"]] for role in roles), strict=True)
-    return {place: pieces for place, pieces in enumerate(of_places) if len(set(pieces)) > 1}
-
-
-def _differs_in_time(one: Operation, other: Operation) -> bool:
-    """Return whether two tasks are equal but for the times that they take on the device and on the host."""
-    own, its = (
-        each._replace(
-            pieces=tuple(
-                [piece._replace(delays_s=(), host_s=None if piece.host_s is None else 0.0) for piece in each.pieces]
-            )
-        )
-        for each in (one, other)
-    )
-    return own == its
-
-
-def _times_of_classes(roles: Sequence[RoleOperations]) -> Mapping[int, int]:
-    """Return a number for each class (index), equal if their chunks take the same times."""
-    indices = [index for role in roles for index in role.priced]
-    times = (
-        tuple([(each.delays_s, tuple(each.seconds.items()), each.pieces) for each in own])
-        for role in roles
-        for own in role.priced.values()
-    )
-    return dict(zip(indices, _numbered(times), strict=True))
-
-
-def _alike(roles: Sequence[RoleOperations], times: Mapping[int, int]) -> Sequence[tuple[int, Collection[int]]]:
-    """Return, for each role, the number of the first one to which it is equal but for the times of tasks after the
-    schedule, and the places of all these tasks among those roles; see [Note: merged roles].
-
-    `times`: those of `_times_of_classes`; roles of which no classes have equal ones are not compared.
-    """
-    places: dict[int, set[int]] = {}
-    found: list[int] = []
-    for number, role in enumerate(roles):
-        for first, unequal in places.items():
-            is_as_fast = not {times[index] for index in role.priced}.isdisjoint(map(times.get, roles[first].priced))
-            if is_as_fast and (more := roles[first].unequal_to(role)) is not None:
-                unequal.update(more)
-                found.append(first)
-                break
-        else:
-            places[number] = set()
-            found.append(number)
-    return [(first, places[first]) for first in found]
-
-
-def _collectives_after(role: RoleOperations, places: Collection[int]) -> Iterator[int]:
-    """Yield the numbers of the collectives of a role that come after any of some tasks on the compute stream."""
-    if not places:
-        return
-    late = {each.slot for each in role.streams["compute"][min(places) :]} - {-1}
-    for name, operations in role.streams.items():
-        waits = (place for place, each in enumerate(operations) if not late.isdisjoint(each.after))
-        first = min(places) if name == "compute" else next(waits, len(operations))
-        yield from (each.collective for each in operations[first:] if each.collective >= 0)
-
-
-def _joint_instances_of(
-    by_class: Mapping[int, tuple[int, CollectiveInstance]], colours: Sequence[int]
-) -> Mapping[int, JointInstances]:
-    """Return the joint instances of each class at a collective; `by_class`: number and instance that it joins."""
-    joined: dict[frozenset[int], dict[int, CollectiveInstance]] = defaultdict(dict)
-    for number, instance in by_class.values():
-        joined[frozenset([colours[each.index] for each in instance.classes])][number] = instance
-    by_colour = {
-        colour: joint
-        for members, several in joined.items()
-        for joint in [JointInstances(tuple(several.values()), len(members))]
-        for colour in members
-    }
-    return {index: by_colour[colours[index]] for index in by_class}
 
 
 def _collectives_at_once(
@@ -745,6 +545,47 @@ def _collectives_at_once(
         if exchange is not None and counts(exchange):
             going[name_of(part)] = exchange
     yield from ((each, None) for each in going.values())
+
+
+_Times = tuple[tuple[float, ...], Mapping[str, float], tuple[Piece, ...]]
+"""The first fields of `PricedTemplate`."""
+
+
+def _times_of(template: Template, delays_s: Sequence[tuple[float, ...]], *, added_up: bool) -> _Times | None:
+    """Return the times of a template whose collectives, in the order of their first tasks, take some delays on their
+    own; None if these run beside one another. `added_up`: see `OutlineOperations`.
+    """
+    exchanges = dict.fromkeys(id(task.exchange) for task in template.tasks if task.exchange is not None)
+    pieces = _pieces_of(template, dict(zip(exchanges, delays_s, strict=True)))
+    if pieces is None:
+        return None
+    in_all_s, seconds = _added_up(pieces)
+    if not added_up or any(piece.host_s is not None for piece in pieces):
+        return (), seconds, pieces
+    return in_all_s, seconds, ()
+
+
+def _pieces_of(template: Template, delays_s: Mapping[int, tuple[float, ...]]) -> tuple[Piece, ...] | None:
+    """Return a template's tasks with their times; None if collectives run beside one another.
+
+    `delays_s`: those of its collectives, by `id`.
+    """
+    pieces: list[Piece] = []
+    beside: TaskId | None = None  # collective beside the compute stream that has not been waited for yet
+    for task in template.tasks:
+        if task.exchange is None:
+            if beside in task.after:
+                pieces.append(Piece((), None, False, "exposed_communication", "ends"))  # as in the walk's `_must_wait`
+                beside = None
+            host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
+            pieces.append(Piece((task.duration_s,) if task.duration_s else (), host_s, goes_on, task.phase))
+            continue
+        if beside is not None:
+            return None
+        beside = task.id if task.stream != "compute" else None
+        own_s = delays_s[id(task.exchange)]
+        pieces.append(Piece(own_s, None, False, task.phase, "" if beside is None else "begins"))
+    return tuple(pieces)
 
 
 def _added_up(pieces: Iterable[Piece]) -> tuple[tuple[float, ...], Mapping[str, float]]:

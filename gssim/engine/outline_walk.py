@@ -21,9 +21,11 @@ from typing import Any
 import simpy
 
 from gssim.engine.collective_instances import CollectiveInstance
-from gssim.engine.outline_operations import JointInstances, MergedClasses, Operation, OutlineOperations, Piece
+from gssim.engine.merged_classes import JointInstances, MergedClasses, Merging
+from gssim.engine.outline_operations import Operation, OutlineOperations, Piece
 from gssim.engine.rendezvous import call_at, carry_out, carry_prepared
 from gssim.engine.state import MachineState
+from gssim.network import JointSessions, Prepared
 from gssim.result import PHASES
 
 
@@ -75,7 +77,7 @@ class _Carried:
 
 class UnequalClassesError(Exception):
     """Merged classes did not do the same at the same times; see [Note: merged classes] and [Note: merged roles]
-    in `outline_operations`.
+    in `merged_classes`.
     """
 
 
@@ -124,10 +126,12 @@ class OutlineWalk:
         """Whether ready streams are being executed, so that what they end makes others ready without recursion."""
         self._met: dict[tuple[int, int, JointInstances], list[_Stream]] = {}
         """Streams that have arrived at a collective, by step, collective and joint instances."""
-        self._times: list[dict[CollectiveInstance, int]] = [defaultdict(int) for _ in range(steps)]
-        """How often each instance was carried out in each step; instances that count themselves are in `_counted`."""
-        self._counted: dict[CollectiveInstance, int] = defaultdict(int)
-        """How often each instance that counts its own bytes was carried out in the first step."""
+        self._times: list[dict[JointInstances, int]] = [defaultdict(int) for _ in range(steps)]
+        """How often joint instances were carried out in each step; those that count themselves are in `_counted`."""
+        self._counted: dict[JointInstances, int] = defaultdict(int)
+        """How often those that count their own bytes were carried out in the first step."""
+        self._joint: dict[JointInstances, JointSessions | None] = {}
+        """The transfers of joint instances, if these are carried together; see [Note: joint transfers]."""
         self._first_end_s = 0.0
         """Latest end of a stream's first step."""
         self._further_s = inf
@@ -138,8 +142,10 @@ class OutlineWalk:
         """The stream that ended the first step last, if no other ended it later; it goes on when that is known."""
         self.repeated_s: float | None = None
         """Duration of the first step, once all others are known to repeat it; see [Note: repeated step]."""
-        self._operations = OutlineOperations(machine, merges_classes=merges_classes)
-        ranks = [_Rank(each, steps) for each in self._operations.merged_classes]
+        self._operations = OutlineOperations(machine)
+        merging = Merging.of(self._operations, merges_classes=merges_classes)
+        self._joint_instances = merging.joint_instances
+        ranks = [_Rank(each, steps) for each in merging.merged]
         self._streams = [
             _Stream(rank, name == "compute", several) for rank in ranks for name, several in rank.merged.streams.items()
         ]
@@ -286,7 +292,7 @@ class OutlineWalk:
 
     def _arrive(self, stream: _Stream, collective: int) -> None:
         """Let merged classes join a collective, by its number; the last arrival starts it."""
-        joint = self._operations.joint_instances[collective][stream.rank.index]
+        joint = self._joint_instances[collective][stream.rank.index]
         if stream.is_apart and not all(map(stream.rank.merged.has_all_roles, joint.instances)):
             raise UnequalClassesError
         key = (stream.step, collective, joint)
@@ -294,38 +300,60 @@ class OutlineWalk:
         streams.append(stream)
         if len(streams) == joint.ranks:
             del self._met[key]
-            self._start(joint.instances, streams, max([each.now_s for each in streams]))
+            self._start(joint, streams, max([each.now_s for each in streams]))
 
-    def _start(self, instances: Sequence[CollectiveInstance], streams: Sequence[_Stream], start_s: float) -> None:
+    def _start(self, joint: JointInstances, streams: Sequence[_Stream], start_s: float) -> None:
         """Carry out joint instances, starting at their last arrival."""
-        known, step = self._operations.transfer(instances[0]), streams[0].step  # equal for all instances
-        ended = partial(self._end, streams)
-        if len(instances) > 1:
-            ended = partial(self._end_one, _Carried(streams, len(instances)))
+        known, step = self._operations.transfer(joint.instances[0]), streams[0].step  # equal for all instances
         if step:
             self._further_s = min(self._further_s, start_s if known is not None else 0.0)  # it rules out repetition
         if known is None:
-            for each in instances:
-                self._counted[each] += not step
+            self._counted[joint] += not step
+            ended = self._ended_one(joint, streams)
+            for each in joint.instances:
                 self.env.process(self._carry_out(each, start_s, ended))
             return
-        times = self._times[step]
-        for each in instances:
-            times[each] += 1
+        self._times[step][joint] += 1
         begin_s = reduce(add, known[0], start_s)
-        transfer = partial(self._transfer, instances, ended)
+        transfer = partial(self._transfer, joint, streams)
         if begin_s > self.env.now:
             call_at(self.env, begin_s, transfer)
         else:
             transfer()
 
-    def _transfer(self, instances: Sequence[CollectiveInstance], ended: Callable[[], None]) -> None:
-        """Carry the bytes of prepared instances from now on; `ended` is called at the end of each."""
-        for each in instances:
+    def _transfer(self, joint: JointInstances, streams: Sequence[_Stream]) -> None:
+        """Carry the bytes of prepared instances from now on."""
+        if joint not in self._joint:
+            self._joint[joint] = self._joint_sessions(joint)
+        sessions = self._joint[joint]
+        if sessions is not None:
+            carried = _Carried(streams, len(joint.instances))
+            self.machine.network.start_joint(sessions, partial(self._end_some, carried))
+            return
+        ended = self._ended_one(joint, streams)
+        for each in joint.instances:
             known = self._operations.transfer(each)
             assert known is not None
             _, prepared, reduction_s = known
             carry_prepared(self.machine, prepared, reduction_s, ended)
+
+    def _ended_one(self, joint: JointInstances, streams: Sequence[_Stream]) -> Callable[[], None]:
+        """Return what is called at the end of each of joint instances."""
+        if len(joint.instances) == 1:
+            return partial(self._end, streams)
+        return partial(self._end_some, _Carried(streams, len(joint.instances)), 1)
+
+    def _joint_sessions(self, joint: JointInstances) -> JointSessions | None:
+        """Return the sessions of joint instances, to be carried together; None if each needs a transfer of its own."""
+        if len(joint.instances) == 1:
+            return None
+        several: list[Prepared] = []
+        for each in joint.instances:
+            known = self._operations.transfer(each)
+            if known is None or known[2]:  # a reduction of received bytes follows
+                return None
+            several.append(known[1])
+        return self.machine.network.joint(several)
 
     def _carry_out(
         self, instance: CollectiveInstance, start_s: float, ended: Callable[[], None]
@@ -336,9 +364,9 @@ class OutlineWalk:
         yield from carry_out(self.machine, instance)
         ended()
 
-    def _end_one(self, carried: _Carried) -> None:
-        """End one of several instances that began together."""
-        carried.left -= 1
+    def _end_some(self, carried: _Carried, count: int) -> None:
+        """End some of several instances that began together."""
+        carried.left -= count
         carried.end_s = min(carried.end_s, self.env.now)
         if carried.end_s < self.env.now:
             raise UnequalClassesError
@@ -363,9 +391,11 @@ class OutlineWalk:
         """Count the bytes of all collectives that were carried out, for the report."""
         times = Counter[CollectiveInstance]()
         for of_step in self._times:
-            times.update(of_step)
+            for joint, count in of_step.items():
+                for instance in joint.instances:
+                    times[instance] += count
         for rank in self.ranks:
-            for instance, count in Counter(rank.merged.instances).items():
+            for instance, count in rank.merged.instances.items():
                 times[instance] += self.steps * count
         for instance, count in times.items():
             for stage in instance.schedule.stages:

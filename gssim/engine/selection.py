@@ -172,7 +172,8 @@ class Scheduler:
         if communication.kind == "all-reduce":  # all other kinds have one algorithm
             name = NCCL_ALGORITHMS[choice.algorithm]
         stages = tuple(
-            replace(s, stretch_ratio=1.0) for s in ALGORITHMS[name, communication.kind](members, communication)
+            stage if stage.stretch_ratio == 1 else replace(stage, stretch_ratio=1.0)
+            for stage in ALGORITHMS[name, communication.kind](members, communication)
         )
         rates = group.bandwidth_bytes_per_s, group.network_bytes_per_s or math.inf
         bare_s = [size / rate for size, rate in zip((choice.node_bytes, choice.network_bytes), rates, strict=True)]

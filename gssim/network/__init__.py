@@ -1,5 +1,6 @@
 """The network: routes, max-min fair flows in simulated time, and folding of equal links and flows."""
 
-from gssim.network.fluid import Network, Pace, Prepared, limited_rates
+from gssim.network.fluid import Network, Pace, limited_rates
 from gssim.network.folding import codes
 from gssim.network.routes import Router, notices_queue
+from gssim.network.transfers import JointSessions, Prepared

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,10 @@ from gssim.collectives import Hops, Stage
 from gssim.execution.cache import Shared
 from gssim.network.folding import Folded, Sessions, fold
 from gssim.network.routes import Router
-from gssim.units import Bools, Floats, Ints, distinct_with_places
+from gssim.network.transfers import JointSessions, JointTransfer, Prepared, Transfer, transfer_of
+from gssim.units import Floats, Ints, distinct_with_places
 
 NOWHERE = -1
-NO_LINKS = np.zeros(0, dtype=np.int64)
 
 
 def limited_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, sessions: int) -> tuple[Floats, Ints]:
@@ -57,9 +58,6 @@ def limited_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, 
         growing[session[stopped]] = False
         limit[session[stopped]] = link[stopped]
     return rates, limit
-
-
-NEGLIGIBLE_BYTES = 1e-9
 
 
 def first_change_s(transfers: Sequence[tuple[Floats, Ints, Ints, Ints]], *, links: int, slack_s: float) -> float:
@@ -103,121 +101,6 @@ class Pace:
     """Processor time of sender and receiver, in addition to that for the bytes."""
 
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A stage whose sessions start together, and its costs on idle links, which do not depend on when it begins."""
-
-    wait_s: float
-    """Seconds that it waits before its bytes are sent."""
-    sessions: Sessions | None
-    """The sessions; None if no bytes cross any links."""
-    sizes: Floats | None
-    processor_s: float
-    """Processor time of the ends for the bytes, counted from the end of the wait."""
-    stage_bytes: float = 0.0
-    """Size of the stage, including its stretch and the backend's factor; multiplies `Sessions.unit_bytes`."""
-    handled_by: Sessions | None = None
-    """The sessions whose ends handle the bytes, whether these cross links or not."""
-
-
-class _Transfer:
-    """Sessions that began together: remaining bytes and rate of each, and what is called once all have ended."""
-
-    __slots__ = (
-        "going",
-        "last_s",
-        "limit",
-        "link_bits",
-        "links",
-        "rate",
-        "remaining",
-        "sessions",
-        "single",
-        "then",
-        "version",
-    )
-
-    def __init__(self, sessions: Sessions, remaining: Floats, then: Callable[[], object], now_s: float) -> None:
-        self.sessions, self.then, self.last_s = sessions, then, now_s
-        self.single = len(remaining) == 1
-        """Whether there is only one session; values of sessions are then lists, as plain numbers are faster than
-        arrays.
-        """
-        self.remaining: Any = remaining.tolist() if self.single else remaining
-        self.rate: Any
-        self.limit: Any
-        """The link that limits each session's rate."""
-        self.going: Bools
-        """Which of several sessions have not ended."""
-        if not self.single:
-            self.going = remaining > 0
-        self.links, self.link_bits = sessions.links, sessions.link_bits
-        self.version = 0
-
-    def share(self, rates: Floats, limit: Ints) -> None:
-        """Set the rate of each session, and the link that limits it."""
-        self.rate, self.limit = (rates.tolist(), limit.tolist()) if self.single else (rates, limit)
-
-    def share_alone(self, rate: float, limit: int) -> None:
-        """Set the rate of the only session, and the link that limits it."""
-        self.rate, self.limit = [rate], [limit]
-
-    def advance(self, now_s: float) -> None:
-        """Reduce the remaining bytes by those carried since the last change."""
-        if now_s > self.last_s:
-            if self.single:
-                self.remaining[0] = max(self.remaining[0] - self.rate[0] * (now_s - self.last_s), 0.0)
-                self.last_s = now_s
-                return
-            going = self.remaining > 0
-            left = self.remaining[going] - self.rate[going] * (now_s - self.last_s)
-            self.remaining[going] = np.maximum(left, 0.0)  # a session may have ended since
-            self.last_s = now_s
-
-    def settle(self, now_s: float) -> Ints:
-        """End the sessions whose rest is below the clock's resolution; return the links that they free."""
-        slack_s = 1e-12 + 2 * math.ulp(now_s)
-        if self.single:
-            if self.remaining[0] > self.rate[0] * slack_s + NEGLIGIBLE_BYTES:
-                return NO_LINKS
-            self.remaining[0] = 0.0
-            return self.sessions.link
-        ended = self.going & (self.remaining <= self.rate * slack_s + NEGLIGIBLE_BYTES)
-        if not ended.any():
-            return NO_LINKS
-        self.remaining[ended] = 0.0
-        self.going = self.going & ~ended
-        freed: Ints = self.sessions.link[ended[self.sessions.session]]
-        return freed
-
-    @property
-    def unfinished(self) -> Bools:
-        """Whether each session has bytes left."""
-        return np.asarray(self.remaining) > 0
-
-    def lasts_s(self) -> Floats:
-        """Return the remaining time of each session at its rate; 0 for those that have ended."""
-        times_s = np.zeros(len(self.remaining))
-        np.divide(self.remaining, self.rate, out=times_s, where=self.unfinished)
-        return times_s
-
-    def lasts_alone_s(self) -> float:
-        """Return the remaining time of the only session; 0 if it has ended."""
-        left_bytes, rate = self.remaining[0], self.rate[0]
-        return (left_bytes / rate if rate else math.inf) if left_bytes > 0 else 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no bytes are left."""
-        return not (self.remaining[0] if self.single else self.remaining.any())
-
-    def is_limited_by(self, links: Bools) -> bool:
-        """Return whether one of the marked links limits an unfinished session; the last mark is for `NOWHERE`."""
-        if self.single:
-            return bool(links[self.limit[0]]) and not self.is_over
-        return bool(links[self.limit[self.remaining > 0]].any())
-
-
 class Network:
     """The links of a cluster in simulated time, folded into classes, and the bytes that each class has carried.
 
@@ -241,9 +124,11 @@ class Network:
         self.folded: Folded = fold(router, [*stages, *streams], unfolded=unfolded, shared=shared or Shared())
         self.capacity = self.folded.capacity
         self.carried = np.zeros(len(self.capacity))
-        self.active: list[_Transfer] = []
-        self._starting: list[_Transfer] = []
+        self.active: list[Transfer | JointTransfer] = []
+        self._starting: list[Transfer | JointTransfer] = []
         """Transfers that start now, to which rates are given together."""
+        self._started = 0
+        """How many transfers have started."""
         self.left_s: dict[int, float] = {}
         """Time at which the last session on a link ended."""
         self._queued: dict[Sessions, simpy.Event] = {}
@@ -252,6 +137,10 @@ class Network:
         """Time until which the processors of sessions' ends are busy with the bytes of earlier messages."""
         self._alone: dict[Sessions, tuple[Floats, Ints]] = {}
         """Cached rate and limiting link of single sessions without any other traffic."""
+        self._known_alone: dict[Sessions, tuple[float, int]] = {}
+        """`_alone` as plain numbers."""
+        self._crossing = [0] * len(self.capacity)
+        """How many active transfers cross each link."""
         self._of_whole: dict[tuple[Sessions, ...], Sequence[tuple[float, int]]] = {}
         """Cached rate and limiting link of each of several single sessions, none of which has ended."""
         for stage, stream in zip(streams, conditions.traffic, strict=True):
@@ -272,6 +161,7 @@ class Network:
         (group,) = self.folded.of(stage).groups
         own = len(self.capacity)
         self.capacity = np.append(self.capacity, bytes_per_s)
+        self._crossing.append(0)
         limited = replace(
             group,
             session=np.append(group.session, 0),
@@ -286,6 +176,7 @@ class Network:
         """Return the time of a stage on idle links."""
         alone = copy(self)
         alone.env, alone.active, alone._starting = simpy.Environment(), [], []
+        alone._crossing = [0] * len(self.capacity)
         alone.carried, alone.left_s, alone._queued, alone._handled_s = self.carried.copy(), {}, {}, {}
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
@@ -334,6 +225,24 @@ class Network:
         assert prepared.sessions is not None
         assert prepared.sizes is not None
         self._start(prepared.sessions, prepared.sizes, then)
+
+    def joint(self, several: Sequence[Prepared]) -> JointSessions | None:
+        """Return prepared stages for `start_joint`; None if less than two are equal and on links of their own."""
+
+        def rates_of(sessions: tuple[Sessions, ...]) -> Sequence[tuple[float, int]]:
+            return [self._rate_alone(sessions[0])] if len(sessions) == 1 else self._rates_of_whole(sessions)
+
+        return JointSessions.of(several, rates_of)
+
+    def start_joint(self, joint: JointSessions, ended: Callable[[int], object]) -> None:
+        """Start several stages now; `ended` is called with how many have ended, whenever some have."""
+        now_s, first = self.env.now, self._started
+        self._started += len(joint.several)
+        others = sorted(set(range(len(joint.several))).difference(*joint.groups))
+        self._start_now(
+            JointTransfer(joint, ended, now_s, first),
+            *(transfer_of(joint.several[place], partial(ended, 1), now_s, first + place) for place in others),
+        )
 
     def on_idle_links_s(self, prepared: Prepared) -> float:
         """Return the time of a stage's sessions on links that nothing else uses, until the last session ends.
@@ -515,33 +424,84 @@ class Network:
         return np.asarray(sizes * max(0.0, 1 - ahead_s / longest_s), dtype=np.float64)
 
     def _start(self, group: Sessions, sizes: Floats, then: Callable[[], object]) -> None:
+        self._started += 1
+        self._start_now(Transfer(group, sizes, then, self.env.now, self._started - 1))
+
+    def _start_now(self, *transfers: Transfer | JointTransfer) -> None:
         if not self._starting:
             now = self.env.timeout(0)
             assert now.callbacks is not None
             now.callbacks.append(lambda _event: self._begin())
-        self._starting.append(_Transfer(group, sizes.copy(), then, self.env.now))
+        self._starting += transfers
 
     def _begin(self) -> None:
         """Give rates to the transfers that start now, to those that touch one another together."""
-        starting, self._starting = self._starting, []
-        self.active += starting
-        several: list[list[_Transfer]] = []
+        begun, self._starting = self._starting, []
+        self.active += begun
+        for transfer in begun:
+            self._cross(transfer, +1)
+        starting = begun if all(map(self._is_alone, begun)) else self._split_joint(begun)
+        several: list[JointTransfer | list[Transfer]] = []
         while starting:
-            together = self._touching(starting[-1])
+            last = starting[-1]
+            if isinstance(last, JointTransfer):
+                several.append(last)
+                starting.pop()
+                continue
+            together = self._touching(last)
             several.append(together)
-            starting = [each for each in starting if each not in together]
-        for together in reversed(several):  # of those that end at one instant, the first to start ends first
-            if len(together) == 1 and together[0].single:
-                self._go_alone(together[0])
+            if len(together) == 1:
+                starting.pop()
             else:
-                self._share(together)
+                starting = [each for each in starting if each not in together]
+        for each in reversed(several):  # of those that end at one instant, the first to start ends first
+            if isinstance(each, JointTransfer):
+                self._go_jointly(each)
+            elif len(each) == 1 and each[0].single:
+                self._go_alone(each[0])
+            else:
+                self._share(each)
 
-    def _go_alone(self, transfer: _Transfer) -> None:
+    def _split_joint(self, begun: Sequence[Transfer | JointTransfer]) -> list[Transfer | JointTransfer]:
+        """Split the joint transfers whose links others cross; return those that begin now, split likewise."""
+        parts: dict[int, Sequence[Transfer]] = {}
+        now = set(map(id, begun))
+        for each in self.active:
+            if isinstance(each, JointTransfer) and not self._is_alone(each):
+                parts[id(each)] = each.split(version=0 if id(each) in now else 1)
+                self._cross(each, -1)
+                for part in parts[id(each)]:
+                    self._cross(part, +1)
+        several = [[part for each in some for part in parts.get(id(each), (each,))] for some in (self.active, begun)]
+        self.active, now_begun = (sorted(some, key=attrgetter("number")) for some in several)
+        return now_begun
+
+    def _go_jointly(self, transfer: JointTransfer) -> None:
+        """Schedule the end of a joint transfer. If it has been split by then, that is the end of those of its parts
+        that no other transfer has touched: their versions are still the first.
+        """
+
+        def ended(_event: simpy.Event) -> None:
+            if not transfer.parts:
+                self._leave(transfer)
+                transfer.ended(transfer.joint.sessions)
+            for first, *others in transfer.parts:
+                if others:
+                    self._wake([first, *others], [1] * (1 + len(others)))
+                elif first.version == 1:
+                    self._end(first)
+                    first.then()
+
+        wake = self.env.timeout(transfer.lasts_s)
+        assert wake.callbacks is not None
+        wake.callbacks.append(ended)
+
+    def _go_alone(self, transfer: Transfer) -> None:
         """Schedule the end of a session that is alone on its links; it is void if another session begins before.
 
         The clock's rounding is below the slack of `settle`, so no bytes remain at that time.
         """
-        transfer.share(*self._rates([transfer.sessions]))
+        transfer.share_alone(*self._rate_alone(transfer.sessions))
         transfer.version += 1
         version = transfer.version
         last_s = transfer.lasts_alone_s()
@@ -557,19 +517,45 @@ class Network:
         assert wake.callbacks is not None
         wake.callbacks.append(ended)
 
-    def _end(self, transfer: _Transfer) -> None:
+    def _end(self, transfer: Transfer) -> None:
         transfer.version += 1
-        self.active.remove(transfer)
+        self._leave(transfer)
 
-    def _touching(self, transfer: _Transfer) -> list[_Transfer]:
+    def _leave(self, transfer: Transfer | JointTransfer) -> None:
+        self.active.remove(transfer)
+        self._cross(transfer, -1)
+
+    def _cross(self, transfer: Transfer | JointTransfer, change: int) -> None:
+        crossing = self._crossing
+        for link in transfer.links:
+            crossing[link] += change
+
+    def _is_alone(self, transfer: Transfer | JointTransfer) -> bool:
+        """Return whether no other active transfer crosses the links of one."""
+        crossing = self._crossing
+        return all([crossing[link] == 1 for link in transfer.links])
+
+    def _touching(self, transfer: Transfer) -> list[Transfer]:
         """Return the transfers that share links with this one, or with others that do."""
-        touching, rest, links = [transfer], self.active, transfer.link_bits
+        if self._is_alone(transfer):
+            return [transfer]
+        # joint transfers share no links, or they would have been split
+        rest = [each for each in self.active if isinstance(each, Transfer)]
+        touching, links = [transfer], transfer.link_bits
         while near := [each for each in rest if each.link_bits & links and each is not transfer]:
             touching += near
             rest = [each for each in rest if each not in near]
             for each in near:
                 links |= each.link_bits
         return touching
+
+    def _rate_alone(self, sessions: Sessions) -> tuple[float, int]:
+        """Return the rate of a single session on idle links, and the link that limits it."""
+        known = self._known_alone.get(sessions)
+        if known is None:
+            rates, limit = self._rates([sessions])
+            known = self._known_alone[sessions] = float(rates[0]), int(limit[0])
+        return known
 
     def _rates(
         self, groups: Sequence[Sessions], going: Sequence[Any] | None = None, *, widest: float | None = None
@@ -617,13 +603,14 @@ class Network:
         places, link = distinct_with_places(np.concatenate([group.link for group in groups]))
         return session, (places, link), load, int(starts[-1])
 
-    def _share(self, transfers: Sequence[_Transfer]) -> None:
+    def _share(self, transfers: Sequence[Transfer]) -> None:
         """Set the fair rate of every session and schedule its next change."""
         now_s = self.env.now
         for transfer in transfers:
             transfer.advance(now_s)
         if all([each.single and each.remaining[0] > 0 for each in transfers]):
-            for transfer, alone in zip(transfers, self._rates_of_whole(transfers), strict=True):
+            rates_of_whole = self._rates_of_whole(tuple([each.sessions for each in transfers]))
+            for transfer, alone in zip(transfers, rates_of_whole, strict=True):
                 transfer.share_alone(*alone)
             self._plan(transfers)
             return
@@ -635,15 +622,14 @@ class Network:
             start = end
         self._plan(transfers)
 
-    def _rates_of_whole(self, transfers: Sequence[_Transfer]) -> Sequence[tuple[float, int]]:
+    def _rates_of_whole(self, sessions: tuple[Sessions, ...]) -> Sequence[tuple[float, int]]:
         """Return the rate and the limiting link of single sessions that have not ended."""
-        key = tuple([each.sessions for each in transfers])
-        if key not in self._of_whole:
-            rates, limit = self._rates(key)
-            self._of_whole[key] = list(zip(rates.tolist(), limit.tolist(), strict=True))
-        return self._of_whole[key]
+        if sessions not in self._of_whole:
+            rates, limit = self._rates(sessions)
+            self._of_whole[sessions] = list(zip(rates.tolist(), limit.tolist(), strict=True))
+        return self._of_whole[sessions]
 
-    def _plan(self, transfers: Sequence[_Transfer]) -> None:
+    def _plan(self, transfers: Sequence[Transfer]) -> None:
         """Schedule the next end of a transfer, or of a session whose link others can use; rates stay until then."""
         for transfer in transfers:
             transfer.version += 1
@@ -660,7 +646,7 @@ class Network:
         assert wake.callbacks is not None
         wake.callbacks.append(lambda _event: self._wake(transfers, versions))
 
-    def _changes_s(self, transfers: Sequence[_Transfer], lasts_s: Sequence[Floats]) -> float:
+    def _changes_s(self, transfers: Sequence[Transfer], lasts_s: Sequence[Floats]) -> float:
         """Return the time until a session ends on a link that limits others which go on; infinite if there is none."""
         slack_s = 1e-12 + 2 * math.ulp(self.env.now)
         if len(transfers) == 1:
@@ -673,19 +659,19 @@ class Network:
         ]
         return first_change_s(entries, links=len(self.capacity), slack_s=slack_s)
 
-    def _wake(self, transfers: Sequence[_Transfer], versions: Sequence[int]) -> None:
+    def _wake(self, transfers: Sequence[Transfer], versions: Sequence[int]) -> None:
         for transfer, version in zip(transfers, versions, strict=True):
             if version == transfer.version:  # otherwise the flows have changed since, and this wake-up is void
                 self._change(transfer)
 
-    def _change(self, transfer: _Transfer) -> None:
+    def _change(self, transfer: Transfer) -> None:
         """End the sessions that are over, and recompute the rates of others that their links limit."""
         touched, now_s = self._touching(transfer), self.env.now
         for other in touched:
             other.advance(now_s)
         freed = [other.settle(now_s) for other in touched]
-        left: list[_Transfer] = []
-        ended: list[_Transfer] = []
+        left: list[Transfer] = []
+        ended: list[Transfer] = []
         for other in touched:
             if other.is_over:
                 self._end(other)
@@ -699,7 +685,7 @@ class Network:
         for other in ended:  # once the others go on, since what follows may begin new transfers
             other.then()
 
-    def _are_limited_by(self, freed: Sequence[Ints], transfers: Sequence[_Transfer]) -> bool:
+    def _are_limited_by(self, freed: Sequence[Ints], transfers: Sequence[Transfer]) -> bool:
         """Return whether one of the links that were freed limits an unfinished session."""
         is_freed = np.zeros(len(self.capacity) + 1, dtype=bool)  # the last mark is for `NOWHERE`
         for links in freed:

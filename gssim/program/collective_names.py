@@ -19,6 +19,10 @@ class Named:
     several: bool
     _repeated: dict[int, tuple[Communication, Communication]] = field(default_factory=dict)
     """By `id` of a collective: the collective, and its repeated version."""
+    _beside: dict[tuple[Sequence[int], ...], tuple[Sequence[int], ...]] = field(default_factory=dict)
+    """Groups beside the first one of repeated collectives, by the groups of the collective; equal ones are the same
+    objects, which are compared fast.
+    """
 
     @property
     def changes(self) -> bool:
@@ -49,5 +53,8 @@ class Named:
     def _in_every_copy(self, exchange: Communication) -> Communication:
         if self.copies == 1 or len({rank % self.slices for rank in exchange.group}) > 1:
             return exchange
-        groups = [tuple(rank + copy for rank in group) for copy in range(self.copies) for group in exchange.groups]
-        return replace(exchange, beside=tuple(groups[1:]))
+        own = exchange.groups
+        if own not in self._beside:
+            groups = [tuple([rank + copy for rank in group]) for copy in range(self.copies) for group in own]
+            self._beside[own] = tuple(groups[1:])
+        return replace(exchange, beside=self._beside[own])

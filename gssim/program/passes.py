@@ -33,7 +33,7 @@ from gssim.program.flat_units import gather_flat_parameters, push_units
 from gssim.program.lowering import Lowering, layer_groups, once_a_run
 from gssim.program.messages import in_order, is_thresholded, mean_push_density, push_totals, sent_ratios
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
-from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
+from gssim.program.pipeline import Scheduled, pipeline, replicas_of, stage_buffers
 from gssim.program.publish import mean_publish_density, publish_ratios, published_bytes
 from gssim.program.push import estimates_thresholds, push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
@@ -52,7 +52,6 @@ from gssim.program.task import (
     Issue,
     MicroBatch,
     Outline,
-    Part,
     Program,
     Task,
     TaskId,
@@ -329,9 +328,10 @@ class Steps:
         alike, parts_of_model = _Alike(), low.policies.tp
         chunked = not self.unfolded and (parts_of_model == 1 or self._copies == parts_of_model)
         named = self._named(low)
-        by_rank = [_tasks(low, rank, alike, named, chunked=chunked) for rank in ranks]
-        outlined = bool(low.stages) and chunked
-        return [Outline(parts) if outlined else tuple(expanded(parts)) for parts in by_rank]
+        if not low.stages:
+            return [_tasks(low, rank, alike, named) for rank in ranks]
+        outlines = [_outline(low, rank, alike, named, chunked=chunked) for rank in ranks]
+        return [outline if chunked else tuple(expanded(outline.parts)) for outline in outlines]
 
     def _named(self, low: Lowering) -> Named:
         """Return what names the collectives; programs that differ in their number of micro-batches share it."""
@@ -489,24 +489,35 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
     return held_layers(unrolled(held_slice(scenario, part)), scenario.stage_ranges)
 
 
-def _tasks(low: Lowering, rank: int, alike: "_Alike", named: Named, *, chunked: bool) -> list[Part]:
-    """Return the tasks of a rank's step; `chunked`: as parts of an outline, if the rank has pipeline stages.
+def _tasks(low: Lowering, rank: int, alike: "_Alike", named: Named) -> tuple[Task, ...]:
+    """Return the tasks of a step of a rank that holds the whole depth of the model.
 
     Where fragments are synchronized, the tasks are those of a whole period. A fragment's exchange continues from one
     step to the next, so its identity has no step.
     """
-    if low.stages:
-        stage_tasks = partial(_unnumbered, rank=rank, alike=alike)
-        replicas = replicas_of(low, low.batch_sizes[rank])
-        update = map(named.task, optimize(low, rank, [], replicas=replicas))
-        return [*_load_batch(low, rank), *pipeline(low, rank, stage_tasks, named, update, chunked=chunked)]
     tasks: list[Task] = []
     if low.policies.in_fragments:
         for step in range(low.policies.sync_every_steps or 1):
             tasks += with_ids(_step_tasks(low.at_step(step), rank, alike), partial(TaskId.in_step, step=step + 1))
     else:
         tasks = _step_tasks(low, rank, alike)
-    return [*map(named.task, tasks)] if named.changes else [*tasks]
+    return tuple(map(named.task, tasks)) if named.changes else tuple(tasks)
+
+
+def _outline(low: Lowering, rank: int, alike: "_Alike", named: Named, *, chunked: bool) -> Outline:
+    """Return the tasks of a rank of a pipeline; `chunked`: as parts of an outline.
+
+    The ranks of a stage differ in their update only (ZeRO-1), unless each has shards or messages of its own.
+    """
+    differ = low.reduces_after_schedule or low.policies.gradients == "push"
+    kind = (_rank_kind(low, rank), low.slowed.get(rank), rank if differ else None)
+    if kind not in alike.pipelines:
+        stage_tasks = partial(_unnumbered, rank=rank, alike=alike)
+        before, after = pipeline(low, rank, stage_tasks, named, chunked=chunked)
+        alike.pipelines[kind] = Scheduled((*_load_batch(low, rank), *before), after)
+    scheduled, replicas = alike.pipelines[kind], replicas_of(low, low.batch_sizes[rank])
+    update = map(named.task, optimize(low, rank, [], replicas=replicas))
+    return Outline([*update, *scheduled.after_update], schedule=scheduled.before_update)
 
 
 def _step_tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:
@@ -625,6 +636,8 @@ class _Alike:
     steps: dict[_RankKind, list[Task]] = field(default_factory=dict)
     """All tasks before the update."""
     micro_batches: dict[tuple[_RankKind, MicroBatch], Sequence[Task]] = field(default_factory=dict)
+    pipelines: dict[Hashable, Scheduled] = field(default_factory=dict)
+    """What the ranks of a pipeline do but for their updates."""
     unnumbered: dict[_MicroBatchKind, Sequence[Task]] = field(default_factory=dict)
     """Tasks of micro-batches, without the micro-batch's number in their identities."""
 

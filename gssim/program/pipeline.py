@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -48,12 +48,17 @@ StageTasks = Callable[[Lowering, MicroBatch, Gathered | None], Sequence[Task]]
 the micro-batch's number. The last argument says which sharded parameters are already gathered."""
 
 
-def pipeline(
-    low: Lowering, rank: int, stage_tasks: StageTasks, named: Named, update: Iterable[Task], *, chunked: bool
-) -> list[Part]:
-    """Return the tasks of a pipeline rank; `chunked`: as parts of an outline.
+class Scheduled(NamedTuple):
+    """What a pipeline rank does in a step, but for its update."""
 
-    `named`: gives collectives their identities. `update`: the tasks that follow the reduced gradients.
+    before_update: Sequence[Part]
+    after_update: Sequence[Part]
+
+
+def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, named: Named, *, chunked: bool) -> Scheduled:
+    """Return the tasks of a pipeline rank but for its update; `chunked`: as parts of an outline.
+
+    `named`: gives collectives their identities.
 
     Messages run in the background; those to (or from) one peer run in the order in which they are posted. The rank
     waits for them where torch's schedule does. The backend starts a message when both ends have posted it (gloo's
@@ -92,7 +97,7 @@ def pipeline(
     if pushes_last:
         last = low.micro_batches[-1]
         writer.add(*with_ids(push_accumulated(low, rank, last), partial(TaskId.at, micro_batch=last.number)))
-    return [*writer.parts, *update, *writer.after_step]
+    return Scheduled(tuple(writer.parts), tuple(writer.after_step))
 
 
 def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> list[Task]:
@@ -175,12 +180,29 @@ class _ScheduleWriter:
     begin."""
     awaited: dict[int, Waits] = field(default_factory=dict)
     """Tasks that precede forwards of a stage's first micro-batch: waits for these gathers; by stage number."""
+    micro_batches: Sequence[tuple[MicroBatch, Hashable, int | None]] = field(init=False)
+    """Each micro-batch, what it has in common with those of equal tasks, and its number in identities."""
+    reduces_after_schedule: bool = field(init=False)
+    """`Lowering.reduces_after_schedule`, which is the same for all stages."""
     computes: int = 0
     """How many forwards and backwards have been appended."""
     resharded: int = 0
     """How many times a stage's parameters were freed between two uses."""
     latest: TaskId | Chunk | Awaited = TaskId("step-begin")  # noqa: RUF009 -- immutable
     """What the compute stream does last; messages are posted after it."""
+
+    def __post_init__(self) -> None:
+        """Look up once what every action needs: a step has thousands."""
+        every = self.low.micro_batches
+        if self.pushes_last:
+            every = tuple([replace(each, sends_gradients=False) for each in every])
+        # all micro-batches have the same size; those whose gradients are pushed may have messages of their own
+        pushes = self.low.policies.gradients == "push"
+        self.micro_batches = [
+            (each, each if pushes and each.sends_gradients else (each.first, each.sends_gradients), each.number)
+            for each in every
+        ]
+        self.reduces_after_schedule = self.low.reduces_after_schedule
 
     def add(self, *tasks: Task) -> None:
         """Append tasks."""
@@ -198,17 +220,17 @@ class _ScheduleWriter:
     def add_action(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
         """Append the tasks of an action."""
         if action.kind in COMPUTES:
-            self.add(*self.gathers.pop(self.computes, ()))
+            if self.computes in self.gathers:
+                self.add(*self.gathers.pop(self.computes))
             self.computes += 1
             self.add_compute(action, stage_tasks, chunked=chunked)
         elif action.kind == "wait":
             self.add_part(Awaited(tuple([self.posted[message] for message in action.messages])))
-        elif action.kind == "release":
+        elif action.kind in ("release", "release-after-step"):
+            add = self.add_part if action.kind == "release" else self.after_step.append
             for message in action.messages:
-                self.add_part(Chunk(self.release(message), self.number(message), message.source))
-        elif action.kind == "release-after-step":
-            for message in action.messages:
-                self.after_step.append(Chunk(self.release(message), self.number(message), message.source))
+                number = self.micro_batches[message.micro_batch][2]
+                add(Chunk(self.release(message), number, message.source))
         elif action.kind == "reshard":
             stage = self.stages[action.stage]
             freed = reshard_stage(stage, self.gathered.pop(action.stage, Gathered()), self.resharded)
@@ -237,28 +259,25 @@ class _ScheduleWriter:
 
     def add_compute(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
         """Append the forward or the backward of a stage, or a part of the backward."""
-        low, micro_batch = self.stages[action.stage], self.low.micro_batches[action.micro_batch]
-        if self.pushes_last:
-            micro_batch = replace(micro_batch, sends_gradients=False)
+        low, (micro_batch, like, number) = self.stages[action.stage], self.micro_batches[action.micro_batch]
         if self.unpacks:
             self.unpack(action)
         if action.stage in self.copies:
             self.add(*self.copies.pop(action.stage))
-        gathered = self.gathered_for(action) if low.reduces_after_schedule else None
-        # all micro-batches have the same size; those whose gradients are pushed may have messages of their own
-        pushes = micro_batch.sends_gradients and low.policies.gradients == "push"
-        like = micro_batch if pushes else (micro_batch.first, micro_batch.sends_gradients)
+        gathered = self.gathered_for(action) if self.reduces_after_schedule else None
         key = (action.stage, action.kind, like, gathered)
-        if key not in self.computed:
+        computed = self.computed.get(key)
+        if computed is None:
             both, as_chunk = stage_tasks(low, micro_batch, gathered), chunked and gathered is None
             made = partial(self.computed_of, both, action.kind, as_chunk=as_chunk)
             if low.shares_stages:
                 weight = ELEMENTS_PER_TASK * len(both)
                 place = ("forward or backward", Same(both), action.kind, Same(self.named), as_chunk)
-                self.computed[key] = low.shared.large.once(place, made, weight=lambda _: weight)
+                computed = low.shared.large.once(place, made, weight=lambda _: weight)
             else:
-                self.computed[key] = made()
-        own, reductions = self.computed[key]
+                computed = made()
+            self.computed[key] = computed
+        own, reductions = computed
         if action.kind == "forward" and action.stage in self.awaited:
             plain = self.computed_of(stage_tasks(low, micro_batch, gathered), action.kind, as_chunk=False).own
             assert not isinstance(plain, Template)
@@ -269,7 +288,7 @@ class _ScheduleWriter:
         if reductions:
             self.deferred += self.numbered(reductions, micro_batch, stage)
         if isinstance(own, Template):
-            self.add_part(Chunk(own, micro_batch.number, stage))
+            self.add_part(Chunk(own, number, stage))
         else:
             self.add(*self.numbered(own, micro_batch, stage))
 
@@ -350,17 +369,13 @@ class _ScheduleWriter:
         self.gathered[action.stage] = Gathered(root=True, before_forward=stay, before_backward=stay)
         return Gathered(now.root, blocks, blocks)
 
-    def number(self, message: Message) -> int | None:
-        """Return the number of a message's micro-batch in identities."""
-        return self.low.micro_batches[message.micro_batch].number
-
     def post(self, message: Message, *, sends: bool) -> None:
         """Append a message that starts once posted, on a stream of its own per peer and direction."""
         key = (message.kind, message.source)
         if key not in self.routes:
             self.routes[key] = self.route(message, sends=sends)
         route, posting_s = self.routes[key]
-        posted = self.posted[message] = Posted(route, self.number(message), (self.latest,))
+        posted = self.posted[message] = Posted(route, self.micro_batches[message.micro_batch][2], (self.latest,))
         self.parts.append(posted)
         if posting_s:  # the message is sent as it is posted
             self.add(Task(posted.message.serving("post"), "exposed_communication", duration_s=posting_s))

@@ -567,8 +567,10 @@ class Outline(Sequence[Task]):
     (3, 'forward h.0 micro-batch 1')
     """
 
-    def __init__(self, parts: Iterable[Part]) -> None:
-        self.parts = tuple(parts)
+    def __init__(self, parts: Iterable[Part], *, schedule: Sequence[Part] = ()) -> None:
+        self.schedule = schedule
+        """The first parts, by the same sequence in the outlines of all ranks that have these in common."""
+        self.parts = (*schedule, *parts)
 
     @cached_property
     def _tasks(self) -> tuple[Task, ...]:

@@ -54,9 +54,14 @@ def collectives_of(program: Program, traffic: Sequence[StepTraffic]) -> tuple[Co
     """Return one steady step's collectives; payloads of data-dependent ones are means over all steps."""
     counts: dict[tuple[str, Any, int], int] = defaultdict(int)
     payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
+    alike: dict[tuple[Any, ...], tuple[Communication, int]] = {}
+    """Collectives that differ at most in their root, say, and how often they occur: groups are many, and hashed once.
+    """
     for communication, count in program.exchanges:
-        if communication.kind in COPIES:
-            continue
+        if communication.kind not in COPIES:
+            like = communication.kind, communication.group, id(communication.beside), int(communication.size_bytes)
+            alike[like] = communication, alike.get(like, (None, 0))[1] + count
+    for communication, count in alike.values():
         for key in _keys(communication):
             counts[key] += count
     for name, communication in program.uneven.items():

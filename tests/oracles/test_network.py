@@ -389,3 +389,48 @@ def test_traffic_of_several_sets_of_hops_at_once_is_that_of_each_alone(hop_sets)
         for a, b in zip(one.groups, alone.groups, strict=True):
             for field in fields(a):
                 assert np.array_equal(getattr(a, field.name), getattr(b, field.name)), field.name
+
+
+LEAF = [(f"d{source}", "sw") for source in range(5)] + [("sw", f"d{target}") for target in range(5, 10)]
+"""Links from five senders to a switch, and from there to five receivers."""
+
+
+@given(st.data())
+def test_equal_sessions_end_together_as_each_for_itself_whatever_crosses_their_links(data):
+    """Some of the sessions share a receiver; other messages come and go at any time, at the same instants too."""
+    cluster = cluster_of(LEAF, devices=10, bandwidth=8.0, directed=True)
+    targets = data.draw(st.lists(st.integers(5, 9), min_size=2, max_size=5))
+    equal = [message(source, target, 16.0) for source, target in enumerate(targets)]
+    times_s = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 4.0])
+    starts_s = data.draw(st.lists(times_s, min_size=1, max_size=2, unique=True))
+    ends = st.tuples(st.integers(0, 4), st.integers(5, 9), st.sampled_from([4.0, 16.0, 20.0]), times_s)
+    others = [(message(source, target, size), at_s) for source, target, size, at_s in data.draw(st.lists(ends))]
+
+    def ended_s(*, jointly):
+        env = simpy.Environment()
+        network = network_of(env, cluster, *equal, *(stage for stage, _ in others))
+        several = [network.prepared(stage, Pace()) for stage in equal]
+        joint, log = network.joint(several), []
+
+        def start(at_s):
+            yield env.timeout(at_s)
+            if jointly and joint is not None:
+                network.start_joint(joint, lambda number: log.extend([("equal", env.now)] * number))
+            else:
+                for each in several:
+                    network.start(each, lambda: log.append(("equal", env.now)))
+
+        def send(number, stage, at_s):
+            yield env.timeout(at_s)
+            network.start(network.prepared(stage, Pace()), lambda: log.append((number, env.now)))
+
+        for at_s in starts_s:
+            env.process(start(at_s))
+        for number, (stage, at_s) in enumerate(others):
+            env.process(send(number, stage, at_s))
+        env.run()
+        return joint, log
+
+    (joint, together), (_, apart) = ended_s(jointly=True), ended_s(jointly=False)
+    assert together == apart  # in this order, at exactly these times
+    assert joint is not None or len(set(targets)) < len(targets)

@@ -8,7 +8,8 @@ from strategies import star
 from gssim.collectives import Communication
 from gssim.engine import Machine, machine
 from gssim.engine.outline_walk import OutlineWalk
-from gssim.program import Outline, Program, Task, TaskId
+from gssim.network import Network
+from gssim.program import Outline, Program, Task, TaskId, passes
 from gssim.program.task import Collectives, Issue, collective_task
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
@@ -233,6 +234,9 @@ OWN_UPDATE = TaskId("optimizer")
 WORK, SUM = TaskId("forward"), TaskId("all-reduce", layer="all")
 
 
+EVERY = Communication("all-reduce", (0, 1, 2, 3), 8.0)
+
+
 def of_owner(update_s, *after, host_s=None):
     """Return the tasks of one of two owners among four ranks, whose updates take different times."""
     issue = None if host_s is None else Issue(host_s, goes_on=True)
@@ -316,9 +320,9 @@ def test_between_such_exchanges_collectives_of_tensor_groups_are_priced(monkeypa
     started = []
     start = OutlineWalk._start
 
-    def listed(walk, instances, streams, start_s):
-        started.extend(each.communication for each in instances)
-        start(walk, instances, streams, start_s)
+    def listed(walk, joint, streams, start_s):
+        started.extend(each.communication for each in joint.instances)
+        start(walk, joint, streams, start_s)
 
     monkeypatch.setattr(OutlineWalk, "_start", listed)
     simulate(load_scenario(SCENARIOS / "gpt-pipeline.toml", (PAIRS, *PARTED, "plan.overlap=false")))
@@ -356,3 +360,57 @@ def test_collectives_that_take_no_time_follow_one_another_however_many_there_are
     found.run(2)
     assert found.outline_walk is not None
     assert found.ends_s == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (EIGHT, *FOUR, "plan.overlap=false"),
+        (NARROW, *FOUR, "plan.dp_replicate=8", "workload.global_batch_size=64", "plan.overlap=false"),
+    ],
+    ids=["alike", "narrow"],
+)
+def test_messages_of_merged_classes_are_carried_as_one_while_nothing_else_crosses_their_links(changes, monkeypatch):
+    started: list[object] = []
+    start = Network.start_joint
+    monkeypatch.setattr(Network, "start_joint", lambda *each: (started.append(each), start(*each)))
+    together, result, spans = outcome(changes)
+    assert started
+    monkeypatch.setattr(Network, "joint", lambda *_: None)
+    started.clear()
+    apart, expected, single_spans = outcome(changes)
+    assert not started
+    assert together.typical.ends_s == apart.typical.ends_s
+    assert result == expected
+    assert spans == single_spans
+
+
+def test_ranks_of_a_stage_that_differ_in_their_updates_have_one_schedule(monkeypatch):
+    changes = (PAIRS, *THREE, "plan.method=zero1", "plan.overlap=false")
+    program = simulate(load_scenario(SCENARIOS / "gpt-pipeline.toml", changes)).typical.machine.program
+    schedules = {id(tasks.schedule) for tasks in program.tasks}
+    assert len(schedules) == 2 < len(program.tasks)
+    outline = passes._outline
+    monkeypatch.setattr(  # each for itself
+        passes,
+        "_outline",
+        lambda low, rank, _, named, *, chunked: outline(low, rank, passes._Alike(), named, chunked=chunked),
+    )
+    alone = simulate(load_scenario(SCENARIOS / "gpt-pipeline.toml", changes)).typical.machine.program
+    assert len({id(tasks.schedule) for tasks in alone.tasks}) == len(alone.tasks)
+    assert [list(tasks) for tasks in program.tasks] == [list(tasks) for tasks in alone.tasks]
+
+
+def test_roles_with_one_schedule_may_wait_for_different_parts_of_it():
+    """Operations of a schedule are written once, but each has a slot only for those that wait for it."""
+    first, second = (collective_task(TaskId("all-reduce", layer=name), EVERY, "communication") for name in "ab")
+    schedule = (Task(WORK, "forward", duration_s=1.0), first, second)
+    tasks = tuple(
+        Outline([Task(OWN_UPDATE, "optimizer", duration_s=own_s, after=(each.id,))], schedule=schedule)
+        for own_s, each in ((2.0, first), (3.0, second))
+    )
+    program = Program(tasks, Collectives(tasks), ({}, {}), roles=(0, 1, 0, 1))
+    chunks, by_task = (Machine(star(4, backend="nccl"), program, outlined=each) for each in (True, False))
+    chunks.run(3)
+    by_task.run(3)
+    assert_equal(chunks.ends_s, by_task.ends_s, exactly=False)
