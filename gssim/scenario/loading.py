@@ -58,8 +58,9 @@ def load_scenario(
     workload = data.get("workload")
     if isinstance(workload, dict):
         workload["model"] = _part(workload, "workload.model", changes, file, folders, shared)
-        if _has_only_gpus(data["cluster"]) and isinstance(workload["model"], Model):
-            workload["model"] = with_fused_kernels(workload["model"])
+        model = workload["model"]
+        if isinstance(model, Model) and model.fused_kernels is not None and _has_only_gpus(data["cluster"]):
+            workload["model"] = with_fused_kernels(model)
         load = workload.get("expert_load")
         if isinstance(load, str) and load != "balanced":
             workload["expert_load"] = _table(_find(load, "workload.expert_load", file, folders))
