@@ -60,6 +60,14 @@ def plain_console(width: int) -> Console:
     return PlainConsole(highlight=False) if sys.stdout.isatty() else PlainConsole(highlight=False, width=width)
 
 
+def _uncertain(result: Result) -> Iterator[str]:
+    """Yield a line for each cost that a prediction does not have, or has from another device or precision."""
+    yield from (f"counted as nothing: {cost}" for cost in result.provenance.get("uncounted", ()))
+    for key in ("scaled_bytes", "attention_of_cpu"):
+        if key in result.provenance:
+            yield one_line(result.provenance[key], MAX_SOURCE_CHARACTERS * 4)
+
+
 def print_result(result: Result) -> None:
     """Print a Result for people."""
     console = plain_console(PIPE_WIDTH)
@@ -80,10 +88,8 @@ def print_result(result: Result) -> None:
         console.print(f"bottleneck: {pace(result)}")
     if result.idle_devices:
         console.print(f"idle: {idle_list(result.idle_devices)}")
-    for cost in result.provenance.get("uncounted", ()):
-        console.print(f"counted as nothing: {cost}")
-    if "scaled_bytes" in result.provenance:
-        console.print(one_line(result.provenance["scaled_bytes"], MAX_SOURCE_CHARACTERS * 4))
+    for line in _uncertain(result):
+        console.print(line)
     if result.divisions:
         console.print(_division_table(result))
     _print_ranks(console, result)

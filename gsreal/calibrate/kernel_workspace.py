@@ -8,6 +8,7 @@ sliced to each number of units, and with parts of its backward left out.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from fractions import Fraction
@@ -24,6 +25,7 @@ from gsreal.methods.cuts import cut_of
 from gsreal.methods.tensor_slices import slice_block
 from gsreal.model_files.build import build_module, logits_of, loss_of
 from gsreal.model_files.divided_steps import TRACED_BATCH_SIZES, TRACED_UNITS
+from gsreal.model_files.fused_kernels import cuda_kernels
 from gsreal.model_files.partial_backward import FIRST, NOTHING, recorded
 from gsreal.model_files.recorder import Record
 from gsreal.model_files.step import Step, layer_boundaries, record_step
@@ -63,7 +65,9 @@ def layer_scratch(
     if model.compiled:  # torch compiles nothing under a dispatch mode, which sees single operations
         return workspace
     instances, ways = unrolled(model), list(_variants(model))[rank::ranks]
-    for way, record in zip(ways, _traced(model, ways, batches), strict=True):
+    with cuda_kernels() if model.runs_fused_kernels else nullcontext():
+        traced = _traced(model, ways, batches)
+    for way, record in zip(ways, traced, strict=True):
         seen = _seen(model, way, batches, counter, dtype)
         places: dict[str, list[Place]] = defaultdict(list)
         for place in way.places:

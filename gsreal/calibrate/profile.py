@@ -36,6 +36,7 @@ from gsreal.model_files.step import layer_boundaries
 from gsreal.run.rank import gather_json
 from gssim.scenario import load_model
 from gssim.workload import Model, unrolled
+from gssim.workload.model import with_fused_kernels
 
 PAUSE_ROUNDS = 5
 """Rounds of pauses in each round of the layers."""
@@ -61,7 +62,8 @@ def profile_model(bench: Bench, model: Model, counter: MemoryCounter) -> tuple[d
         for b, batch in batches.items():
             peaks[b] = bench.alone(partial(_layer_peaks, module, names, batch, counter)) or {}
     if bench.settings.lasting and counter.method == "allocator":
-        own = partial(layer_scratch, model, batches, counter, dtype, rank=bench.rank, ranks=bench.ranks)
+        as_run = with_fused_kernels(model) if bench.device.type == "cuda" else model
+        own = partial(layer_scratch, as_run, batches, counter, dtype, rank=bench.rank, ranks=bench.ranks)
         for some in gather_json(bench.together(own)):
             for name, variants in some.items():
                 scratch[name] |= variants

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from gsreal.model_files.build import training_config
+from gsreal.model_files.build import IMPLEMENTATIONS, training_config
 from gssim.errors import UserError, one_line
 from gssim.interop.reading import parsed_json, read_bounded
 from gssim.workload import HuggingFace
@@ -109,7 +109,7 @@ def unknown_keys(model_type: str, keys: Collection[str], *, where: str) -> dict[
     `where`: names the config where the architecture is not known.
     """
     usual = training_config(HuggingFace(model_type=model_type), where)
-    known = set(usual.to_dict()) | set(usual.attribute_map) | WITHOUT_EFFECT | OF_ROTATIONS
+    known = set(usual.to_dict()) | set(usual.attribute_map) | WITHOUT_EFFECT | OF_ROTATIONS | set(IMPLEMENTATIONS)
     others = sorted(known - set(keys))
     return {
         key: next(iter(difflib.get_close_matches(key, others, n=1, cutoff=0.8)), None)

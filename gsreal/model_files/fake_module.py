@@ -44,6 +44,9 @@ class _FakeTensors(FakeTensorMode):
 
     Torch's shape functions of these accept bf16 only, and have an empty workspace. A separate mode for them would see
     every operation, which takes longer than most of what a trace does with it.
+
+    Memory-efficient attention keeps one logarithm for each query here. Its kernel rounds their number up to a multiple
+    of 32, which is no polynomial in the length: 124 bytes more at most for each head and sample.
     """
 
     @classmethod
@@ -60,6 +63,9 @@ class _FakeTensors(FakeTensorMode):
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
             with self:  # empty where nothing is kept for a backward
                 return *result[:3], torch.empty(_lstm_workspace(func, args), dtype=torch.uint8)
+        if func is torch.ops.aten._scaled_dot_product_efficient_attention.default:
+            with self:
+                return result[0], torch.empty(args[0].shape[:3], dtype=torch.float32), *result[2:]
         return result
 
 

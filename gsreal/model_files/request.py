@@ -10,9 +10,11 @@ import torch
 
 from gsreal.model_files import config_file
 from gsreal.model_files.build import DTYPES
+from gsreal.model_files.fused_kernels import cuda_kernels
 from gsreal.model_files.trace import (
     OperationCounts,
     maps_of_adapters,
+    runs_other_kernels,
     targets_of,
     trace,
     trace_at_length,
@@ -24,7 +26,7 @@ from gssim.errors import UserError
 from gssim.scenario import load_model
 from gssim.units import Precision, Recompute, validated
 from gssim.workload import Model, TokenInput
-from gssim.workload.model import LAYER_LISTS, OtherPrecision
+from gssim.workload.model import LAYER_LISTS, FusedKernels, OtherPrecision
 
 CLASSIFICATION = "sequence-classification"
 AUTO_CLASSES = {
@@ -129,7 +131,29 @@ def traced_model(
         maps_of_adapters(model, targets_of(each), where=where)
     _check_length(model, request, where)
     traced = _traced(model, request, where, on_counted, on_note)
-    return replace(traced, other_precisions=tuple(_others(model, request, where, on_note)))
+    traced = replace(traced, other_precisions=tuple(_others(model, request, where, on_note)))
+    return replace(traced, fused_kernels=_fused(model, traced, request, where))
+
+
+def _fused(model: Model, traced: Model, request: Request, where: str) -> FusedKernels | None:
+    """Return what a CUDA GPU runs of a model, if it is not what a CPU does, with all that the trace of the CPU holds.
+
+    None: the same, without any attention in parts, or compiled, where torch fuses what it finds on each device.
+    """
+    if traced.compiled:
+        return None
+    if not runs_other_kernels(model, request.sequence_length, where=where):
+        return FusedKernels() if traced.attends_in_parts else None
+
+    def silent(_ignored: object) -> None:
+        """Say nothing again that was said of the CPU's trace."""
+
+    with cuda_kernels():
+        gpu = _traced(model, request, where, silent, silent)
+        others = tuple(_others(model, request, where, silent))
+    names = (*LAYER_LISTS, "adapted", "autocast", "partly_trained")
+    fields: dict[str, Any] = {name: getattr(gpu, name) for name in names}
+    return FusedKernels(other_precisions=others, **fields)
 
 
 def _others(model: Model, request: Request, where: str, on_note: Callable[[str], None]) -> Iterator[OtherPrecision]:

@@ -30,11 +30,13 @@ from gsreal.model_files.divided_steps import (
 )
 from gsreal.model_files.fake_module import fake_module, uncut_reason, without_values
 from gsreal.model_files.fit import TERMS, TERMS_WITH_ADAPTERS, Terms, fit_layers, grouped
+from gsreal.model_files.fused_kernels import cuda_kernels
 from gsreal.model_files.one_sample import with_one_sample
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
 from gsreal.model_files.split_backward import with_split_costs
+from gsreal.model_files.step import record_step
 from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.workload import Adapters, Layer, Model, TokenInput
@@ -84,6 +86,20 @@ def trace_at_length(
     except NoPolynomialError as error:
         raise UserError(f"{where}: {error}") from None
     return replace(traced, exact_sequence=False)
+
+
+def runs_other_kernels(model: Model, sequence_length: int | None, *, where: str) -> bool:
+    """Return whether a CUDA GPU runs attention or dropout of the module by other operations than a CPU does.
+
+    `sequence_length`: the only one at which the model is traced, if it is one.
+    """
+    short, _ = with_fewer_blocks(model, where) or (model, None)
+    length = sequence_length
+    if length is None and isinstance(model.input, TokenInput):
+        length = max(8, model.input.maximum_sequence_length // 8)
+    with cuda_kernels() as replaced:
+        record_step(short, TRACED_BATCH_SIZES[0], length, where=where)
+    return bool(replaced)
 
 
 def _traced(model: Model, lengths: Lengths, where: str, on_counted: Callable[[OperationCounts], None]) -> Model:
@@ -410,9 +426,10 @@ def write_model(path: Path, model: Model) -> None:
     for name in ("context_layers", "expert_layers", "adapted", "autocast", "whole_layers"):  # most models have none
         if not data[name]:
             del data[name]
-    others = data.get("other_precisions", ())
+    fused = data.get("fused_kernels", {})
+    others = (*data.get("other_precisions", ()), fused, *fused.get("other_precisions", ()))
     adapted = [each for of in (data, *others) for each in of.get("adapted", ())]
-    for each in (*adapted, *data.get("autocast", ())):
+    for each in (*adapted, *data.get("autocast", ()), *fused.get("autocast", ())):
         for name in DIVIDED_STEPS:
             if not each.get(name):
                 each.pop(name, None)

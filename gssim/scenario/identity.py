@@ -38,6 +38,7 @@ UNASKED_OF_MODEL = {
     *("source", "name", "layers", "whole_layers", "sliced_layers", "sequence_layers", "context_layers"),
     *("expert_layers", "expert_sequence_layers", "expert_tensor_ranks", "adapted", "autocast", "uncut_reason"),
     *("unstaged_reason", "partly_trained", "other_precisions", OWN_LAYERS, "traced_one_sample"),
+    *("fused_kernels", "runs_fused_kernels"),
 }
 """Fields of a model that follow from its module, or only name it. Some fields of its layers count: `LAYER_FIELDS`."""
 LAYER_FIELDS = {
@@ -221,6 +222,7 @@ def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
     model, plan, run, policies = scenario.workload.model, scenario.plan, scenario.run, scenario.policies
     unused = {"uncut_reason", "unstaged_reason", "adapted", "autocast", "partly_trained"}
     unused |= {"other_precisions"}
+    unused |= {"fused_kernels"} if model.fused_kernels is None or model.fused_kernels.layers else set()
     unused |= set() if model.traced_autocast else {"traced_autocast"}
     unused |= set() if model.whole_layers else {"whole_layers"}
     unused |= set() if policies.sequence_parallel else {"sequence_layers"}

@@ -26,7 +26,7 @@ from gssim.workload.gradient_family import read_family, shipped_families
 from gssim.workload.gradient_rungs import family_of
 from gssim.workload.gradient_statistics import GradientStatistics, read_gradients
 from gssim.workload.gradient_transfer import transferred_statistics
-from gssim.workload.model import OWN_LAYERS
+from gssim.workload.model import OWN_LAYERS, with_fused_kernels
 
 
 def load_scenario(
@@ -153,6 +153,9 @@ def _loaded(
     workload = data.get("workload")
     if isinstance(workload, dict):
         workload["model"] = _part(workload, "workload.model", changes, file, folders, shared)
+        model = workload["model"]
+        if isinstance(model, Model) and model.fused_kernels is not None and _has_only_gpus(data["cluster"]):
+            workload["model"] = with_fused_kernels(model)
         load = workload.get("expert_load")
         if isinstance(load, str) and load != "balanced":
             workload["expert_load"] = _table(_find(load, "workload.expert_load", file, folders))
@@ -169,6 +172,13 @@ def _loaded(
     versions = tuple((each, _version(each)) for each in (path, *folders.found))
     found = Loaded(file=file, scenario=scenario, gradients=statistics)
     return _Known(found, path, overrides, folders, cluster, versions)
+
+
+def _has_only_gpus(cluster: Any) -> bool:
+    """Return whether all devices of a valid cluster are CUDA GPUs."""
+    if not isinstance(cluster, Cluster):
+        return False
+    return all(cluster.device_types[name].kind == "cuda" for name in {device.type for device in cluster.devices})
 
 
 def _with_own_layers(tables: Mapping[str, Any], shared: Shared) -> Mapping[str, Any]:

@@ -155,6 +155,26 @@ class Scenario:
         """Names of the cluster's devices without a rank."""
         return tuple(device.name for device in self.cluster.devices[self.ranks :])
 
+    @property
+    def attention_of_cpu(self) -> str | None:
+        """What a reader has to know of an attention on GPUs that is predicted as a CPU runs it; None if none is."""
+        model, cluster = self.workload.model, self.cluster
+        kinds = {cluster.device_types[device.type].kind for device in cluster.devices}
+        if "cuda" not in kinds or not model.attends_in_parts or model.runs_fused_kernels:
+            return None
+        if model.fused_kernels is None:
+            return (
+                f"memory and time may be too large: '{model.name}' is traced as a CPU runs it, whose attention keeps "
+                "the scores of all pairs of tokens; a GPU keeps none where it is torch's scaled_dot_product_attention; "
+                "`gsreal trace FILE --out NEW` records both"
+            )
+        if not model.fused_kernels.layers:
+            return None
+        return (
+            f"memory and time on GPUs are too large: beside devices of another kind, the attention of '{model.name}' "
+            "is predicted on all as a CPU runs it, with the scores of all pairs of tokens"
+        )
+
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
         """Samples of each rank in one step; equal for ranks that share a replica or its gradients."""

@@ -575,6 +575,7 @@ def _result(
             "seed": scenario.run.seed,
             **({"uncounted": list(left_out)} if (left_out := unmeasured_host_time(scenario)) else {}),
             **({"scaled_bytes": scaled} if (scaled := scenario.workload.scaled_bytes) else {}),
+            **({"attention_of_cpu": why} if (why := scenario.attention_of_cpu) else {}),
         },
     )
 

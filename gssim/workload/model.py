@@ -49,6 +49,14 @@ fp32.
 its input then, attention keeps its log-sum-exp in fp32, and kernels have other workspaces. So a model is traced in
 fp32 and in bf16, and a workload takes the layers of its own precision. Only if a file lacks them, the bytes of its
 layers are scaled. Then what runs in fp32 whatever the precision is wrong, which `Workload.scaled_bytes` says.
+
+[Note: fused kernels] Models are traced as a CPU runs them. With dropout, its attention runs in parts: the scores of
+every head, the dropout mask and the probabilities are tensors of b*s^2 elements, three of which are saved. A CUDA GPU
+runs such an attention as one kernel, which saves queries, keys, values, the output, the fp32 logarithm of each sum, and
+the state of the random numbers. The mask of any other dropout is one byte for each element there; on a CPU, it has the
+precision of the input. A model with such operations is traced a second time as a GPU runs it, into `fused_kernels`.
+These layers are taken if all devices of a cluster are CUDA GPUs. An attention that the module computes itself (Hugging
+Face's `eager`) stays in parts there too.
 """
 
 import re
@@ -264,6 +272,41 @@ class OtherPrecision(_TracedLayers):
     )
 
 
+@spec
+class FusedKernels:
+    """All layers of a model as CUDA GPUs run them, which have kernels that a CPU lacks, see [Note: fused kernels].
+
+    Without layers, they run those of the model, as a trace has found: an attention in parts is the module's own.
+    """
+
+    layers: tuple[Layer, ...] = ()
+    """Layers in the order of the forward."""
+    context_layers: tuple[Layer, ...] = ()
+    """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: not traced so."""
+    sliced_layers: tuple[Layer, ...] = ()
+    """The layers with their blocks cut among ranks, see [Note: units]; empty: not traced so."""
+    sequence_layers: tuple[Layer, ...] = ()
+    """`sliced_layers` with sequences also divided among these ranks, see [Note: sequence parts]; empty: not traced so.
+    """
+    expert_layers: tuple[Layer, ...] = ()
+    """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: not traced so."""
+    expert_sequence_layers: tuple[Layer, ...] = ()
+    """The layers with sequences and routed experts divided, see [Note: experts of parts]; empty: not traced so."""
+    adapted: tuple[AdaptedLayers, ...] = ()
+    """The layers with trained adapters and all else frozen, for each traced choice of maps."""
+    autocast: tuple[AutocastLayers, ...] = ()
+    """The layers under torch.autocast, for each traced precision."""
+    partly_trained: PartlyTrained | None = None
+    """Costs of the layers where only some of them are trained; absent: not traced."""
+    other_precisions: tuple[OtherPrecision, ...] = ()
+    """The layers as traced in other precisions than the model's `traced_precision`."""
+
+    _serialized = omits_defaults(
+        *("layers", "context_layers", "sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers"),
+        *("adapted", "autocast", "partly_trained", "other_precisions"),
+    )
+
+
 OWN_LAYERS = "_in_file_precision"
 """Field of a model that no file can set; a Result's copy of its scenario holds it. See `Model.in_file_precision`."""
 
@@ -346,13 +389,19 @@ class Model:
     partly_trained: PartlyTrained | None = None
     """Costs of the layers where only some of them are trained (`workload.frozen`) and ranks divide them; absent: not
     traced."""
+    fused_kernels: FusedKernels | None = None
+    """The layers as CUDA GPUs run them, where these have kernels that the traced CPU lacks: attention with dropout, and
+    masks of dropout. They are used if all devices of a cluster are CUDA GPUs. Absent: not traced, or the same layers.
+    """
+    runs_fused_kernels: bool = False
+    """Whether `layers`, and the other lists, are those of `fused_kernels`; a cluster of CUDA GPUs sets it."""
     other_precisions: tuple[OtherPrecision, ...] = ()
     """The layers as traced in other precisions than `traced_precision`, for workloads in these."""
     whole_layers: tuple[Layer, ...] = ()
     """For a model with adapters or frozen layers: its layers without them, as profiles have them; else empty."""
     _in_file_precision: Annotated["Model | None", BeforeValidator(_refuse_from_file)] = None
-    """For a model with the layers of one of `other_precisions`: the model with its file's own layers. Identities of
-    scenarios are those of these layers, so a Result has them too; see `OWN_LAYERS`."""
+    """For a model with the layers of one of `other_precisions` or of `fused_kernels`: the model with its file's own
+    layers. Identities of scenarios are those of these layers, so a Result has them too; see `OWN_LAYERS`."""
 
     def __post_init__(self) -> None:
         """Refuse a model that is too large, and layers that share a name."""
@@ -379,7 +428,7 @@ class Model:
     _serialized = omits_defaults(
         *("buffer_values", "expert_sequence_layers", "partly_trained", "expert_tensor_ranks"),
         *("compiled", "compiled_recompute", "loss_fused", "unstaged_reason", "other_precisions", OWN_LAYERS),
-        "traced_one_sample",
+        *("traced_one_sample", "fused_kernels", "runs_fused_kernels"),
     )
 
     @property
@@ -394,6 +443,11 @@ class Model:
             size if kind == "integer" else size * value_bytes // PRECISION_BYTES["fp32"]
             for size, kind in zip(self.buffer_bytes, values, strict=True)
         )
+
+    @property
+    def attends_in_parts(self) -> bool:
+        """Whether blocks save tensors of the attention's scores; False if it was traced at one length alone."""
+        return any(power == 2 for layer in self.layers if layer.block for _, _, power in layer.saved_bytes.terms)
 
     @property
     def elements(self) -> int:
@@ -589,6 +643,27 @@ def _filed_as(same: Same, filed: Same) -> Model:
 def filed_as(model: Model, filed: Model) -> Model:
     """Return the model with `filed` as the model with its file's own layers; itself if it is that model, or has it."""
     return model if model.in_file_precision is filed else _filed_as(Same(model), Same(filed))
+
+
+@lru_cache(maxsize=64)
+def _with_fused_kernels(same: Same) -> Model:
+    model = same.value
+    assert isinstance(model, Model)
+    fused = model.fused_kernels
+    assert fused is not None
+    names = (*LAYER_LISTS, "adapted", "autocast", "partly_trained", "other_precisions")
+    traced: dict[str, Any] = {name: getattr(fused, name) for name in names}
+    return replace(model, runs_fused_kernels=True, fused_kernels=None, _in_file_precision=model, **traced)
+
+
+def with_fused_kernels(model: Model) -> Model:
+    """Return the model with its layers as CUDA GPUs run them; itself if it was not traced with other layers there.
+
+    See [Note: fused kernels].
+    """
+    if model.fused_kernels is None or not model.fused_kernels.layers:
+        return model
+    return _with_fused_kernels(Same(model))
 
 
 @cache

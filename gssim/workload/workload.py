@@ -258,12 +258,13 @@ class Workload:
         """
         given = self.model
         filed = given.in_file_precision
+        same_kernels = given if given.runs_fused_kernels else filed
         if self.autocast is not None:
-            traced = filed
+            traced = same_kernels
         elif PRECISION_BYTES[given.traced_precision] == PRECISION_BYTES[self.precision]:
             traced = given
         else:
-            traced = in_precision(filed, self.precision)
+            traced = in_precision(same_kernels, self.precision)
         own = self._with_stated_layers(filed)
         if traced is not filed:
             try:
