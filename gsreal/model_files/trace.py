@@ -36,7 +36,7 @@ from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
 from gsreal.model_files.split_backward import with_split_costs
-from gsreal.model_files.step import record_step
+from gsreal.model_files.step import Step, record_step
 from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.workload import Adapters, Layer, Model, TokenInput
@@ -98,7 +98,7 @@ def runs_other_kernels(model: Model, sequence_length: int | None, *, where: str)
     if length is None and isinstance(model.input, TokenInput):
         length = max(8, model.input.maximum_sequence_length // 8)
     with cuda_kernels() as replaced:
-        record_step(short, TRACED_BATCH_SIZES[0], length, where=where)
+        record_step(short, Step(TRACED_BATCH_SIZES[0], length), where=where)
     return bool(replaced)
 
 
