@@ -98,7 +98,7 @@ def runs_other_kernels(model: Model, sequence_length: int | None, *, where: str)
     if length is None and isinstance(model.input, TokenInput):
         length = max(8, model.input.maximum_sequence_length // 8)
     with cuda_kernels() as replaced:
-        record_step(short, Step(TRACED_BATCH_SIZES[0], length), where=where)
+        record_step(short, Step(batch_size=TRACED_BATCH_SIZES[0], sequence_length=length), where=where)
     return bool(replaced)
 
 
