@@ -113,6 +113,7 @@ def record_step(
                 step.record_needed(like)
         except UnknownOperationError as error:
             raise UserError(f"{where}: {error}") from None
+        record.blocks -= _blocks_of_others(record, module)
     if context:
         layers = [layer for layer, name in enumerate(record.modules) if name in record.blocks]
         if not layers or any(not record.reductions.get(layer) for layer in layers):
@@ -205,8 +206,9 @@ def _prepared(
     length = (sequence_length or 0) // context if context else sequence_length
     inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=length)
     longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    if sequence_length is not None and isinstance(longest, int) and sequence_length > longest:
-        raise UserError(  # fake tensors do not show that a module has no embedding for the last positions
+    if sequence_length is not None and isinstance(longest, int) and 0 < longest < sequence_length:
+        # fake tensors do not show that a module has no embedding for the last positions; XLNet says -1: it has no limit
+        raise UserError(
             f"{where}: the config has max_position_embeddings = {longest}, but sequences of {sequence_length} tokens "
             "are asked for (input.maximum_sequence_length)"
         )
@@ -262,6 +264,16 @@ def _check_logits(logits: Tensor, targets: Tensor, model: Model, where: str) -> 
         raise UserError(f"{where}: the module has logits for {logits.shape[-1]} classes, but input.{key} = {needed}")
 
 
+def _blocks_of_others(record: Record, module: nn.Module) -> set[str]:
+    """Return the blocks whose layer also has parameters of other modules, which run between it and the next layer.
+
+    What wraps a block (FSDP2's units, checkpoints) does not hold these, so such a layer is wrapped by none.
+    """
+    inside = {name: set(module.get_submodule(name).parameters()) for name in record.blocks}
+    used = [(record.modules[place[0]], name) for name, place in (record.parameters | record.frozen).items()]
+    return {layer for layer, name in used if layer in inside and module.get_parameter(name) not in inside[layer]}
+
+
 @contextmanager
 def _explained(where: str) -> Iterator[None]:
     """Raise exceptions of a forward as UserErrors."""
@@ -275,6 +287,11 @@ def _explained(where: str) -> Iterator[None]:
             "Hugging Face's experts, experts_implementation = 'grouped_mm' does not"
         ) from None
     except Exception as error:
+        if "Mixing fake modes" in str(error):
+            raise UserError(
+                f"{where}: the module's code keeps a tensor between forwards in a cache of its own, outside of the "
+                "module's buffers (of Hugging Face, BEiT's relative positions), which a trace does not see"
+            ) from None
         raise UserError(
             f"{where}: the module's forward or loss fails on the stated input: {first_line(error)}"
         ) from error
