@@ -109,7 +109,7 @@ def record_step(
                 if like is None or model.compiled:
                     step.record_saved(where)
                 step.record_operations(where, None if model.compiled else like)
-                step.record_unsaved(like)
+                step.record_unsaved(where, like)
                 step.record_needed(like)
         except UnknownOperationError as error:
             raise UserError(f"{where}: {error}") from None
@@ -466,10 +466,11 @@ class _Step:
         for layer, saved in numbers.items():
             record.saved[layer] = sum(created[number].size_bytes for number in saved)
 
-    def record_unsaved(self, like: Record | None) -> None:
+    def record_unsaved(self, where: str, like: Record | None) -> None:
         """Record when a forward's tensors would be freed if autograd saved nothing, or take that from `like`.
 
-        That is the case in the forward of a checkpointed block.
+        That is the case in the forward of a checkpointed block. Raises UserError if this forward runs other operations
+        than the one before.
         """
         record = self.record
         if like is not None:
@@ -484,6 +485,11 @@ class _Step:
             loss_of(out(logits_of(self.module(self.inputs))), self.targets)
         created = [alive for alive in record.alive if alive.born[1] == "f"]
         # positions differ by views, numbers of operations and collectives do not
+        if len(created) != len(seen.alive):
+            raise UserError(
+                f"{where}: the module runs other operations in one forward than in the next of the same input (it "
+                "counts them, or draws what to run), and a step is traced once"
+            )
         layers = range(len(record.modules) + 1)
         ours, theirs = ([each.forward_positions(layer) for layer in layers] for each in (record, seen))
         for alive, again in zip(created, seen.alive, strict=True):

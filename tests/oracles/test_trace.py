@@ -226,6 +226,18 @@ class Frozen(Shortcut):
         self.requires_grad_(False)
 
 
+class Alternating(Shortcut):
+    """It runs one step more in every second forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, images):
+        self.forwards += 1
+        return super().forward(images).relu() if self.forwards % 2 else super().forward(images)
+
+
 class Cubic(Shortcut):
     """Its cost is no polynomial of the traced degree in the batch size."""
 
@@ -790,6 +802,7 @@ FAULTS = {
     "runs-twice": ((f"{__name__}.Again", *IMAGE), "the module 'steps.0' runs more than once in a forward"),
     "no-polynomial": ((f"{__name__}.Cubic", *IMAGE), "is no polynomial in batch size and sequence length"),
     "branching": ((f"{__name__}.Branching", *IMAGE), "the operations depend on batch size or sequence length"),
+    "alternating": ((f"{__name__}.Alternating", *IMAGE), "other operations in one forward than in the next"),
     "no-input": ((f"{__name__}.Shortcut",), "exactly one of --vocabulary (tokens) and --image is needed"),
     "no-image": ((f"{__name__}.Shortcut", "--image", "8x8"), "--image 8x8: must be CHANNELSxHEIGHTxWIDTH"),
     "too-long": (
