@@ -36,6 +36,12 @@ def fake_module(model: Model, where: str) -> nn.Module:
     kept = mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_READ)
     with unread, kept:
         module = build_module(model.module, where=where)
+    for path, inner in module.named_modules():
+        if isinstance(inner, nn.SyncBatchNorm):
+            raise UserError(
+                f"{where}: the module '{path}' is a SyncBatchNorm: it exchanges statistics with other ranks, which a "
+                "trace does not see, and torch runs it on GPUs only; use a BatchNorm, or another norm"
+            )
     others = {str(p.dtype) for p in module.parameters()} - {str(DTYPES[model.traced_precision])}
     if others:
         raise UserError(

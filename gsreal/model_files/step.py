@@ -487,8 +487,8 @@ class _Step:
         # positions differ by views, numbers of operations and collectives do not
         if len(created) != len(seen.alive):
             raise UserError(
-                f"{where}: the module runs other operations in one forward than in the next of the same input (it "
-                "counts them, or draws what to run), and a step is traced once"
+                f"{where}: the module runs other operations in one forward than in the next of the same input: "
+                "it counts them, draws what to run, or checkpoints a part of itself, which plan.recompute does instead"
             )
         layers = range(len(record.modules) + 1)
         ours, theirs = ([each.forward_positions(layer) for layer in layers] for each in (record, seen))

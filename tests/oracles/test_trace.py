@@ -231,6 +231,17 @@ class Unused(Shortcut):
         self.spare = nn.Linear(2, 2)
 
 
+class Synchronized(Shortcut):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(16)
+
+
+class Checkpointed(Shortcut):
+    def forward(self, images):
+        return torch.utils.checkpoint.checkpoint(super().forward, images, use_reentrant=False)
+
+
 class Frozen(Shortcut):
     def __init__(self):
         super().__init__()
@@ -814,6 +825,8 @@ FAULTS = {
     "no-polynomial": ((f"{__name__}.Cubic", *IMAGE), "is no polynomial in batch size and sequence length"),
     "branching": ((f"{__name__}.Branching", *IMAGE), "the operations depend on batch size or sequence length"),
     "alternating": ((f"{__name__}.Alternating", *IMAGE), "other operations in one forward than in the next"),
+    "checkpointed": ((f"{__name__}.Checkpointed", *IMAGE), "or checkpoints a part of itself, which plan.recompute do"),
+    "synchronized": ((f"{__name__}.Synchronized", *IMAGE), "the module 'norm' is a SyncBatchNorm: it exchanges stat"),
     "no-input": ((f"{__name__}.Shortcut",), "exactly one of --vocabulary (tokens) and --image is needed"),
     "no-image": ((f"{__name__}.Shortcut", "--image", "8x8"), "--image 8x8: must be CHANNELSxHEIGHTxWIDTH"),
     "too-long": (
