@@ -26,6 +26,7 @@ from gsreal.methods.checkpointing import checkpoint_blocks
 from gsreal.methods.cuts import ATTENTION_OUTPUTS, FIRST_MAPS, HEAD_COUNTS, LAST_MAPS, QUERIES_KEYS_VALUES
 from gsreal.model_files.build import build_module, example_batch, loss_of
 from gsreal.model_files.fake_module import without_values
+from gsreal.model_files.layers import layer_modules
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import Record, Recorder, _is_alias
 from gsreal.model_files.request import Request, traced_model
@@ -740,6 +741,25 @@ def test_stages_of_blocks_are_opened_into_their_blocks():
     blocks = [layer.module for layer in unrolled(model) if layer.layer.block]
     assert blocks == [f"stages.0.blocks.{i}" for i in range(2)] + [f"stages.1.blocks.{i}" for i in range(3)]
     assert [layer.module for layer in unrolled(model) if not layer.layer.block] == ["stem", "head", "loss"]
+
+
+def test_lists_in_a_list_are_stacks_in_parts():
+    """Each list, which runs nothing, was a block: PoolFormer's blocks then belonged to the embeddings before them."""
+    parts = nn.ModuleDict({"parts": nn.ModuleList(nn.ModuleList([Step(4)]) for _ in range(2)), "head": nn.Linear(4, 4)})
+    assert layer_modules(parts) == {"parts.0.0": True, "parts.1.0": True, "head": False}
+
+
+class Rated(Shortcut):
+    """Its construction reads values of a tensor, as those of ConvNeXt and 23 other families do."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = [each.tolist() for each in torch.linspace(0, 1, 5, device="cpu").split([2, 3])]
+        assert self.rates == [[0.0, 0.25], [0.5, 0.75, 1.0]]
+
+
+def test_a_construction_may_read_values_of_linspace():
+    assert made("Rated").elements == made("Shortcut").elements
 
 
 def test_buffers_are_counted_by_data_type():
