@@ -100,6 +100,19 @@ class ObservedStage(PipelineStage):
         with autocast(self.precision, self.device.type):
             return inner(*args, **settings)
 
+    def _compute_input_grads(self, *args: Any, **settings: Any) -> tuple[Tensor | None, ...]:
+        """Infer the gradients of a stage's input with the strides in which autograd accumulates them, and gloo sends.
+
+        torch asks autograd for them without accumulating: a layer that permutes dimensions, such as ConvNeXt's norms of
+        channels, then has gradients in another order, and the stage before would receive into a buffer of that order.
+        """
+        return _contiguous(super()._compute_input_grads(*args, **settings))
+
+    def backward_maybe_with_nosync(self, *args: Any, **settings: Any) -> Any:
+        """Run the module's backward, or a part of a split one, of which torch takes gradients as autograd has them."""
+        gradients, groups = super().backward_maybe_with_nosync(*args, **settings)
+        return _contiguous(gradients), groups
+
     def forward_maybe_with_nosync(self, *args: Any, **settings: Any) -> Any:
         """Run the module's forward. Where backwards are split, an output that is a view becomes a tensor of its own
         that shares the view's memory: torch detaches outputs in place after the first part of a split backward, which
@@ -144,6 +157,11 @@ class ObservedStage(PipelineStage):
             self.sharding.no_sync() if self.sharding is not None else nullcontext(),
         ):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+
+
+def _contiguous(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return gradients, some of which may be missing, as tensors that can be sent."""
+    return tuple(each.contiguous() if isinstance(each, Tensor) else each for each in gradients)
 
 
 class ScheduleOfActions(PipelineScheduleSingle):

@@ -55,7 +55,8 @@ def settings_in(path: Path, *, given: Mapping[str, Any]) -> dict[str, Any]:
     text = resolved.get_text_config()
     if task != "image" and (vocabulary := getattr(text, "vocab_size", None)) is not None:
         found |= {"task": task, "vocabulary": vocabulary}
-        if isinstance(longest := getattr(text, "max_position_embeddings", None), int):
+        longest = getattr(text, "max_position_embeddings", None)
+        if isinstance(longest, int) and longest > 0:  # XLNet says -1: it has no limit
             found["maximum_sequence_length"] = longest
     elif isinstance(side := getattr(resolved, "image_size", None), int):
         found["image"] = f"{getattr(resolved, 'num_channels', 3)}x{side}x{side}"

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from gsreal.methods.context_parallel import ContextParts
@@ -26,9 +27,21 @@ from gssim.workload import Model
 
 
 def fake_module(model: Model, where: str) -> nn.Module:
-    """Return the module of fake tensors, without the one initialiser of torch that reads values, which these lack."""
-    with mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_settings: tensor):
+    """Return the module, made without the one of torch's initialisers that reads values: fake tensors have none.
+
+    Values of `torch.linspace` can be read, from which blocks of images take their rates of dropped paths.
+    """
+    unread = mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_settings: tensor)
+    # torch keeps the values of constants of so many elements, and of what is computed from them alone
+    kept = mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_READ)
+    with unread, kept:
         module = build_module(model.module, where=where)
+    for path, inner in module.named_modules():
+        if isinstance(inner, nn.SyncBatchNorm):
+            raise UserError(
+                f"{where}: the module '{path}' is a SyncBatchNorm: it exchanges statistics with other ranks, which a "
+                "trace does not see, and torch runs it on GPUs only; use a BatchNorm, or another norm"
+            )
     others = {str(p.dtype) for p in module.parameters()} - {str(DTYPES[model.traced_precision])}
     if others:
         raise UserError(
@@ -60,6 +73,9 @@ class _FakeTensors(FakeTensorMode):
             with self:
                 return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.linspace.default and result.numel() <= fake_tensor.CONSTANT_NUMEL_LIMIT:
+            with unset_fake_temporarily():
+                result.constant = func(*args, **kwargs)
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
             with self:  # empty where nothing is kept for a backward
                 return *result[:3], torch.empty(_lstm_workspace(func, args), dtype=torch.uint8)
@@ -100,6 +116,8 @@ def _lstm_workspace(func: Any, args: Any) -> int:
     return int(samples * (first + further * (length - 1)))
 
 
+MOST_READ = 4096
+"""Elements of the largest tensors of which a module's construction may read values."""
 PAGE_BYTES = 4096
 STATES = (5, 6)
 """Places of an LSTM's states among its arguments."""

@@ -20,16 +20,23 @@ def _collect(module: nn.Module, prefix: str, found: dict[str, bool]) -> None:
     for name, child in module.named_children():
         path = prefix + name
         if isinstance(child, CONTAINERS):
-            for number, element in child.named_children():
-                opened = _wrapped_stack(element) if _is_stack(child) else _holds_stack(element)
-                if opened:
-                    _collect(element, f"{path}.{number}.", found)
-                else:
-                    found[f"{path}.{number}"] = _is_stack(child)
+            _collect_elements(child, path, found)
         elif _holds_stack(child):
             _collect(child, path + ".", found)
         else:
             found[path] = False
+
+
+def _collect_elements(container: nn.Module, path: str, found: dict[str, bool]) -> None:
+    is_stack = _is_stack(container)
+    for number, element in container.named_children():
+        inner = f"{path}.{number}"
+        if is_stack and isinstance(element, nn.ModuleList):  # which runs nothing itself: a stack in parts
+            found.update((f"{inner}.{name}", True) for name, _ in element.named_children())
+        elif _wrapped_stack(element) if is_stack else _holds_stack(element):
+            _collect(element, f"{inner}.", found)
+        else:
+            found[inner] = is_stack
 
 
 def _is_stack(container: nn.Module) -> bool:

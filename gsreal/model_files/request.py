@@ -89,6 +89,9 @@ def completed(request: Request) -> Request:
             said = {key: said[key] for key in ("model", "config")}
         said = {key: value for key, value in said.items() if key == "model" or not getattr(request, key)}
         request = replace(request, **said)
+    if request.task == CLASSIFICATION and not request.padding and not request.model.endswith(".toml"):
+        stated = {**request.config, **_arguments(request, f"gsreal trace {request.model}")}.get("pad_token_id")
+        request = replace(request, padding=stated if isinstance(stated, int) else 0)
     return replace(
         request,
         task=request.task or "next-token",
@@ -293,7 +296,9 @@ def _untraced(request: Request, where: str) -> Model:
         if request.image is not None:
             arguments = {"num_labels": _classes(request, 10), **arguments}
         elif request.task == CLASSIFICATION:
-            arguments = {"num_labels": _classes(request, 2), "pad_token_id": request.padding, **arguments}
+            masks = arguments.get("pad_token_id", 0) is not None
+            padding = {"pad_token_id": request.padding} if masks else {}  # the model and the data leave out one token
+            arguments = {"num_labels": _classes(request, 2), **arguments, **padding}
         module: dict[str, Any] = {
             "hugging_face": {
                 "model_type": request.model.removeprefix("hf:"),

@@ -135,10 +135,11 @@ def record_step(
                 if like is None or model.compiled:
                     prepared.record_saved(where)
                 prepared.record_operations(where, None if model.compiled else like)
-                prepared.record_unsaved(like)
+                prepared.record_unsaved(where, like)
                 prepared.record_needed(like)
         except UnknownOperationError as error:
             raise UserError(f"{where}: {error}") from None
+        record.blocks -= _blocks_of_others(record, module)
     if step.context:
         layers = [layer for layer, name in enumerate(record.modules) if name in record.blocks]
         if not layers or any(not record.reductions.get(layer) for layer in layers):
@@ -217,8 +218,9 @@ def _prepared(model: Model, step: Step, where: str, like: Record | None) -> "_Pr
     length = (sequence_length or 0) // context if context else sequence_length
     inputs, targets = example_batch(model, batch_size=step.batch_size, sequence_length=length)
     longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    if sequence_length is not None and isinstance(longest, int) and sequence_length > longest:
-        raise UserError(  # fake tensors do not show that a module has no embedding for the last positions
+    if sequence_length is not None and isinstance(longest, int) and 0 < longest < sequence_length:
+        # fake tensors do not show that a module has no embedding for the last positions; XLNet says -1: it has no limit
+        raise UserError(
             f"{where}: the config has max_position_embeddings = {longest}, but sequences of {sequence_length} tokens "
             "are asked for (input.maximum_sequence_length)"
         )
@@ -275,6 +277,16 @@ def _check_logits(logits: Tensor, targets: Tensor, model: Model, where: str) -> 
         raise UserError(f"{where}: the module has logits for {logits.shape[-1]} classes, but input.{key} = {needed}")
 
 
+def _blocks_of_others(record: Record, module: nn.Module) -> set[str]:
+    """Return the blocks whose layer also has parameters of other modules, which run between it and the next layer.
+
+    What wraps a block (FSDP2's units, checkpoints) does not hold these, so such a layer is wrapped by none.
+    """
+    inside = {name: set(module.get_submodule(name).parameters()) for name in record.blocks}
+    used = [(record.modules[place[0]], name) for name, place in (record.parameters | record.frozen).items()]
+    return {layer for layer, name in used if layer in inside and module.get_parameter(name) not in inside[layer]}
+
+
 @contextmanager
 def _explained(where: str) -> Iterator[None]:
     """Raise exceptions of a forward as UserErrors."""
@@ -288,6 +300,11 @@ def _explained(where: str) -> Iterator[None]:
             "Hugging Face's experts, experts_implementation = 'grouped_mm' does not"
         ) from None
     except Exception as error:
+        if "Mixing fake modes" in str(error):
+            raise UserError(
+                f"{where}: the module's code keeps a tensor between forwards in a cache of its own, outside of the "
+                "module's buffers (of Hugging Face, BEiT's relative positions), which a trace does not see"
+            ) from None
         raise UserError(
             f"{where}: the module's forward or loss fails on the stated input: {first_line(error)}"
         ) from error
@@ -462,10 +479,11 @@ class _PreparedStep:
         for layer, saved in numbers.items():
             record.saved[layer] = sum(created[number].size_bytes for number in saved)
 
-    def record_unsaved(self, like: Record | None) -> None:
+    def record_unsaved(self, where: str, like: Record | None) -> None:
         """Record when a forward's tensors would be freed if autograd saved nothing, or take that from `like`.
 
-        That is the case in the forward of a checkpointed block.
+        That is the case in the forward of a checkpointed block. Raises UserError if this forward runs other operations
+        than the one before.
         """
         record = self.record
         if like is not None:
@@ -480,6 +498,11 @@ class _PreparedStep:
             loss_of(out(logits_of(self.module(self.inputs))), self.targets)
         created = [alive for alive in record.alive if alive.born[1] == "f"]
         # positions differ by views, numbers of operations and collectives do not
+        if len(created) != len(seen.alive):
+            raise UserError(
+                f"{where}: the module runs other operations in one forward than in the next of the same input: "
+                "it counts them, draws what to run, or checkpoints a part of itself, which plan.recompute does instead"
+            )
         layers = range(len(record.modules) + 1)
         ours, theirs = ([each.forward_positions(layer) for layer in layers] for each in (record, seen))
         for alive, again in zip(created, seen.alive, strict=True):

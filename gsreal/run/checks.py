@@ -14,6 +14,7 @@ from gsreal.model_files.build import build_module, check_factory, example_batch
 from gssim.errors import UserError
 from gssim.scenario import Loaded, Scenario, routes_parts
 from gssim.scenario.support import predicted_only_reason
+from gssim.workload import unrolled
 
 
 def check_real(loaded: Loaded) -> None:
@@ -32,6 +33,7 @@ def check_real(loaded: Loaded) -> None:
     check_gloo_on_gpus(ours, where=where)
     check_samples(ours, where=where)
     check_norms(ours, where=where)
+    check_shared_parameters(ours, where=where)
     check_compiled(ours, where=where)
     check_experts_in_fp64(ours, where=where)
 
@@ -175,6 +177,24 @@ def check_norms(scenario: Scenario, *, where: str) -> None:
             f"'{model.name}' then has one value per channel, which torch refuses; allowed: at least two samples "
             "in a micro-batch"
         ) from None
+
+
+def check_shared_parameters(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError if blocks would be sharded one by one, by FSDP2 or gs_z3, that share parameters."""
+    model = scenario.workload.model
+    in_units = scenario.policies.gradients == "reduce-scatter" or scenario.policies.parameters == "sharded"
+    if model.module.factory is None or not in_units:
+        return
+    with torch.device("meta"):
+        module = build_module(model.module, where=where)
+    holders: dict[torch.nn.Parameter, str] = {}
+    for layer in (each for each in unrolled(model) if each.layer.block):
+        for name, parameter in module.get_submodule(layer.module).named_parameters():
+            if (first := holders.setdefault(parameter, layer.module)) != layer.module:
+                raise UserError(
+                    f"{where}: plan.method = '{scenario.plan.method}': shards '{first}' and '{layer.module}' one by "
+                    f"one, but they share '{name}': it can be predicted, but not run; allowed: ddp, zero1 or gs"
+                )
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:

@@ -63,6 +63,8 @@ def recomputed_buffers(
         is_forward = buffer.born.phase == "f"
         if layer.block and is_forward and buffer.born.position in kept:
             moved.append(replace(buffer, freed=_kept_until(buffer, layer, before), category="activations"))
+        elif again and buffer.is_saved and is_forward and buffer.born.position >= _positions(layer):
+            moved.append(buffer)  # saved by an operation between the blocks, outside of the checkpoint
         elif again and buffer.is_saved:
             # older model files lack the release in the first forward: it is then at the forward's end
             end = _last_use(layer, after) if buffer is output else Moment("f", releases.get(id(buffer), LAST))

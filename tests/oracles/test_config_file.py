@@ -125,3 +125,24 @@ def test_keys_that_the_architecture_lacks_are_named(tmp_path):
 def test_a_null_that_the_user_replaces_is_no_longer_one(tmp_path):
     path = written(tmp_path, "llama", {"rms_norm_eps": None})
     assert "rms_norm_eps" not in completed(asked(path, arguments=("rms_norm_eps=1e-5",))).config
+
+
+@pytest.mark.parametrize(
+    ("options", "padding"), [({}, 7), ({"padding": 3}, 3), ({"arguments": ("pad_token_id=5",)}, 5)]
+)
+def test_a_classifier_of_sequences_leaves_out_the_padding_of_its_config(tmp_path, monkeypatch, options, padding):
+    """The data were filled up with token 0 and the model left out another: RoBERTa's config states 1."""
+    monkeypatch.setattr("gsreal.model_files.request.trace", lambda model, **_: model)
+    changes = {"architectures": ["BertForSequenceClassification"], "pad_token_id": 7}
+    path = written(tmp_path, "bert", changes)
+    model = traced_model(asked(path, **options))
+    assert model.input.padding == padding
+    assert model.module.hugging_face.config["pad_token_id"] == padding
+
+
+def test_a_config_without_a_limit_of_its_sequences_has_the_usual_one(tmp_path, monkeypatch):
+    """XLNet's says -1, which was refused as the longest sequence."""
+    monkeypatch.setattr("gsreal.model_files.request.trace", lambda model, **_: model)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "xlnet", "architectures": ["XLNetLMHeadModel"], "vocab_size": 60}))
+    assert traced_model(asked(path)).input.maximum_sequence_length == 256

@@ -26,6 +26,7 @@ from gsreal.methods.checkpointing import checkpoint_blocks
 from gsreal.methods.cuts import ATTENTION_OUTPUTS, FIRST_MAPS, HEAD_COUNTS, LAST_MAPS, QUERIES_KEYS_VALUES
 from gsreal.model_files.build import build_module, example_batch, loss_of
 from gsreal.model_files.fake_module import without_values
+from gsreal.model_files.layers import layer_modules
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import Record, Recorder, _is_alias
 from gsreal.model_files.request import Request, traced_model
@@ -91,6 +92,17 @@ class Shortcut(nn.Module):
         x = start
         for step in self.steps:
             x = x + step(x)
+        return self.head(torch.cat([start, x], 1))
+
+
+class Activated(Shortcut):
+    """The model itself activates what its layers return: that saves tensors outside of checkpointed layers."""
+
+    def forward(self, images):
+        start = self.first(images.flatten(1, 2)).mean(1)
+        x = start
+        for step in self.steps:
+            x = nn.functional.gelu(x + step(x))
         return self.head(torch.cat([start, x], 1))
 
 
@@ -220,10 +232,33 @@ class Unused(Shortcut):
         self.spare = nn.Linear(2, 2)
 
 
+class Synchronized(Shortcut):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(16)
+
+
+class Checkpointed(Shortcut):
+    def forward(self, images):
+        return torch.utils.checkpoint.checkpoint(super().forward, images, use_reentrant=False)
+
+
 class Frozen(Shortcut):
     def __init__(self):
         super().__init__()
         self.requires_grad_(False)
+
+
+class Alternating(Shortcut):
+    """It runs one step more in every second forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, images):
+        self.forwards += 1
+        return super().forward(images).relu() if self.forwards % 2 else super().forward(images)
 
 
 class Cubic(Shortcut):
@@ -671,7 +706,7 @@ def test_an_lstm_computes_what_its_products_do_and_keeps_what_onednn_keeps(both)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
-@pytest.mark.parametrize("factory", ["Shortcut", "Perceptrons"])
+@pytest.mark.parametrize("factory", ["Shortcut", "Activated", "Perceptrons"])
 def test_the_replayed_peak_of_checkpointed_modules_of_the_users_own_is_the_counted_one(factory, recompute):
     model, shape = made(factory), (640, None)
     found = replayed_peak_bytes(model, shape, recompute=recompute)
@@ -706,6 +741,25 @@ def test_stages_of_blocks_are_opened_into_their_blocks():
     blocks = [layer.module for layer in unrolled(model) if layer.layer.block]
     assert blocks == [f"stages.0.blocks.{i}" for i in range(2)] + [f"stages.1.blocks.{i}" for i in range(3)]
     assert [layer.module for layer in unrolled(model) if not layer.layer.block] == ["stem", "head", "loss"]
+
+
+def test_lists_in_a_list_are_stacks_in_parts():
+    """Each list, which runs nothing, was a block: PoolFormer's blocks then belonged to the embeddings before them."""
+    parts = nn.ModuleDict({"parts": nn.ModuleList(nn.ModuleList([Step(4)]) for _ in range(2)), "head": nn.Linear(4, 4)})
+    assert layer_modules(parts) == {"parts.0.0": True, "parts.1.0": True, "head": False}
+
+
+class Rated(Shortcut):
+    """Its construction reads values of a tensor, as those of ConvNeXt and 23 other families do."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = [each.tolist() for each in torch.linspace(0, 1, 5, device="cpu").split([2, 3])]
+        assert self.rates == [[0.0, 0.25], [0.5, 0.75, 1.0]]
+
+
+def test_a_construction_may_read_values_of_linspace():
+    assert made("Rated").elements == made("Shortcut").elements
 
 
 def test_buffers_are_counted_by_data_type():
@@ -790,6 +844,9 @@ FAULTS = {
     "runs-twice": ((f"{__name__}.Again", *IMAGE), "the module 'steps.0' runs more than once in a forward"),
     "no-polynomial": ((f"{__name__}.Cubic", *IMAGE), "is no polynomial in batch size and sequence length"),
     "branching": ((f"{__name__}.Branching", *IMAGE), "the operations depend on batch size or sequence length"),
+    "alternating": ((f"{__name__}.Alternating", *IMAGE), "other operations in one forward than in the next"),
+    "checkpointed": ((f"{__name__}.Checkpointed", *IMAGE), "or checkpoints a part of itself, which plan.recompute do"),
+    "synchronized": ((f"{__name__}.Synchronized", *IMAGE), "the module 'norm' is a SyncBatchNorm: it exchanges stat"),
     "no-input": ((f"{__name__}.Shortcut",), "exactly one of --vocabulary (tokens) and --image is needed"),
     "no-image": ((f"{__name__}.Shortcut", "--image", "8x8"), "--image 8x8: must be CHANNELSxHEIGHTxWIDTH"),
     "too-long": (

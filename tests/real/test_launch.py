@@ -27,9 +27,10 @@ from small_models import kept
 
 from gsreal import cli
 from gsreal.machine import device_name, usable_cores
+from gsreal.model_files.build import build_module
 from gsreal.model_files.request import Request
 from gsreal.model_files.trace import write_model
-from gsreal.run.checks import check_gloo_on_gpus, check_norms, check_predicted_only
+from gsreal.run.checks import check_gloo_on_gpus, check_norms, check_predicted_only, check_shared_parameters
 from gsreal.run.launch import reason_of
 from gssim.errors import UserError
 from gssim.plan import Plan
@@ -643,6 +644,23 @@ def test_a_batch_norm_of_one_value_per_channel():
             UserError, match=r"file: rank 0 has micro-batches of one sample: .* at least two samples in a mi"
         ):
             check_norms(scenario, where="file")
+
+
+@pytest.mark.parametrize(("method", "runs"), [("zero2", False), ("zero3", False), ("gs_z3", False), ("gs", True)])
+def test_blocks_that_share_a_layer(monkeypatch, method, runs):
+    """FSDP2 ended ranks with an invariant of its own, and gs_z3 with a ValueError."""
+
+    def sharing(module, where):
+        built = build_module(module, where=where)
+        built.blocks[1].up = built.blocks[0].up
+        return built
+
+    monkeypatch.setattr("gsreal.run.checks.build_module", sharing)
+    changes = [star(2), f"plan.method={method}"]
+    scenario = load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario
+    said = "shards 'blocks.0' and 'blocks.1' one by one, but they share 'up.weight'"
+    with nullcontext() if runs else pytest.raises(UserError, match=said):
+        check_shared_parameters(scenario, where="file")
 
 
 def test_experts_of_hugging_face_in_fp64(refusal, files):
