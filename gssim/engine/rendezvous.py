@@ -60,8 +60,12 @@ class Rendezvous:
         scheduled = self.instance.schedule
         if not scheduled.notices or not self.instance.receivers:
             return 0.0
-        empty = replace(scheduled.stages[0], size_bytes=0.0)
-        return self.machine.network.alone_s(empty, replace(scheduled.pace(empty), notices=False))
+        known_s = self.machine.notices_s
+        if self.instance not in known_s:
+            empty = replace(scheduled.stages[0], size_bytes=0.0)
+            pace = replace(scheduled.pace(empty), notices=False)
+            known_s[self.instance] = self.machine.network.alone_s(empty, pace)
+        return known_s[self.instance]
 
     def _lead_s(self) -> float:
         """Return the time since all receivers of the first stage posted their receives."""

@@ -102,6 +102,8 @@ class MachineState:
         self._volumes: dict[int, float] = defaultdict(float)
         self._hops: dict[int, collectives.Hops] = {}
         self._loads: dict[CollectiveInstance, Load] = {}
+        self.notices_s: dict[CollectiveInstance, float] = {}
+        """Travel times of the notices of receives on idle links."""
         self._issued_s = [0.0 for _ in self.classes]
         """For each class, the time at which its host finished issuing the latest task that has an `issue`."""
 

@@ -1,5 +1,7 @@
+import gc
 from dataclasses import replace
 from unittest.mock import patch
+from weakref import ref
 
 import pytest
 from strategies import device_type, machine_for, star
@@ -7,8 +9,9 @@ from tasks import program_with, task_of
 
 from gssim.collectives import Communication
 from gssim.engine import DeadlockError, Machine, MemoryTracker
-from gssim.engine.rendezvous import RunningCollectives
+from gssim.engine.rendezvous import Rendezvous, RunningCollectives
 from gssim.memory import Event, Footprint, footprint
+from gssim.network import Network
 from gssim.program import Task
 
 PAIR = {"x": Communication("all-reduce", (0, 1), 1000), "y": Communication("all-reduce", (0, 1), 1000)}
@@ -54,6 +57,33 @@ def test_a_collective_starts_when_its_last_member_arrives():
     assert machine.env.now == pytest.approx(5.0 + 1.0)
     waited = {span.rank: (span.start_s, span.end_s) for span in machine.spans if span.label == "x"}
     assert waited == {0: (pytest.approx(1.0), pytest.approx(6.0)), 1: (pytest.approx(5.0), pytest.approx(6.0))}
+
+
+def test_what_a_run_made_for_its_collectives_is_freed_with_its_end():
+    """It lived until the garbage collector came, to which it left most objects of a simulation."""
+    made = []
+
+    def noted(rendezvous, *given):
+        begin(rendezvous, *given)
+        made.append(ref(rendezvous))
+
+    begin = Rendezvous.__init__
+    machine = machine_for(star(2), [together("x")], [work("long", 5.0), together("x")], communications=PAIR)
+    gc.disable()
+    try:
+        with patch.object(Rendezvous, "__init__", noted):
+            machine.run(3)
+        assert [each() for each in made] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_the_time_of_a_notice_is_found_once_for_all_steps():
+    message = {"x": Communication("send", (0, 1), 1000)}
+    machine = machine_for(star(2), [together("x")], [together("x")], communications=message)
+    with patch.object(Network, "alone_s", autospec=True, side_effect=Network.alone_s) as found:
+        machine.run(4)
+    assert found.call_count == 1
 
 
 def test_a_collective_of_some_ranks_does_not_wait_for_the_others():
