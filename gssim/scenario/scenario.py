@@ -16,7 +16,7 @@ from gssim.execution.cache import Shared
 from gssim.plan import METHODS, REPLICA_AXES, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.result import Result
 from gssim.scenario.expert_load import layers_of_own_experts, on_context_parts, routes_parts
-from gssim.scenario.identity import ScenarioParts, calibration_id, resolved, scenario_id
+from gssim.scenario.identity import ScenarioParts, calibration_id, layers_id_of, resolved, scenario_id
 from gssim.scenario.layer_costs import sample_cost_s
 from gssim.scenario.overrides import overrides_of
 from gssim.scenario.ownership import (
@@ -394,6 +394,10 @@ class Scenario:
     def identity(self, shared: Shared) -> str:
         """Return the `scenario_id`; `shared`: cache of the parts that scenarios have in common."""
         return scenario_id(self._parts(), shared)
+
+    def layers_id(self) -> str:
+        """Return the digest of the model's traced layers, which tell predictions apart but not scenarios."""
+        return layers_id_of(self._parts())
 
     def _parts(self) -> ScenarioParts:
         policies = self.policies
