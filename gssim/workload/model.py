@@ -45,7 +45,9 @@ for a CPU. On CUDA losses and norms run in fp32, which adds an fp32 copy of the 
 traced under autocast too. Partial sums of maps that are cut by rows are then exchanged in 16 bits, and so are queries,
 keys and values under context parallelism. Gradients of the inputs of maps that are cut by columns, parts of sequences
 that are gathered, and rows of experts are exchanged in fp32. Torch's grouped product, of routed experts, is not cast:
-it runs in fp32.
+it runs in fp32. A sum of a tensor in fp32 and one in 16 bits first copies the latter to fp32 on a CPU
+(aten/src/ATen/TensorIterator.cpp, compute_types), not on CUDA. That copy is in no file: where a block's last sum is the
+peak, as in the first stage of a pipeline, a CPU's peak is up to 2 % above the predicted one.
 
 [Note: precisions] Bytes in 16 bits are not half of those in fp32. A norm that computes in fp32 makes two more copies of
 its input then, attention keeps its log-sum-exp in fp32, and kernels have other workspaces. So a model is traced in
