@@ -157,7 +157,7 @@ class Scenario:
 
     @property
     def attention_of_cpu(self) -> str | None:
-        """What a reader has to know of an attention on GPUs that is predicted as a CPU runs it; None if none is."""
+        """Warning if attention on GPUs is predicted as a CPU runs it, which takes more time and memory; else None."""
         model, cluster = self.workload.model, self.cluster
         kinds = {cluster.device_types[device.type].kind for device in cluster.devices}
         if "cuda" not in kinds or not model.attends_in_parts or model.runs_fused_kernels:

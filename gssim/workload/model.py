@@ -280,7 +280,8 @@ class OtherPrecision(_TracedLayers):
 class FusedKernels:
     """All layers of a model as CUDA GPUs run them, which have kernels that a CPU lacks, see [Note: fused kernels].
 
-    Without layers, they run those of the model, as a trace has found: an attention in parts is the module's own.
+    If `layers` is empty, the trace found that GPUs run the model's own layers: its code computes attention itself, by
+    separate operations.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -344,8 +345,8 @@ class Model:
     traced_one_sample: bool = False
     """Whether steps of one sample were traced too, whose buffers differ: torch copies fewer tensors then. If false, the
     polynomials give them: a GPT-2 with dropout, whose attention has no fused kernel on a CPU, has peaks 1.4 to 3.5 %
-    over those predicted where a micro-batch has one sample. Of layers under autocast the marks of buffers
-    themselves say it."""
+    over those predicted where a micro-batch has one sample. It is not said of layers under autocast: if they
+    were traced with one sample too, their buffers are marked (`samples=1`, `samples>1`)."""
     traced_sequence_lengths: tuple[PositiveInt, ...] = ()
     """Traced sequence lengths, for models of tokens."""
     exact_sequence: bool = True
@@ -450,7 +451,10 @@ class Model:
 
     @property
     def attends_in_parts(self) -> bool:
-        """Whether blocks save tensors of the attention's scores; False if it was traced at one length alone."""
+        """Whether blocks save tensors of b*s^2 elements, as attention in separate operations does.
+
+        False for a model that was traced at one length only, whose sizes are no functions of s.
+        """
         return any(power == 2 for layer in self.layers if layer.block for _, _, power in layer.saved_bytes.terms)
 
     @property
