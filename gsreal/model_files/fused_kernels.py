@@ -17,11 +17,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
 
-IN_PARTS = 0
-"""torch.nn.attention.SDPBackend.MATH: attention as separate operations."""
+UNFUSED = SDPBackend.MATH.value
+"""torch's number for attention as separate operations."""
 FLASH_HEAD_WIDTH = 256
 """Widest head of flash attention."""
 FLASH_MULTIPLE = 8
@@ -52,7 +53,7 @@ def cuda_kernels() -> Iterator[list[str]]:
         inputs = query, key, value, attn_mask, dropout_p, is_causal
         named = {"scale": scale, "enable_gqa": enable_gqa}
         # at the CPU's dispatch key: fake tensors would dispatch to their own mode, which has no kernels to choose from
-        if aten._fused_sdp_choice.default._op_dk(torch._C.DispatchKey.CPU, *inputs, **named) == IN_PARTS:
+        if aten._fused_sdp_choice.default._op_dk(torch._C.DispatchKey.CPU, *inputs, **named) == UNFUSED:
             if _allows_flash(query, key, value, attn_mask, is_causal=is_causal):
                 replaced.append("flash attention")
                 return _flash(query, key, value, dropout_p, is_causal, scale)

@@ -147,7 +147,7 @@ def _fused(model: Model, traced: Model, request: Request, where: str) -> FusedKe
     if traced.compiled:
         return None
     if not runs_other_kernels(model, request.sequence_length, where=where):
-        return FusedKernels() if traced.attends_in_parts else None
+        return FusedKernels() if traced.has_unfused_attention else None
 
     def silent(_ignored: object) -> None:
         """Print nothing: the CPU's trace has printed it."""

@@ -160,19 +160,19 @@ class Scenario:
         """Warning if attention on GPUs is predicted as a CPU runs it, which takes more time and memory; else None."""
         model, cluster = self.workload.model, self.cluster
         kinds = {cluster.device_types[device.type].kind for device in cluster.devices}
-        if "cuda" not in kinds or not model.attends_in_parts or model.runs_fused_kernels:
+        if "cuda" not in kinds or not model.has_unfused_attention or model.runs_fused_kernels:
             return None
         if model.fused_kernels is None:
             return (
-                f"memory and time may be too large: '{model.name}' is traced as a CPU runs it, whose attention keeps "
-                "the scores of all pairs of tokens; a GPU keeps none where it is torch's scaled_dot_product_attention; "
-                "`gsreal trace FILE --out NEW` records both"
+                f"memory and time on GPUs may be predicted too large: the attention of '{model.name}' (workload.model) "
+                "is traced as a CPU runs it, which saves the scores of all pairs of tokens; "
+                "`gsreal trace FILE --out NEW` traces it as GPUs run it too"
             )
         if not model.fused_kernels.layers:
             return None
         return (
-            f"memory and time on GPUs are too large: beside devices of another kind, the attention of '{model.name}' "
-            "is predicted on all as a CPU runs it, with the scores of all pairs of tokens"
+            f"memory and time on GPUs are predicted too large: not all devices are CUDA GPUs, so the attention of "
+            f"'{model.name}' is predicted on all as a CPU runs it, which saves the scores of all pairs of tokens"
         )
 
     @cached_property
