@@ -277,26 +277,12 @@ class OtherPrecision(_TracedLayers):
 
 
 @spec
-class FusedKernels:
-    """All layers of a model as CUDA GPUs run them, which have kernels that a CPU lacks, see [Note: fused kernels].
-
-    If `layers` is empty, the trace found that GPUs run the model's own layers: its code computes attention itself, by
-    separate operations.
-    """
+class FusedKernels(_TracedLayers):
+    """All layers of a model as CUDA GPUs run them, which have kernels that a CPU lacks, see [Note: fused kernels]."""
 
     layers: tuple[Layer, ...] = ()
-    """Layers in the order of the forward."""
-    context_layers: tuple[Layer, ...] = ()
-    """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: not traced so."""
-    sliced_layers: tuple[Layer, ...] = ()
-    """The layers with their blocks cut among ranks, see [Note: units]; empty: not traced so."""
-    sequence_layers: tuple[Layer, ...] = ()
-    """`sliced_layers` with sequences also divided among these ranks, see [Note: sequence parts]; empty: not traced so.
-    """
-    expert_layers: tuple[Layer, ...] = ()
-    """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: not traced so."""
-    expert_sequence_layers: tuple[Layer, ...] = ()
-    """The layers with sequences and routed experts divided, see [Note: experts of parts]; empty: not traced so."""
+    """Layers in the order of the forward. Empty: the trace found that GPUs run the model's own, whose code computes
+    attention itself, by separate operations."""
     adapted: tuple[AdaptedLayers, ...] = ()
     """The layers with trained adapters and all else frozen, for each traced choice of maps."""
     autocast: tuple[AutocastLayers, ...] = ()
