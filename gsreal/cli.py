@@ -608,7 +608,9 @@ def trace_command(
     classes: Annotated[
         int | None, typer.Option("--classes", help="Number of classes; default: 10 of images, 2 of sequences.")
     ] = None,
-    padding: Annotated[int, typer.Option("--padding", help="Padding token of sequences.")] = 0,
+    padding: Annotated[
+        int, typer.Option("--padding", help="Padding token of sequences; 0: the config's, if it has one.")
+    ] = 0,
     auto_class: Annotated[
         str | None, typer.Option("--auto-class", help="With hf:, the Auto class; default: the task's.")
     ] = None,

@@ -105,7 +105,10 @@ class Hierarchy:
             bucket.weight = own_of_experts if bucket.owners is self.expert_owners else own
 
     def _split_weights(self, weights: Sequence[float], ranks: int) -> tuple[tuple[float, ...], float]:
-        """Return the rows' (`ranks` consecutive ranks) fractions of all loss terms, and this rank's of its row."""
+        """Return each row's fraction of all loss terms, and this rank's fraction of its row's.
+
+        A row is `ranks` consecutive ranks.
+        """
         if ranks == 1:
             return tuple(weights), 1.0
         rows = [sum(weights[first : first + ranks]) for first in range(0, len(weights), ranks)]

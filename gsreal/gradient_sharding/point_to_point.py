@@ -136,8 +136,10 @@ def all_to_all_v(
 def _post_to_others(
     sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], group: dist.ProcessGroup, tag: int
 ) -> Pending:
-    """Post this rank's messages to and from every other, by index in the group: the first to the next, and from the one
-    before.
+    """Post this rank's messages to and from all other ranks of the group; lists are indexed by rank of the group.
+
+    The first message goes to the next rank, and the first receive is from the one before, so that no rank gets all of
+    the first messages. None: no message.
     """
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     others = [(rank + k) % len(ranks) for k in range(1, len(ranks))]

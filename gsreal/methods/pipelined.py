@@ -101,15 +101,16 @@ class ObservedStage(PipelineStage):
             return inner(*args, **settings)
 
     def _compute_input_grads(self, *args: Any, **settings: Any) -> tuple[Tensor | None, ...]:
-        """Infer the gradients of a stage's input with the strides in which autograd accumulates them, and gloo sends.
+        """Return contiguous gradients of a stage's input, from which torch infers the receive buffers of other stages.
 
-        torch asks autograd for them without accumulating: a layer that permutes dimensions, such as ConvNeXt's norms of
-        channels, then has gradients in another order, and the stage before would receive into a buffer of that order.
+        torch takes them from `torch.autograd.grad`, which leaves them in the memory order of the layer's backward. If
+        the layer permutes dimensions, as ConvNeXt's norms over channels do, that order is not contiguous, and gloo
+        refuses to receive into such a buffer.
         """
         return _contiguous(super()._compute_input_grads(*args, **settings))
 
     def backward_maybe_with_nosync(self, *args: Any, **settings: Any) -> Any:
-        """Run the module's backward, or a part of a split one, of which torch takes gradients as autograd has them."""
+        """Run the module's backward, or a part of a split one, and return contiguous gradients of its input."""
         gradients, groups = super().backward_maybe_with_nosync(*args, **settings)
         return _contiguous(gradients), groups
 
@@ -160,7 +161,7 @@ class ObservedStage(PipelineStage):
 
 
 def _contiguous(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return gradients, some of which may be missing, as tensors that can be sent."""
+    """Return gradients as contiguous tensors, which gloo can send; what is no tensor is unchanged."""
     return tuple(each.contiguous() if isinstance(each, Tensor) else each for each in gradients)
 
 

@@ -29,10 +29,10 @@ from gssim.workload import Model
 def fake_module(model: Model, where: str) -> nn.Module:
     """Return the module, made without the one of torch's initialisers that reads values: fake tensors have none.
 
-    Values of `torch.linspace` can be read, from which blocks of images take their rates of dropped paths.
+    Values of `torch.linspace` are kept: image models read the drop-path rate of each block from it.
     """
     unread = mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_settings: tensor)
-    # torch keeps the values of constants of so many elements, and of what is computed from them alone
+    # up to this size, torch's fake tensors keep the values of constants and of what is computed from them alone
     kept = mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_READ)
     with unread, kept:
         module = build_module(model.module, where=where)
@@ -58,8 +58,8 @@ class _FakeTensors(FakeTensorMode):
     Torch's shape functions of these accept bf16 only, and have an empty workspace. A separate mode for them would see
     every operation, which takes longer than most of what a trace does with it.
 
-    Memory-efficient attention keeps one logarithm for each query here. Its kernel rounds their number up to a multiple
-    of 32, which is no polynomial in the length: 124 bytes more at most for each head and sample.
+    Memory-efficient attention saves one fp32 log-sum-exp for each query here. Its kernel rounds their number up to a
+    multiple of 32, which is no polynomial in the length: at most 124 bytes more for each head and sample.
     """
 
     @classmethod

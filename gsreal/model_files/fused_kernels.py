@@ -1,10 +1,10 @@
 """Records attention and dropout as torch runs them on a CUDA GPU, although the tensors are fake ones of a CPU.
 
-On a CPU, `torch.nn.functional.scaled_dot_product_attention` with dropout runs in parts: a batch's scores, dropout mask
-and probabilities are tensors of heads x length x length. A GPU runs it as one kernel, which keeps the logarithms of the
-sums and the state of the random numbers in their place. A dropout draws its mask as numbers of the input's precision
-on a CPU, and as one byte for each element on a GPU. Without dropout both run one kernel, but a GPU's in 16 bits copies
-heads whose width is no multiple of 8 to padded ones.
+On a CPU, `torch.nn.functional.scaled_dot_product_attention` with dropout runs as separate operations: scores, dropout
+mask and probabilities are tensors of heads x length x length for each sample. A GPU runs one kernel, which saves the
+log-sum-exp of each query and the state of the random generator instead of them. The mask of a dropout has the precision
+of its input on a CPU, and one byte for each element on a GPU. Without dropout both run one kernel, but a GPU's copies
+heads whose width is no multiple of 8 to padded ones in 16 bits.
 
 The kernel of an attention is chosen as by torch 2.13 for GPUs of compute capability 8.0 and above (its
 `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`, `can_use_flash_attention` and
@@ -18,17 +18,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
 
-IN_PARTS = 0
-"""Number of the attention that is made of other operations, among those that torch chooses from."""
+UNFUSED = SDPBackend.MATH.value
+"""torch's number for attention as separate operations."""
 FLASH_HEAD_WIDTH = 256
 """Widest head of flash attention."""
 FLASH_MULTIPLE = 8
-"""Flash attention pads heads to a multiple of so many elements."""
+"""Flash attention needs head widths that are multiples of this; torch pads others."""
 ALIGNED_BYTES = 16
-"""Rows of a head are multiples of so many bytes for memory-efficient attention (128 bits for tensor cores)."""
+"""Memory-efficient attention needs rows of heads at multiples of this (128 bits, for tensor cores)."""
 
 
 @contextmanager
@@ -52,13 +53,13 @@ def cuda_kernels() -> Iterator[list[str]]:
     ) -> Tensor:
         inputs = query, key, value, attn_mask, dropout_p, is_causal
         named = {"scale": scale, "enable_gqa": enable_gqa}
-        # by its key, as torch asks: fake tensors would be asked through their own, which has no kernels to choose from
-        parts = aten._fused_sdp_choice.default._op_dk(torch._C.DispatchKey.CPU, *inputs, **named) == IN_PARTS
-        differs = parts or query.shape[-1] % FLASH_MULTIPLE  # a CPU's fused attention pads no heads
+        # at the CPU's dispatch key: fake tensors would dispatch to their own mode, which has no kernels to choose from
+        unfused = aten._fused_sdp_choice.default._op_dk(torch._C.DispatchKey.CPU, *inputs, **named) == UNFUSED
+        differs = unfused or query.shape[-1] % FLASH_MULTIPLE  # a CPU's fused attention pads no heads
         if differs and _allows_flash(query, key, value, attn_mask, is_causal=is_causal):
             replaced.append("flash attention")
             return _flash(query, key, value, dropout_p, is_causal, scale)
-        if parts and _allows_memory_efficient(query, key, value):
+        if unfused and _allows_memory_efficient(query, key, value):
             replaced.append("memory-efficient attention")
             bias = _bias(attn_mask, query)
             return aten._scaled_dot_product_efficient_attention(
@@ -102,7 +103,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal:
 
 
 def _allows_memory_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch runs memory-efficient attention on these; queries that share keys are left to parts."""
+    """Return whether torch runs memory-efficient attention on these; it refuses grouped queries (fewer key heads)."""
     return (
         query.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and query.dim() == 4
@@ -118,7 +119,7 @@ def _allows_memory_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return what is added to the scores, for every sample and head: a mask of truth values as numbers."""
+    """Return what is added to the scores of every sample and head: a boolean mask becomes 0 and -inf."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:

@@ -31,7 +31,7 @@ def _collect_elements(container: nn.Module, path: str, found: dict[str, bool]) -
     is_stack = _is_stack(container)
     for number, element in container.named_children():
         inner = f"{path}.{number}"
-        if is_stack and isinstance(element, nn.ModuleList):  # which runs nothing itself: a stack in parts
+        if is_stack and isinstance(element, nn.ModuleList):  # it has no forward: its elements are the blocks
             found.update((f"{inner}.{name}", True) for name, _ in element.named_children())
         elif _wrapped_stack(element) if is_stack else _holds_stack(element):
             _collect(element, f"{inner}.", found)

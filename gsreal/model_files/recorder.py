@@ -170,7 +170,8 @@ class StorageLife:
     casts_parameter: bool = False
     """Whether it is torch.autocast's copy of a parameter in 16 bits, which it keeps to the end of the forward."""
     replaced: tuple[int, str, int] | None = None
-    """The moment before autograd adds another gradient to it in place, where the trace has the sum in a new storage."""
+    """For a gradient to which autograd adds another in place: the moment before the sum. It counts as freed then; the
+    trace has the sum in a new storage."""
 
 
 @dataclass(frozen=True)
@@ -291,8 +292,9 @@ class Record:
 
 
 STORAGE_HOLDERS, TENSOR_HOLDERS = 2, 4
-"""References to a gradient, and to its storage, that autograd alone holds, while a dispatch mode has it as an argument:
-the tensor and Python's object of the storage; the engine's buffer, Python's object, and two of the dispatcher."""
+"""Numbers of references to a gradient's storage, and to the gradient, if nothing but autograd uses it while a dispatch
+mode has it as an argument. To the storage: the tensor, and Python's object for it. To the tensor: the engine's input
+buffer, Python's object for it, and two in the dispatcher."""
 
 
 class Recorder(TorchDispatchMode):
@@ -380,8 +382,8 @@ class Recorder(TorchDispatchMode):
         (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
 
         It does so if nothing else refers to the tensor or its storage. In fp32 gradients of linear maps are views,
-        which refer to the storage once more; under autocast, they are casts. Layers without autocast are not asked:
-        their files have every sum as a new tensor.
+        which refer to the storage once more; under autocast, they are casts. Traces without autocast are left out: they
+        have every sum as a new tensor.
         """
         if self.record.autocast is None or self.phase != "b" or torch._C._current_autograd_node() is None:
             return False

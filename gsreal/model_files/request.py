@@ -139,9 +139,10 @@ def traced_model(
 
 
 def _fused(model: Model, traced: Model, request: Request, where: str) -> FusedKernels | None:
-    """Return what a CUDA GPU runs of a model, if it is not what a CPU does, with all that the trace of the CPU holds.
+    """Return the layers as a CUDA GPU runs them, in all ways in which `traced`, the CPU's trace, has them.
 
-    None: the same, without any attention in parts, or compiled, where torch fuses what it finds on each device.
+    Without layers if a GPU runs the same ones, with attention as separate operations. None if it runs the same ones
+    without such attention, or if blocks are compiled: inductor fuses what it finds, on each device.
     """
     if traced.compiled:
         return None
@@ -150,10 +151,10 @@ def _fused(model: Model, traced: Model, request: Request, where: str) -> FusedKe
     kinds += [{"traced_precision": "fp32", "traced_autocast": each} for each in _autocast(model, request)]
     traces = (replace(model, **cast(dict[str, Any], kind)) for kind in kinds)
     if not any(runs_other_kernels(each, request.sequence_length, where=where) for each in traces):
-        return FusedKernels() if traced.attends_in_parts else None
+        return FusedKernels() if traced.has_unfused_attention else None
 
     def silent(_ignored: object) -> None:
-        """Say nothing again that was said of the CPU's trace."""
+        """Print nothing: the CPU's trace has printed it."""
 
     with cuda_kernels():
         gpu = _traced(model, request, where, silent, silent)
@@ -308,7 +309,8 @@ def _untraced(request: Request, where: str) -> Model:
             arguments = {"num_labels": _classes(request, 10), **arguments}
         elif request.task == CLASSIFICATION:
             masks = arguments.get("pad_token_id", 0) is not None
-            padding = {"pad_token_id": request.padding} if masks else {}  # the model and the data leave out one token
+            # the data are padded with the token that the model leaves out
+            padding = {"pad_token_id": request.padding} if masks else {}
             arguments = {"num_labels": _classes(request, 2), **arguments, **padding}
         module: dict[str, Any] = {
             "hugging_face": {

@@ -278,9 +278,9 @@ def _check_logits(logits: Tensor, targets: Tensor, model: Model, where: str) -> 
 
 
 def _blocks_of_others(record: Record, module: nn.Module) -> set[str]:
-    """Return the blocks whose layer also has parameters of other modules, which run between it and the next layer.
+    """Return the blocks whose layer also has parameters of other modules, which run between this block and the next.
 
-    What wraps a block (FSDP2's units, checkpoints) does not hold these, so such a layer is wrapped by none.
+    FSDP2 and checkpoints wrap a block's module, which lacks these parameters: such a layer is not treated as a block.
     """
     inside = {name: set(module.get_submodule(name).parameters()) for name in record.blocks}
     used = [(record.modules[place[0]], name) for name, place in (record.parameters | record.frozen).items()]
@@ -302,8 +302,8 @@ def _explained(where: str) -> Iterator[None]:
     except Exception as error:
         if "Mixing fake modes" in str(error):
             raise UserError(
-                f"{where}: the module's code keeps a tensor between forwards in a cache of its own, outside of the "
-                "module's buffers (of Hugging Face, BEiT's relative positions), which a trace does not see"
+                f"{where}: the module's code keeps a tensor between forwards in a cache of its own (in Hugging Face's "
+                "BEiT, relative positions), which a trace does not see; compute it in each forward, or make it a buffer"
             ) from None
         raise UserError(
             f"{where}: the module's forward or loss fails on the stated input: {first_line(error)}"
@@ -500,8 +500,8 @@ class _PreparedStep:
         # positions differ by views, numbers of operations and collectives do not
         if len(created) != len(seen.alive):
             raise UserError(
-                f"{where}: the module runs other operations in one forward than in the next of the same input: "
-                "it counts them, draws what to run, or checkpoints a part of itself, which plan.recompute does instead"
+                f"{where}: the module runs other operations in one forward than in the next of the same input, as one "
+                "that skips layers at random or checkpoints a part of itself; leave that out (see plan.recompute)"
             )
         layers = range(len(record.modules) + 1)
         ours, theirs = ([each.forward_positions(layer) for layer in layers] for each in (record, seen))

@@ -91,7 +91,7 @@ def trace_at_length(
 def runs_other_kernels(model: Model, sequence_length: int | None, *, where: str) -> bool:
     """Return whether a CUDA GPU runs attention or dropout of the module by other operations than a CPU does.
 
-    `sequence_length`: the only one at which the model is traced, if it is one.
+    `sequence_length`: of the traced step; None: an eighth of the model's longest.
     """
     short, _ = with_fewer_blocks(model, where) or (model, None)
     length = sequence_length

@@ -90,7 +90,7 @@ def take_statistics(
         multiples = () if magnitudes_only else MULTIPLES
 
         def trained(push: Push, publish: Sequence[float] = ()) -> Books:
-            """Return the records of all courses of training under one push policy, each from new weights and a seed."""
+            """Return the records of all courses of training under one push policy, each from new weights."""
             books = Books(
                 scenario,
                 push,

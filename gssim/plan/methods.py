@@ -291,5 +291,5 @@ RUNS_WITH: dict[tuple[str, object], tuple[str, tuple[object, ...]]] = {
     ("workload.autocast", "fp16"): ("workload.loss_scale", ()),
     ("plan.tp_overlap", True): ("cluster.backend", ("gloo",)),
 }
-"""Of these, values that a real run has with another key: that key, and its values that allow it (none: any that is
-given)."""
+"""For some of `PREDICTED_ONLY`: another key, and the values of it with which a real run accepts the value after all;
+without values, any value that is given."""

@@ -55,7 +55,7 @@ def load_scenario(
         return loaded().loaded
     key = (os.fspath(path), tuple(map(_without_rate, asked)), gradients_needed, searched)
     known = shared.once("alike scenarios", key, loaded)
-    if known.overrides == asked:  # which is the one that was asked for last, or was just loaded
+    if known.overrides == asked:  # it was loaded just now, or is asked for again
         return known.loaded if known.is_current else loaded().loaded
     return (known.with_rates(asked, shared) if known.is_current else None) or loaded().loaded
 

@@ -157,10 +157,10 @@ class Scenario:
 
     @property
     def attention_of_cpu(self) -> str | None:
-        """What a reader has to know of attention on accelerators that is predicted as on a CPU; None if none is."""
+        """Warning if attention on GPUs or TPUs is predicted as a CPU runs it, with more time and memory; else None."""
         model, cluster = self.workload.model, self.cluster
         kinds = {cluster.device_types[device.type].kind for device in cluster.devices}
-        if kinds == {"cpu"} or not model.attends_in_parts or model.runs_fused_kernels:
+        if kinds == {"cpu"} or not model.has_unfused_attention or model.runs_fused_kernels:
             return None
         if model.fused_kernels is not None and not model.fused_kernels.layers:
             return None
@@ -172,14 +172,14 @@ class Scenario:
             )
         if model.fused_kernels is None:
             return (
-                f"memory and time may be too large: '{model.name}' is traced as a CPU runs it, whose attention keeps "
-                "the scores of all pairs of tokens; a GPU keeps none where it is torch's scaled_dot_product_attention; "
-                "`gsreal trace FILE --out NEW` records both"
+                f"memory and time on GPUs may be predicted too large: the attention of '{model.name}' (workload.model) "
+                "is traced as a CPU runs it, which saves the scores of all pairs of tokens; "
+                "`gsreal trace FILE --out NEW` traces it as GPUs run it too"
             )
         why = "beside devices of another kind" if len(kinds) > 1 else "in a scenario that gssim.load has not made"
         return (
-            f"memory and time on GPUs are too large: {why}, the attention of '{model.name}' "
-            "is predicted on all as a CPU runs it, with the scores of all pairs of tokens"
+            f"memory and time on GPUs are predicted too large: {why}, the attention of '{model.name}' is predicted on all "
+            "as a CPU runs it, which saves the scores of all pairs of tokens"
         )
 
     @cached_property

@@ -55,8 +55,8 @@ def collectives_of(program: Program, traffic: Sequence[StepTraffic]) -> tuple[Co
     counts: dict[tuple[str, Any, int], int] = defaultdict(int)
     payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
     alike: dict[tuple[Any, ...], tuple[Communication, int]] = {}
-    """Collectives that differ at most in their root, say, and how often they occur: groups are many, and hashed once.
-    """
+    """A collective of each kind, size and groups, and how often such ones occur. Keys have `id`s of the other groups,
+    as these are many, and slow to hash."""
     for communication, count in program.exchanges:
         if communication.kind not in COPIES:
             like = communication.kind, communication.group, id(communication.beside), int(communication.size_bytes)

@@ -38,36 +38,37 @@ experts, routers that have adapters are not traced: their costs grow with the ra
 [Note: autocast] Under torch.autocast (automatic mixed precision) parameters, their gradients and the residual stream
 stay in fp32, while operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
 backward like an activation. Casts that the backward does not need (of biases) live to the end of the forward, but are
-counted to the end of their layer's forward. Autograd adds gradients in place where nothing else refers to the first of
-them, which is so for casts: the two gradients of a weight that embedding and head share need no third tensor under
-autocast, as they do in fp32, where the head's is a view. Layers are traced with the lists of operations that torch has
-for a CPU. On CUDA losses and norms run in fp32, which adds an fp32 copy of the logits. Layers that ranks divide are
-traced under autocast too. Partial sums of maps that are cut by rows are then exchanged in 16 bits, and so are queries,
-keys and values under context parallelism. Gradients of the inputs of maps that are cut by columns, parts of sequences
-that are gathered, and rows of experts are exchanged in fp32. Torch's grouped product, of routed experts, is not cast:
-it runs in fp32. A sum of a tensor in fp32 and one in 16 bits first copies the latter to fp32 on a CPU
-(aten/src/ATen/TensorIterator.cpp, compute_types), not on CUDA. That copy is in no file: where a block's last sum is the
-peak, as in the first stage of a pipeline, a CPU's peak is up to 2 % above the predicted one.
+counted to the end of their layer's forward. Autograd adds two gradients in place if nothing else refers to the first,
+as is so for casts: under autocast, the gradients that embedding and head give to a shared weight need no third tensor
+for their sum. They do in fp32, where the head's gradient is a view. Layers are traced with the lists of operations that
+torch has for a CPU. On CUDA losses and norms run in fp32, which adds an fp32 copy of the logits. Layers that ranks
+divide are traced under autocast too. Partial sums of maps that are cut by rows are then exchanged in 16 bits, and so
+are queries, keys and values under context parallelism. Gradients of the inputs of maps that are cut by columns, parts
+of sequences that are gathered, and rows of experts are exchanged in fp32. Torch's grouped product, of routed experts,
+is not cast: it runs in fp32. A sum of a tensor in fp32 and one in 16 bits first copies the latter to fp32 on a CPU
+(aten/src/ATen/TensorIterator.cpp, compute_types), not on CUDA. Model files lack this copy: where a block's last sum is
+the peak, as in the first stage of a pipeline, measured peaks on CPUs are up to 2 % above the predicted ones.
 
 [Note: precisions] Bytes in 16 bits are not half of those in fp32. A norm that computes in fp32 makes two more copies of
 its input then, attention keeps its log-sum-exp in fp32, and kernels have other workspaces. So a model is traced in
 fp32 and in bf16, and a workload takes the layers of its own precision. Only if a file lacks them, the bytes of its
 layers are scaled. Then what runs in fp32 whatever the precision is wrong, which `Workload.scaled_bytes` says.
 
-[Note: fused kernels] Models are traced as a CPU runs them. With dropout, its attention runs in parts: the scores of
-every head, the dropout mask and the probabilities are tensors of b*s^2 elements, three of which are saved. A CUDA GPU
-runs such an attention as one kernel, which saves queries, keys, values, the output, the fp32 logarithm of each sum, and
-the state of the random numbers. The mask of any other dropout is one byte for each element there; on a CPU, it has the
-precision of the input. A model with such operations is traced a second time as a GPU runs it, into `fused_kernels`.
-These layers are taken if all devices of a cluster are CUDA GPUs. An attention that the module computes itself (Hugging
-Face's `eager`) stays in parts there too. Without dropout, only heads whose width is no multiple of 8 differ: in 16
-bits, a GPU's flash attention copies queries, keys and values to padded ones, and cuts off the padding of the output.
+[Note: fused kernels] Models are traced as a CPU runs them. With dropout, attention runs as separate operations there:
+the scores, the dropout mask and the probabilities of each head have b*s^2 elements, and three such tensors are saved. A
+CUDA GPU runs such attention as one kernel, which saves queries, keys, values, the output, the fp32 log-sum-exp of each
+query, and the state of the random generator. The mask of any other dropout has one byte for each element on a GPU; on a
+CPU, it has the precision of the input. A model with such operations is traced a second time as a GPU runs it, into
+`fused_kernels`. These layers are used if all devices of a cluster are CUDA GPUs. Attention that the module computes
+itself (Hugging Face's `eager`) consists of separate operations on GPUs too. Without dropout, only heads whose width is
+no multiple of 8 differ: in 16 bits, a GPU's flash attention copies queries, keys and values to padded ones, and cuts
+off the padding of the output.
 
 The kernels are those that torch chooses on compute capability 8.0 and above. Older GPUs run memory-efficient attention
-where those run flash attention in fp16, which keeps 8 bytes less. They have no products in bf16, and would run it in
-parts; but presets state no rate for it, so that such a scenario is refused. AMD's GPUs, which torch also calls CUDA
-devices, have kernels of the same two kinds (AOTriton) and are predicted alike; none was measured. On a `tpu`, the
-attention is predicted as on a CPU, and a Result says so.
+where those run flash attention in fp16, which keeps 8 bytes less. They have no products in bf16, and would run it as
+separate operations; but presets state no rate for it, so that such a scenario is refused. AMD's GPUs, which torch also
+calls CUDA devices, have kernels of the same two kinds (AOTriton) and are predicted alike; none was measured. On a
+`tpu`, attention is predicted as on a CPU, and a Result says so.
 """
 
 import re
@@ -284,25 +285,12 @@ class OtherPrecision(_TracedLayers):
 
 
 @spec
-class FusedKernels:
-    """All layers of a model as CUDA GPUs run them, which have kernels that a CPU lacks, see [Note: fused kernels].
-
-    Without layers, they run those of the model, as a trace has found: an attention in parts is the module's own.
-    """
+class FusedKernels(_TracedLayers):
+    """All layers of a model as CUDA GPUs run them, which have kernels that a CPU lacks, see [Note: fused kernels]."""
 
     layers: tuple[Layer, ...] = ()
-    """Layers in the order of the forward."""
-    context_layers: tuple[Layer, ...] = ()
-    """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: not traced so."""
-    sliced_layers: tuple[Layer, ...] = ()
-    """The layers with their blocks cut among ranks, see [Note: units]; empty: not traced so."""
-    sequence_layers: tuple[Layer, ...] = ()
-    """`sliced_layers` with sequences also divided among these ranks, see [Note: sequence parts]; empty: not traced so.
-    """
-    expert_layers: tuple[Layer, ...] = ()
-    """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: not traced so."""
-    expert_sequence_layers: tuple[Layer, ...] = ()
-    """The layers with sequences and routed experts divided, see [Note: experts of parts]; empty: not traced so."""
+    """Layers in the order of the forward. Empty: the trace found that GPUs run the model's own, whose code computes
+    attention itself, by separate operations."""
     adapted: tuple[AdaptedLayers, ...] = ()
     """The layers with trained adapters and all else frozen, for each traced choice of maps."""
     autocast: tuple[AutocastLayers, ...] = ()
@@ -358,8 +346,8 @@ class Model:
     traced_one_sample: bool = False
     """Whether steps of one sample were traced too, whose buffers differ: torch copies fewer tensors then. If false, the
     polynomials give them: a GPT-2 with dropout, whose attention has no fused kernel on a CPU, has peaks 1.4 to 3.5 %
-    over those predicted where a micro-batch has one sample. Of layers under autocast the marks of buffers
-    themselves say it."""
+    over those predicted where a micro-batch has one sample. It is not said of layers under autocast: if they
+    were traced with one sample too, their buffers are marked (`samples=1`, `samples>1`)."""
     traced_sequence_lengths: tuple[PositiveInt, ...] = ()
     """Traced sequence lengths, for models of tokens."""
     exact_sequence: bool = True
@@ -463,8 +451,11 @@ class Model:
         )
 
     @property
-    def attends_in_parts(self) -> bool:
-        """Whether blocks save tensors of the attention's scores; False if it was traced at one length alone."""
+    def has_unfused_attention(self) -> bool:
+        """Whether blocks save tensors of b*s^2 elements, as attention in separate operations does.
+
+        False for a model that was traced at one length only, whose sizes are no functions of s.
+        """
         return any(power == 2 for layer in self.layers if layer.block for _, _, power in layer.saved_bytes.terms)
 
     @property

@@ -184,7 +184,7 @@ def test_eager_attention_stays_in_parts(gpt2):
         less = ours.saved_bytes.at(b=b, s=s) - gpus.saved_bytes.at(b=b, s=s)
         assert less == (4 - 1) * (b * HEADS * s**2 + 2 * b * s * WIDTH)
     still = traced("eager", "attn_implementation=eager", "attn_pdrop=0.0", "resid_pdrop=0.0", "embd_pdrop=0.0")
-    assert still.attends_in_parts
+    assert still.has_unfused_attention
     assert still.fused_kernels == FusedKernels()  # a GPU runs the same, which is known
     assert with_fused_kernels(still) is still
 
@@ -238,8 +238,8 @@ def test_devices_decide_which_layers_are_predicted(gpt2, on_gpus, changes):
     assert model.runs_fused_kernels
     assert not cpus.workload.model.runs_fused_kernels
     assert block(cpus.workload.model).saved_bytes != block(model).saved_bytes
-    assert not model.attends_in_parts
-    assert cpus.workload.model.attends_in_parts
+    assert not model.has_unfused_attention
+    assert cpus.workload.model.has_unfused_attention
     assert gpus.attention_of_cpu is cpus.attention_of_cpu is None
 
     older = replace(gpt2, fused_kernels=None)
@@ -285,7 +285,7 @@ def test_a_result_of_gpus_is_predicted_on_cpus_with_the_layers_of_its_models_fil
     assert stored["workload"]["model"]["runs_fused_kernels"]
     cpus = gssim.load(stored, CPUS)
     assert not cpus.workload.model.runs_fused_kernels
-    assert cpus.workload.model.attends_in_parts
+    assert cpus.workload.model.has_unfused_attention
 
 
 def on_devices(on_gpus: Scenario, kind: str, preset: str, **changes: object) -> Scenario:

@@ -77,7 +77,10 @@ def bert_headlines(simulations: Simulations) -> list[Headline]:
 
 
 def step_flop(model: Model, sequence_length: int, batch_size: int, *, forwards_of_blocks: int = 1) -> float:
-    """Return the FLOP of one step's forward and backward, as traced; recomputed blocks run their forward twice."""
+    """Return the FLOP of one step's forward and backward, as traced.
+
+    `forwards_of_blocks`: how often blocks run their forward; 2 if their activations are recomputed.
+    """
     shape = {"b": batch_size, "s": sequence_length}
     layers = [instance.layer for instance in unrolled(model)]
     forwards = (forwards_of_blocks if layer.block else 1 for layer in layers)
