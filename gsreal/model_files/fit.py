@@ -263,11 +263,9 @@ def fit_buffers(
         lives = {(record.alive[number].born, record.alive[number].freed) for record in everything.values()}
         if len(lives) > 1:
             raise NoPolynomialError(f"{name}: the lifetime of a buffer depends on batch size or sequence length")
-        # a cast of parameters, whose size no batch changes, lives to the end of the forward; see [Note: autocast]
+        # a cast of parameters lives to the end of the forward; see [Note: autocast]
         ends_with_forward = index < last and alive.freed is not None and alive.freed[:2] == (last, "f")
-        parts = {(shape.u, shape.e) for shape in sizes}  # numbers of units and experts that were traced
-        of_parameters = len({(shape.u, shape.e, size) for shape, size in sizes.items()}) == len(parts)
-        is_cached = first.autocast is not None and of_parameters and ends_with_forward
+        is_cached = alive.casts_parameter and ends_with_forward
         is_saved = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")
         buffers.append(
             Buffer(

@@ -167,6 +167,10 @@ class StorageLife:
     """Whether it holds integers or truth values, whose size is the same in every precision."""
     casts_input: bool = False
     """Whether it is torch.autocast's copy of the layer's input in 16 bits."""
+    casts_parameter: bool = False
+    """Whether it is torch.autocast's copy of a parameter in 16 bits, which it keeps to the end of the forward."""
+    replaced: tuple[int, str, int] | None = None
+    """The moment before autograd adds another gradient to it in place, where the trace has the sum in a new storage."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +290,11 @@ class Record:
     """Names of the parameters whose gradients come from only a part of the sequence."""
 
 
+STORAGE_HOLDERS, TENSOR_HOLDERS = 2, 4
+"""References to a gradient, and to its storage, that autograd alone holds, while a dispatch mode has it as an argument:
+the tensor and Python's object of the storage; the engine's buffer, Python's object, and two of the dispatcher."""
+
+
 class Recorder(TorchDispatchMode):
     """Dispatch mode that records every operation of a step for the current layer."""
 
@@ -350,19 +359,41 @@ class Recorder(TorchDispatchMode):
             if key in self.known:
                 self.first_use.setdefault(key, self.layer)
         self._written(func, args)
+        if func is aten.add.Tensor and self._sums_in_place(args[0]):
+            layer, phase, position = self.now()
+            self.live[args[0].untyped_storage()._cdata].replaced = layer, phase, max(0, position - 1)
         result = func(*args, **kwargs)
         outputs = [*_tensors((result,))]
         if not func.is_view and not self.allocating and (outputs or func._schema.is_mutable):
             self._count(func, args, kwargs, result, inputs, outputs, place)
         for tensor in outputs:
             self._born(tensor)
-        if func is aten._to_copy.default and self._casts_input(args[0], result):
-            self.live[result.untyped_storage()._cdata].casts_input = True
+        if func is aten._to_copy.default and self._is_cast(args[0], result):
+            cast = self.live[result.untyped_storage()._cdata]
+            cast.casts_input = args[0] is self.input()  # not a view of it
+            # can_try_cache in aten/src/ATen/autocast_mode.cpp
+            cast.casts_parameter = args[0].is_leaf and args[0].requires_grad and not args[0]._is_view()
         return result
 
-    def _casts_input(self, source: Tensor, copy: Tensor) -> bool:
-        """Return whether a copy is autocast's of the current layer's input: not of a view of it."""
-        if self.record.autocast is None or self.phase != "f" or source is not self.input():
+    def _sums_in_place(self, gradient: Tensor) -> bool:
+        """Return whether torch adds the next gradient to `gradient` in place, which it never does under a dispatch mode
+        (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
+
+        It does so if nothing else refers to the tensor or its storage. In fp32 gradients of linear maps are views,
+        which refer to the storage once more; under autocast, they are casts. Layers without autocast are not asked:
+        their files have every sum as a new tensor.
+        """
+        if self.record.autocast is None or self.phase != "b" or torch._C._current_autograd_node() is None:
+            return False
+        storage = gradient.untyped_storage()
+        held = torch._C._storage_Use_Count(storage._cdata)
+        of_tensor: Any = gradient  # torch's stubs leave the method out
+        alone = held == STORAGE_HOLDERS and of_tensor._use_count() <= TENSOR_HOLDERS
+        return alone and storage._cdata in self.live
+
+    def _is_cast(self, source: Tensor, copy: Tensor) -> bool:
+        """Return whether a copy is one that autocast makes."""
+        if self.record.autocast is None or self.phase != "f":
             return False
         return source.dtype == torch.float32 and copy.element_size() < source.element_size()
 
@@ -476,7 +507,7 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, self._freed, key, alive)
 
     def _freed(self, key: int, alive: StorageLife) -> None:
-        alive.freed = self.now()
+        alive.freed = alive.replaced or self.now()
         if self.live.get(key) is alive:
             del self.live[key]
 

@@ -71,8 +71,10 @@ class Merging:
     def of(cls, operations: OutlineOperations, *, merges_classes: bool) -> "Merging":
         """Return what all classes do, merged where possible; `merges_classes`: whether any are merged."""
         colours = _colours(operations, merges_classes=merges_classes)
-        joint = {id(by_class): _joint_instances_of(by_class, colours) for by_class in operations.instances_of_number}
-        joint_instances = [joint[id(by_class)] for by_class in operations.instances_of_number]
+        joined = operations.instances_of_number
+        distinct = {id(by_class): by_class for by_class in joined}  # messages of all micro-batches have the same
+        joint = {key: _joint_instances_of(by_class, colours) for key, by_class in distinct.items()}
+        joint_instances = [joint[id(by_class)] for by_class in joined]
         return cls(list(_merged_classes(operations.roles, colours)), joint_instances)
 
 

@@ -117,9 +117,10 @@ def _is_cached(buffer: Buffer, end: Moment, last: int) -> bool:
     """Return whether a buffer, which a first forward frees at `end`, is the cast of a parameter; `last`: last
     operation.
 
-    Only casts of parameters neither depend on the batch nor are freed by an operation; see [Note: casts].
+    Only casts of parameters neither depend on the batch nor are freed by an operation; see [Note: casts]. Sizes of
+    buffers that exist only for one sample do not tell the batch: those of parameters exist for any number of samples.
     """
-    constant = all(not (i or j) for _, i, j in buffer.size_bytes.terms)
+    constant = not buffer.samples and all(not (i or j) for _, i, j in buffer.size_bytes.terms)
     return constant and buffer.born.phase == end.phase == "f" and end.layer_offset == 0 and end.position >= last
 
 

@@ -126,7 +126,7 @@ def tied_parameters(layers: Sequence[LayerInstance], stages: Sequence[range]) ->
     """Return the parameters that layers of several stages use, as the whole model's trace shows them.
 
     The gradient of another use is a buffer that the backward of the parameter's own layer frees when it allocates the
-    sum.
+    sum, or one operation earlier, if autograd adds in place to it; see [Note: autocast] in `gssim.workload.model`.
     """
     home = {number: stage for stage, numbers in enumerate(stages) for number in numbers}
     uses: dict[tuple[int, int], list[tuple[int, Buffer]]] = defaultdict(list)
@@ -148,8 +148,9 @@ def tied_parameters(layers: Sequence[LayerInstance], stages: Sequence[range]) ->
     for instance in layers if uses else ():
         for place, parameter in enumerate(instance.layer.parameters):
             sizes = _gradient_sizes(parameter.elements)
-            made_at = (instance.index + parameter.born.layer_offset, parameter.born.position)
-            tied = tuple(use for use in uses.get(made_at, ()) if use[1].size_bytes.at(b=0, s=0) in sizes)
+            layer_of_sum, position = instance.index + parameter.born.layer_offset, parameter.born.position
+            freed = [use for at in (position - 1, position) for use in uses.get((layer_of_sum, at), ())]
+            tied = tuple(use for use in freed if use[1].size_bytes.at(b=0, s=0) in sizes)
             if tied:
                 holders = sorted({home[instance.index], *(home[number] for number, _ in tied)})
                 name, elements = instance.parameter_names[place], parameter.elements

@@ -38,12 +38,16 @@ experts, routers that have adapters are not traced: their costs grow with the ra
 [Note: autocast] Under torch.autocast (automatic mixed precision) parameters, their gradients and the residual stream
 stay in fp32, while operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
 backward like an activation. Casts that the backward does not need (of biases) live to the end of the forward, but are
-counted to the end of their layer's forward. Layers are traced with the lists of operations that torch has for a CPU. On
-CUDA losses and norms run in fp32, which adds an fp32 copy of the logits. Layers that ranks divide are traced under
-autocast too. Partial sums of maps that are cut by rows are then exchanged in 16 bits, and so are queries, keys and
-values under context parallelism. Gradients of the inputs of maps that are cut by columns, parts of sequences that are
-gathered, and rows of experts are exchanged in fp32. Torch's grouped product, of routed experts, is not cast: it runs in
-fp32.
+counted to the end of their layer's forward. Autograd adds gradients in place where nothing else refers to the first of
+them, which is so for casts: the two gradients of a weight that embedding and head share need no third tensor under
+autocast, as they do in fp32, where the head's is a view. Layers are traced with the lists of operations that torch has
+for a CPU. On CUDA losses and norms run in fp32, which adds an fp32 copy of the logits. Layers that ranks divide are
+traced under autocast too. Partial sums of maps that are cut by rows are then exchanged in 16 bits, and so are queries,
+keys and values under context parallelism. Gradients of the inputs of maps that are cut by columns, parts of sequences
+that are gathered, and rows of experts are exchanged in fp32. Torch's grouped product, of routed experts, is not cast:
+it runs in fp32. A sum of a tensor in fp32 and one in 16 bits first copies the latter to fp32 on a CPU
+(aten/src/ATen/TensorIterator.cpp, compute_types), not on CUDA. That copy is in no file: where a block's last sum is the
+peak, as in the first stage of a pipeline, a CPU's peak is up to 2 % above the predicted one.
 
 [Note: precisions] Bytes in 16 bits are not half of those in fp32. A norm that computes in fp32 makes two more copies of
 its input then, attention keeps its log-sum-exp in fp32, and kernels have other workspaces. So a model is traced in
@@ -340,8 +344,8 @@ class Model:
     traced_one_sample: bool = False
     """Whether steps of one sample were traced too, whose buffers differ: torch copies fewer tensors then. If false, the
     polynomials give them: a GPT-2 with dropout, whose attention has no fused kernel on a CPU, has peaks 1.4 to 3.5 %
-    over those predicted where a micro-batch has one sample. Layers under autocast are of several samples in any case: a
-    GPT-2 and a BERT with dropout, with one sample, have peaks 1 to 5 % over those predicted."""
+    over those predicted where a micro-batch has one sample. Of layers under autocast the marks of buffers
+    themselves say it."""
     traced_sequence_lengths: tuple[PositiveInt, ...] = ()
     """Traced sequence lengths, for models of tokens."""
     exact_sequence: bool = True

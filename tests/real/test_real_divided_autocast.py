@@ -36,6 +36,7 @@ VOCABULARY = ["plan.embedding_parallel=true", "plan.loss_parallel=true"]
 FULL, SELECTIVE, CLIPPED = ["plan.recompute=full"], ["plan.recompute=selective"], ["workload.clip_norm=0.05"]
 TWICE, STAGED = ["plan.micro_batches=2"], ["plan.pp=2", "plan.micro_batches=2"]
 ROUTER, LOAD = ["workload.expert_routing=router"], ["workload.expert_routing=load", "workload.expert_load.skew=0.7"]
+ALONE = ["workload.global_batch_size=1"]
 PARTS = [*TP, *SEQUENCE, "plan.etp=1", *EP]
 
 BERT = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96}
@@ -70,6 +71,7 @@ ON: dict[int, dict[str, list[str]]] = {
         "llama-context-full-zero3": [*BF16, *ZERO3, *CP, *FULL],
         "llama-context-fp16-zero1": [*FP16, *ZERO1, *CP],
         "llama-context-selective-zero2": [*BF16, *ZERO2, *CP, *SELECTIVE],
+        "bert-tensor-full-alone": [*BF16, *TENSOR, *FULL, *ALONE],
         "bert-context": [*BF16, *DDP, *CP],
         "bert-pipeline": [*BF16, *PIPELINE, *TWICE, "plan.stages=[2,3]"],
         "bert-pipeline-full": [*BF16, *PIPELINE, *TWICE, *FULL, "plan.stages=[2,3]"],
@@ -155,6 +157,7 @@ FEW = {
     2: (
         *("llama-sequence-full", "llama-ring-selective-zero3", "mixture-parts-router", "mixture-ring-experts-zero3"),
         "bert-pipeline",  # the second stage casts its input once
+        "bert-tensor-full-alone",  # most is held where the gradients of the shared weight are added
     ),
     3: ("mixture-experts-router-ddp",),  # one of the ranks may have no rows
 }
