@@ -266,7 +266,9 @@ def test_a_rank_is_fed_what_its_stage_needs_and_only_the_last_counts_in_the_loss
 def test_a_tensor_of_the_size_of_a_gradient_is_no_shared_parameter():
     """DeBERTa's relative positions have the size of its queries' gradient in 16 bits, and were said to be these."""
     layers = unrolled(load_model(MODELS / "gpt-byte-1m.toml"))
-    parameter = layers[1].layer.parameters[0]
+    own = layers[1].layer.parameters
+    place = max(range(len(own)), key=lambda each: (sum(own[each].elements == p.elements for p in own) == 1, each))
+    parameter = own[place]
     size = Polynomial(((2 * parameter.elements, 0, 0),))
 
     def error(position):
@@ -275,8 +277,8 @@ def test_a_tensor_of_the_size_of_a_gradient_is_no_shared_parameter():
         changed = [*layers[:2], replace(layers[2], layer=second), *layers[3:]]
         return stage_cut_error(changed, (range(2), range(2, len(layers))))
 
-    name = layers[1].parameter_names[0]
-    assert error(parameter.born.position - 1) == f"stages 0 and 1 would share the parameter '{name}'"
+    name = layers[1].parameter_names[place]
+    assert error(parameter.born.position + 1) == f"stages 0 and 1 would share the parameter '{name}'"
     other = error(parameter.born.position + 90)
     assert "share" not in other
     assert (
