@@ -6,16 +6,17 @@ module. Any other code runs only if the command line allows it (--trust-code), o
 
 Hugging Face models are built from plain configs: no weights or code are loaded, and no network is used.
 
-transformers reads tensor values in one place: it looks at the position ids to detect several sequences packed into one
+transformers reads tensor values in two places. It looks at the position ids to detect several sequences packed into one
 sample. Fake tensors have no values. transformers would then assume packed sequences and create a mask for them, which a
-real run of whole sequences does not do; `sequences_not_packed` prevents that.
+real run of whole sequences does not do; `sequences_not_packed` prevents that. It also looks for padding
+tokens; see `_mask_padding`.
 """
 
 import importlib
 import os
 import textwrap
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -274,18 +275,38 @@ def _build_hugging_face(source: HuggingFace, where: str) -> nn.Module:
     except Exception as error:
         raise UserError(f"{where}: module.hugging_face: {first_line(error)}") from error
     assert isinstance(built, nn.Module)
-    if source.auto_class.endswith("ForSequenceClassification"):
-
-        def with_mask(
-            _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            """Pass the mask of padding tokens, which the model does not derive itself."""
-            if config.pad_token_id is None or "attention_mask" in kwargs:
-                return args, kwargs
-            return args, {**kwargs, "attention_mask": args[0] != config.pad_token_id}
-
-        built.register_forward_pre_hook(with_mask, with_kwargs=True)
+    if source.auto_class.endswith("ForSequenceClassification") and config.pad_token_id is not None:
+        _mask_padding(built, config.pad_token_id)
     return built
+
+
+def _mask_padding(built: nn.Module, padding: int) -> None:
+    """Pass a transformers model the mask of padding tokens, which it does not derive itself, in each of its forwards.
+
+    transformers drops a mask of a batch without padding, which it can tell of real tensors and not of a trace's. It is
+    kept, so that a step runs the same operations whatever its tokens are: those that were traced.
+    """
+    from transformers import masking_utils
+
+    kept: list[ExitStack] = []
+    """Of each forward that is running: what ends the replacement of transformers' test."""
+
+    def with_mask(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        stack = ExitStack()
+        if hasattr(masking_utils, "is_tracing"):  # since transformers 5
+            stack.enter_context(mock.patch.object(masking_utils, "is_tracing", return_value=True))
+        kept.append(stack)
+        if "attention_mask" in kwargs:
+            return args, kwargs
+        return args, {**kwargs, "attention_mask": args[0] != padding}
+
+    def after(*_given: Any) -> None:
+        kept.pop().close()
+
+    built.register_forward_pre_hook(with_mask, with_kwargs=True)
+    built.register_forward_hook(after, always_call=True)
 
 
 def example_batch(model: Model, *, batch_size: int, sequence_length: int | None) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,8 @@
 """Reads from a Hugging Face config.json what is to be traced: the architecture, its sizes, the form of its input."""
 
 import difflib
+import inspect
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,8 +117,18 @@ def unknown_keys(model_type: str, keys: Collection[str], *, where: str) -> dict[
     return {
         key: next(iter(difflib.get_close_matches(key, others, n=1, cutoff=0.8)), None)
         for key in keys
-        if key not in known and not hasattr(usual, key)
+        if key not in known and not hasattr(usual, key) and not _is_read(key, usual)
     }
+
+
+def _is_read(key: str, config: Any) -> bool:
+    """Return whether the architecture's code reads an entry that its config does not declare.
+
+    So DeBERTa-v2 does: `getattr(config, "position_buckets", -1)`.
+    """
+    use = re.compile(rf"""\bgetattr\(\s*(?:self\.)?config,\s*["']{re.escape(key)}["']|\bconfig\.{re.escape(key)}\b""")
+    folder = Path(inspect.getfile(type(config))).parent
+    return any(use.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py"))
 
 
 def _without_null(value: Any, where: str) -> Any:

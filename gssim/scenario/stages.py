@@ -379,11 +379,11 @@ def stage_cut_error(layers: Sequence[LayerInstance], stages: Sequence[range]) ->
     parameter, allocated in one layer, is added to in another layer and not known to be tied (see [Note: tied]).
     """
     home = {number: stage for stage, numbers in enumerate(stages) for number in numbers}
-    sums: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    sums: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for instance in layers:
         for parameter, name in zip(instance.layer.parameters, instance.parameter_names, strict=True):
             ready_in = instance.index + parameter.ready.layer_offset
-            sums[ready_in].append((parameter.elements, name))
+            sums[ready_in].append((parameter.elements, parameter.born.position, name))
             if home[ready_in] != home[instance.index]:
                 beside = layers[ready_in].module
                 return f"the gradient of '{name}' arises in the backward of '{beside}': both must be in one stage"
@@ -398,12 +398,30 @@ def stage_cut_error(layers: Sequence[LayerInstance], stages: Sequence[range]) ->
                     continue
                 passed += buffer.born.phase == "f" and freed_in > instance.index and instance.index not in shared
                 size = buffer.size_bytes.at(b=0, s=0)
-                names = [name for elements, name in sums[freed_in] if size in _gradient_sizes(elements)]
-                if buffer.born.phase == "b" and names:
-                    return f"stages {home[freed_in]} and {number} would share the parameter '{names[0]}'"
+                alike = [(born, name) for elements, born, name in sums[freed_in] if size in _gradient_sizes(elements)]
+                if buffer.born.phase == "b" and alike:
+                    between = (instance.module, layers[freed_in].module)
+                    return _gradient_between(buffer, alike, between, f"stages {home[freed_in]} and {number}")
         if passed > 1:
             return f"{passed} tensors, not one, go from '{layers[numbers[-1]].module}' to later layers"
     return None
+
+
+def _gradient_between(buffer: Buffer, alike: Sequence[tuple[int, str]], between: tuple[str, str], stages: str) -> str:
+    """Return why a tensor that goes from one layer's backward to another's, `between` stages, prevents the cut.
+
+    `alike`: of parameters as large, the positions at which their gradients are allocated, and their names.
+    """
+    # both parts of a shared parameter's gradient end as their sum begins
+    names = [name for born, name in alike if abs(born - buffer.freed.position) <= 1]
+    if names:
+        return f"{stages} would share the parameter '{names[0]}'"
+    kind = "" if buffer.samples else ", whatever the batch,"
+    return (
+        f"in the backward, a tensor of {buffer.size_bytes.at(b=0, s=0)} bytes{kind} goes from '{between[0]}' to "
+        f"'{between[1]}', and is not known to be the gradient of the output between them (both may use a tensor or a "
+        "parameter of an earlier layer)"
+    )
 
 
 def _gradient_sizes(elements: int) -> list[int]:

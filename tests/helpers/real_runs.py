@@ -1,5 +1,6 @@
 """Real runs of many cases on a few ranks, and their predictions; the ranks themselves are in `ranks.py`."""
 
+import gc
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
@@ -114,6 +115,34 @@ def run_module(module: str, arguments: list[str], folder: Path, *, ranks: int) -
     """Run a module of the tests' on `ranks` ranks; return what rank 0 wrote to its last argument."""
     forks.launch(module, [*arguments, str(folder / "found.json")], ranks=ranks)
     return json.loads((folder / "found.json").read_text(encoding="utf-8"))
+
+
+def trained_alone(case: dict[str, Any]) -> tuple[float, list[Any]]:
+    """Return the counted peak of a case's third step on one device, in this process, and its parameters after it.
+
+    Skips the test where allocations cannot be counted.
+    """
+    import torch
+
+    from gsreal.measure import MemoryCounter, Timeline
+    from gsreal.run.feed import Feed
+    from gsreal.run.worker import build
+
+    scenario = load_scenario(Path(case["scenario"]), list(case["overrides"]), gradients_needed=False).scenario
+    device = torch.device("cpu")
+    counter = MemoryCounter(device)
+    if counter.method != "allocator":
+        pytest.skip("no C++ compiler here: peaks are not counted exactly")
+    gc.collect()
+    gc.freeze()  # what other tests have left is not looked through again after every step
+    counter._base += counter.alive()
+    training, feed = build(scenario, Timeline(0, device), device), Feed(scenario, 0, device)
+    peaks = []
+    for step in range(3):
+        inputs, targets, weights = feed.at(step)
+        peaks.append(counter.peak_of(lambda: training.step(inputs, targets, weights, 0), [])[0])  # noqa: B023
+        gc.collect()  # torch's first checkpoint leaves a cycle
+    return peaks[-1], [parameter.detach() for parameter in training.module.parameters()]
 
 
 def predicted(case: dict[str, Any]) -> Result:

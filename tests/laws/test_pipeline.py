@@ -258,7 +258,9 @@ def test_what_cannot_run_beside_split_backwards_is_refused(plan, message):
 
 
 def test_a_model_whose_backward_was_not_traced_in_parts_is_refused():
-    with pytest.raises(UserError, match=re.escape("lacks the costs of a split backward of 'h.1': trace it again")):
+    with pytest.raises(
+        UserError, match=re.escape("lacks the costs of a split backward of 'h.1': `gsreal trace` writes them only if")
+    ):
         pipelined(2, 4, model=chain(4), schedule="interleaved_zero_bubble", stages=[1] * 4)
 
 

@@ -122,6 +122,14 @@ def test_keys_that_the_architecture_lacks_are_named(tmp_path):
         traced_model(given)
 
 
+def test_keys_that_only_the_code_of_the_architecture_reads_have_an_effect(tmp_path):
+    """DeBERTa-v2 reads them by getattr; its config does not declare them."""
+    keys = {"position_buckets": 8, "norm_rel_ebd": "layer_norm", "prefix_of_mine": 1}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "deberta-v2", **keys}))
+    assert unused_keys(path) == ["prefix_of_mine"]
+
+
 def test_a_null_that_the_user_replaces_is_no_longer_one(tmp_path):
     path = written(tmp_path, "llama", {"rms_norm_eps": None})
     assert "rms_norm_eps" not in completed(asked(path, arguments=("rms_norm_eps=1e-5",))).config

@@ -22,7 +22,7 @@ from gssim.errors import UserError
 from gssim.scenario import Scenario, held_layers, load_model
 from gssim.scenario.stages import stage_cut_error
 from gssim.units import validated
-from gssim.workload import HuggingFace, ImageInput, Model, Module, unrolled
+from gssim.workload import Buffer, HuggingFace, ImageInput, Model, Module, Moment, Polynomial, unrolled
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 
@@ -261,3 +261,26 @@ def test_a_rank_is_fed_what_its_stage_needs_and_only_the_last_counts_in_the_loss
     assert [len(targets) for _, targets, _ in fed] == [0, 0, 6, 2]
     assert {weights.ranks for _, _, weights in fed} == {(0.0, 0.0, 0.75, 0.25)}
     assert {weights.micro_batches for _, _, weights in fed} == {(0.5, 0.5)}
+
+
+def test_a_tensor_of_the_size_of_a_gradient_is_no_shared_parameter():
+    """DeBERTa's relative positions have the size of its queries' gradient in 16 bits, and were said to be these."""
+    layers = unrolled(load_model(MODELS / "gpt-byte-1m.toml"))
+    own = layers[1].layer.parameters
+    place = max(range(len(own)), key=lambda each: (sum(own[each].elements == p.elements for p in own) == 1, each))
+    parameter = own[place]
+    size = Polynomial(((2 * parameter.elements, 0, 0),))
+
+    def error(position):
+        crossing = Buffer(Moment("b"), Moment("b", position, -1), "temporaries", size)
+        second = replace(layers[2].layer, buffers=(*layers[2].layer.buffers, crossing))
+        changed = [*layers[:2], replace(layers[2], layer=second), *layers[3:]]
+        return stage_cut_error(changed, (range(2), range(2, len(layers))))
+
+    name = layers[1].parameter_names[place]
+    assert error(parameter.born.position + 1) == f"stages 0 and 1 would share the parameter '{name}'"
+    other = error(parameter.born.position + 90)
+    assert "share" not in other
+    assert (
+        f"a tensor of {2 * parameter.elements} bytes, whatever the batch, goes from '{layers[2].module}' to " in other
+    )

@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 import torch
 from small_models import KEPT, whole_layers_alone
+from strategies import scenario_of, star
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -41,6 +42,7 @@ from gssim.memory import (
     recomputed_buffers,
 )
 from gssim.scenario import load_model
+from gssim.scenario.checks.consistency import check
 from gssim.workload import HuggingFace, ImageInput, Layer, Module, TokenInput, gradient_order, unrolled
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
@@ -93,6 +95,43 @@ class Shortcut(nn.Module):
         for step in self.steps:
             x = x + step(x)
         return self.head(torch.cat([start, x], 1))
+
+
+class Towers(Shortcut):
+    """Two stacks of the same input, whose layers run in turn."""
+
+    def __init__(self, width=16):
+        super().__init__(width)
+        self.others = nn.ModuleList(Step(width) for _ in range(3))
+
+    def forward(self, images):
+        left = right = self.first(images.flatten(1, 2)).mean(1)
+        for step, other in zip(self.steps, self.others, strict=True):
+            left, right = step(left), other(right)
+        return self.head(torch.cat([left, right], 1))
+
+
+class Pair(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.left, self.right = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, left, right):
+        return left + torch.sigmoid(self.left(right)), right + torch.sigmoid(self.right(left))
+
+
+class Pairs(Shortcut):
+    """Each layer takes and returns two tensors."""
+
+    def __init__(self, width=16):
+        super().__init__(width)
+        self.steps = nn.ModuleList(Pair(width) for _ in range(3))
+
+    def forward(self, images):
+        left = right = self.first(images.flatten(1, 2)).mean(1)
+        for step in self.steps:
+            left, right = step(left, right)
+        return self.head(torch.cat([left, right], 1))
 
 
 class Activated(Shortcut):
@@ -711,6 +750,20 @@ def test_the_replayed_peak_of_checkpointed_modules_of_the_users_own_is_the_count
     model, shape = made(factory), (640, None)
     found = replayed_peak_bytes(model, shape, recompute=recompute)
     assert found == pytest.approx(counted_peak_bytes(model, shape, recompute=recompute), rel=5e-3)
+
+
+@pytest.mark.parametrize("factory", ["Towers", "Pairs"])
+def test_checkpointed_blocks_that_are_no_chain_are_refused_as_their_backwards_are_mixed(factory):
+    """Peaks of such towers were predicted 29 % too high, of such pairs 4 %."""
+    model = made(factory)
+
+    def checked(recompute):
+        scenario = scenario_of(star(1), {"method": "single", "recompute": recompute}, model=model, sequence_length=None)
+        check(scenario, file="made")
+
+    checked("none")
+    with pytest.raises(UserError, match=rf"^made: plan.recompute = 'full': '{model.name}' .* its blocks are no chain"):
+        checked("full")
 
 
 def test_the_gradient_of_indexing_is_added_up_in_place_as_it_is_without_a_recorder():

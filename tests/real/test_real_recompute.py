@@ -1,8 +1,5 @@
 """Selective checkpointing trains as one device does, with the predicted collectives and peaks."""
 
-import gc
-from pathlib import Path
-
 import pytest
 from real_runs import (
     SGD,
@@ -15,16 +12,12 @@ from real_runs import (
     scenario_file,
     selected,
     star,
+    trained_alone,
 )
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
-
-from gsreal.measure import MemoryCounter, Timeline
-from gsreal.run.feed import Feed
-from gsreal.run.worker import build
-from gssim.scenario import load_scenario
 
 pytestmark = pytest.mark.real
 
@@ -76,31 +69,10 @@ def test_the_predicted_peak_of_selective_checkpointing_is_the_counted_one(found,
     assert predicted_peaks(case_of(name)) == pytest.approx(found[name]["peaks"], rel=0.01)
 
 
-def trained_alone(recompute: str, model: str) -> tuple[float, list]:
-    """Return the peak of a step on one device, and the parameters after three."""
-    case = case_of(f"single-{model}-{recompute}", ranks=1)
-    scenario = load_scenario(Path(scenario_file(BASE[model])), case["overrides"], gradients_needed=False).scenario
-    device = torch.device("cpu")
-    counter = MemoryCounter(device)
-    if counter.method != "allocator":
-        pytest.skip("no C++ compiler here: peaks are not counted exactly")
-    gc.collect()
-    gc.freeze()  # what other tests have left is not looked through again after every step
-    counter._base += counter.alive()
-    training = build(scenario, Timeline(0, device), device)
-    feed = Feed(scenario, 0, device)
-    peaks = []
-    for step in range(3):
-        inputs, targets, weights = feed.at(step)
-        peaks.append(counter.peak_of(lambda: training.step(inputs, targets, weights, 0), [])[0])  # noqa: B023
-        gc.collect()  # torch's first checkpoint leaves a cycle
-    return peaks[-1], [parameter.detach() for parameter in training.module.parameters()]
-
-
 @pytest.mark.parametrize("model", ["gpt", pytest.param("bert", marks=pytest.mark.slow)])
 def test_one_device_learns_the_very_same_and_needs_less_memory_as_predicted(model) -> None:
     kinds = ("none", "selective", SECOND, "full")
-    peaks, parameters = zip(*(trained_alone(each, model) for each in kinds), strict=True)
+    peaks, parameters = zip(*(trained_alone(case_of(f"single-{model}-{each}", ranks=1)) for each in kinds), strict=True)
     assert list(peaks) == sorted(set(peaks), reverse=True)
     for again in parameters[1:]:
         assert all(torch.equal(a, b) for a, b in zip(parameters[0], again, strict=True))

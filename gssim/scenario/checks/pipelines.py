@@ -138,7 +138,8 @@ def _check_split_backwards(scenario: Scenario, policies: Policies, file: str) ->
         if layers[index].layer.split is None:
             raise UserError(
                 f"{where}: '{workload.model.name}' lacks the costs of a split backward of '{layers[index].module}': "
-                "trace it again with `gsreal trace` (each layer may use only the output of the one before it)"
+                "`gsreal trace` writes them only if each layer uses the output of the one before alone, and runs the "
+                "same operations at every batch size; allowed: every other plan.schedule"
             )
 
 

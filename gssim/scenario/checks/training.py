@@ -278,8 +278,15 @@ def check_clipping(scenario: Scenario, policies: Policies, file: str) -> None:
 
 
 def check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse recomputation of which the model file does not list what each block keeps."""
+    """Refuse recomputation of which the model file does not list what each block keeps, or of blocks in no chain.
+
+    A checkpointed block is modelled to recompute its forward where its own backward begins. Blocks that take
+    more than the output of the layer before them (two towers side by side, two tensors passed on) run their backwards
+    during others'; that shows in their parameters, whose gradients then arise there.
+    """
     recompute = scenario.plan.recompute
+    if recompute == "none":
+        return
     model = scenario.workload.model
     held = model.sliced_layers if policies.tp > 1 else model.context_layers if policies.cp > 1 else model.layers
     if routes_parts(model, policies):
@@ -290,6 +297,12 @@ def check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:
                 f"{file}: plan.recompute = '{recompute}': the model file does not list what the block '{layer.name}' "
                 "keeps: trace it again; the output of a matrix product or convolution that is changed in place cannot "
                 "be kept"
+            )
+        if layer.block and any(parameter.born.layer_offset for parameter in layer.parameters):
+            raise UserError(
+                f"{file}: plan.recompute = '{recompute}': '{model.name}' cannot run yet with recomputation: its blocks "
+                f"are no chain, as gradients of '{layer.name}' arise in the backward of another layer (a block takes "
+                "more than the output of the layer before it); allowed: 'none'"
             )
 
 
