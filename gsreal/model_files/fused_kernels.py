@@ -3,7 +3,8 @@
 On a CPU, `torch.nn.functional.scaled_dot_product_attention` with dropout runs in parts: a batch's scores, dropout mask
 and probabilities are tensors of heads x length x length. A GPU runs it as one kernel, which keeps the logarithms of the
 sums and the state of the random numbers in their place. A dropout draws its mask as numbers of the input's precision
-on a CPU, and as one byte for each element on a GPU.
+on a CPU, and as one byte for each element on a GPU. Without dropout both run one kernel, but a GPU's in 16 bits copies
+heads whose width is no multiple of 8 to padded ones.
 
 The kernel of an attention is chosen as by torch 2.13 for GPUs of compute capability 8.0 and above (its
 `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`, `can_use_flash_attention` and
@@ -52,16 +53,17 @@ def cuda_kernels() -> Iterator[list[str]]:
         inputs = query, key, value, attn_mask, dropout_p, is_causal
         named = {"scale": scale, "enable_gqa": enable_gqa}
         # by its key, as torch asks: fake tensors would be asked through their own, which has no kernels to choose from
-        if aten._fused_sdp_choice.default._op_dk(torch._C.DispatchKey.CPU, *inputs, **named) == IN_PARTS:
-            if _allows_flash(query, key, value, attn_mask, is_causal=is_causal):
-                replaced.append("flash attention")
-                return _flash(query, key, value, dropout_p, is_causal, scale)
-            if _allows_memory_efficient(query, key, value):
-                replaced.append("memory-efficient attention")
-                bias = _bias(attn_mask, query)
-                return aten._scaled_dot_product_efficient_attention(
-                    query, key, value, bias, True, dropout_p, is_causal, scale=scale
-                )[0]
+        parts = aten._fused_sdp_choice.default._op_dk(torch._C.DispatchKey.CPU, *inputs, **named) == IN_PARTS
+        differs = parts or query.shape[-1] % FLASH_MULTIPLE  # a CPU's fused attention pads no heads
+        if differs and _allows_flash(query, key, value, attn_mask, is_causal=is_causal):
+            replaced.append("flash attention")
+            return _flash(query, key, value, dropout_p, is_causal, scale)
+        if parts and _allows_memory_efficient(query, key, value):
+            replaced.append("memory-efficient attention")
+            bias = _bias(attn_mask, query)
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, bias, True, dropout_p, is_causal, scale=scale
+            )[0]
         return aten.scaled_dot_product_attention.default.decompose(*inputs, **named)
 
     def dropout(given: Tensor, p: float, train: bool) -> Tensor:

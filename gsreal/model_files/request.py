@@ -145,7 +145,11 @@ def _fused(model: Model, traced: Model, request: Request, where: str) -> FusedKe
     """
     if traced.compiled:
         return None
-    if not runs_other_kernels(model, request.sequence_length, where=where):
+    precisions = dict.fromkeys([model.traced_precision, *_other_precisions(model, request)])
+    kinds = [{"traced_precision": each} for each in precisions]
+    kinds += [{"traced_precision": "fp32", "traced_autocast": each} for each in _autocast(model, request)]
+    traces = (replace(model, **cast(dict[str, Any], kind)) for kind in kinds)
+    if not any(runs_other_kernels(each, request.sequence_length, where=where) for each in traces):
         return FusedKernels() if traced.attends_in_parts else None
 
     def silent(_ignored: object) -> None:
@@ -159,10 +163,18 @@ def _fused(model: Model, traced: Model, request: Request, where: str) -> FusedKe
     return FusedKernels(other_precisions=others, **fields)
 
 
+def _other_precisions(model: Model, request: Request) -> list[str]:
+    kinds = dict.fromkeys([*(each.precision for each in model.other_precisions), *request.other_precisions])
+    return [kind for kind in kinds if kind != model.traced_precision]
+
+
+def _autocast(model: Model, request: Request) -> list[str]:
+    return list(dict.fromkeys([*(each.precision for each in model.autocast), *request.autocast]))
+
+
 def _others(model: Model, request: Request, where: str, on_note: Callable[[str], None]) -> Iterator[OtherPrecision]:
     """Yield the model's layers as traced in each other precision that its file has, or that the request asks for."""
-    kinds = dict.fromkeys([*(each.precision for each in model.other_precisions), *request.other_precisions])
-    for kind in (kind for kind in kinds if kind != model.traced_precision):
+    for kind in _other_precisions(model, request):
         twin = replace(model, traced_precision=cast(Precision, kind), autocast=())
         try:
             found = _traced(twin, replace(request, autocast=()), where, lambda _counted: None, lambda _line: None)
@@ -222,8 +234,7 @@ def _with_variants(before: Model, traced: Model, request: Request, where: str, o
     def left_out(why: str) -> None:
         on_note(f"{where}: left out: costs with frozen layers, which the file had: {why}")
 
-    autocast = dict.fromkeys([*(each.precision for each in before.autocast), *request.autocast])
-    traced = with_traced_autocast(replace(traced, autocast=()), list(autocast), where=where)
+    traced = with_traced_autocast(replace(traced, autocast=()), _autocast(before, request), where=where)
     traced = replace(traced, partly_trained=None)
     if request.frozen or before.partly_trained is not None:
         traced = with_traced_frozen(traced, where=where, on_impossible=None if request.frozen else left_out)

@@ -217,9 +217,28 @@ LEFT_OUT_UNSET: dict[str, tuple[str, ...]] = {
 """By table of a scenario: keys that a Result's copy of the scenario leaves out where they have their default."""
 
 
-def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
-    """Return the tables of a scenario besides the cluster as plain data."""
-    model, plan, run, policies = scenario.workload.model, scenario.plan, scenario.run, scenario.policies
+def layers_id(stored: object) -> str:
+    """Return the digest of a model as a Result stores it, with all traced layers that its plan can need.
+
+    A `scenario_id` leaves out what a trace may find otherwise in the same module, so that measurements are joined with
+    predictions of any trace; predictions themselves depend on it.
+    """
+    return _digest(stored)
+
+
+@lru_cache(maxsize=MOST_MODELS)
+def _layers_id(stored: Same) -> str:
+    return layers_id(stored.value)
+
+
+def layers_id_of(scenario: ScenarioParts) -> str:
+    """Return the `layers_id` that the scenario's Result has."""
+    return _layers_id(Same(_stored_model(scenario)))
+
+
+def _stored_model(scenario: ScenarioParts) -> Any:
+    """Return a scenario's model as plain data, without what its plan does not use."""
+    model, policies = scenario.workload.model, scenario.policies
     unused = {"uncut_reason", "unstaged_reason", "adapted", "autocast", "partly_trained"}
     unused |= {"other_precisions"}
     unused |= {"fused_kernels"} if model.fused_kernels is None or model.fused_kernels.layers else set()
@@ -229,9 +248,14 @@ def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
     unused |= set() if policies.ep > 1 else {"expert_layers", "expert_tensor_ranks"}
     unused |= set() if policies.ep > 1 and policies.tp > 1 else {"expert_sequence_layers"}
     unused |= set() if policies.cp > 1 else {"context_layers"}
-    whole = _plain_model(Same(model), frozenset(unused))
+    return _plain_model(Same(model), frozenset(unused))
+
+
+def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
+    """Return the tables of a scenario besides the cluster as plain data."""
+    plan, run = scenario.plan, scenario.run
     data: dict[str, Any] = {
-        "workload": {"model": whole} | _dumped(scenario.workload, exclude={"model"}),
+        "workload": {"model": _stored_model(scenario)} | _dumped(scenario.workload, exclude={"model"}),
         "plan": _dumped(plan),
         "network": _dumped(scenario.network),
         "run": _dumped(run),

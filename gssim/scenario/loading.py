@@ -153,9 +153,8 @@ def _loaded(
     workload = data.get("workload")
     if isinstance(workload, dict):
         workload["model"] = _part(workload, "workload.model", changes, file, folders, shared)
-        model = workload["model"]
-        if isinstance(model, Model) and model.fused_kernels is not None and _has_only_gpus(data["cluster"]):
-            workload["model"] = with_fused_kernels(model)
+        if isinstance(workload["model"], Model):
+            workload["model"] = _as_devices_run_it(workload["model"], data["cluster"], file)
         load = workload.get("expert_load")
         if isinstance(load, str) and load != "balanced":
             workload["expert_load"] = _table(_find(load, "workload.expert_load", file, folders))
@@ -172,6 +171,21 @@ def _loaded(
     versions = tuple((each, _version(each)) for each in (path, *folders.tried))
     found = Loaded(file=file, scenario=scenario, gradients=statistics)
     return _Known(found, path, overrides, folders, cluster, versions)
+
+
+def _as_devices_run_it(model: Model, cluster: Any, file: str) -> Model:
+    """Return a model with the layers that all devices of a cluster run, see [Note: fused kernels] in its module.
+
+    A Result of GPUs holds the layers of these and of its model's file, which are taken if the cluster is another one.
+    """
+    if model.fused_kernels is None and not model.runs_fused_kernels:
+        return model
+    if not _has_only_gpus(cluster):
+        return model.in_file_precision if isinstance(cluster, Cluster) and model.runs_fused_kernels else model
+    try:
+        return with_fused_kernels(model)
+    except ValueError as error:
+        raise UserError(f"{file}: workload.model.{error}") from None
 
 
 def _has_only_gpus(cluster: Any) -> bool:
@@ -479,6 +493,7 @@ def _find(name: str, key: str, file: str, folders: _Folders) -> Path:
             if os.path.isfile(candidates[-1]):  # false for a name that is too long, for which pathlib raises
                 return candidates[-1]
     if key == "workload.model" and name in shipped_models():
+        folders.found.add(shipped_models()[name])
         return shipped_models()[name]
     if any(os.path.isdir(candidate) for candidate in candidates):
         raise UserError(f"{file}: {key} = '{name}': is a folder, not a file")

@@ -16,7 +16,7 @@ from gssim.execution.cache import Shared
 from gssim.plan import METHODS, REPLICA_AXES, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.result import Result
 from gssim.scenario.expert_load import layers_of_own_experts, on_context_parts, routes_parts
-from gssim.scenario.identity import ScenarioParts, calibration_id, resolved, scenario_id
+from gssim.scenario.identity import ScenarioParts, calibration_id, layers_id_of, resolved, scenario_id
 from gssim.scenario.layer_costs import sample_cost_s
 from gssim.scenario.overrides import overrides_of
 from gssim.scenario.ownership import (
@@ -157,21 +157,28 @@ class Scenario:
 
     @property
     def attention_of_cpu(self) -> str | None:
-        """What a reader has to know of an attention on GPUs that is predicted as a CPU runs it; None if none is."""
+        """What a reader has to know of attention on accelerators that is predicted as on a CPU; None if none is."""
         model, cluster = self.workload.model, self.cluster
         kinds = {cluster.device_types[device.type].kind for device in cluster.devices}
-        if "cuda" not in kinds or not model.attends_in_parts or model.runs_fused_kernels:
+        if kinds == {"cpu"} or not model.attends_in_parts or model.runs_fused_kernels:
             return None
+        if model.fused_kernels is not None and not model.fused_kernels.layers:
+            return None
+        if "cuda" not in kinds:
+            return (
+                f"memory and time may be too large: the attention of '{model.name}' is predicted as a CPU runs it, "
+                "which keeps the scores of all pairs of tokens, and masks of dropout in their precision; what XLA "
+                "keeps is not modelled"
+            )
         if model.fused_kernels is None:
             return (
                 f"memory and time may be too large: '{model.name}' is traced as a CPU runs it, whose attention keeps "
                 "the scores of all pairs of tokens; a GPU keeps none where it is torch's scaled_dot_product_attention; "
                 "`gsreal trace FILE --out NEW` records both"
             )
-        if not model.fused_kernels.layers:
-            return None
+        why = "beside devices of another kind" if len(kinds) > 1 else "in a scenario that gssim.load has not made"
         return (
-            f"memory and time on GPUs are too large: beside devices of another kind, the attention of '{model.name}' "
+            f"memory and time on GPUs are too large: {why}, the attention of '{model.name}' "
             "is predicted on all as a CPU runs it, with the scores of all pairs of tokens"
         )
 
@@ -394,6 +401,10 @@ class Scenario:
     def identity(self, shared: Shared) -> str:
         """Return the `scenario_id`; `shared`: cache of the parts that scenarios have in common."""
         return scenario_id(self._parts(), shared)
+
+    def layers_id(self) -> str:
+        """Return the digest of the model's traced layers, which tell predictions apart but not scenarios."""
+        return layers_id_of(self._parts())
 
     def _parts(self) -> ScenarioParts:
         policies = self.policies

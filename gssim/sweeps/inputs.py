@@ -18,6 +18,7 @@ from gssim.scenario import read_toml
 from gssim.scenario.loading import IN_FILES
 from gssim.scenario.overrides import parsed_override
 from gssim.scenario.sweep import Point
+from gssim.workload import shipped_models
 
 SUFFIXES = (".toml", ".json")
 """Suffixes of files that predictions read."""
@@ -51,7 +52,7 @@ class Fingerprints:
         place = (override, str(scenario))  # a path takes long to hash and to compare
         if place not in self._overrides:
             key, value = parsed_override(override)
-            file = named_by(value, Path(), scenario.parent)
+            file = named_by(value, Path(), scenario.parent) or _shipped(value)
             self._overrides[place] = override if file is None else f"{key}={file.name} {self.of_file(file)}"
         return self._overrides[place]
 
@@ -73,8 +74,16 @@ def named_by(value: Any, *folders: Path) -> Path | None:
     return next((folder / value for folder in folders if (folder / value).is_file()), None)
 
 
+def _shipped(value: Any) -> Path | None:
+    """Return the file of a shipped model, if a value is its name.
+
+    In a checkout these files lie outside the package, so that the digest of its code is not changed by a new trace.
+    """
+    return shipped_models().get(value) if isinstance(value, str) else None
+
+
 def named_in(file: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files that a TOML file names beside it, with their names there."""
+    """Yield the files that a TOML file names, beside it or as a shipped model, with their names there."""
     if file.suffix != ".toml" or not file.is_file():
         return
     try:
@@ -82,7 +91,7 @@ def named_in(file: Path) -> Iterator[tuple[str, Path]]:
     except (ValueError, RecursionError):  # reported when it is loaded
         return
     for text in set(_texts(data)):
-        found = named_by(text, file.parent)
+        found = named_by(text, file.parent) or _shipped(text)
         if found is not None:
             yield text, found
 

@@ -20,6 +20,7 @@ from gssim.execution.cache import Shared
 from gssim.execution.files import locked
 from gssim.execution.garbage import no_collection
 from gssim.result import Result, file_name, read_result
+from gssim.scenario.identity import layers_id
 from gssim.scenario.sweep import Point, is_rate
 from gssim.simulation import simulate
 from gssim.sweeps.inputs import Packed, unpacked
@@ -215,18 +216,23 @@ def _interrupts() -> Iterator[_Interrupted]:
 
 @dataclass(frozen=True, slots=True)
 class PredictionKey:
-    """Everything that a prediction depends on: the scenario with its run length, the calibration, and gssim's code."""
+    """Everything that a prediction depends on: the scenario with its run length, the calibration, the traced layers of
+    the model, and gssim's code.
+    """
 
     scenario_id: str
     calibration_id: str
     code: str
+    layers_id: str
+    """Digest of the traced layers. A model that is traced again keeps the identity of its scenarios."""
 
 
 def predictions_in(folder: Path) -> FileStore[Result]:
     """Return the store of the predictions in a folder."""
 
     def key_of(result: Result) -> PredictionKey:
-        return PredictionKey(result.scenario_id, result.calibration_id, result.provenance.get("code", ""))
+        layers = layers_id(result.scenario.get("workload", {}).get("model"))
+        return PredictionKey(result.scenario_id, result.calibration_id, result.provenance.get("code", ""), layers)
 
     return FileStore(folder, read_result, Result.to_json, key_of, is_exact=True)
 
@@ -234,7 +240,9 @@ def predictions_in(folder: Path) -> FileStore[Result]:
 def key_of_point(point: Point, shared: Shared) -> PredictionKey:
     """Return the key of a point's prediction; raise UserError if the point is not a valid scenario."""
     loaded = point.load(shared=shared)
-    return PredictionKey(loaded.scenario.identity(shared), loaded.calibration(shared), code_digest()[:SHOWN])
+    scenario = loaded.scenario
+    code, layers = code_digest()[:SHOWN], scenario.layers_id()
+    return PredictionKey(scenario.identity(shared), loaded.calibration(shared), code, layers)
 
 
 def predict(
@@ -248,9 +256,9 @@ def predict(
 ) -> tuple[Result, ...]:
     """Return a prediction of every point, in order; with `out`, each is written there as soon as it is ready.
 
-    Unless `again`, a file with the same scenario, calibration and code is reused. All points are checked before the
-    first is simulated: UserError names the sweep and the point, or the process that is writing there. `on_progress` is
-    called with (done, total).
+    Unless `again`, a file with the same scenario, calibration, traced layers and code is reused. All points are checked
+    before the first is simulated: UserError names the sweep and the point, or the process that is writing there.
+    `on_progress` is called with (done, total).
     """
     with locked(out / LOCK, place=str(out)) if out is not None else nullcontext():
         order, store = by_likeness(points), predictions_in(out) if out is not None else None

@@ -60,7 +60,14 @@ runs such an attention as one kernel, which saves queries, keys, values, the out
 the state of the random numbers. The mask of any other dropout is one byte for each element there; on a CPU, it has the
 precision of the input. A model with such operations is traced a second time as a GPU runs it, into `fused_kernels`.
 These layers are taken if all devices of a cluster are CUDA GPUs. An attention that the module computes itself (Hugging
-Face's `eager`) stays in parts there too.
+Face's `eager`) stays in parts there too. Without dropout, only heads whose width is no multiple of 8 differ: in 16
+bits, a GPU's flash attention copies queries, keys and values to padded ones, and cuts off the padding of the output.
+
+The kernels are those that torch chooses on compute capability 8.0 and above. Older GPUs run memory-efficient attention
+where those run flash attention in fp16, which keeps 8 bytes less. They have no products in bf16, and would run it in
+parts; but presets state no rate for it, so that such a scenario is refused. AMD's GPUs, which torch also calls CUDA
+devices, have kernels of the same two kinds (AOTriton) and are predicted alike; none was measured. On a `tpu`, the
+attention is predicted as on a CPU, and a Result says so.
 """
 
 import re
@@ -304,6 +311,13 @@ class FusedKernels:
     """Costs of the layers where only some of them are trained; absent: not traced."""
     other_precisions: tuple[OtherPrecision, ...] = ()
     """The layers as traced in other precisions than the model's `traced_precision`."""
+
+    def __post_init__(self) -> None:
+        """Refuse other lists without layers, which would be ignored."""
+        others = (*DIVIDED_LISTS, "adapted", "autocast", "partly_trained", "other_precisions")
+        given = [name for name in others if getattr(self, name)]
+        if given and not self.layers:
+            raise ValueError(f"layers: missing, though {given[0]} is there")
 
     _serialized = omits_defaults(
         *("layers", "context_layers", "sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers"),
@@ -649,12 +663,40 @@ def filed_as(model: Model, filed: Model) -> Model:
     return model if model.in_file_precision is filed else _filed_as(Same(model), Same(filed))
 
 
+def _in_other_kinds(name: str, fused: FusedKernels) -> list[tuple[str, object]]:
+    return [(f"{name}[{place}].", each) for place, each in enumerate(getattr(fused, name))]
+
+
+def _check_same_modules(where: str, found: Sequence[Layer], own: Sequence[Layer]) -> None:
+    """Raise ValueError unless layers are of the same modules and parameters as the model's own; none are allowed."""
+
+    def modules(layers: Sequence[Layer]) -> list[tuple[Any, ...]]:
+        return [
+            (module, layer.block, [(each.name, each.shape) for each in layer.parameters])
+            for layer in layers
+            for module in layer.modules or (layer.name,)
+        ]
+
+    ours, theirs = modules(own), modules(found)
+    if not found or ours == theirs:
+        return
+    place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    (name, *_), (other, *_) = (each[place] if place < len(each) else (None,) for each in (theirs, ours))
+    raise ValueError(
+        f"{where}: {'no' if name is None else shown_value(name)} layer of a module where the model has "
+        f"{'none' if other is None else shown_value(other)}{' with other parameters' if name == other else ''}"
+    )
+
+
 @lru_cache(maxsize=64)
 def _with_fused_kernels(same: Same) -> Model:
     model = same.value
     assert isinstance(model, Model)
     fused = model.fused_kernels
     assert fused is not None
+    for where, found in (("", fused), *_in_other_kinds("autocast", fused), *_in_other_kinds("other_precisions", fused)):
+        for name in LAYER_LISTS:
+            _check_same_modules(f"fused_kernels.{where}{name}", getattr(found, name), getattr(model, name))
     names = (*LAYER_LISTS, "adapted", "autocast", "partly_trained", "other_precisions")
     traced: dict[str, Any] = {name: getattr(fused, name) for name in names}
     return replace(model, runs_fused_kernels=True, fused_kernels=None, _in_file_precision=model, **traced)
@@ -663,7 +705,7 @@ def _with_fused_kernels(same: Same) -> Model:
 def with_fused_kernels(model: Model) -> Model:
     """Return the model with its layers as CUDA GPUs run them; itself if it was not traced with other layers there.
 
-    See [Note: fused kernels].
+    See [Note: fused kernels]. Raises ValueError if these layers are not of the modules of its own.
     """
     if model.fused_kernels is None or not model.fused_kernels.layers:
         return model

@@ -20,6 +20,7 @@ from gssim.workload.gradient_family import read_family, shipped_families
 from gssim.workload.gradient_rungs import family_of
 from gssim.workload.gradient_statistics import read_gradients
 from gssim.workload.gradient_transfer import transferred_statistics
+from gssim.workload.model import with_fused_kernels
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 MEASURED = SCENARIOS / "measured"
@@ -102,7 +103,7 @@ def predicted(result: Result, archive: str, types: dict) -> Result:
     stored = result.scenario | {"cluster": result.scenario["cluster"] | {"device_types": of_gpu}}
     shipped = SCENARIOS / "models" / f"{model_of(result)}.toml"
     if shipped.exists():
-        stored["workload"] = stored["workload"] | {"model": load_model(shipped)}
+        stored["workload"] = stored["workload"] | {"model": with_fused_kernels(load_model(shipped))}
     scenario = validated(Scenario, stored, file="stored")
     steps = scenario.run.steps + scenario.run.warmup_steps
     if scenario.workload.gradients == "transferred":

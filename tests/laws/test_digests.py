@@ -92,13 +92,14 @@ def test_a_prediction_of_other_code_is_not_taken_up(tmp_path, monkeypatch):
     loaded = load_scenario(ROOT / "scenarios" / "table1-bert.toml")
     result = simulate(loaded).result
     assert result.provenance["code"] == code_digest()[:SHOWN]
-    key = PredictionKey(result.scenario_id, result.calibration_id, code_digest()[:SHOWN])
+    code, layers = code_digest()[:SHOWN], loaded.scenario.layers_id()
+    key = PredictionKey(result.scenario_id, result.calibration_id, code, layers)
     point = Point("p", Path("p.toml"), (), "", ())
     name, store = prediction_name(point, result.scenario_id), predictions_in(tmp_path)
     store.keep(name, result)
     assert store.kept(name, key) == result
-    for other in ({"code": "another"}, {"scenario_id": "another"}, {"calibration_id": "another"}):
-        assert store.kept(name, replace(key, **other)) is None
+    for other in ("code", "scenario_id", "calibration_id", "layers_id"):
+        assert store.kept(name, replace(key, **{other: "another"})) is None
 
 
 def both_sides(folder: Path, **measured: str) -> None:

@@ -51,6 +51,13 @@ def written(folder, text=SWEEP_TOML):
     return path
 
 
+def traced_again(model):
+    """Write a model file anew, with bytes that another trace has found and that no identity of a scenario contains."""
+    text = model.read_text()
+    model.write_text(text.replace("[[layers]]\n", "[[layers]]\nforward_streamed_bytes = 0\n"))
+    assert model.read_text() != text
+
+
 def points_in(path, overrides=()):
     return points_of(load_sweep(path), file=path, overrides=overrides)
 
@@ -181,6 +188,23 @@ def test_predictions_are_as_those_of_single_scenarios_and_kept(tmp_path, gssim):
     assert [after[file] == before[file] for file in files] == [False, False, True, True]
     gssim("sweep", path, "--out", out, "--jobs", 1, "--again")
     assert all(file.stat().st_mtime_ns > after[file] for file in files)
+
+
+def test_a_model_that_was_traced_again_is_predicted_anew_though_it_asks_the_same(tmp_path, gssim):
+    """Before, the predictions of the older trace were taken up silently."""
+    path, out = written(tmp_path), tmp_path / "out"
+    gssim("sweep", path, "--out", out, "--jobs", 1)
+    before = {file.name for file in out.iterdir()}
+    traced_again(tmp_path / "tiny.toml")
+    gssim("sweep", path, "--out", out, "--jobs", 1)
+    gssim("sweep", path, "--out", tmp_path / "anew", "--jobs", 1)
+    for file in out.iterdir():
+        assert read_result(file).scenario["workload"]["model"]["layers"][0]["forward_streamed_bytes"] == "0"
+        assert file.read_bytes() == (tmp_path / "anew" / file.name).read_bytes()
+    assert {file.name for file in out.iterdir()} == before  # named by the identity, which joins older measurements
+    unchanged = {file: file.stat().st_mtime_ns for file in out.iterdir()}
+    gssim("sweep", path, "--out", out, "--jobs", 1)
+    assert {file: file.stat().st_mtime_ns for file in out.iterdir()} == unchanged
 
 
 def test_other_rates_are_predicted_anew(tmp_path, gssim):

@@ -10,6 +10,7 @@ import sys
 import time
 import zlib
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -30,6 +31,7 @@ from gssim.sweeps import (
     parts_folder,
     tabulation,
 )
+from gssim.sweeps import inputs as sweep_inputs
 from gssim.sweeps import predictions as chunks
 
 SWEEP_TOML = """# Which plan, and which threshold?
@@ -627,3 +629,23 @@ def test_a_part_of_another_run_is_read_beside_ones_own(tmp_path):
     first.close()
     second.remove()
     assert not (tmp_path / "t.parts").exists()
+
+
+def test_fingerprints_tell_shipped_models_that_were_traced_again(folder, monkeypatch):
+    """In a checkout they are no part of the code's digest; before, finished rows of older traces were taken up."""
+    shipped = folder / "elsewhere.toml"
+    shipped.write_text(Path("base/tiny.toml").read_text())
+    monkeypatch.setattr(sweep_inputs, "shipped_models", lambda: {"tiny-model": shipped})
+    scenario = Path("base/scenario.toml")
+    by_file = points()[0]
+    by_override = replace(by_file, overrides=(*by_file.overrides, "workload.model=tiny-model"))
+    named = folder / "base" / "named.toml"
+    named.write_text(scenario.read_text().replace('"tiny.toml"', '"tiny-model"'))
+    in_scenario = replace(by_file, file=named)
+
+    def found():
+        return [Fingerprints().of_point(point) for point in (by_file, by_override, in_scenario)]
+
+    before = found()
+    shipped.write_text(shipped.read_text() + "\n")
+    assert [a != b for a, b in zip(before, found(), strict=True)] == [False, True, True]

@@ -10,6 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
 
 import torch
+from pydantic import TypeAdapter
 from small_models import whole_layers_alone
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -87,9 +88,15 @@ def test_what_no_kernel_takes_runs_in_parts_with_a_mask_of_bytes(case):
     assert kept > 2 * B * H * S * S * torch.finfo(case[0]).bits / 8 + B * H * S * S
 
 
-def test_without_dropout_the_fused_attention_of_a_cpu_stays():
+@pytest.mark.parametrize("case", [(FP32, 64), (FP32, 36), (BF16, 64)], ids=str)
+def test_without_dropout_the_fused_attention_of_a_cpu_stays(case):
     """It keeps what a GPU's does without dropout, so nothing is replaced."""
-    assert attended(FP32, 64, dropout=0.0) == ([], of_kernel(64, 4, 0))
+    dtype, width = case
+    assert attended(dtype, width, dropout=0.0) == ([], of_kernel(width, dtype.itemsize, 0))
+
+
+def test_without_dropout_a_gpu_pads_heads_in_16_bits():
+    assert attended(BF16, 36, dropout=0.0) == ([FLASH], of_kernel(40, 2, FLASH_STATE))
 
 
 def test_nothing_stays_replaced():
@@ -186,6 +193,22 @@ def test_a_model_without_dropout_has_no_layers_of_gpus():
     assert traced("off", "attn_pdrop=0.0", "resid_pdrop=0.0", "embd_pdrop=0.0").fused_kernels is None
 
 
+def test_padded_heads_are_traced_for_gpus_without_any_dropout():
+    """Heads of 36 are copied to ones of 40. The output without its padding is no view: the next map keeps a copy."""
+    width, heads = 72, 2
+    off = ("attn_pdrop=0.0", "resid_pdrop=0.0", "embd_pdrop=0.0")
+    padded = traced("padded", f"n_embd={width}", f"n_head={heads}", *off, other_precisions=("bf16",))
+    gpus = with_fused_kernels(padded)
+    assert gpus.runs_fused_kernels
+    assert block(gpus).saved_bytes == block(padded).saved_bytes  # memory-efficient attention pads none in fp32
+    assert block(gpus).forward_flop == block(padded).forward_flop
+    for b, s in ((1, 64), (5, 1024)):
+        more = other(gpus).saved_bytes.at(b=b, s=s) - other(padded).saved_bytes.at(b=b, s=s)
+        assert more == 4 * 2 * b * s * heads * 4 + 2 * b * s * width + FLASH_STATE
+        flop = other(gpus).forward_flop.at(b=b, s=s) - other(padded).forward_flop.at(b=b, s=s)
+        assert flop == 2 * 2 * b * s**2 * heads * 4  # scores and values
+
+
 # Scenarios -----------------------------------------------------------------------------------------------------------
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
@@ -255,3 +278,75 @@ def test_gpus_beside_a_cpu_are_predicted_as_the_cpu_and_it_is_said(on_gpus):
     cluster = replace(cpus.cluster, devices=(replace(first, type="gpu"), *others), device_types={**types, "gpu": gpu})
     mixed = replace(cpus, cluster=cluster)
     assert "is predicted on all as a CPU runs it" in str(mixed.attention_of_cpu)
+
+
+def test_a_result_of_gpus_is_predicted_on_cpus_with_the_layers_of_its_models_file(on_gpus):
+    stored = json.loads(json.dumps(on_gpus.resolved()))
+    assert stored["workload"]["model"]["runs_fused_kernels"]
+    cpus = gssim.load(stored, CPUS)
+    assert not cpus.workload.model.runs_fused_kernels
+    assert cpus.workload.model.attends_in_parts
+
+
+def on_devices(on_gpus: Scenario, kind: str, preset: str, **changes: object) -> Scenario:
+    """Return a scenario on devices of a preset, of one kind."""
+    data = json.loads(json.dumps(on_gpus.with_(changes).resolved()))
+    data["cluster"] |= {"device_types": {name: preset for name in data["cluster"]["device_types"]}}
+    data["workload"]["model"] = on_gpus.source.overrides[0].partition("=")[2].strip('"')
+    found = gssim.load(data)
+    assert {each.kind for each in found.cluster.device_types.values()} == {kind}
+    return found
+
+
+def test_amds_gpus_are_predicted_as_nvidias_and_of_tpus_it_is_said_that_they_are_not(on_gpus):
+    amd = on_devices(on_gpus, "cuda", "mi300x")
+    assert amd.workload.model.runs_fused_kernels
+    for preset in ("gaudi2", "tpu-v4-chip"):
+        tpus = on_devices(on_gpus, "tpu", preset, **{"workload.precision": "bf16"})
+        assert not tpus.workload.model.runs_fused_kernels
+        assert "is predicted as a CPU runs it" in str(tpus.attention_of_cpu)
+        assert gssim.simulate(tpus).provenance["attention_of_cpu"] == tpus.attention_of_cpu
+
+
+@pytest.mark.parametrize("preset", ["v100-sxm2-32", "t4"])
+def test_gpus_without_products_in_bf16_are_refused_in_it(on_gpus, preset):
+    """They would run the attention in parts then; in fp16 they have memory-efficient attention."""
+    assert on_devices(on_gpus, "cuda", preset, **{"workload.precision": "fp16"}).workload.model.runs_fused_kernels
+    with pytest.raises(gssim.UserError, match=r"no peak_flop_per_s\.bf16"):
+        gssim.simulate(on_devices(on_gpus, "cuda", preset, **{"workload.precision": "bf16"}))
+
+
+def without(layers: list, place: int) -> list:
+    return layers[:place] + layers[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda fused: fused | {"layers": fused["layers"][:-1]}, "no layer of a module where the model has 'loss'"),
+        (lambda fused: fused | {"layers": without(fused["layers"], 0)}, "where the model has 'transformer.wte'"),
+        (lambda fused: fused | {"layers": fused["layers"][::-1]}, "'loss' layer of a module where the model has"),
+        (lambda fused: fused | {"layers": [*fused["layers"], fused["layers"][0]]}, "where the model has none"),
+        (lambda fused: {"autocast": fused["autocast"]}, "layers: missing, though autocast is there"),
+        (
+            lambda fused: fused | {"layers": [fused["layers"][0] | {"parameters": []}, *fused["layers"][1:]]},
+            "with other parameters",
+        ),
+        (
+            lambda fused: (
+                fused
+                | {"other_precisions": [{"precision": "bf16", "layers": fused["other_precisions"][0]["layers"][1:]}]}
+            ),
+            r"fused_kernels.other_precisions\[0\].layers: ",
+        ),
+    ],
+)
+def test_layers_of_gpus_that_are_not_of_the_models_modules_are_refused_in_one_line(on_gpus, gpt2, change, said):
+    """Before, some were predicted, without the modules that were left out, and others ended in a traceback."""
+    data = json.loads(json.dumps(on_gpus.resolved()))
+    model = TypeAdapter(Model).dump_python(gpt2, mode="json", exclude_none=True)
+    data["workload"]["model"] = model | {"fused_kernels": change(model["fused_kernels"])}
+    with pytest.raises(gssim.UserError, match=said) as refused:
+        gssim.load(data)
+    assert "\n" not in str(refused.value)
+    assert "workload.model.fused_kernels" in str(refused.value)
