@@ -63,12 +63,12 @@ def load_scenario(
 class _Folders(dict[str, Path]):
     """Folders in which named files are searched, by the key of the override that names them; "": beside the scenario.
 
-    `found`: the files that were found.
+    `tried`: the files that were looked for, also those that do not exist: a file that appears there is read instead.
     """
 
     def __init__(self, beside: Path) -> None:
         super().__init__({"": beside})
-        self.found: set[Path] = set()
+        self.tried: set[Path] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class _Known:
     cluster: Path | None
     """The cluster's file; None if the scenario has its table."""
     versions: tuple[tuple[Path, Hashable], ...]
-    """The files that were read, each with its version."""
+    """The files that were looked for, each with its version."""
 
     @property
     def is_current(self) -> bool:
@@ -168,7 +168,7 @@ def _loaded(
     check(scenario, file=file)
     wanted = scenario.plan.sends_by_data or (searched and scenario.search.searches_thresholds)
     statistics = _statistics(scenario, file, folders, shared) if gradients_needed and wanted else None
-    versions = tuple((each, _version(each)) for each in (path, *folders.found))
+    versions = tuple((each, _version(each)) for each in (path, *folders.tried))
     found = Loaded(file=file, scenario=scenario, gradients=statistics)
     return _Known(found, path, overrides, folders, cluster, versions)
 
@@ -343,14 +343,11 @@ def _cluster(path: Path, changes: Changes, file: str, folders: _Folders, shared:
     """Return the cluster in a file; some of its tables may be in files of their own, which overrides may name."""
     data = _content(path, shared)[1]
     check_kind(data, "cluster", str(path))
-    found = {
-        key: _find(data[key], key, str(path), _Folders(path.parent))
-        for key in IN_FILES
-        if isinstance(data.get(key), str)
-    }
+    own = _Folders(path.parent)
+    found = {key: _find(data[key], key, str(path), own) for key in IN_FILES if isinstance(data.get(key), str)}
+    folders.tried |= own.tried
     named = {key: value for key, value in changes if key in IN_FILES and isinstance(value, str)}
     found |= {key: _find(value, f"cluster.{key}", file, folders) for key, value in named.items()}
-    folders.found.update(found.values())
     tables = {key: _content(each, shared)[1] for key, each in found.items()}
     changes = tuple((key, value) for key, value in changes if key not in named)
     key = (str(path), Same(data), *map(Same, tables.values()), repr(changes))
@@ -371,14 +368,16 @@ IN_FILES = ("device_types", "backend_cost")
 """Tables of a cluster file that may be in separate files, which several clusters share."""
 
 
-def _version(path: Path) -> tuple[str, int, int] | None:
-    """Return a cache key for the content of a file: path, modification time and size; None where there is no file."""
+def _version(path: Path) -> tuple[str, int, int, int] | None:
+    """Return a cache key for the content of a file: path, number, modification time and size; None where there is no
+    file. The number differs where a relative path is that of another file in another working directory.
+    """
     try:
         name = os.fspath(path)  # a path takes long to hash and to compare
         status = os.stat(name)
     except (OSError, ValueError):  # also for a name that no file system allows
         return None
-    return (name, status.st_mtime_ns, status.st_size)
+    return (name, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def _content(path: Path, shared: Shared) -> tuple[str, dict[str, Any]]:
@@ -490,8 +489,8 @@ def _find(name: str, key: str, file: str, folders: _Folders) -> Path:
     for folder in (folders.get(key), folders[""]):
         if folder is not None:
             candidates.append(folder / name)
+            folders.tried.add(candidates[-1])
             if os.path.isfile(candidates[-1]):  # false for a name that is too long, for which pathlib raises
-                folders.found.add(candidates[-1])
                 return candidates[-1]
     if key == "workload.model" and name in shipped_models():
         folders.found.add(shipped_models()[name])
@@ -510,7 +509,7 @@ def _find(name: str, key: str, file: str, folders: _Folders) -> Path:
     raise MistakenNameError(f"{file}: {key} = '{name}': no such file{hint}")
 
 
-def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:
+def _with_paths(table: dict[str, Any], folders: _Folders) -> dict[str, Any]:
     """Return the table of data with its paths resolved; a missing file is looked for beside the scenario (or override).
 
     Predictions do not read the data, so a missing file is not an error here.
@@ -520,6 +519,7 @@ def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, An
         if isinstance(name := table.get(key), str):
             override = folders.get(f"workload.data.{key}", folders.get("workload.data"))
             candidates = [folder / name for folder in (override, folders[""]) if folder is not None]
+            folders.tried.update(candidates)
             resolved[key] = str(next((path for path in candidates if path.exists()), candidates[0]))
     return resolved
 

@@ -1,5 +1,7 @@
 """Caches that points of a sweep share change no prediction, in any order of points."""
 
+import os
+import re
 from pathlib import Path
 from unittest.mock import patch
 
@@ -197,6 +199,45 @@ def test_a_file_of_device_types_that_has_changed_is_read_again(tmp_path):
     types.write_text('t4 = { preset = "t4", source = "made", price_usd_per_h = 9 }')
     later = load_scenario(SCENARIOS / "demo.toml", asked, shared=shared).scenario
     assert later.cluster.device_types["t4"].price_usd_per_h == 9
+
+
+def test_a_file_that_appears_where_one_was_looked_for_first_is_read(tmp_path, monkeypatch):
+    """Overrides name files in the working directory or beside the scenario; a file precedes a shipped model's name."""
+    shared = Shared()
+    beside, working = tmp_path / "beside", tmp_path / "working"
+    for folder in (beside, working):
+        folder.mkdir()
+    monkeypatch.chdir(working)
+    written = (SCENARIOS / "clusters" / "t4-hosts.toml").read_text()
+    (beside / "own.toml").write_text(written)
+    text = (SCENARIOS / "lab-tree.toml").read_text().replace("models/gpt-byte-1m.toml", "gpt-byte-1m")
+    (beside / "point.toml").write_text(text)
+
+    def loaded(rate):
+        return load_scenario(beside / "point.toml", ["cluster=own.toml", f"{RATE}={rate}"], shared=shared).scenario
+
+    assert [loaded(rate).ranks for rate in (1e9, 2e9)] == [8, 8]
+    (working / "own.toml").write_text(written.replace("count = 8", "count = 16"))
+    assert [loaded(rate).ranks for rate in (1e9, 2e9)] == [16, 16]
+    assert loaded(1e9).workload.model.name != "other"
+    model = (SCENARIOS / "models" / "gpt-byte-1m.toml").read_text()
+    (beside / "gpt-byte-1m").write_text(re.sub(r'(?m)^name = "[^"]*"', 'name = "other"', model, count=1))
+    assert [loaded(rate).workload.model.name for rate in (1e9, 3e9)] == ["other", "other"]
+
+
+def test_a_relative_path_is_another_file_in_another_working_directory(tmp_path, monkeypatch):
+    """Of the same size, and written at the same time."""
+    shared, steps = Shared(), []
+    text = (SCENARIOS / "demo.toml").read_text()
+    text = text.replace('= "clusters/', f'= "{SCENARIOS}/clusters/').replace('= "models/', f'= "{SCENARIOS}/models/')
+    for count in (11, 12):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        (folder / "point.toml").write_text(re.sub(r"(?m)^steps = \d+", f"steps = {count}", text))
+        os.utime(folder / "point.toml", ns=(10**18, 10**18))
+        monkeypatch.chdir(folder)
+        steps.append(load_scenario(Path("point.toml"), shared=shared, gradients_needed=False).scenario.run.steps)
+    assert steps == [11, 12]
 
 
 def test_an_override_stays_with_its_own_point():
