@@ -493,7 +493,7 @@ def _find(name: str, key: str, file: str, folders: _Folders) -> Path:
             if os.path.isfile(candidates[-1]):  # false for a name that is too long, for which pathlib raises
                 return candidates[-1]
     if key == "workload.model" and name in shipped_models():
-        folders.found.add(shipped_models()[name])
+        folders.tried.add(shipped_models()[name])
         return shipped_models()[name]
     if any(os.path.isdir(candidate) for candidate in candidates):
         raise UserError(f"{file}: {key} = '{name}': is a folder, not a file")
