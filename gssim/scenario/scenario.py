@@ -178,8 +178,8 @@ class Scenario:
             )
         why = "beside devices of another kind" if len(kinds) > 1 else "in a scenario that gssim.load has not made"
         return (
-            f"memory and time on GPUs are predicted too large: {why}, the attention of '{model.name}' is predicted on all "
-            "as a CPU runs it, which saves the scores of all pairs of tokens"
+            f"memory and time on GPUs are predicted too large: {why}, the attention of '{model.name}' is predicted on "
+            "all as a CPU runs it, which saves the scores of all pairs of tokens"
         )
 
     @cached_property
