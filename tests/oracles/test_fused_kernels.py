@@ -183,6 +183,10 @@ def test_eager_attention_stays_in_parts(gpt2):
     for b, s in ((1, 64), (5, 1024)):
         less = ours.saved_bytes.at(b=b, s=s) - gpus.saved_bytes.at(b=b, s=s)
         assert less == (4 - 1) * (b * HEADS * s**2 + 2 * b * s * WIDTH)
+
+
+@pytest.mark.slow
+def test_eager_attention_without_dropout_has_no_layers_of_gpus():
     still = traced("eager", "attn_implementation=eager", "attn_pdrop=0.0", "resid_pdrop=0.0", "embd_pdrop=0.0")
     assert still.has_unfused_attention
     assert still.fused_kernels == FusedKernels()  # a GPU runs the same, which is known
@@ -193,6 +197,7 @@ def test_a_model_without_dropout_has_no_layers_of_gpus():
     assert traced("off", "attn_pdrop=0.0", "resid_pdrop=0.0", "embd_pdrop=0.0").fused_kernels is None
 
 
+@pytest.mark.slow
 def test_padded_heads_are_traced_for_gpus_without_any_dropout():
     """Heads of 36 are copied to ones of 40. The output without its padding is no view: the next map keeps a copy."""
     width, heads = 72, 2
