@@ -898,7 +898,7 @@ FAULTS = {
     "no-polynomial": ((f"{__name__}.Cubic", *IMAGE), "is no polynomial in batch size and sequence length"),
     "branching": ((f"{__name__}.Branching", *IMAGE), "the operations depend on batch size or sequence length"),
     "alternating": ((f"{__name__}.Alternating", *IMAGE), "other operations in one forward than in the next"),
-    "checkpointed": ((f"{__name__}.Checkpointed", *IMAGE), "or checkpoints a part of itself; leave that out (see plan."),
+    "checkpointed": ((f"{__name__}.Checkpointed", *IMAGE), "or checkpoints a part of itself; leave that out (see"),
     "synchronized": ((f"{__name__}.Synchronized", *IMAGE), "the module 'norm' is a SyncBatchNorm: it exchanges stat"),
     "no-input": ((f"{__name__}.Shortcut",), "exactly one of --vocabulary (tokens) and --image is needed"),
     "no-image": ((f"{__name__}.Shortcut", "--image", "8x8"), "--image 8x8: must be CHANNELSxHEIGHTxWIDTH"),
