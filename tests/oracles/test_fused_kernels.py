@@ -1,4 +1,4 @@
-"""Attention with dropout on a GPU: which kernel torch runs, what it keeps in closed form, and who is predicted so."""
+"""Attention with dropout on a GPU: the kernel that torch runs, what it keeps in closed form, and on which devices."""
 
 import json
 from dataclasses import replace
@@ -315,7 +315,7 @@ def test_amds_gpus_are_predicted_as_nvidias_and_of_tpus_it_is_said_that_they_are
 
 @pytest.mark.parametrize("preset", ["v100-sxm2-32", "t4"])
 def test_gpus_without_products_in_bf16_are_refused_in_it(on_gpus, preset):
-    """They would run the attention in parts then; in fp16 they have memory-efficient attention."""
+    """They would run attention as separate operations then; in fp16 they have memory-efficient attention."""
     assert on_devices(on_gpus, "cuda", preset, **{"workload.precision": "fp16"}).workload.model.runs_fused_kernels
     with pytest.raises(gssim.UserError, match=r"no peak_flop_per_s\.bf16"):
         gssim.simulate(on_devices(on_gpus, "cuda", preset, **{"workload.precision": "bf16"}))
