@@ -267,6 +267,7 @@ def fit_buffers(
         ends_with_forward = index < last and alive.freed is not None and alive.freed[:2] == (last, "f")
         is_cached = alive.casts_parameter and ends_with_forward
         is_saved = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")
+        of_own_backward = is_saved and alive.freed is not None and alive.freed[0] <= index
         buffers.append(
             Buffer(
                 born=_moment(alive.born, index),
@@ -275,6 +276,7 @@ def fit_buffers(
                 size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", terms),
                 fixed=alive.fixed,
                 casts_input=alive.casts_input and casts_again,
+                handed_on=_moment(alive.handed_on, index) if alive.handed_on and of_own_backward else None,
             )
         )
     return tuple(buffers)

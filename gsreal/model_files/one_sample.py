@@ -51,7 +51,12 @@ def _marked(
     first = next(iter(everything.values()))
     moved = _translation(first, of_several)
     found = [
-        replace(each, born=moved(each.born, index), freed=moved(each.freed, index))
+        replace(
+            each,
+            born=moved(each.born, index),
+            freed=moved(each.freed, index),
+            handed_on=None if each.handed_on is None else moved(each.handed_on, index),
+        )
         for each in fit_buffers(everything, checked, index, layer.name, terms)
     ]
     releases = iter(releases_of(first, index))
@@ -88,7 +93,7 @@ def _saved(buffers: Sequence[Buffer]) -> list[Buffer]:
 
 def _likeness(buffer: Buffer) -> tuple[object, ...]:
     """Return what equal buffers of one sample have in common: moments, kind, marks, and bytes of one sample."""
-    marks = buffer.fixed, buffer.casts_input
+    marks = buffer.fixed, buffer.casts_input, buffer.handed_on
     return buffer.born, buffer.freed, buffer.category, marks, _of_one_sample(buffer.size_bytes)
 
 

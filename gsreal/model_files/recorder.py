@@ -163,6 +163,9 @@ class StorageLife:
     freed: tuple[int, str, int] | None = None
     unsaved: int | None = None
     """Position of its own layer's forward at which it would be freed if autograd did not save it."""
+    handed_on: tuple[int, str, int] | None = None
+    """For one of several storages that a block hands to later layers: when it would be freed if autograd did not save
+    it."""
     fixed: bool = False
     """Whether it holds integers or truth values, whose size is the same in every precision."""
     casts_input: bool = False

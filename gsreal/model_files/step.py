@@ -5,7 +5,8 @@ when the gradient of its output, which is the next layer's input, is complete.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -489,12 +490,13 @@ class _PreparedStep:
         if like is not None:
             if len(like.alive) == len(record.alive):  # else the operations depend on the shape: it cannot be fitted
                 for alive, other in zip(record.alive, like.alive, strict=True):
-                    alive.unsaved = other.unsaved
+                    alive.unsaved, alive.handed_on = other.unsaved, other.handed_on
             return
         seen = Record(record.modules, record.blocks)
         hooks = saved_tensors_hooks(lambda _tensor: None, lambda _nothing: _nothing)
         recorder, cast = self.recorder(seen), autocast(record.autocast)
-        with recorder, hooks, layer_boundaries(self.module, record.modules, enter=recorder.enter) as out, cast:
+        boundaries = layer_boundaries(self.module, record.modules, enter=recorder.enter)
+        with recorder, hooks, boundaries as out, self._noting_handed_on(recorder) as handed_on, cast:
             loss_of(out(logits_of(self.module(self.inputs))), self.targets)
         created = [alive for alive in record.alive if alive.born[1] == "f"]
         # positions differ by views, numbers of operations and collectives do not
@@ -506,9 +508,43 @@ class _PreparedStep:
         layers = range(len(record.modules) + 1)
         ours, theirs = ([each.forward_positions(layer) for layer in layers] for each in (record, seen))
         for alive, again in zip(created, seen.alive, strict=True):
-            if again.freed is not None and again.freed[:2] == again.born[:2]:
+            if again.freed is not None and again.freed[1] == "f":
                 layer, _, position = again.freed
-                alive.unsaved = ours[layer][bisect_right(theirs[layer], position) - 1]
+                operations = bisect_right(theirs[layer], position)
+                freed = (layer, "f", ours[layer][operations - 1] if operations else 0)
+                if layer == again.born[0]:
+                    alive.unsaved = freed[2]
+                elif id(again) in handed_on[again.born[0]]:
+                    alive.handed_on = freed
+
+    @contextmanager
+    def _noting_handed_on(self, recorder: Recorder) -> Iterator[Mapping[int, AbstractSet[int]]]:
+        """Note, by layer, which storages a block makes and hands on, if several: the `id` of their lives in `recorder`.
+
+        They are those that it returns, and that the next layer takes if that is a block, too.
+        """
+        handed_on: dict[int, set[int]] = defaultdict(set)
+
+        def lives(values: Any) -> set[int]:
+            storages = (each.untyped_storage() for each in tree_leaves(values) if isinstance(each, Tensor))
+            found = [recorder.live.get(storage._cdata) for storage in storages]
+            return {id(each) for each in found if each is not None and each.born[0] == recorder.layer}
+
+        def note_returned(_module: nn.Module, _args: Any, output: Any) -> None:
+            returned = lives(output)
+            if len(returned) > 1:
+                handed_on[recorder.layer] = returned
+
+        def note_taken(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            taken = handed_on[recorder.layer] & lives((args, kwargs))
+            handed_on[recorder.layer] = taken if len(taken) > 1 else set()
+
+        blocks = [self.module.get_submodule(name) for name in self.record.modules if name in self.record.blocks]
+        handles = [block.register_forward_hook(note_returned) for block in blocks]
+        handles += [block.register_forward_pre_hook(note_taken, with_kwargs=True, prepend=True) for block in blocks]
+        yield handed_on
+        for handle in handles:
+            handle.remove()
 
     def record_needed(self, like: Record | None) -> None:
         """Record how many storages a layer's backward creates before it needs a saved tensor, or take that from `like`.

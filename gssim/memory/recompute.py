@@ -18,6 +18,10 @@ stops early, are kept as long as the placeholders.
 gathered where ranks divide sequences, and scaled where the block's last map has an adapter. They run before any saved
 tensor is needed, and so before the block's forward runs again (`recompute_after`).
 
+[Note: handed on] A block may return several tensors for the next one, such as its output and a residual to which that
+block adds it. The placeholders of the next block keep each of them, also one that the block's own backward needs, and
+that its second forward makes again (`Buffer.handed_on`).
+
 [Note: casts] torch.autocast keeps the casts of parameters until its outermost context ends, so that none is cast twice
 in a forward. The casts of the first forward stay there: those of all blocks are held until the loss is computed.
 (Without checkpointing autograd holds most of them longer.) The second forward has a context of its own (recompute_fn).
@@ -67,7 +71,8 @@ def recomputed_buffers(
             moved.append(buffer)  # saved by an operation between the blocks, outside of the checkpoint
         elif again and buffer.is_saved:
             # older model files lack the release in the first forward: it is then at the forward's end
-            end = _last_use(layer, after) if buffer is output else Moment("f", releases.get(id(buffer), LAST))
+            end = buffer.handed_on or Moment("f", releases.get(id(buffer), LAST))
+            end = _last_use(layer, after) if buffer is output or _is_taken(buffer, after) else end
             end = FORWARD_END if autocast and _is_cached(buffer, end, last) else end
             moved += [replace(buffer, freed=end), replace(buffer, born=replace(buffer.born, phase="r"))]
         elif _is_argument(buffer, layer, following):
@@ -127,6 +132,11 @@ def _is_cached(buffer: Buffer, end: Moment, last: int) -> bool:
 
 def _saved(layer: Layer) -> list[Buffer]:
     return [buffer for buffer in layer.buffers if buffer.is_saved]
+
+
+def _is_taken(buffer: Buffer, after: Layer | None) -> bool:
+    """Return whether the next block takes a buffer that its own backward needs too; see [Note: handed on]."""
+    return buffer.handed_on is not None and after is not None and after.is_recomputed
 
 
 def _positions(layer: Layer) -> int:

@@ -235,6 +235,8 @@ FIXED = " fixed"
 """End of the text of a buffer or a collective whose size is the same in every precision."""
 CASTS_INPUT = " casts-input"
 """End of the text of a buffer that is one of several casts of its layer's input."""
+HANDED_ON = " handed-on="
+"""Before the moment at the end of the text of a buffer that later layers are handed too."""
 ONE_SAMPLE, SEVERAL_SAMPLES = " samples=1", " samples>1"
 """Ends of the texts of buffers that exist only for such numbers of samples."""
 
@@ -254,6 +256,9 @@ class Buffer:
     `gssim.program.stage_boundary`."""
     samples: str = ""
     """`ONE_SAMPLE` or `SEVERAL_SAMPLES` if it exists only for so many samples; see [Note: one sample]."""
+    handed_on: Moment | None = None
+    """For one of several tensors that a block hands to later layers, and that its own backward needs too (a residual
+    beside the output): when it would be freed if autograd did not save it. None: another buffer."""
 
     @classmethod
     def parse(cls, text: object) -> "Buffer":
@@ -265,6 +270,8 @@ class Buffer:
         48
         >>> Buffer.parse("f0 b3 activations 8*b*s casts-input").casts_input
         True
+        >>> str(Buffer.parse("f0 b3 activations 8*b*s handed-on=f4@+1").handed_on)
+        'f4@+1'
         >>> [Buffer.parse("f0 b3 activations 8*b*s samples>1").bytes_at(b=b, s=3, scale=1) for b in (1, 2)]
         [0, 48]
         """
@@ -273,16 +280,17 @@ class Buffer:
         if not isinstance(text, str) or len(text.split(maxsplit=3)) != 4:
             raise ValueError(
                 'must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s", and may end in "fixed" or '
-                '"casts-input", and after that in "samples=1" or "samples>1"'
+                '"casts-input", after that in "handed-on=MOMENT", and after that in "samples=1" or "samples>1"'
             )
         born, freed, category, size = text.split(maxsplit=3)
         samples = next((end for end in (ONE_SAMPLE, SEVERAL_SAMPLES) if size.endswith(end)), "")
-        size = size.removesuffix(samples)
+        size, _, handed_on = size.removesuffix(samples).partition(HANDED_ON)
         fixed, casts_input = size.endswith(FIXED), size.endswith(CASTS_INPUT)
         if category not in BUFFER_CATEGORIES:
             raise ValueError(f"has the category {category!r}; allowed: {', '.join(BUFFER_CATEGORIES)}")
         polynomial = Polynomial.parse(size.removesuffix(FIXED).removesuffix(CASTS_INPUT))
-        return cls(Moment.parse(born), Moment.parse(freed), category, polynomial, fixed, casts_input, samples)
+        outlives = Moment.parse(handed_on) if handed_on else None
+        return cls(Moment.parse(born), Moment.parse(freed), category, polynomial, fixed, casts_input, samples, outlives)
 
     def bytes_at(self, *, b: Samples, s: int, scale: float) -> float:
         """Return its size for b samples of s tokens, 0 if it does not exist then; `scale`: bytes of an element relative
@@ -304,6 +312,7 @@ class Buffer:
 
     def __str__(self) -> str:
         end = FIXED if self.fixed else CASTS_INPUT if self.casts_input else ""
+        end += f"{HANDED_ON}{self.handed_on}" if self.handed_on is not None else ""
         return f"{self.born} {self.freed} {self.category} {self.size_bytes}{end}{self.samples}"
 
 
@@ -664,7 +673,8 @@ class Layer:
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
     """Every tensor that the layer allocates: the moments of its allocation and release, its category and its size;
     `fixed`: it holds integers or truth values, which are as large in every precision; `casts-input`: it is one of
-    several casts of the layer's input by torch.autocast."""
+    several casts of the layer's input by torch.autocast; `handed-on`: a checkpointed block passes it on beside others,
+    and it is freed then, though no backward needs it."""
     module_buffer_bytes: Count = 0
     """Bytes of the module's buffers (not parameters), such as running means, in fp32."""
     integer_buffer_bytes: Count = 0

@@ -9,6 +9,7 @@ from gssim.errors import UserError
 from gssim.memory import activation_timeline, footprint
 from gssim.units import validated
 from gssim.workload import Buffer, ImageInput, Module, Moment, Parameter, Polynomial, Workload, gradient_order, unrolled
+from gssim.workload.layer import ONE_SAMPLE, SEVERAL_SAMPLES
 
 TERMS = st.tuples(st.integers(-(10**9), 10**9), st.integers(0, 2), st.integers(0, 2))
 MOMENTS = st.one_of(
@@ -71,9 +72,13 @@ def test_what_is_no_moment_is_refused(text):
         Moment.parse(text)
 
 
-@given(MOMENTS, MOMENTS, st.sampled_from(["input", "activations", "temporaries"]), TERMS, st.integers(0, 2))
-def test_a_buffer_survives_its_text(born, freed, category, term, mark):
-    buffer = Buffer(born, freed, category, Polynomial((term,)), fixed=mark == 1, casts_input=mark == 2)
+@given(
+    *(MOMENTS, MOMENTS, st.sampled_from(["input", "activations", "temporaries"]), TERMS, st.integers(0, 2)),
+    *(st.sampled_from(["", ONE_SAMPLE, SEVERAL_SAMPLES]), st.none() | MOMENTS),
+)
+def test_a_buffer_survives_its_text(born, freed, category, term, mark, samples, handed_on):
+    marks = {"fixed": mark == 1, "casts_input": mark == 2, "samples": samples, "handed_on": handed_on}
+    buffer = Buffer(born, freed, category, Polynomial((term,)), **marks)
     assert Buffer.parse(str(buffer)) == buffer
 
 

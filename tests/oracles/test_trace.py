@@ -251,6 +251,34 @@ class Perceptrons(nn.Module):
         return self.head(x)
 
 
+class Residual(nn.Module):
+    """Adds its input to the residual of the block before, and returns both, as blocks with a fused norm do; a gate too,
+    which its caller drops."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x, residual=None):
+        residual = x if residual is None else x + residual
+        gate = torch.sigmoid(self.up(self.norm(residual)))
+        return self.down(gate), residual, gate
+
+
+class Residuals(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.steps = nn.ModuleList(Residual(width) for _ in range(5))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images):
+        x, residual = self.first(images.flatten(1)), None
+        for step in self.steps:
+            x, residual, _gate = step(x, residual)
+        return self.head(x + residual)
+
+
 class Recurrent(nn.Module):
     """An LSTM language model, whose layers run in both directions; oneDNN runs each in one operation."""
 
@@ -745,11 +773,26 @@ def test_an_lstm_computes_what_its_products_do_and_keeps_what_onednn_keeps(both)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
-@pytest.mark.parametrize("factory", ["Shortcut", "Activated", "Perceptrons"])
+@pytest.mark.parametrize("factory", ["Shortcut", "Activated", "Perceptrons", "Residuals"])
 def test_the_replayed_peak_of_checkpointed_modules_of_the_users_own_is_the_counted_one(factory, recompute):
     model, shape = made(factory), (640, None)
     found = replayed_peak_bytes(model, shape, recompute=recompute)
     assert found == pytest.approx(counted_peak_bytes(model, shape, recompute=recompute), rel=5e-3)
+
+
+def test_which_buffers_a_block_hands_on_is_noted_where_there_are_several():
+    """Peaks of recomputed blocks that return a residual beside their output were predicted 4 to 10 % too low."""
+    residuals, one = made("Residuals"), made("Activated")
+    handed = {layer.name: [each for each in layer.buffers if each.handed_on] for layer in residuals.layers}
+    assert {name: [str(each.size_bytes) for each in found] for name, found in handed.items()} == {
+        "first": [],
+        "steps.0": [],  # its residual is its input, and the caller drops the gate
+        "steps": ["128*b"],
+        "steps.4": ["128*b", "256*b"],  # all three stay variables of the caller
+        "head": [],
+        "loss": [],
+    }
+    assert not any(each.handed_on for layer in one.layers for each in layer.buffers)
 
 
 @pytest.mark.parametrize("factory", ["Towers", "Pairs"])
