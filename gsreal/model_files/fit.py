@@ -22,6 +22,7 @@ from gssim.workload import (
     Polynomial,
     Reduction,
 )
+from gssim.workload.layer import REPLACED
 
 LOSS = "loss"
 """Name of the last layer, which runs outside any module."""
@@ -170,7 +171,7 @@ def releases_of(record: Record, index: int) -> tuple[int, ...]:
         counted[-1] if alive.unsaved is None else alive.unsaved
         for alive in record.alive
         if alive.born[:2] == (index, "f") and alive.freed is not None and alive.freed[1] == "b"
-        if alive.freed[0] <= index
+        if alive.freed[0] <= index and not alive.replaced_next
     )
 
 
@@ -263,6 +264,7 @@ def fit_buffers(
         lives = {(record.alive[number].born, record.alive[number].freed) for record in everything.values()}
         if len(lives) > 1:
             raise NoPolynomialError(f"{name}: the lifetime of a buffer depends on batch size or sequence length")
+        freed = None if alive.replaced_next else alive.freed
         # a cast of parameters lives to the end of the forward; see [Note: autocast]
         ends_with_forward = index < last and alive.freed is not None and alive.freed[:2] == (last, "f")
         is_cached = alive.casts_parameter and ends_with_forward
@@ -271,8 +273,8 @@ def fit_buffers(
         buffers.append(
             Buffer(
                 born=_moment(alive.born, index),
-                freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(alive.freed, index),
-                category="activations" if is_saved else "temporaries",
+                freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(freed, index),
+                category=REPLACED if alive.replaced_next else "activations" if is_saved else "temporaries",
                 size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", terms),
                 fixed=alive.fixed,
                 casts_input=alive.casts_input and casts_again,

@@ -163,6 +163,8 @@ class StorageLife:
     freed: tuple[int, str, int] | None = None
     unsaved: int | None = None
     """Position of its own layer's forward at which it would be freed if autograd did not save it."""
+    replaced_next: bool = False
+    """Whether the module keeps it until its next forward makes another."""
     handed_on: tuple[int, str, int] | None = None
     """For one of several storages that a block hands to later layers: when it would be freed if autograd did not save
     it."""

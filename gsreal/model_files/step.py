@@ -610,3 +610,6 @@ def record_backward(
             layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
             record.parameters[name] = (layer, tuple(parameter.shape), alive.born, ready[name])
     record.alive = [alive for alive in record.alive if id(alive) not in gradients]
+    del loss
+    for alive in record.alive if module.training else ():
+        alive.replaced_next = alive.freed is None

@@ -17,6 +17,7 @@ from gssim.memory.lifetimes import (
     input_bytes,
     reduction_buffer_bytes,
     release_of,
+    replaced_bytes,
     scratch_bytes,
     with_scratch,
     with_split_backward,

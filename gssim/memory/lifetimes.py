@@ -25,6 +25,7 @@ from gssim.workload import (
     for_samples,
     gradient_order,
 )
+from gssim.workload.layer import REPLACED
 from gssim.workload.owned import LAST
 
 LARGEST_BLOCK_THREADS = 512
@@ -226,10 +227,13 @@ def activation_timeline(
             relative: dict[tuple[int, str], list[Event]] = defaultdict(list)
             for number, buffer in enumerate(lives(layer, previous, after)):
                 size = buffer.bytes_at(b=batch_size, s=sequence_length, scale=scale)
-                for moment, change in ((buffer.born, size), (buffer.freed, -size)):
+                is_replaced = buffer.category == REPLACED  # frees the one that the forward before has left
+                category = "temporaries" if is_replaced else buffer.category
+                freed = buffer.born if is_replaced else buffer.freed
+                for moment, change in ((buffer.born, size), (freed, -size)):
                     offset = 0 if moment.phase == "end" else moment.layer_offset
                     position = LAST if moment == FORWARD_END else moment.position
-                    event = Event(position, change, buffer.category, number=number)
+                    event = Event(position, change, category, number=number)
                     relative[offset, moment.phase].append(event)
             by_layers[key] = relative
         for (layer_offset, phase), group in by_layers[key].items():
@@ -239,6 +243,21 @@ def activation_timeline(
                 place = end if phase == "end" else events[instance.index + layer_offset, phase]
             place.extend(group)
     return Timeline(events, end)
+
+
+def replaced_bytes(layer: Layer, *, batch_size: int, sequence_length: int, scale: float = 1.0) -> float:
+    """Return the bytes that a layer's module keeps from one forward to the next; arguments as of `activation_timeline`.
+
+    >>> from gssim.units import validated
+    >>> none = ("forward_flop", "backward_flop", "forward_bytes", "backward_bytes", "saved_bytes", "output_bytes")
+    >>> counts = {"forward_operations": 1, "backward_operations": 1, **dict.fromkeys(none, "0")}
+    >>> buffers = ("f4 end replaced 64", "f5 b1 activations 8*b")
+    >>> layer = validated(Layer, {"name": "map", "modules": ("map",), "buffers": buffers, **counts}, file="layer.toml")
+    >>> replaced_bytes(layer, batch_size=2, sequence_length=1)
+    64.0
+    """
+    kept = [buffer for buffer in layer.buffers if buffer.category == REPLACED]
+    return sum((buffer.bytes_at(b=batch_size, s=sequence_length, scale=scale) for buffer in kept), 0.0)
 
 
 def gradient_events(

@@ -34,6 +34,7 @@ from dataclasses import replace
 from gssim.memory.lifetimes import FORWARD_END
 from gssim.units import Recompute
 from gssim.workload import Buffer, Layer, Moment, Polynomial, layer_output, passed_bytes
+from gssim.workload.layer import REPLACED
 from gssim.workload.owned import LAST
 
 CPU_RANDOM_STATE_BYTES = 5056
@@ -54,7 +55,7 @@ def recomputed_buffers(
     `before`: the layer before it; `following`: those after it, up to the next block. `recompute`: what runs again; see
     [Note: selective]. `autocast`: whether the forward runs under torch.autocast; see [Note: casts].
     """
-    moved: list[Buffer] = []
+    moved = _replaced(layer)
     kept = layer.kept_positions(recompute) or ()
     again, after = layer.is_recomputed, following[0] if following else None
     handed = _input_of_block(layer, following)
@@ -63,7 +64,7 @@ def recomputed_buffers(
     releases = dict(zip(map(id, _saved(layer)), layer.recompute_releases or (), strict=False))
     positions = [each.born.position for each in layer.buffers if each.born.phase == "f"]
     last = max([*releases.values(), *positions], default=0)
-    for buffer in layer.buffers:
+    for buffer in (each for each in layer.buffers if each.category != REPLACED):
         is_forward = buffer.born.phase == "f"
         if layer.block and is_forward and buffer.born.position in kept:
             moved.append(replace(buffer, freed=_kept_until(buffer, layer, before), category="activations"))
@@ -132,6 +133,15 @@ def _is_cached(buffer: Buffer, end: Moment, last: int) -> bool:
 
 def _saved(layer: Layer) -> list[Buffer]:
     return [buffer for buffer in layer.buffers if buffer.is_saved]
+
+
+def _replaced(layer: Layer) -> list[Buffer]:
+    """Return the buffers that a layer's module keeps to its next forward: the second forward replaces them as well."""
+    kept = [buffer for buffer in layer.buffers if buffer.category == REPLACED]
+    if not layer.is_recomputed:
+        return kept
+    again = [each for each in kept if each.born.position < _positions(layer)]
+    return [*kept, *(replace(each, born=replace(each.born, phase="r")) for each in again)]
 
 
 def _is_taken(buffer: Buffer, after: Layer | None) -> bool:

@@ -5,7 +5,7 @@ from functools import partial
 
 from gssim import cost
 from gssim.collectives import Communication
-from gssim.memory import Event, footprint, input_bytes
+from gssim.memory import Event, footprint, input_bytes, replaced_bytes
 from gssim.program.clipping import clip_gradients, divides_master_gradients, unscale_gradients
 from gssim.program.compressed import compressor_tensors
 from gssim.program.compute import forward_id
@@ -396,6 +396,15 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     return tuple(float(elements * value_bytes) for elements in owned_tensors(low, rank))
 
 
+def _replaced_bytes(low: Lowering, rank: int) -> float:
+    """Return the bytes that a rank's modules keep from one forward to the next elsewhere than in buffers."""
+    samples, length = low.samples(rank, low.micro_batches[0]), low.scenario.workload.sequence_length or 1
+    return sum(
+        replaced_bytes(each.layer, batch_size=samples, sequence_length=length, scale=low.traced_scale)
+        for each in low.layers_of(rank).layers
+    )
+
+
 @once_a_run
 def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return what a rank always keeps on its device, and in its host's memory, by category."""
@@ -416,7 +425,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     held = {
         "parameters": parameters,
         "workspace": low.device(rank).workspace_bytes,
-        "buffers": float(sum(buffers)),
+        "buffers": sum(buffers) + _replaced_bytes(low, rank),
         "optimizer": sum(_state_tensors(low, owned, workload.optimizer))
         if in_few_bits(low)
         else optimizer_state_bytes(

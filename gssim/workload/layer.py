@@ -348,7 +348,10 @@ def passed_bytes(layer: "Layer", after: "Layer | None") -> Polynomial:
     return after.output_bytes if after and after.block and after.output_bytes in crossing else layer.output_bytes
 
 
-BUFFER_CATEGORIES = ("input", "activations", "temporaries")
+REPLACED = "replaced"
+"""Category of a buffer that the module keeps until its next forward makes another, as an attribute that is no buffer of
+torch's (old `weight_norm`): it is always there, and twice while the forward replaces it."""
+BUFFER_CATEGORIES = ("input", "activations", "temporaries", REPLACED)
 
 _PARAMETER = re.compile(r"^(\S+) ((?:\d+[uea]?(?:x\d+[uea]?)*)|scalar) (\S+) (\S+?)( summed)?$")
 
@@ -674,7 +677,8 @@ class Layer:
     """Every tensor that the layer allocates: the moments of its allocation and release, its category and its size;
     `fixed`: it holds integers or truth values, which are as large in every precision; `casts-input`: it is one of
     several casts of the layer's input by torch.autocast; `handed-on`: a checkpointed block passes it on beside others,
-    and it is freed then, though no backward needs it."""
+    and it is freed then, though no backward needs it. Of the category `replaced` are tensors that the module keeps to
+    its next forward."""
     module_buffer_bytes: Count = 0
     """Bytes of the module's buffers (not parameters), such as running means, in fp32."""
     integer_buffer_bytes: Count = 0

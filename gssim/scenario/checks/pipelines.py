@@ -10,6 +10,7 @@ from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
 from gssim.units import counted
 from gssim.workload import unrolled
+from gssim.workload.layer import REPLACED
 
 
 def check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
@@ -151,6 +152,13 @@ def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
             f"{file}: plan.pp = {ranks}: the model file does not list which layers hold the module buffers of "
             f"{sum(model.buffer_bytes)} bytes: trace it again with `gsreal trace`"
         )
+    for layer in model.layers:
+        if any(buffer.category == REPLACED for buffer in layer.buffers):
+            raise UserError(
+                f"{file}: plan.pp = {ranks}: '{layer.name}' keeps a tensor to its next forward, but not as a buffer "
+                "(as torch.nn.utils.weight_norm does), of which each micro-batch would have its own; not supported; "
+                "use torch.nn.utils.parametrizations.weight_norm"
+            )
     try:
         stages = scenario.stage_ranges
     except UserError as error:
