@@ -3,7 +3,9 @@
 An operation's workspace is the peak of allocated bytes while it runs, minus the bytes allocated before it or after it,
 whichever are more. (After it there are its results, which the trace has already.) It depends on shapes in steps: oneDNN
 selects other kernels if channels are not a multiple of its vectors. So each variant of a layer is measured: whole,
-sliced to each number of units, and with parts of its backward left out.
+sliced to each number of units, and with parts of its backward left out; whole and sliced layers also under
+torch.autocast, if the model is traced under it. (Beside what products take, it is then what torch casts for operations
+on tensors of two precisions, which a CPU has no kernels for.)
 """
 
 from collections import defaultdict
@@ -23,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from gsreal.measure import MemoryCounter
 from gsreal.methods.cuts import cut_of
 from gsreal.methods.tensor_slices import slice_block
-from gsreal.model_files.build import build_module, logits_of, loss_of
+from gsreal.model_files.build import autocast, build_module, logits_of, loss_of
 from gsreal.model_files.divided_steps import TRACED_BATCH_SIZES, TRACED_UNITS
 from gsreal.model_files.fused_kernels import cuda_kernels
 from gsreal.model_files.partial_backward import FIRST, NOTHING, recorded
@@ -31,6 +33,7 @@ from gsreal.model_files.recorder import Record
 from gsreal.model_files.step import Step, layer_boundaries, record_step
 from gssim.cluster.measured import Scratch
 from gssim.workload import Model, unrolled
+from gssim.workload.model import under_autocast
 
 Place = tuple[int, str]
 """Layer and phase."""
@@ -64,17 +67,21 @@ def layer_scratch(
     workspace: dict[str, dict[str, list[str]]] = {layer.name: {} for layer in model.layers}
     if model.compiled:  # torch compiles nothing under a dispatch mode, which sees single operations
         return workspace
-    instances, ways = unrolled(model), list(_variants(model))[rank::ranks]
-    with cuda_kernels() if model.runs_fused_kernels else nullcontext():
-        traced = _traced(model, ways, batches)
-    for way, record in zip(ways, traced, strict=True):
-        seen = _seen(model, way, batches, counter, dtype)
-        places: dict[str, list[Place]] = defaultdict(list)
-        for place in way.places:
-            places[instances[place[0]].layer.name].append(place)
-        for name, its in places.items():
-            if lines := _lines(its, record, seen):
-                workspace[name][way.name] = lines
+    kinds = {"": model}
+    if dtype == torch.float32:
+        kinds |= {f"autocast-{each.precision}-": under_autocast(model, each.precision) for each in model.autocast}
+    for kind, as_run in kinds.items():
+        instances, ways = unrolled(as_run), list(_variants(as_run))[rank::ranks]
+        with cuda_kernels() if model.runs_fused_kernels else nullcontext():
+            traced = _traced(as_run, ways, batches)
+        for way, record in zip(ways, traced, strict=True):
+            seen = _seen(as_run, way, batches, counter, dtype)
+            places: dict[str, list[Place]] = defaultdict(list)
+            for place in way.places:
+                places[instances[place[0]].layer.name].append(place)
+            for name, its in places.items():
+                if lines := _lines(its, record, seen):
+                    workspace.setdefault(name, {})[kind + way.name] = lines
     return workspace
 
 
@@ -101,6 +108,8 @@ def _traced(model: Model, ways: Sequence[_Variant], batches: Batches) -> list[Re
     inputs = next(iter(batches.values()))[0]
     length = inputs.shape[1] if model.input.kind == "tokens" else None
     step = Step(batch_size=TRACED_BATCH_SIZES[0], sequence_length=length)
+    if not ways:
+        return []
     whole = cut = record_step(model, step, where=model.name)
     if any(way.units for way in ways):
         cut = record_step(model, replace(step, units=TRACED_UNITS[0]), where=model.name)
@@ -139,7 +148,8 @@ def _seen(
     for batch_size, (inputs, targets) in batches.items():
         watch = _Watch(counter)
         with watch, layer_boundaries(module, _modules(model), enter=watch.enter) as out:
-            loss = loss_of(out(logits_of(module(inputs))), targets)
+            with autocast(model.traced_autocast, device.type):
+                loss = loss_of(out(logits_of(module(inputs))), targets)
             if way.step != NOTHING:
                 watch.enter(len(_modules(model)), "b")
                 loss.backward()

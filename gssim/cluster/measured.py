@@ -118,7 +118,7 @@ class Curve:
         return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
 
 
-Way = Annotated[str, Field(pattern=r"^(whole|frozen|deepest|untrained|units-[1-9]\d*)$")]
+Way = Annotated[str, Field(pattern=r"^(autocast-(bf16|fp16)-)?(whole|frozen|deepest|untrained|units-[1-9]\d*)$")]
 
 
 @spec
@@ -141,7 +141,8 @@ class LayerProfile:
     scratch_bytes: dict[Way, tuple[ScratchText, ...]] | None = None
     """Workspaces of kernels, by the way in which the layer is run: `whole`; `units-N` for a slice of a block; and with
     frozen parameters `frozen` (the layer itself), `deepest` (of the trained layers) or `untrained` (like all before
-    it). Absent: not measured by operation; the peaks bound them.
+    it). Under torch.autocast, of which there are no other profiles, they begin with `autocast-bf16-` or
+    `autocast-fp16-`. Absent: not measured by operation; the peaks bound them.
     """
 
     _serialized = omits_defaults("forward_host_s", "backward_host_s")

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from gssim.cluster import LayerProfile
 from gssim.memory import Event, reduction_buffer_bytes, rerun_positions, scratch_bytes
 from gssim.program.lowering import Lowering
-from gssim.scenario import layer_profile, units_of_ranks
+from gssim.scenario import units_of_ranks
+from gssim.scenario.device_rates import scratch_profile
 from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance
 from gssim.workload.quantized import quantized_weights
@@ -20,7 +21,7 @@ def scratch_events(
     only the buffers of reductions over rows on a GPU are known. The dequantized copy of the largest quantized weight is
     always among the bytes of unknown moment.
     """
-    profile = layer_profile(low.device(rank), low.scenario.workload, low.whole_layer(instance) or instance.layer)
+    profile = scratch_profile(low.device(rank), low.scenario.workload, low.whole_layer(instance) or instance.layer)
     if not samples:
         return [], 0.0
     if phase in ("i", "w"):  # profiles are of whole backwards, at other positions: at most what one of these takes
@@ -79,14 +80,13 @@ def _measured_events(
 
 def _profile_key(low: Lowering, rank: int, instance: LayerInstance) -> str:
     """Return the profile key for the way in which this rank runs a layer (its role, slice, or part of the sequence)."""
-    units = instance.layer.units
+    units, autocast = instance.layer.units, low.scenario.workload.autocast
+    key = [f"autocast-{autocast}"] if autocast else []
     context = [f"context-{low.policies.cp}"] if low.policies.cp > 1 else []
     if low.policies.tp > 1 and units:
         held = f"units-{units_of_ranks(units, low.scenario.slice_shares)[low.tensor_part]}"
-        return "-".join([*context, held, *(["of-parts"] if low.policies.sequence_parallel else [])])
-    if context:
-        return context[0]
-    return low.role(rank, instance)
+        return "-".join([*key, *context, held, *(["of-parts"] if low.policies.sequence_parallel else [])])
+    return "-".join([*key, context[0] if context else low.role(rank, instance)])
 
 
 def _worst_case_bytes(

@@ -17,6 +17,22 @@ def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> Layer
     return None
 
 
+def scratch_profile(device: DeviceType, workload: Workload, layer: Layer) -> LayerProfile | None:
+    """Return the profile with the kernel workspaces of `layer`, if there is one.
+
+    Under torch.autocast that is the profile of training without it, if it has workspaces under this autocast.
+    """
+    if workload.autocast is None:
+        return layer_profile(device, workload, layer)
+    kind = f"autocast-{workload.autocast}-"
+    for profile in device.profiles:
+        same = profile.model == workload.model.name and profile.precision == workload.precision
+        if same and profile.sequence_length in (None, workload.sequence_length) and layer.name in profile.layers:
+            found = profile.layers[layer.name]
+            return found if any(way.startswith(kind) for way in found.scratch_bytes or ()) else None
+    return None
+
+
 def check_rates(cluster: Cluster, workload: Workload, *, ranks: int) -> None:
     """Raise UserError, with its name, for a device type of the first ranks if the time of some layer is not known.
 

@@ -21,22 +21,22 @@ MODEL = MODELS / "resnet-digits.toml"
 
 @cache
 def measured_scratch(
-    precision: str, name: str = MODEL.stem, length: int | None = None
+    precision: str, name: str = MODEL.stem, length: int | None = None, folder: Path = MODELS
 ) -> dict[str, dict[str, list[str]]]:
     """Return the scratch of every layer by the way it is run; skips where bytes cannot be counted exactly.
 
-    `length`: of sequences, where the model's inputs are tokens.
+    `length`: of sequences, where the model's inputs are tokens; `folder`: of the model file.
 
     Processes that run tests side by side find what one of them has measured.
     """
     file = Path(os.environ["GSREAL_TESTS_SHARED"], f"scratch-{name}-{precision}-{length}.json")
     if not file.exists():
-        write_text(file, json.dumps(_measured(precision, name, length)))
+        write_text(file, json.dumps(_measured(precision, folder / f"{name}.toml", length)))
     found: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
-def _measured(precision: str, name: str, length: int | None) -> dict[str, dict[str, list[str]]]:
+def _measured(precision: str, path: Path, length: int | None) -> dict[str, dict[str, list[str]]]:
     import torch
 
     from gsreal.calibrate.kernel_workspace import layer_scratch
@@ -46,7 +46,7 @@ def _measured(precision: str, name: str, length: int | None) -> dict[str, dict[s
     counter = MemoryCounter(torch.device("cpu"))
     if counter.method != "allocator":
         pytest.skip("needs a C++ compiler to count bytes exactly")
-    model, threads, dtype = load_model(MODELS / f"{name}.toml"), torch.get_num_threads(), DTYPES[precision]
+    model, threads, dtype = load_model(path), torch.get_num_threads(), DTYPES[precision]
     batches = {}
     for samples in (1, 2, 3, 6, 12):
         inputs, targets = example_batch(model, batch_size=samples, sequence_length=length)
@@ -58,12 +58,12 @@ def _measured(precision: str, name: str, length: int | None) -> dict[str, dict[s
         torch.set_num_threads(threads)
 
 
-def scratch_profile(precision: str, name: str = MODEL.stem, length: int | None = None) -> str:
+def scratch_profile(precision: str, name: str = MODEL.stem, length: int | None = None, folder: Path = MODELS) -> str:
     """Return what sets the profile of a cluster's device type `cpu`: layers that take no time, with their scratch."""
     flat = {"sizes": [1.0], "values": [0.0]}
     layers = {
         layer: {"forward_s": flat, "backward_s": flat, "scratch_bytes": ways}
-        for layer, ways in measured_scratch(precision, name, length).items()
+        for layer, ways in measured_scratch(precision, name, length, folder).items()
     }
     profile = {"model": name, "precision": precision, "layers": layers}
     if length:

@@ -2,7 +2,7 @@
 
 Products of 16 bits differ in the order of their sums where batches are split: what training changes agrees to a few
 parts in a thousand, as bf16 has 8 bits of mantissa and fp16 11. They run with torch's own kernels: those of oneDNN take
-a workspace in 16 bits, which no profile under autocast records.
+a workspace in 16 bits, which `test_real_scratch.py` measures.
 """
 
 from itertools import product
