@@ -609,8 +609,8 @@ def trace_command(
         int | None, typer.Option("--classes", help="Number of classes; default: 10 of images, 2 of sequences.")
     ] = None,
     padding: Annotated[
-        int, typer.Option("--padding", help="Padding token of sequences; 0: the config's, if it has one.")
-    ] = 0,
+        int | None, typer.Option("--padding", help="Padding token of sequences; default: the config's, or 0.")
+    ] = None,
     auto_class: Annotated[
         str | None, typer.Option("--auto-class", help="With hf:, the Auto class; default: the task's.")
     ] = None,
@@ -667,7 +667,8 @@ def trace_command(
         task=task,
         image=image,
         classes=classes,
-        padding=padding,
+        padding=padding or 0,
+        states_padding=padding is not None,
         auto_class=auto_class,
         sequence_length=sequence_length,
         precision=precisions[0] if precisions else None,

@@ -57,6 +57,8 @@ class Request:
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Entries of a Hugging Face config; those of `arguments` replace them."""
     padding: int = 0
+    states_padding: bool = field(default=False, repr=False)
+    """Whether `padding` also counts where it is 0: else 0 stands for the config's own padding token, if it has one."""
     precision: str | None = None
     """Precision of the trace; None: that of the model file, or fp32."""
     other_precisions: tuple[str, ...] = field(default=(), repr=False)
@@ -89,7 +91,8 @@ def completed(request: Request) -> Request:
             said = {key: said[key] for key in ("model", "config")}
         said = {key: value for key, value in said.items() if key == "model" or not getattr(request, key)}
         request = replace(request, **said)
-    if request.task == CLASSIFICATION and not request.padding and not request.model.endswith(".toml"):
+    unstated = not (request.padding or request.states_padding)
+    if request.task == CLASSIFICATION and unstated and not request.model.endswith(".toml"):
         stated = {**request.config, **_arguments(request, f"gsreal trace {request.model}")}.get("pad_token_id")
         request = replace(request, padding=stated if isinstance(stated, int) else 0)
     return replace(
@@ -274,7 +277,7 @@ def check_options(request: Request) -> None:
         "--image": is_file and is_image,
         "--task": request.task != "next-token" and (is_file or is_image),
         "--classes": request.classes is not None and (is_file or not (is_image or is_text_classifier)),
-        "--padding": request.padding != Request.padding and (is_file or not is_text_classifier),
+        "--padding": (request.states_padding or request.padding) and (is_file or not is_text_classifier),
         "--auto-class": request.auto_class is not None and not request.model.startswith("hf:"),
     }
     for option in (option for option, found in without_effect.items() if found):

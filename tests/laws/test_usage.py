@@ -34,6 +34,7 @@ REFUSED = [
     ("gsreal", "trace gsreal.models.gpt --vocabulary 9 --out .", ".: cannot be written: it is a folder"),
     ("gsreal", "trace gsreal.models.gpt --vocabulary 9 --classes 2 --out y.toml", "--classes: has no effect"),
     ("gsreal", "trace gsreal.models.gpt --image 1x8x8 --padding 1 --out y.toml", "--padding: has no effect"),
+    ("gsreal", "trace gsreal.models.gpt --image 1x8x8 --padding 0 --out y.toml", "--padding: has no effect"),
     ("gsreal", "trace gsreal.models.gpt --image 1x8x8 --task masked-token --out y.toml", "--task: has no effect"),
     ("gsreal", "trace gsreal.models.gpt --vocabulary 9 --auto-class A --out y.toml", "--auto-class: has no effect"),
     ("gsreal", "trace x.toml --vocabulary 9 --out y.toml", "--vocabulary: has no effect"),

@@ -136,7 +136,13 @@ def test_a_null_that_the_user_replaces_is_no_longer_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "padding"), [({}, 7), ({"padding": 3}, 3), ({"arguments": ("pad_token_id=5",)}, 5)]
+    ("options", "padding"),
+    [
+        ({}, 7),
+        ({"padding": 3}, 3),
+        ({"padding": 0, "states_padding": True}, 0),
+        ({"arguments": ("pad_token_id=5",)}, 5),
+    ],
 )
 def test_a_classifier_of_sequences_leaves_out_the_padding_of_its_config(tmp_path, monkeypatch, options, padding):
     """The data were filled up with token 0 and the model left out another: RoBERTa's config states 1."""
