@@ -1,5 +1,6 @@
 """Lowers scenarios to programs: the typed task graph of a training step, with the tasks of every rank."""
 
+from gssim.program.kernel_workspace import unmeasured_workspace
 from gssim.program.lowering import Lowering
 from gssim.program.optimizer import workspaces
 from gssim.program.passes import Steps, StepTraffic, lower, lowering_key

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from gssim.cluster import LayerProfile
 from gssim.memory import Event, reduction_buffer_bytes, rerun_positions, scratch_bytes
 from gssim.program.lowering import Lowering
-from gssim.scenario import units_of_ranks
+from gssim.scenario import Scenario, units_of_ranks
 from gssim.scenario.device_rates import scratch_profile
 from gssim.units import PRECISION_BYTES
-from gssim.workload import LayerInstance
+from gssim.workload import ImageInput, LayerInstance
 from gssim.workload.quantized import quantized_weights
 
 
@@ -36,6 +36,29 @@ def scratch_events(
         0.0 if profile is None else _worst_case_bytes(low, rank, instance, phase, samples, [*traced, *bias_events])
     )
     return bias_events, unplaced_bytes + copied_bytes
+
+
+def unmeasured_workspace(scenario: Scenario) -> tuple[str, ...]:
+    """Return a line for each type of CPU whose kernels take a workspace that no profile has, and so counts as 0.
+
+    Of kernels on a CPU, those of convolutions take one, those of products in 16 bits, and those of operations on
+    tensors of two precisions, which autocast leaves. (An LSTM's do too, but a model file does not tell LSTMs apart.)
+    """
+    workload = scenario.workload
+    precision = workload.autocast or workload.precision
+    kernels = ["convolutions"] if isinstance(workload.model.input, ImageInput) else []
+    kernels += [f"products in {precision}"] if PRECISION_BYTES[precision] == 2 else []
+    messages = []
+    for name in dict.fromkeys(scenario.cluster.devices[rank].type for rank in range(scenario.ranks)):
+        device = scenario.cluster.device_types[name]
+        profiles = (scratch_profile(device, workload, layer) for layer in workload.model.layers)
+        measured = any(each is not None and each.scratch_bytes is not None for each in profiles)
+        if device.kind == "cpu" and kernels and not measured:
+            messages.append(
+                f"what kernels allocate ({', '.join(kernels)}): device_types.{name} has no profile of it for this "
+                "workload (`gsreal calibrate`), and peaks are higher by it, in small models by several per cent"
+            )
+    return tuple(messages)
 
 
 def _bias_gradient_events(low: Lowering, rank: int, instance: LayerInstance, samples: int) -> list[Event]:

@@ -14,7 +14,15 @@ from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.execution.cache import Same, Shared
 from gssim.execution.garbage import no_collection
-from gssim.program import Program, Steps, StepTraffic, after_inner_steps, lowering_key, unmeasured_host_time
+from gssim.program import (
+    Program,
+    Steps,
+    StepTraffic,
+    after_inner_steps,
+    lowering_key,
+    unmeasured_host_time,
+    unmeasured_workspace,
+)
 from gssim.result import (
     COMPUTE_PHASES,
     PHASES,
@@ -540,6 +548,7 @@ def _result(
     mean_ratio = mean_over_typical(float(carried[0].sum()) / machine.steps, excess_bytes)
     ranks = rank_classes(scenario, machine, phases, footprints, carried, mean_ratio=mean_ratio, beside=beside)
     ordered_s = sorted((lightest or typical).times_s)
+    left_out = (*unmeasured_host_time(scenario), *unmeasured_workspace(scenario))
     return Result(
         source="simulated",
         scenario_id=scenario.identity(shared),
@@ -573,7 +582,7 @@ def _result(
             **{name: installed_version(name) for name in NUMERICS},
             "python": platform.python_version(),
             "seed": scenario.run.seed,
-            **({"uncounted": list(left_out)} if (left_out := unmeasured_host_time(scenario)) else {}),
+            **({"uncounted": list(left_out)} if left_out else {}),
             **({"scaled_bytes": scaled} if (scaled := scenario.workload.scaled_bytes) else {}),
             **({"attention_of_cpu": why} if (why := scenario.attention_of_cpu) else {}),
         },

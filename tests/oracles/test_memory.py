@@ -1,10 +1,13 @@
+from pathlib import Path
+
 import pytest
 from strategies import device_type, loaded_of, machine_of, scenario_of, star, tiny_model
 
 from gssim.cluster import Curve, LayerProfile
-from gssim.cluster.measured import Profile
+from gssim.cluster.measured import Profile, Scratch
 from gssim.memory import Event, Footprint, activation_timeline, footprint, gradient_events, with_scratch
 from gssim.program import Lowering, units
+from gssim.scenario import load_model
 from gssim.simulation import simulate
 from gssim.workload import optimizer_state_bytes, unrolled
 from gssim.workload.optimizers import optimizer_temporary_bytes
@@ -72,6 +75,7 @@ def test_gradients_are_born_in_the_backward_and_freed_when_ready_only_if_asked()
 
 # The tiny model by hand, 2 samples of 4 tokens: 8 tokens --------------------------------------------------------------
 
+MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 ACTIVATIONS = 3 * 16 * 8 + 64 * 8 + 64 * 8 + 4  # embedding, two blocks, logits, log-probabilities, loss
 LOGITS_GRADIENT = 64 * 8
 PARAMETERS = 4 * 168
@@ -201,3 +205,32 @@ def test_kernel_scratch_is_what_was_measured_above_the_traced_buffers():
     machine, _ = machine_of(scenario)
     assert machine.memory[0].peak["temporaries"] == 9000
     assert machine.memory[0].peak["activations"] == ACTIVATIONS
+
+
+def test_a_prediction_says_where_a_cpus_kernels_take_workspace_that_was_not_measured():
+    """Peaks of convolutions without it are predicted up to 7 % too low, those of products in 16 bits 4 %."""
+    flat = Curve(sizes=(1.0,), values=(0.0,))
+
+    def said(model, way="", *, kind="cpu", **workload):
+        measured = LayerProfile(
+            forward_s=flat, backward_s=flat, scratch_bytes={way: (Scratch.parse("f0 2:900"),)} if way else None
+        )
+        layers = dict.fromkeys((layer.name for layer in model.layers), measured)
+        profile = Profile(model=model.name, precision=workload.get("precision", "fp32"), layers=layers)
+        cluster = star(1, types={"fast": device_type(kind=kind, profiles=[profile])})
+        scenario = scenario_of(cluster, {"method": "single"}, model=model, global_batch_size=2, **workload)
+        return simulate(loaded_of(scenario)).result.provenance.get("uncounted", ())
+
+    images, tokens = (load_model(MODELS / f"{name}.toml") for name in ("resnet-digits-20k", "gpt-byte-150k"))
+    no_length = {"sequence_length": None}
+    (why,) = said(images, **no_length)
+    assert "(convolutions): device_types.fast has no profile of it" in why
+    assert said(images, "whole", **no_length) == ()
+    assert said(images, kind="cuda", **no_length) == ()
+    assert said(tokens) == ()
+    (why,) = said(tokens, precision="bf16")
+    assert "(products in bf16)" in why
+    assert said(tokens, "whole", precision="bf16") == ()
+    traced_under_it = load_model(MODELS / "resnet-digits.toml")
+    for way, complains in (("", True), ("whole", True), ("autocast-bf16-whole", False)):
+        assert bool(said(traced_under_it, way, autocast="bf16", **no_length)) == complains
