@@ -112,6 +112,8 @@ class Scheduler:
         self.tuning = (cluster.nccl or GENERATIONS["ampere"]) if cluster.backend == "nccl" and gpus else None
         self._groups: dict[Members, Group] = {}
         self._equal_groups: dict[bytes, Group] = {}
+        self._ring_rates: dict[Sequence[int], tuple[float, float]] = {}
+        """Rates of the ring's hops inside hosts and between them, by group, as far as groups were routed together."""
         devices = cluster.devices[:ranks]
         numbers = {name: i for i, name in enumerate(dict.fromkeys(device.host for device in devices))}
         self.hosts = np.array([numbers[device.host] for device in devices], dtype=np.int64)
@@ -141,12 +143,12 @@ class Scheduler:
 
     def _ring_packing(self, ranks: Ints) -> Hops | None:
         """Return the best rings inside hosts with direct links between devices; None if there are no such hosts."""
-        position = np.full(self.cluster.wiring.nodes, -1)
+        if not len(self._direct_links):
+            return None
+        wiring, position = self.cluster.wiring, np.full(self.cluster.wiring.nodes, -1)
         position[ranks] = np.arange(len(ranks))
-        wiring = self.cluster.wiring
         source, target = position[wiring.source], position[wiring.target]
-        direct = np.flatnonzero((source >= 0) & (target >= 0))
-        direct = direct[self.hosts[ranks[source[direct]]] == self.hosts[ranks[target[direct]]]]
+        direct = self._direct_links[(source[self._direct_links] >= 0) & (target[self._direct_links] >= 0)]
         if not len(direct):
             return None
         rates: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
@@ -157,6 +159,13 @@ class Scheduler:
         for host in distinct(self.hosts[ranks]).tolist():
             pairs += _host_rings(np.flatnonzero(self.hosts[ranks] == host).tolist(), rates.get(host, {}))
         return Hops.of(pairs)
+
+    @cached_property
+    def _direct_links(self) -> Ints:
+        """Links between two devices of one host."""
+        wiring, ranks = self.cluster.wiring, len(self.hosts)
+        links = np.flatnonzero((wiring.source < ranks) & (wiring.target < ranks))
+        return links[self.hosts[wiring.source[links]] == self.hosts[wiring.target[links]]]
 
     def _tuned_by_nccl(self, tuning: NcclTuning, members: Members, communication: Communication) -> CollectiveSchedule:
         """Return the schedule that NCCL's tuner chooses, with its latency and the fraction of the links' rates it
@@ -189,7 +198,10 @@ class Scheduler:
 
     def nccl_group(self, group: Sequence[int]) -> Group:
         """Return a group of ranks as NCCL's tuner sees it."""
-        return self._group(self.members(group))
+        members, rates = self.members(group), self._ring_rates.get(group)
+        if rates is not None and members not in self._groups:
+            self._groups[members] = _group_with(members, *rates)
+        return self._group(members)
 
     def _long_distance_s(self, stages: Sequence[Stage]) -> float:
         """Return the latency of long-distance hops beyond a data centre, which NCCL's constants do not include."""
@@ -282,6 +294,7 @@ class Scheduler:
                 ranks[which][:, _places(ranks[representative], ends)] for ends in (hops.source, hops.target)
             )
             rates = np.stack(self.router.rates_of_equal(source, target, self._ring_weights(hops)), axis=1)
+            self._ring_rates.update(zip([groups[each] for each in which.tolist()], map(tuple, rates.tolist()), strict=True))
             distinct_rates, of_rates = np.unique(rates, axis=0, return_inverse=True)
             for place, (inside, between) in enumerate(distinct_rates.tolist()):
                 own = number, _rounded(_group_with(members, inside, between))

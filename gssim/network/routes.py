@@ -81,9 +81,14 @@ class _Known:
 
     def of(self, pairs: Ints) -> Incidence | None:
         """Return the paths of some pairs; None if one of them is not known."""
+        places = self.places(pairs)
+        return None if places is None else self.paths.of_flows(places)
+
+    def places(self, pairs: Ints) -> Ints | None:
+        """Return the places of some pairs among these; None if one of them is not known."""
         places = np.searchsorted(self.pairs, pairs)
         is_known = (places < len(self.pairs)).all() and (self.pairs[places] == pairs).all()
-        return self.paths.of_flows(places) if is_known else None
+        return places if is_known else None
 
     def without(self, pairs: Ints) -> Ints:
         """Return the pairs that are not known."""
@@ -163,7 +168,10 @@ class Router:
 
     def latencies_s(self, hops: Hops) -> Floats:
         """Return the latency of each hop's path, computed by the cheaper of two methods."""
-        return self._paths(hops).latency_s if is_worthwhile(self.wiring, hops) else self.of(hops).latency_s
+        if is_worthwhile(self.wiring, hops):
+            return self._paths(hops).latency_s
+        ahead = self._ahead.places(hops.source * self.nodes + hops.target)
+        return self.of(hops).latency_s if ahead is None else self._ahead.paths.latency_s[ahead]
 
     def latency_beyond_s(self, hops: Hops, floor_s: float) -> float:
         """Return by how much the latencies of the hops' paths exceed a floor, as a weighted mean; for an exchange in

@@ -272,9 +272,11 @@ def _interleaved(
         orders = [_with_shard_actions(order) for order in orders]
     if messages:
         orders = _with_messages(orders, stages)
-    every = [tuple(_with_waits(order, stages, ranks, frees_sent=frees_sent)) for order in orders]
-    left_out = (() if sharded else SHARD_ACTIONS) + (() if messages else ("wait",))
-    return tuple(tuple(each for each in order if each.kind not in left_out) for order in every)
+    if messages and not sharded:
+        orders = [[action for action in order if action.kind not in SHARD_ACTIONS] for order in orders]
+    return tuple(
+        tuple(_with_waits(order, stages, ranks, frees_sent=frees_sent, messages=messages)) for order in orders
+    )
 
 
 def _compute_order(rank: int, ranks: int, local: int, micro_batches: int, *, splits: bool) -> list[Action]:
@@ -323,13 +325,14 @@ def _with_shard_actions(order: list[Action]) -> list[Action]:
     following: list[list[int]] = [[]]
     """From each action on, the stages in the order in which they come next; the last action first."""
     for action in reversed(order):
-        following.append([action.stage, *(stage for stage in following[-1] if stage != action.stage)])
+        following.append([action.stage, *[stage for stage in following[-1] if stage != action.stage]])
     slots: list[Action] = []
     for action, stages in zip(order, reversed(following), strict=False):
         upcoming = stages[:ACTIVE_STAGES]
-        slots += [Action("reshard", stage) for stage in sorted(active.difference(upcoming))]
-        slots += [Action("unshard", stage) for stage in upcoming if stage not in active]
-        active = set(upcoming)
+        if active != set(upcoming):
+            slots += [Action("reshard", stage) for stage in sorted(active.difference(upcoming))]
+            slots += [Action("unshard", stage) for stage in upcoming if stage not in active]
+            active = set(upcoming)
         slots.append(action)
         backwards_left[action.stage] -= action.kind == last
         if action.kind == last and not backwards_left[action.stage]:
@@ -346,13 +349,11 @@ def _with_messages(orders: list[list[Action]], stages: int) -> list[list[Action]
     ranks = len(orders)
     actions: list[list[Action]] = [[] for _ in orders]
     available: list[set[Message]] = [set() for _ in orders]
-    positions = [0] * ranks
-    while any(position < len(order) for position, order in zip(positions, orders, strict=True)):
-        for rank, order in enumerate(orders):
-            if positions[rank] == len(order):
-                continue
-            action = order[positions[rank]]
-            if not available[rank].issuperset(_inputs(action, stages)):
+    waiting = {rank: iter([(each, _inputs(each, stages)) for each in order]) for rank, order in enumerate(orders)}
+    upcoming = {rank: each for rank, several in waiting.items() if (each := next(several, None)) is not None}
+    while upcoming:
+        for rank, (action, needed) in list(upcoming.items()):
+            if needed and needed[0] not in available[rank]:
                 continue
             actions[rank].append(action)
             for message in _outputs(action, stages):
@@ -362,7 +363,11 @@ def _with_messages(orders: list[list[Action]], stages: int) -> list[list[Action]
                 if peer != rank:
                     actions[rank].append(Action("send", messages=(message,)))
                     actions[peer].append(Action("receive", messages=(message,)))
-            positions[rank] += 1
+            following = next(waiting[rank], None)
+            if following is None:
+                del upcoming[rank]
+            else:
+                upcoming[rank] = following
     return actions
 
 
@@ -381,8 +386,10 @@ def _outputs(action: Action, stages: int) -> tuple[Message, ...]:
     return (Message("gradient", action.stage, action.micro_batch),) if is_sent else ()
 
 
-def _with_waits(order: list[Action], stages: int, ranks: int, *, frees_sent: bool) -> Iterator[Action]:
-    """Yield the order with waits and releases inserted where torch's runtime has them.
+def _with_waits(
+    order: list[Action], stages: int, ranks: int, *, frees_sent: bool, messages: bool
+) -> Iterator[Action]:
+    """Yield the order with waits (if it has `messages`) and releases inserted where torch's runtime has them.
 
     After a split backward the input's gradient is also the `grad` of the buffer in which the input was received, which
     the next step's begin clears (torch: stage_backward_input, clear_runtime_states).
@@ -390,28 +397,32 @@ def _with_waits(order: list[Action], stages: int, ranks: int, *, frees_sent: boo
     splits = any(action.kind == "weight" for action in order)
     sent: list[Message] = []
     freed: set[Message] = set()
-    gradient: Message | None = None
+    gradient: tuple[Message, ...] = ()
     received = {message for action in order if action.kind == "receive" for message in action.messages}
     for action in order:
-        needed = [m for m in _inputs(action, stages) if m in received] if received else []
-        if needed:
-            yield Action("wait", messages=tuple(needed))
+        kind, stage, micro_batch, _ = action
+        if kind not in ("forward", "backward"):
+            yield action
+            continue
+        needed = _inputs(action, stages) if received else ()
+        if needed and needed[0] in received:
+            yield Action("wait", messages=needed)
         yield action
         outputs = _outputs(action, stages)
         if ranks > 1:
             sent += outputs
-        if action.kind == "backward":
-            output = Message("activation", action.stage, action.micro_batch)
-            stays = ranks > 1 and action.stage < stages - 1 and not frees_sent
-            unused = [] if stays else [output]
+        if kind == "backward":
+            stays = ranks > 1 and stage < stages - 1 and not frees_sent
+            unused = () if stays else (Message("activation", stage, micro_batch),)
             if frees_sent:
-                unused += [gradient] if gradient is not None else []
-                gradient = outputs[0] if outputs else None
+                unused += gradient
+                gradient = outputs
             freed.update(unused)
             for message in unused:
                 yield Action("release", messages=(message,))
     for message in reversed(sent):
-        yield Action("wait", messages=(message,))
+        if messages:
+            yield Action("wait", messages=(message,))
         if message not in freed:
             stays = splits and message.kind == "gradient"
             yield Action("release-after-step" if stays else "release", messages=(message,))
