@@ -163,11 +163,7 @@ class Router:
 
     def latencies_s(self, hops: Hops) -> Floats:
         """Return the latency of each hop's path, computed by the cheaper of two methods."""
-
-        def latencies_s() -> Floats:
-            return self._paths(hops).latency_s if is_worthwhile(self.wiring, hops) else self.of(hops).latency_s
-
-        return self.kept.once(("latency", self.ways, Same(hops)), latencies_s, weight=len)
+        return self._paths(hops).latency_s if is_worthwhile(self.wiring, hops) else self.of(hops).latency_s
 
     def latency_beyond_s(self, hops: Hops, floor_s: float) -> float:
         """Return by how much the latencies of the hops' paths exceed a floor, as a weighted mean; for an exchange in
