@@ -63,6 +63,15 @@ class Hops:
         )
 
     @cached_property
+    def receivers(self) -> int:
+        """Number of ranks that receive.
+
+        >>> Hops.of([(0, 1, 1.0), (2, 1, 1.0)]).receivers
+        1
+        """
+        return len(distinct(self.target))
+
+    @cached_property
     def most_handled(self) -> float:
         """Bytes that the busiest rank sends and receives, per byte of the stage's size.
 

@@ -32,6 +32,18 @@ def is_independent(machine: MachineState, index: int) -> bool:
     return independent and not machine.program.once(_is_slowed_by_pauses, machine.roles[index])
 
 
+def are_independent(machine: MachineState) -> bool:
+    """Return whether `is_independent` holds for all classes."""
+    jittery = any(is_jittery(device) for device in {id(device): device for device in machine.devices}.values())
+    if machine.is_coupled or jittery or any(isinstance(memory, RecordingTracker) for memory in machine.memory):
+        return False
+    return not machine.program.once(_are_slowed_by_pauses)
+
+
+def _are_slowed_by_pauses(program: Program) -> bool:
+    return any(_is_slowed_by_pauses(program, role) for role in range(len(program.tasks)))
+
+
 def _is_slowed_by_pauses(program: Program, role: int) -> bool:
     return any(task.after_pauses for task in each_once(program.tasks[role]))
 

@@ -11,7 +11,7 @@ import numpy as np
 import simpy
 
 from gssim.cluster import Cluster, Conditions
-from gssim.engine.fast_path import can_run_ahead, is_independent, run_ahead
+from gssim.engine.fast_path import are_independent, can_run_ahead, run_ahead
 from gssim.engine.memory_tracker import memory_after
 from gssim.engine.outline_operations import can_walk_outlines
 from gssim.engine.outline_walk import OutlineWalk, UnequalClassesError
@@ -141,12 +141,7 @@ class Machine(MachineState):
         if len(self.classes) < MIN_CLASSES_VECTORISED:
             return False
         has_notices = any(instance.schedule.notices for several in self.arranged.all for instance in several)
-        all_compute = all(any(task.stream == "compute" for task in tasks) for tasks in self.program.tasks)
-        return (
-            all_compute
-            and not has_notices
-            and all(is_independent(self, rank_class.index) for rank_class in self.classes)
-        )
+        return self.program.once(_all_compute) and not has_notices and are_independent(self)
 
     def _run_outlines(self, steps: int) -> None:
         """Execute the program chunk by chunk; see [Note: outline] in `outline_operations`."""
@@ -286,3 +281,8 @@ class Machine(MachineState):
             return max(SMALLEST_JITTER, 1 + spread * float(self.random[index].standard_normal()))
         factor = self.step_speed[index] + (own * float(self.random[index].standard_normal()) if own else 0.0)
         return max(SMALLEST_JITTER, factor)
+
+
+def _all_compute(program: Program) -> bool:
+    """Return whether every rank has tasks on its compute stream."""
+    return all(any(task.stream == "compute" for task in tasks) for tasks in program.tasks)

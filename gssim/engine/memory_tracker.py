@@ -148,7 +148,8 @@ class GroupPeaks:
         If events of two streams coincide, that of the stream beside the compute stream comes first.
         """
         if self.in_one_stream:
-            return [self._peaks_of_order(np.arange(2 * self.steps * len(self.needs.tasks)))[role] for role in columns]
+            peaks = self._peaks_of_order(np.arange(2 * self.steps * len(self.needs.tasks)))
+            return [peaks[role] for role in columns]
         rows = sorted(range(len(self.needs.streams)), key=self.needs.streams.__getitem__, reverse=True)
         places = [self.needs.tasks[row] for row in rows]
         times_s = np.stack([began_s[:, places], ended_s[:, places]], axis=2)

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 from gssim.collectives import Communication
 from gssim.engine.collective_instances import CollectiveInstance
-from gssim.engine.fast_path import is_independent
+from gssim.engine.fast_path import are_independent
 from gssim.engine.memory_tracker import allocates_beside_compute
 from gssim.engine.rendezvous import PreparedTransfer, delays_of_collective, prepared_transfer
 from gssim.engine.state import MachineState
@@ -318,7 +318,7 @@ def can_walk_outlines(machine: MachineState) -> bool:
         return False
     roles = range(len(program.tasks))
     return (
-        all(is_independent(machine, each.index) for each in machine.classes)
+        are_independent(machine)
         and not any(program.once(allocates_beside_compute, role) for role in roles)
         and not any(program.once(_role_of, role).waits_inside_chunks for role in roles)
     )

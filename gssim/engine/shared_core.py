@@ -8,6 +8,7 @@ later one. Measured on four ranks with 0.4 of a core each, plans that exchange i
 the mean times of their layers predict, about half of it because of turns; other plans took 2 % longer.
 """
 
+from collections import deque
 from collections.abc import Generator
 from typing import Any
 
@@ -43,7 +44,10 @@ class SharedCore(Host):
     ) -> None:
         super().__init__(env, len(members), members, coupled=True, core_share=core_share)
         self._share = core_share
-        self._core = simpy.Resource(env)
+        self._is_taken = False
+        """Whether a device has its turn."""
+        self._waiting: deque[simpy.Event] = deque()
+        """The next turns, in the order in which devices asked for them."""
         self._latest: int | None = None
         """Class whose turn was the latest."""
         random = np.random.default_rng([seed, *members])
@@ -62,35 +66,59 @@ class SharedCore(Host):
         A communication load that begins counts from the next turn on. Caches are refilled only once after a pause in
         which another device computed: the pause's own `refill_s` counts towards that.
         """
-        share = self._share[rank_class]
+        share, env = self._share[rank_class], self.env
         left_s, refilled_s = alone_s * share, refill_s * share
+        woken = False  # whether the clock has woken nothing but this stream at this instant
         while left_s > ROUNDING_S:
-            yield from self._sleep(rank_class)
-            asked_s = self.env.now
-            with self._core.request() as turn:
+            if owed_s := self._owed_sleep_s(rank_class):
+                yield env.timeout(owed_s)
+                self._debt_s[rank_class], woken = 0.0, True
+            asked_s = env.now
+            if woken and not self._is_taken and not self._waiting and env.peek() > asked_s:
+                self._is_taken = True  # no event comes between the question and the turn
+            else:
+                turn = env.event()
+                self._waiting.append(turn)
+                self._begin_turn()
                 yield turn
-                self._debt_s[rank_class] = max(self._debt_s[rank_class] - (self.env.now - asked_s), -MOST_CREDIT_S)
-                if self._latest not in (None, rank_class):
-                    emptied_s = TURN_S * (1 - 1 / device.neighbour_slowdown_ratio)
-                    self._refill_s[rank_class] = max(0.0, emptied_s - refilled_s)
-                    refilled_s = 0.0
-                self._latest = rank_class
-                slowdown = 1.0
-                if self.communicating[rank_class]:
-                    slowdown += communicating_excess(device, *self._load(rank_class))
-                refill_s = min(self._refill_s[rank_class], left_s)  # no longer than the compute that needs the caches
-                turn_s = min(refill_s + left_s * slowdown, TURN_S - self._computed_s[rank_class])
-                yield self.env.timeout(turn_s)
-                self._computed_s[rank_class] += turn_s
-                self._refill_s[rank_class] -= min(refill_s, turn_s)
-                left_s -= max(0.0, turn_s - refill_s) / slowdown
+            self._debt_s[rank_class] = max(self._debt_s[rank_class] - (env.now - asked_s), -MOST_CREDIT_S)
+            if self._latest not in (None, rank_class):
+                emptied_s = TURN_S * (1 - 1 / device.neighbour_slowdown_ratio)
+                self._refill_s[rank_class] = max(0.0, emptied_s - refilled_s)
+                refilled_s = 0.0
+            self._latest = rank_class
+            slowdown = 1.0
+            if self.communicating[rank_class]:
+                slowdown += communicating_excess(device, *self._load(rank_class))
+            refill_s = min(self._refill_s[rank_class], left_s)  # no longer than the compute that needs the caches
+            turn_s = min(refill_s + left_s * slowdown, TURN_S - self._computed_s[rank_class])
+            yield env.timeout(turn_s)
+            woken = True
+            self._computed_s[rank_class] += turn_s
+            self._refill_s[rank_class] -= min(refill_s, turn_s)
+            left_s -= max(0.0, turn_s - refill_s) / slowdown
+            self._end_turn()
 
-    def _sleep(self, rank_class: int) -> Generator[Any, Any, None]:
-        """Sleep for what the class owes, if it has computed for a whole turn."""
+    def _begin_turn(self, _ended: simpy.Event | None = None) -> None:
+        """Give the core to the device that asked first, unless another one has it."""
+        if self._waiting and not self._is_taken:
+            self._is_taken = True
+            self._waiting.popleft().succeed()
+
+    def _end_turn(self) -> None:
+        """End a turn; the next one begins after whatever else happens at this instant was due before."""
+        self._is_taken = False
+        if self._waiting:
+            ended = self.env.event()
+            assert ended.callbacks is not None
+            ended.callbacks.append(self._begin_turn)
+            ended.succeed()
+
+    def _owed_sleep_s(self, rank_class: int) -> float:
+        """Return the sleep that the class owes, if it has computed for a whole turn and owes enough; else 0."""
         if self._computed_s[rank_class] < TURN_S - ROUNDING_S:
-            return
+            return 0.0
         self._debt_s[rank_class] += self._computed_s[rank_class] * (1 / self._share[rank_class] - 1)
         self._computed_s[rank_class] = 0.0
-        if self._debt_s[rank_class] >= LEAST_SLEEP_S:
-            yield self.env.timeout(self._debt_s[rank_class])
-            self._debt_s[rank_class] = 0.0
+        owed_s = self._debt_s[rank_class]
+        return owed_s if owed_s >= LEAST_SLEEP_S else 0.0

@@ -132,16 +132,19 @@ class MachineState:
     def _hosts(self) -> dict[str, Host]:
         """Return the hosts, or cores, of the classes' representatives."""
         names = {rank_class.host for rank_class in self.classes}
+        slowed = {name for name, kind in self.cluster.device_types.items() if has_contention(kind)}
+        shares = core_shares(self.cluster)
+        if not slowed and shares is None:
+            return dict.fromkeys(names, Host(self.env, 0, {}, coupled=False))  # it keeps nothing
         devices: dict[str, int] = dict.fromkeys(names, 0)
         coupled: dict[str, bool] = dict.fromkeys(names, False)
         for device, host in zip(self.cluster.devices, contention_groups(self.cluster), strict=True):
             if host in names:
                 devices[host] += 1
-                coupled[host] |= has_contention(self.cluster.device_types[device.type])
+                coupled[host] |= device.type in slowed
         members: dict[str, dict[int, int]] = {name: {} for name in names}
         for rank_class in self.classes:
             members[rank_class.host][rank_class.index] = rank_class.on_host
-        shares = core_shares(self.cluster)
         if shares is None:
             return {name: Host(self.env, devices[name], members[name], coupled=coupled[name]) for name in sorted(names)}
         own = {rank_class.index: shares[rank_class.representative] for rank_class in self.classes}

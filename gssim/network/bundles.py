@@ -72,7 +72,7 @@ def runs(starts: Ints, lengths: Ints) -> Ints:
 
 def is_worthwhile(wiring: Wiring, hops: Hops) -> bool:
     """Return whether bundling hops is less work than routing each."""
-    return hops.count * PAIR_LINKS > len(distinct(hops.target)) * wiring.links
+    return hops.count * PAIR_LINKS > hops.receivers * wiring.links
 
 
 @dataclass(frozen=True, eq=False)

@@ -123,9 +123,9 @@ class MemoryFootprint:
         }
 
     @cached_property
-    def reported_key(self) -> tuple[Any, ...]:
-        """`reported` as a hashable key, by which ranks with equal memory are found."""
-        return tuple(tuple(each.items()) if isinstance(each, dict) else each for each in self.reported.values())
+    def reported_key(self) -> str:
+        """`reported` as a key, by which ranks with equal memory are found; a text, unlike a tuple, keeps its hash."""
+        return repr(self.reported)
 
     @cached_property
     def outside_bytes(self) -> float:

@@ -225,8 +225,7 @@ def rank_classes(
     `mean_over_typical`; `beside`: see `links_of`. Bytes of ranks are means over steps, so that they agree with the
     collectives' payloads.
     """
-    found: dict[tuple[Any, ...], tuple[dict[str, Any], list[int]]] = {}
-
+    found: dict[tuple[Any, ...], tuple[MemoryFootprint, dict[str, float], dict[str, float], list[int]]] = {}
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
     devices = scenario.cluster.devices
     if beside is not None:
@@ -234,25 +233,34 @@ def rank_classes(
     sent, received = (size_bytes.tolist() for size_bytes in carried)
     for each, same in _equal_members(machine, *carried, np.array(shard_shares)):
         footprint, rank, own_phases_s = footprints[each.index], int(same[0]), phases[each.index]
-        on_host = machine.program.on_host[machine.roles[each.index]] if machine.program.on_host else {}
-        outcome = {
-            "device": devices[rank].type,
-            "bytes_sent": round(mean_ratio * sent[rank] / machine.steps, SIZE_DIGITS),
-            "bytes_received": round(mean_ratio * received[rank] / machine.steps, SIZE_DIGITS),
-            "batch_share": batch_sizes[rank] / total,
-            "shard_share": shard_shares[rank],
-        }
-        key = (*outcome.values(), footprint.reported_key, *_parts_of_step(own_phases_s), *on_host.items())
-        if key in found:
-            found[key][1].extend(same.tolist())
-            continue
-        outcome |= footprint.reported
-        outcome["phases_s"] = own_phases_s
-        outcome["host_bytes"] = {category: float(size) for category, size in on_host.items()}
-        found[key] = outcome, same.tolist()
-    return tuple(
-        RankOutcome(ranks=tuple(sorted(ranks)), count=len(ranks), **outcome) for outcome, ranks in found.values()
-    )
+        on_host = dict(machine.program.on_host[machine.roles[each.index]]) if machine.program.on_host else {}
+        key = (
+            devices[rank].type,
+            round(mean_ratio * sent[rank] / machine.steps, SIZE_DIGITS),
+            round(mean_ratio * received[rank] / machine.steps, SIZE_DIGITS),
+            batch_sizes[rank] / total,
+            shard_shares[rank],
+            footprint.reported_key,
+            *_parts_of_step(own_phases_s),
+            *on_host.items(),
+        )
+        found.setdefault(key, (footprint, own_phases_s, on_host, []))[-1].extend(same.tolist())
+    outcomes = []
+    for key, (footprint, phases_s, host_bytes, ranks) in found.items():
+        outcome = RankOutcome(
+            ranks=tuple(sorted(ranks)),
+            count=len(ranks),
+            device=key[0],
+            bytes_sent=key[1],
+            bytes_received=key[2],
+            batch_share=key[3],
+            shard_share=key[4],
+            phases_s=phases_s,
+            host_bytes={category: float(size) for category, size in host_bytes.items()},
+            **footprint.reported,
+        )
+        outcomes.append(outcome)
+    return tuple(outcomes)
 
 
 def with_phases_of(

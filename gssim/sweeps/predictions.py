@@ -18,7 +18,7 @@ from gssim.errors import RunFailedError, UserError
 from gssim.execution import SHOWN, FileStore, Workers, code_digest, processes
 from gssim.execution.cache import Shared
 from gssim.execution.files import locked
-from gssim.execution.garbage import no_collection
+from gssim.execution.garbage import OBJECTS_PER_COLLECTION, no_collection
 from gssim.result import Result, file_name, read_result
 from gssim.scenario.identity import layers_id
 from gssim.scenario.sweep import Point, is_rate
@@ -166,22 +166,18 @@ def answer(chunk: Chunk[Made]) -> Answers[Made]:
     began_s, shared = time.perf_counter(), _THREAD_CACHE.shared
     made: list[Made | Fault] = []
     with no_collection():
-        for number, point in enumerate(chunk.points):
+        for point in chunk.points:
             local_files = unpacked(chunk.files, shared) if chunk.files is not None else None
             try:
                 made.append(chunk.work(local_files.localised(point) if local_files is not None else point, shared))
             except (UserError, RunFailedError) as error:  # names the paths of the requesting machine
                 text = local_files.original_text(str(error)) if local_files is not None else str(error)
                 made.append(type(error)(text))
-            if number % POINTS_PER_COLLECTION == POINTS_PER_COLLECTION - 1:
+            if gc.get_count()[0] > OBJECTS_PER_COLLECTION:
                 gc.collect(0)  # only the youngest generation: objects that points share are older
             if time.perf_counter() - began_s > MAX_CHUNK_S:
                 break
     return Answers(tuple(made), time.perf_counter() - began_s)
-
-
-POINTS_PER_COLLECTION = 64
-"""Number of points between garbage collections."""
 
 
 class _Interrupted:
