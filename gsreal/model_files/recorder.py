@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
@@ -22,6 +23,7 @@ from gsreal.methods.checkpointing import PRODUCTS, SELECTIVE, is_kept
 from gssim.units import Recompute
 
 aten = torch.ops.aten
+prim_device = torch.ops.prim.device.default
 
 
 class NoPolynomialError(Exception):
@@ -365,6 +367,8 @@ class Recorder(TorchDispatchMode):
             key = tensor.untyped_storage()._cdata
             if key in self.known:
                 self.first_use.setdefault(key, self.layer)
+        if func is prim_device and isinstance(inputs[0], FakeTensor):
+            return inputs[0].device  # autograd asks every tensor: two of three dispatches, which modes below only delay
         self._written(func, args)
         if func is aten.add.Tensor and self._sums_in_place(args[0]):
             layer, phase, position = self.now()

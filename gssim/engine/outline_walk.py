@@ -24,7 +24,7 @@ from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.merged_classes import JointInstances, MergedClasses, Merging
 from gssim.engine.outline_operations import Operation, OutlineOperations, Piece
 from gssim.engine.rendezvous import call_at, carry_out, carry_prepared
-from gssim.engine.state import MachineState
+from gssim.engine.state import MachineState, Walk
 from gssim.network import JointSessions, Prepared
 from gssim.result import PHASES
 
@@ -115,11 +115,12 @@ class _Stream:
         return next((piece.goes_on for several in pieces for piece in several if piece.host_s is not None), False)
 
 
-class OutlineWalk:
+class OutlineWalk(Walk):
     """Executes the outlines of all classes of a machine."""
 
     def __init__(self, machine: MachineState, steps: int, *, merges_classes: bool = True) -> None:
-        self.machine, self.steps, self.env = machine, steps, machine.env
+        super().__init__(machine)
+        self.steps, self.env = steps, machine.env
         self.finished = machine.env.event()
         self._ready: deque[_Stream] = deque()
         self._is_running = False

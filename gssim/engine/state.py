@@ -1,5 +1,6 @@
 """State of a simulated machine: its clock, classes of ranks, hosts and network, and what is recorded as it executes."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Set
 from functools import cached_property
@@ -242,6 +243,22 @@ class MachineState:
         phase = task.phase if awaited is None else "exposed_communication"
         rank = self.classes[index].representative
         self.recorded.append(TaskSpan(rank, task.stream, task.id, phase, began_s, end_s, awaited))
+
+
+class Walk:
+    """Executes the program of a machine, which holds it: it refers back weakly, as only garbage collections would free
+    a cycle, with all recorded times.
+    """
+
+    def __init__(self, machine: MachineState) -> None:
+        self._machine = weakref.ref(machine)
+
+    @property
+    def machine(self) -> MachineState:
+        """The machine."""
+        machine = self._machine()
+        assert machine is not None  # it holds this walk
+        return machine
 
 
 def _places(program: Program, role: int) -> dict[int, int]:

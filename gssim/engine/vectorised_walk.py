@@ -37,7 +37,7 @@ from gssim.engine.rendezvous import (
     prepared_transfer,
 )
 from gssim.engine.repeated_step import repeated_step
-from gssim.engine.state import MachineState, TaskSpan
+from gssim.engine.state import MachineState, TaskSpan, Walk
 from gssim.engine.task_groups import Index, Ranks, Segment, TaskGroup, task_groups_of
 from gssim.program import Program, TaskId
 from gssim.result import PHASES
@@ -100,11 +100,12 @@ class _Joined:
     """The number of the instance, if all of these ranks join the same one."""
 
 
-class VectorisedWalk:
+class VectorisedWalk(Walk):
     """Executes all ranks of a machine, task group by task group."""
 
     def __init__(self, machine: MachineState, ranks: Sequence[Ranks], steps: int) -> None:
-        self.machine, self.ranks, self.steps = machine, ranks, steps
+        super().__init__(machine)
+        self.ranks, self.steps = ranks, steps
         self.finished = machine.env.event()
         self._left_in_first = sum(len(each.task_group.segments) * len(each.classes) for each in ranks)
         """Segments of the first step, each once for every rank, that have not ended."""

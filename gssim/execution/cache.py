@@ -105,3 +105,8 @@ class Shared:
         while len(kept) > (self.most if most is None else most):
             kept.popitem(last=False)
         return value
+
+    def clear(self) -> None:
+        """Drop all values. Some of them refer to this cache, so that only a garbage collection would free them."""
+        self._kept.clear()
+        self.large = Recent(MOST_LARGE)

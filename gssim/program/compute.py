@@ -519,8 +519,7 @@ def _split(phase: str, events: Sequence[Event], scratch: float, duration_s: floa
 class BackwardParts:
     """The parts of the backward in a micro-batch's list of tasks; other tasks are inserted after them."""
 
-    def __init__(self, low: Lowering, tasks: Sequence[Task]) -> None:
-        self.low = low
+    def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = list(tasks)
         self._index = {task.id: index for index, task in enumerate(tasks) if task.id.op == "backward"}
         self._behind: dict[int, list[Task]] = defaultdict(list)
@@ -531,11 +530,14 @@ class BackwardParts:
         other._behind = defaultdict(list)
         return other
 
-    def at(self, place: tuple[int, int]) -> int:
-        """Return the index of the task in which the backward reaches `place` (layer, position)."""
+    def at(self, low: Lowering, place: tuple[int, int]) -> int:
+        """Return the index of the task in which the backward reaches `place` (layer, position).
+
+        The lowering is an argument, as it caches such parts: a cycle would keep its tasks until a garbage collection.
+        """
         layer, position = place
-        instance = self.low.layers[layer]
-        own = _backward_cuts(self.low, instance.layer, _completions(self.low).get(layer, ()))
+        instance = low.layers[layer]
+        own = _backward_cuts(low, instance.layer, _completions(low).get(layer, ()))
         cuts = {*own, *sum_positions(instance.layer, "b", "none"), *await_positions(instance.layer, "b")}
         part = sum(1 for cut in cuts if cut < position)
         while backward_id(instance, part) not in self._index:

@@ -80,7 +80,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
     trained = [instance for instance in low.layers if instance.layer.parameters]
     last = next((instance for instance in trained if not instance.layer.block), None)
     lowest = last if last is not trained[0] else None
-    parts = BackwardParts(low, tasks)
+    parts = BackwardParts(tasks)
     sent = send_buckets(low, rank, micro_batch) if micro_batch.sends_gradients else []
     for unit in flat_units(low):
         collect = _end_of_backward(low, low.device_type(rank), unit, leaves=micro_batch.sends_gradients)
@@ -94,7 +94,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
             new = [*new, *draining, *push]  # gradients are collected while the push before may still be in flight
             draining = drain
         if unit.bucket.of_experts:  # pushed inside the backward of its block
-            after_task[parts.tasks[parts.at(unit.bucket.complete)].id] += new
+            after_task[parts.tasks[parts.at(low, unit.bucket.complete)].id] += new
         elif unit.is_root:
             end = new
         else:

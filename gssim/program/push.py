@@ -57,8 +57,8 @@ def _collecting(low: Lowering, kind: ComputeKind) -> tuple[BackwardParts, Sequen
     """Return the backward of ranks of a kind, with the time to copy gradients into buckets, and the index of the part
     that completes each bucket.
     """
-    parts, device = BackwardParts(low, low.computed[kind]), low.scenario.cluster.device_types[kind.device_type]
-    places = [parts.at(bucket.complete) for bucket in low.buckets]
+    parts, device = BackwardParts(low.computed[kind]), low.scenario.cluster.device_types[kind.device_type]
+    places = [parts.at(low, bucket.complete) for bucket in low.buckets]
     for place, bucket in zip(places, low.buckets, strict=True):
         parts.lengthen(place, cost.copy_time_s(device, bucket.elements * low.value_bytes))
     return parts, places

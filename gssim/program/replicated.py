@@ -59,10 +59,10 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     precision = low.policies.compress or low.reduce_precision
     summed = precision if PRECISION_BYTES[precision] == HALF_BYTES else ""
     casts = hooked and precision != workload.gradient_precision
-    parts, reductions = BackwardParts(low, tasks), list[TaskId]()
+    parts, reductions = BackwardParts(tasks), list[TaskId]()
     rounds: list[list[Task]] = [[], []]
     for bucket in low.buckets:
-        index = parts.at(bucket.complete)
+        index = parts.at(low, bucket.complete)
         kind = "reduce-scatter" if low.has_one_gradient_buffer else "all-reduce"
         # gradients are copied into the bucket; a single gradient buffer is divided in place by the number of
         # ranks, if there are several (Megatron-LM, core/distributed/param_and_grad_buffer.py, start_grad_sync)
@@ -94,14 +94,14 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
 
 def _reduce_and_free(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
     """All-reduce the buckets of a micro-batch whose gradients are then freed; see [Note: freed gradients]."""
-    parts, ends = BackwardParts(low, tasks), []
+    parts, ends = BackwardParts(tasks), []
     after_backward: list[Task] = []
     for bucket in low.buckets:
         reduction = _copies_and_reduction(low, rank, bucket, micro_batch)
         if low.reduces_after_backward:
             after_backward += reduction
         else:
-            parts.insert_after(parts.at(bucket.complete), reduction)
+            parts.insert_after(parts.at(low, bucket.complete), reduction)
         ends.append(reduction[-1].id)
     added_bytes = low.part_gradient_bytes if _adds_to_part(micro_batch) else 0.0
     freed = [(low.freed_buffers_bytes, "buckets", False), (added_bytes, "gradients", True)]
@@ -170,7 +170,7 @@ def _reduce_experts(
     stream = "communication" if low.scenario.plan.overlap else "compute"
     ends = []
     for bucket, exchange in expert_reductions(low, precision):
-        index = parts.at(bucket.complete)
+        index = parts.at(low, bucket.complete)
         casts_it = casts and exchange is not None
         divided_bytes = 0.0 if casts_it else float(bucket.elements * low.buffer_value_bytes)
         divided = parts.lengthen(index, cost.copy_time_s(device, divided_bytes))

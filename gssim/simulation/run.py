@@ -152,14 +152,17 @@ def simulate(
     stands for all thresholded steps, while density, payloads and bytes sent are means over exactly the run's steps.
     Whether the plan fits also depends on the dense steps at the start.
     """
+    used = shared or Shared()
     try:
         with no_collection():
-            shared = shared or Shared()
             check_rates(loaded.scenario.cluster, loaded.scenario.workload, ranks=loaded.scenario.ranks)
-            simulated = _simulated(loaded, unfolded, shared, spread=spread, listed=listed)
-            return _with_band(loaded, simulated, unfolded, shared) if banded else simulated
+            simulated = _simulated(loaded, unfolded, used, spread=spread, listed=listed)
+            return _with_band(loaded, simulated, unfolded, used) if banded else simulated
     except UserError as error:  # not found by earlier checks: raised only when the network is built
         raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
+    finally:
+        if shared is None:
+            used.clear()
 
 
 def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Shared) -> Simulated:

@@ -3,6 +3,7 @@
 import math
 import random
 import tomllib
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ class InThisProcess:
     def __init__(self, loaded, at_once=2):
         self.loaded, self.at_a_time = loaded, at_once
         self.answers, self.shared = {}, Shared()
+        weakref.finalize(self, self.shared.clear)  # what it keeps refers to it
         self.simulated = 0
 
     def submit(self, work, request):
@@ -37,7 +39,7 @@ class InThisProcess:
         try:
             answer = judged(self.with_plan(plan), request.bound, request.limits, self.shared)
         except UserError as error:
-            answer = error
+            answer = error.with_traceback(None)  # whose frames would keep this
         self.simulated += isinstance(answer, Result)
         return answer
 

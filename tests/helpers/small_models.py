@@ -49,10 +49,11 @@ KEPT = Path(__file__).resolve().parent / "models" / "of_tests"
 
 
 @contextmanager
-def whole_layers_alone(*, sliced: bool = False) -> Iterator[None]:
+def whole_layers_alone(*, sliced: bool = False, split: bool = True) -> Iterator[None]:
     """Trace layers whole (and, if `sliced`, under tensor parallelism) alone, in a third of the time.
 
-    What divides sequences, contexts and experts is left out, and what ranks do that train only some layers.
+    What divides sequences, contexts and experts is left out, and what ranks do that train only some layers; and, unless
+    `split`, a quarter of the rest: the costs of a split backward, which no other quantity of a layer depends on.
     """
     left_out = [name for name in trace.DIVIDED_STEPS if not (sliced and name == "sliced_layers")]
     nothing = dict.fromkeys(left_out, lambda *_given: None)
@@ -60,6 +61,8 @@ def whole_layers_alone(*, sliced: bool = False) -> Iterator[None]:
         patch.dict(trace.DIVIDED_STEPS, nothing),
         patch.object(trace, "with_partial_costs", lambda _model, layers, *_given, **_where: layers),
     ]
+    if not split:
+        patches.append(patch.object(trace, "with_split_costs", lambda _model, layers, *_given, **_where: layers))
     for each in patches:
         each.start()
     try:

@@ -119,7 +119,7 @@ WIDTH, HEADS = 64, 4
 CONFIG = "n_layer=2 n_embd=64 n_head=4 n_positions=64 vocab_size=256 use_cache=false"
 
 
-def traced(name: str, *more: str, **options: object) -> Model:
+def traced(name: str, *more: str, split: bool = False, **options: object) -> Model:
     """Return a small GPT-2, whose dropouts are 0.1 unless `more` says something else."""
     request = Request(
         model="hf:gpt2",
@@ -129,13 +129,13 @@ def traced(name: str, *more: str, **options: object) -> Model:
         maximum_sequence_length=64,
         **options,
     )
-    with whole_layers_alone():
+    with whole_layers_alone(split=split):
         return traced_model(request)
 
 
 @pytest.fixture(scope="module")
 def gpt2() -> Model:
-    return traced("dropout", other_precisions=("bf16",), autocast=("bf16",))
+    return traced("dropout", split=True, other_precisions=("bf16",), autocast=("bf16",))
 
 
 def block(model: Model) -> Layer:
