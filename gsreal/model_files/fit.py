@@ -279,6 +279,7 @@ def fit_buffers(
                 fixed=alive.fixed,
                 casts_input=alive.casts_input and casts_again,
                 handed_on=_moment(alive.handed_on, index) if alive.handed_on and of_own_backward else None,
+                summed_in_place=all(record.alive[number].summed_in_place for record in everything.values()),
             )
         )
     return tuple(buffers)

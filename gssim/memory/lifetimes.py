@@ -73,7 +73,7 @@ class Event(NamedTuple):
     """
 
     position: float
-    """Position of an operation, or a half more: between that operation and the next."""
+    """Position of an operation, or a part more: between that operation and the next."""
     size_bytes: float
     category: str
     tensors: Sequence[float] = ()
@@ -229,10 +229,10 @@ def activation_timeline(
                 size = buffer.bytes_at(b=batch_size, s=sequence_length, scale=scale)
                 is_replaced = buffer.category == REPLACED  # frees the one that the forward before has left
                 category = "temporaries" if is_replaced else buffer.category
-                freed = buffer.born if is_replaced else buffer.freed
-                for moment, change in ((buffer.born, size), (freed, -size)):
+                ends = (buffer.born, buffer.born.position) if is_replaced else (buffer.freed, buffer.released_at)
+                for moment, at, change in ((buffer.born, buffer.born.position, size), (*ends, -size)):
                     offset = 0 if moment.phase == "end" else moment.layer_offset
-                    position = LAST if moment == FORWARD_END else moment.position
+                    position = LAST if moment == FORWARD_END else at
                     event = Event(position, change, category, number=number)
                     relative[offset, moment.phase].append(event)
             by_layers[key] = relative
