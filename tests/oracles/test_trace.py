@@ -815,9 +815,8 @@ def test_what_a_module_keeps_to_its_next_forward_is_noted_and_refused_in_pipelin
     assert all(sizes == (["16384"] * 2 if name.startswith("steps") else []) for name, sizes in kept.items())
     (layer,) = [layer for layer in model.layers if layer.name == "steps"]
     assert replaced_bytes(layer, batch_size=3, sequence_length=1) == 2 * 16384
-    staged = scenario_of(star(2), {"method": "pipeline", "micro_batches": 2}, model=model, sequence_length=None)
     with pytest.raises(UserError, match=r"plan.pp = 2: 'steps.0' keeps a tensor to its next forward"):
-        check(staged, file="made")
+        scenario_of(star(2), {"method": "pipeline", "micro_batches": 2}, model=model, sequence_length=None)
 
 
 @pytest.mark.parametrize("factory", ["Towers", "Pairs"])
