@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from functools import partial
 from itertools import repeat
 from typing import Literal, NamedTuple
+from weakref import proxy
 
 from gssim.collectives import Communication
 from gssim.engine.collective_instances import CollectiveInstance
@@ -332,7 +333,7 @@ class OutlineOperations:
     """Operations of all classes of a machine in a step of its outlines, prepared for the walk."""
 
     def __init__(self, machine: MachineState) -> None:
-        self.machine = machine
+        self.machine: MachineState = proxy(machine)  # which has them, by way of the walk
         self._transfers: dict[CollectiveInstance, PreparedTransfer | None] = {}
         self._instances: dict[int, dict[int, tuple[int, CollectiveInstance]]] = {}
         """For each collective (by `id`) and class: the number of its instance, and the instance."""

@@ -17,6 +17,7 @@ from itertools import repeat
 from math import inf
 from operator import add
 from typing import Any
+from weakref import proxy
 
 import simpy
 
@@ -119,7 +120,8 @@ class OutlineWalk:
     """Executes the outlines of all classes of a machine."""
 
     def __init__(self, machine: MachineState, steps: int, *, merges_classes: bool = True) -> None:
-        self.machine, self.steps, self.env = machine, steps, machine.env
+        self.machine: MachineState = proxy(machine)  # which has the walk; see [Note: no cycles] in `state`
+        self.steps, self.env = steps, machine.env
         self.finished = machine.env.event()
         self._ready: deque[_Stream] = deque()
         self._is_running = False

@@ -20,6 +20,7 @@ from functools import cached_property, partial, reduce
 from itertools import chain
 from operator import add
 from typing import Any
+from weakref import proxy
 
 import numpy as np
 import simpy
@@ -103,7 +104,8 @@ class VectorisedWalk:
     """Executes all ranks of a machine, task group by task group."""
 
     def __init__(self, machine: MachineState, ranks: Sequence[Ranks], steps: int) -> None:
-        self.machine, self.ranks, self.steps = machine, ranks, steps
+        self.machine: MachineState = proxy(machine)  # which has the walk; see [Note: no cycles] in `state`
+        self.ranks, self.steps = ranks, steps
         self.finished = machine.env.event()
         self._left_in_first = sum(len(each.task_group.segments) * len(each.classes) for each in ranks)
         """Segments of the first step, each once for every rank, that have not ended."""
