@@ -30,6 +30,10 @@ class Clock(simpy.Environment):
         heappush(self._queue, (time_s, NORMAL, next(self._eid), event))  # like SimPy's `schedule`
         return event
 
+    def drop_events(self) -> None:
+        """Drop the events that are still to come. They refer to the clock, and it to them."""
+        self._queue.clear()
+
 
 class Load(NamedTuple):
     """Load that running collectives put on a device's processor, which slows down its compute."""

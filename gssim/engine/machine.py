@@ -101,6 +101,12 @@ class Machine(MachineState):
         out.
         """
         self.steps = steps
+        try:
+            self._execute(steps, peaks=peaks)
+        finally:
+            self.env.drop_events()
+
+    def _execute(self, steps: int, *, peaks: bool) -> None:
         if self._outlined and can_walk_outlines(self):
             self._run_outlines(steps)
             return

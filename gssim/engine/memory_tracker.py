@@ -4,6 +4,8 @@ traces, and for all roles of a task group at once.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import compress
 
 import numpy as np
 
@@ -189,17 +191,17 @@ class GroupPeaks:
         for stream in sorted(set(needs.streams)):
             latest = np.maximum.accumulate(np.where(streams == stream, events, -1))
             active.append((rows[latest], (latest >= 0) & ~ends[latest]))
+        changing: Bools = np.logical_or.reduce(needs.kept, axis=2)  # to add zeros takes time, and changes nothing
+        ending, category = np.nonzero(changing[rows] & ends[:, None])
+        changed_before = np.searchsorted(ending, events)
         found: list[dict[str, float]] = []
         at_a_time = max(1, MAX_CELLS // (len(order) * len(needs.categories)))
         for first in range(0, len(self.persistent), at_a_time):
             roles = slice(first, first + at_a_time)
             held = [[each.get(name, 0.0) for name in needs.categories] for each in self.persistent[roles]]
-            kept = np.where(ends[:, None, None], needs.kept[rows, :, roles], 0.0)
             whole = [sum(each.values()) for each in self.persistent[roles]]
-            changes = kept.reshape(-1, len(whole))
-            counts = changes.any(axis=1)  # to add zeros takes time, and changes nothing
-            before = np.r_[0, np.cumsum(counts)][: -1 : len(needs.categories)]
-            current_bytes = np.cumsum(np.vstack([whole, changes[counts]]), axis=0)[before]
+            changes = needs.kept[rows[ending], category, roles]
+            current_bytes = np.cumsum(np.vstack([whole, changes]), axis=0)[changed_before]
             beside: Floats = np.zeros((len(order), len(whole)))
             for each, is_active in active:
                 beside = beside + np.where(is_active[:, None], needs.peak_bytes[each, roles], 0.0)
@@ -208,19 +210,23 @@ class GroupPeaks:
             for column, event in enumerate(worst.tolist()):
                 role, values = first + column, np.array(held[column])
                 if total_bytes[event, column] > whole[column]:
-                    values = np.cumsum(np.concatenate([values[None], kept[:event, :, column]]), axis=0)[-1]
+                    before = slice(changed_before[event])
+                    np.add.at(values, category[before], changes[before, column])
                     for each, is_active in active:
                         if is_active[event]:
                             values += needs.peak[each[event], :, role]
-                present = set(self.persistent[role]) | self._touched(role)
                 named = zip(needs.categories, values.tolist(), strict=True)
-                found.append({name: value for name, value in named if name in present})
+                found.append(dict(compress(named, self._is_present[role])))
         return found
 
-    def _touched(self, role: int) -> set[str]:
+    @cached_property
+    def _is_present(self) -> Sequence[Sequence[bool]]:
+        """Whether a role has memory of a category, persistent or of its tasks, by role and category."""
         needs = self.needs
-        used = needs.peak[:, :, role].any(axis=0) | needs.kept[:, :, role].any(axis=0)
-        return {needs.categories[place] for place in np.flatnonzero(used).tolist()}
+        found = np.array([[name in persistent for name in needs.categories] for persistent in self.persistent])
+        found |= np.logical_or.reduce(needs.peak, axis=0).T | np.logical_or.reduce(needs.kept, axis=0).T
+        flags: list[list[bool]] = found.tolist()
+        return flags
 
 
 def group_peaks_of(program: Program, task_group: TaskGroup, steps: int) -> GroupPeaks:

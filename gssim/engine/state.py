@@ -1,4 +1,10 @@
-"""State of a simulated machine: its clock, classes of ranks, hosts and network, and what is recorded as it executes."""
+"""State of a simulated machine: its clock, classes of ranks, hosts and network, and what is recorded as it executes.
+
+[Note: no cycles] Nothing that a machine refers to refers back to it, and events that are left in its clock are dropped.
+So a machine is freed as soon as nobody needs it. In a reference cycle, machines, with the programs that they executed,
+would stay until Python's garbage collector finds them, which is off while points are simulated: some 70 MB for each
+threshold of a model with 1.3 billion parameters on 1,024 devices.
+"""
 
 import weakref
 from collections import defaultdict
@@ -246,9 +252,7 @@ class MachineState:
 
 
 class Walk:
-    """Executes the program of a machine, which holds it: it refers back weakly, as only garbage collections would free
-    a cycle, with all recorded times.
-    """
+    """Executes the program of a machine, which holds it; see [Note: no cycles]."""
 
     def __init__(self, machine: MachineState) -> None:
         self._machine = weakref.ref(machine)

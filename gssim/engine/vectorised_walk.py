@@ -13,7 +13,6 @@ as its time is that of another size, scaled (`Network.on_idle_links_s`).
 """
 
 import math
-import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -584,5 +583,4 @@ def vectorised_walk_of(machine: MachineState, steps: int) -> VectorisedWalk:
         Ranks(task_group, [index for index, _ in places], [place for _, place in places], steps)
         for task_group, places in inside.items()
     ]
-    # a weak reference, as the machine keeps the walk: without a cycle, its memory is free as soon as nothing needs it
-    return VectorisedWalk(weakref.proxy(machine), ranks, steps)
+    return VectorisedWalk(machine, ranks, steps)

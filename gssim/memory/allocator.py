@@ -254,17 +254,20 @@ ADDRESS_SPACE_BYTES = 2**60
 """Address space of an expandable segment: more than it ever needs. (torch takes 1 1/8 of the device's memory.)"""
 
 
-def give_back_all(blocks: list[Block]) -> None:
-    """Free blocks, merging adjacent ones first. The pool ends up as if they were freed one by one."""
-    blocks = sorted(blocks, key=itemgetter(0))
+def give_back_all(blocks: list[Block]) -> int:
+    """Free blocks, merging adjacent ones first, and return their bytes. The pool ends up as if freed one by one."""
+    blocks.sort(key=itemgetter(0))
     first, size, _, pool = blocks[0]
+    whole = 0
     for address, size_bytes, _, own in blocks[1:]:
         if address == first + size and own is pool:
             size += size_bytes
             continue
         pool.give_back(first, size)
+        whole += size
         first, size, pool = address, size_bytes, own
     pool.give_back(first, size)
+    return whole + size
 
 
 class ExpandablePool(Pool):
@@ -471,13 +474,12 @@ class CachingAllocator:
                 del kept[:count]
             else:
                 del kept[-count:]
-            give_back_all(blocks)
-            return -sum(block[2] for block in blocks), -sum(block[1] for block in blocks)
+            return -len(blocks) * size, -give_back_all(blocks)
         left = count
         while left:
             blocks = pool.take_some(rounded, size, left) or [self._new(pool, rounded, size)]
             kept += blocks
-            allocated += sum(block[1] for block in blocks)
+            allocated += blocks[0][1] + (len(blocks) - 1) * rounded  # only a single block may be larger
             left -= len(blocks)
         return count * size, allocated
 

@@ -71,7 +71,7 @@ class Traffic:
     @cached_property
     def links(self) -> frozenset[int]:
         """Classes of links that the sessions cross."""
-        return frozenset().union(*(group.links for group in self.groups))
+        return frozenset(self.carried_link.tolist())
 
 
 MOST_RATES = 2**16

@@ -6,7 +6,7 @@ every step. Such buckets are of one kind: amounts by bucket are computed once fo
 same objects.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -161,6 +161,9 @@ class OthersOf(Sequence[float]):
     def __getitem__(self, place: Any) -> Any:
         """Return a message's bytes, or those of some."""
         return self._sizes[place]
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._sizes)
 
     @cached_property
     def _sizes(self) -> tuple[float, ...]:

@@ -1,8 +1,10 @@
 """Ranks carried out together, as vectors of times, come to what each comes to alone."""
 
+import gc
 import json
 from itertools import combinations
 from pathlib import Path
+from weakref import ref
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from tasks import program_with, task_of
 from gssim.collectives import Communication
 from gssim.engine import DeadlockError, machine, vectorised_walk
 from gssim.engine.rendezvous import joins_all_in_turn, joins_in_turn
+from gssim.execution.cache import Shared
 from gssim.program import Issue, Program, Task
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
@@ -298,3 +301,34 @@ def test_who_waits_for_a_task_of_its_own_that_never_comes_is_told():
     ]
     with pytest.raises(DeadlockError, match=r"rank 0 \(communication\) at 'late', after 'early'"):
         machine_for(star(3), *lists, communications=alone).run(1)
+
+
+PIPELINE = [
+    "plan.method=pipeline",
+    "plan.ranks=4",
+    "plan.pp=4",
+    "plan.micro_batches=8",
+    GPUS.format(kind="switch", rate=100),
+]
+THRESHOLDED = [GPUS.format(kind="switch", rate=100), "plan.method=gs", "plan.push.threshold=1e-3"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "walk"),
+    [(THRESHOLDED, "vectorised"), (PIPELINE, "outline_walk"), (["plan.method=ddp"], None)],
+    ids=["vectorised", "outline", "by-task"],
+)
+def test_a_machine_is_freed_as_soon_as_nobody_needs_it(changes, walk):
+    """While points are simulated, the garbage collector, which alone frees reference cycles, is off."""
+    shared = Shared()
+    loaded = load_scenario(SCENARIOS / "demo.toml", changes, shared=shared)
+    gc.disable()
+    try:
+        simulated = simulate(loaded, shared=shared)
+        walks = {name: getattr(simulated.typical.machine, name) for name in ("vectorised", "outline_walk")}
+        assert [name for name, each in walks.items() if each is not None] == ([walk] if walk else [])
+        freed = ref(simulated.typical.machine)
+        del simulated
+        assert freed() is None
+    finally:
+        gc.enable()
