@@ -14,6 +14,7 @@ from difflib import SequenceMatcher
 from gsreal.model_files.divided_steps import Steps, record_steps
 from gsreal.model_files.fit import Shape, Terms, fit_buffers, releases_of
 from gsreal.model_files.recorder import NoPolynomialError, Record
+from gssim.errors import UserError
 from gssim.workload import FIELDS_OF_TERMS, Buffer, Layer, Model, Moment, Polynomial
 from gssim.workload.layer import ONE_SAMPLE, SEVERAL_SAMPLES
 
@@ -24,7 +25,8 @@ def with_one_sample(
     """Return layers (one for each module) with their buffers marked that exist only for one sample, or for several.
 
     `steps`, `terms`: the steps to which the layers were fitted, and the terms of their quantities; `of_several`: one of
-    their records. The layers are unchanged if the buffers of one sample are no polynomials in the other sizes.
+    their records. The layers are unchanged if the buffers of one sample are no polynomials in the other sizes, or if
+    the module does not train on one sample (BatchNorm needs several values of each channel).
     """
     alone = steps.of_one_sample()
     without_samples = {letters: (0, of_s) for letters, (_, of_s) in terms.items()}
@@ -40,7 +42,7 @@ def with_one_sample(
             _marked(layer, index, everything, checked, without_samples, of_several)
             for index, layer in enumerate(layers)
         ]
-    except NoPolynomialError:
+    except (NoPolynomialError, UserError):  # of several samples, steps have been traced before
         return list(layers)
 
 

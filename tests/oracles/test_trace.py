@@ -228,6 +228,17 @@ class Normed(nn.Module):
         return self.head(self.norm(self.conv(images)).mean((2, 3)))
 
 
+class NormedRows(nn.Module):
+    """Its norm has one value of each channel in a sample: it does not train on one sample."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(64, width), nn.BatchNorm1d(width), nn.Linear(width, 10)
+
+    def forward(self, images):
+        return self.head(self.norm(self.first(images.flatten(1))))
+
+
 class Perceptron(nn.Module):
     """Ends in a matrix product, whose output goes to the next block."""
 
@@ -742,6 +753,14 @@ def test_a_module_of_the_users_own_is_traced_exactly(factory):
     )
 
 
+def test_a_module_that_does_not_train_on_one_sample_is_traced_on_several():
+    """It was refused: steps of one sample are traced too."""
+    model, shape = made("NormedRows"), (64, None)
+    layers = [layer.layer for layer in unrolled(model)]
+    assert not any(buffer.samples for layer in layers for buffer in layer.buffers)
+    assert sum(at(layer.saved_bytes, shape) for layer in layers) == really_saved_bytes(model, shape)
+
+
 def test_which_tensors_are_integers_is_noted():
     """Their bytes were scaled with the precision, so that peaks of mixtures in 16 bits were predicted too low."""
     model = made("Ordered", vocabulary=16, image=None, classes=None)
@@ -815,8 +834,9 @@ def test_what_a_module_keeps_to_its_next_forward_is_noted_and_refused_in_pipelin
     assert all(sizes == (["16384"] * 2 if name.startswith("steps") else []) for name, sizes in kept.items())
     (layer,) = [layer for layer in model.layers if layer.name == "steps"]
     assert replaced_bytes(layer, batch_size=3, sequence_length=1) == 2 * 16384
+    staged = {"method": "pipeline", "micro_batches": 2}
     with pytest.raises(UserError, match=r"plan.pp = 2: 'steps.0' keeps a tensor to its next forward"):
-        scenario_of(star(2), {"method": "pipeline", "micro_batches": 2}, model=model, sequence_length=None)
+        scenario_of(star(2), staged, model=model, sequence_length=None)
 
 
 @pytest.mark.parametrize("factory", ["Towers", "Pairs"])
