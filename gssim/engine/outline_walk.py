@@ -163,6 +163,8 @@ class OutlineWalk(Walk):
             self._repeat(self.repeated_s)
         elif end_s > self.env.now:
             self.env.run(until=self.env.at(end_s))
+        for rank in self.ranks:
+            rank.waiting.clear()  # streams of the next step, which refer to their rank
         self._count_bytes()
 
     def _run_ready(self) -> None:

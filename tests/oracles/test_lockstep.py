@@ -327,8 +327,9 @@ def test_a_machine_is_freed_as_soon_as_nobody_needs_it(changes, walk):
         simulated = simulate(loaded, shared=shared)
         walks = {name: getattr(simulated.typical.machine, name) for name in ("vectorised", "outline_walk")}
         assert [name for name, each in walks.items() if each is not None] == ([walk] if walk else [])
-        freed = ref(simulated.typical.machine)
-        del simulated
-        assert freed() is None
+        freed = [ref(simulated.typical.machine)]
+        freed += [ref(each) for each in getattr(walks.pop("outline_walk"), "ranks", ())]
+        del simulated, walks
+        assert not any([each() for each in freed])
     finally:
         gc.enable()
