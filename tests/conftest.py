@@ -68,8 +68,7 @@ def pytest_collection_finish(session):
     ):
         with suppress(ModuleNotFoundError):  # without torch these tests skip
             forks.start_server()
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # without a collection, which takes most of a second for few objects
 
 
 @pytest.hookimpl(trylast=True)

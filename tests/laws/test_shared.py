@@ -1,9 +1,12 @@
 """Caches that points of a sweep share change no prediction, in any order of points."""
 
+import gc
 import os
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
+from weakref import ref
 
 import pytest
 import tomli_w
@@ -12,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from points import random_point
 
+from gssim.engine import Machine
 from gssim.errors import UserError
 from gssim.execution.cache import Same, Shared
-from gssim.program import Steps
+from gssim.program import Lowering, Steps
 from gssim.scenario import check, load_scenario
 from gssim.scenario.sweep import load_sweep, points_of
 from gssim.simulation import simulate
@@ -288,3 +292,35 @@ def test_a_point_has_the_same_digits_whatever_point_of_other_rates_was_predicted
     shared = Shared()
     predicted(first, shared)
     assert predicted(later, shared).to_json() == predicted(later, Shared()).to_json()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [("demo", "plan.method=gs"), ("gpt2-muon",), ("gpt3-1024-3d", "plan.micro_batches=8")],
+    ids=["pushes", "vectorised", "chunk by chunk"],
+)
+def test_what_a_simulation_made_is_freed_with_its_result(asked):
+    """Programs, and the machine with all recorded times, were in cycles, which the garbage collector alone frees."""
+    name, *changes = asked
+    loaded = load_scenario(SCENARIOS / f"{name}.toml", changes)
+    made = []
+
+    def noting(cls):
+        begin = cls.__init__
+
+        def noted(self, *given, **named):
+            begin(self, *given, **named)
+            made.append(ref(self))
+
+        return patch.object(cls, "__init__", noted)
+
+    gc.disable()
+    try:
+        with ExitStack() as stack:
+            for cls in (Lowering, Machine):
+                stack.enter_context(noting(cls))
+            simulate(loaded)
+        assert len(made) > 1
+        assert {each() for each in made} == {None}
+    finally:
+        gc.enable()
