@@ -1,7 +1,9 @@
 """Caches that points of a sweep share change no prediction, in any order of points."""
 
+import gc
 import os
 import re
+import weakref
 from pathlib import Path
 from unittest.mock import patch
 
@@ -288,3 +290,17 @@ def test_a_point_has_the_same_digits_whatever_point_of_other_rates_was_predicted
     shared = Shared()
     predicted(first, shared)
     assert predicted(later, shared).to_json() == predicted(later, Shared()).to_json()
+
+
+@pytest.mark.parametrize("method", ["gs", "ddp"])
+def test_the_machine_of_a_point_is_freed_as_soon_as_nothing_needs_it(method):
+    """Its vectorised walk held it: it was left to the garbage collector, with the times of all of its tasks."""
+    path, overrides = of("lab-2-hosts", *SHORT, f"plan.method={method}", "plan.shares.batch=[0.5, 0.25, 0.125, 0.125]")
+    gc.disable()
+    try:
+        simulated = simulate(load_scenario(path, overrides))
+        machine = weakref.ref(simulated.typical.machine)
+        del simulated
+        assert machine() is None
+    finally:
+        gc.enable()
