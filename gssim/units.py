@@ -114,10 +114,13 @@ def kinds_of_rows(rows: NDArray[Any]) -> tuple[Ints, Ints]:
     (array([0, 1, 0]), array([0, 1]))
     """
     whole = np.ascontiguousarray(rows + 0)  # where zeros have no sign
-    numbers: dict[bytes, int] = {}
     as_bytes = whole.view(f"V{whole.itemsize * whole.shape[1]}").ravel().tolist()
-    kinds = np.array([numbers.setdefault(each, len(numbers)) for each in as_bytes], dtype=np.int64)
-    return kinds, np.unique(kinds, return_index=True)[1]
+    first: dict[bytes, int] = {}
+    for place, row in enumerate(as_bytes):
+        first.setdefault(row, place)
+    numbers = {row: number for number, row in enumerate(first)}
+    kinds = np.array([numbers[row] for row in as_bytes], dtype=np.int64)
+    return kinds, np.array(list(first.values()), dtype=np.int64)
 
 
 MICRO = {0xB5: "u", 0x3BC: "u"}

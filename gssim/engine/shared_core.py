@@ -74,13 +74,8 @@ class SharedCore(Host):
                 yield env.timeout(owed_s)
                 self._debt_s[rank_class], woken = 0.0, True
             asked_s = env.now
-            if woken and not self._is_taken and not self._waiting and env.peek() > asked_s:
-                self._is_taken = True  # no event comes between the question and the turn
-            else:
-                turn = env.event()
-                self._waiting.append(turn)
-                self._begin_turn()
-                yield turn
+            if not (woken and self._takes_at_once()):
+                yield self._asked_turn()
             self._debt_s[rank_class] = max(self._debt_s[rank_class] - (env.now - asked_s), -MOST_CREDIT_S)
             if self._latest not in (None, rank_class):
                 emptied_s = TURN_S * (1 - 1 / device.neighbour_slowdown_ratio)
@@ -98,6 +93,20 @@ class SharedCore(Host):
             self._refill_s[rank_class] -= min(refill_s, turn_s)
             left_s -= max(0.0, turn_s - refill_s) / slowdown
             self._end_turn()
+
+    def _takes_at_once(self) -> bool:
+        """Begin a turn without an event, if nothing else happens at this instant; return whether it has begun."""
+        if self._is_taken or self._waiting or self.env.peek() <= self.env.now:
+            return False
+        self._is_taken = True
+        return True
+
+    def _asked_turn(self) -> simpy.Event:
+        """Return the event with which the next turn begins."""
+        turn = self.env.event()
+        self._waiting.append(turn)
+        self._begin_turn()
+        return turn
 
     def _begin_turn(self, _ended: simpy.Event | None = None) -> None:
         """Give the core to the device that asked first, unless another one has it."""

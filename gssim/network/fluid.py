@@ -18,7 +18,7 @@ from gssim.execution.cache import Shared
 from gssim.network.folding import Folded, Sessions, fold
 from gssim.network.routes import Router
 from gssim.network.transfers import JointSessions, JointTransfer, Prepared, Transfer, transfer_of
-from gssim.units import Floats, Ints, distinct_with_places
+from gssim.units import Bools, Floats, Ints, distinct_with_places
 
 NOWHERE = -1
 
@@ -290,26 +290,28 @@ class Network:
         """
         sessions = [each for each, _, _ in groups]
         session, (places, index), _, _ = self._together(sessions)
-        link, parts = places[index], np.cumsum([len(sizes) for _, sizes, _ in groups])[:-1]
+        link = places[index]
         remaining = np.concatenate([sizes for _, sizes, _ in groups])
         begin_s = np.concatenate([np.full(len(sizes), start_s) for _, sizes, start_s in groups])
-        now_s = 0.0
+        now_s, last_begin_s = 0.0, float(begin_s.max())
         while True:
-            unfinished = remaining > 0
-            going = unfinished & (begin_s <= now_s)
-            next_s = float(begin_s[unfinished & ~going].min(initial=math.inf))
+            going, next_s = remaining > 0, math.inf
+            if now_s < last_begin_s:
+                waiting = going & (begin_s > now_s)
+                going, next_s = going & ~waiting, float(begin_s[waiting].min(initial=math.inf))
             if not going.any():
                 if math.isinf(next_s):
                     return now_s
                 now_s = next_s
                 continue
-            rates, limit = self._rates(sessions, np.split(going, parts), widest=widest)
+            rates, limit = self._rates(sessions, going, widest=widest)
             lasts_s = np.zeros(len(remaining))
             np.divide(remaining, rates, out=lasts_s, where=going)
-            longest_s = float(lasts_s.max())
+            longest_s = step_s = float(lasts_s.max())
             slack_s = 1e-12 * longest_s
-            entries = [(lasts_s, limit, session, link)]
-            step_s = min(longest_s, first_change_s(entries, links=len(self.capacity), slack_s=slack_s))
+            if lasts_s.min(where=lasts_s > 0, initial=math.inf) + slack_s < longest_s:  # else all end together
+                entries = [(lasts_s, limit, session, link)]
+                step_s = min(longest_s, first_change_s(entries, links=len(self.capacity), slack_s=slack_s))
             begins = next_s - now_s <= step_s
             step_s = min(step_s, next_s - now_s)
             carried = np.where(going, rates * step_s, 0.0)
@@ -558,12 +560,13 @@ class Network:
         return known
 
     def _rates(
-        self, groups: Sequence[Sessions], going: Sequence[Any] | None = None, *, widest: float | None = None
+        self, groups: Sequence[Sessions], going: Bools | None = None, *, widest: float | None = None
     ) -> tuple[Floats, Ints]:
         """Return the fair rates of all sessions of the groups, one after another, and the links that limit them.
 
-        `widest`: the rate of the widest link, if not the actual one: what is cached for all clusters of the same
-        proportions must not depend, by rounding, on the one that is simulated first.
+        `going`: which of the sessions have not ended; None: all. `widest`: the rate of the widest link, if not the
+        actual one: what is cached for all clusters of the same proportions must not depend, by rounding, on the one
+        that is simulated first.
         """
         if len(groups) == 1 and len(groups[0].unit_bytes) == 1:
             only = groups[0]
@@ -572,9 +575,9 @@ class Network:
                 fullest = int(shares.argmin())
                 self._alone[only] = shares[fullest : fullest + 1], only.link[fullest : fullest + 1]
             return self._alone[only]
-        if going is not None and all(mask.all() for mask in going):
+        if going is not None and going.all():
             going = None
-        mask = b"" if going is None else np.concatenate(going).tobytes()
+        mask = b"" if going is None else going.tobytes()
         rates, limit = self.folded.rates.once(
             (tuple(groups), mask, self._proportions),
             lambda: self._proportional_rates(groups, going),
@@ -582,11 +585,11 @@ class Network:
         )
         return rates * (self._widest if widest is None else widest), limit
 
-    def _proportional_rates(self, groups: Sequence[Sessions], going: Sequence[Any] | None) -> tuple[Floats, Ints]:
+    def _proportional_rates(self, groups: Sequence[Sessions], going: Bools | None) -> tuple[Floats, Ints]:
         """Return the rates for capacities relative to the widest link, which are proportional to the actual ones."""
         session, (places, link), load, sessions = self._together(groups)
         if going is not None:
-            unfinished = np.concatenate(going)[session]
+            unfinished = going[session]
             session, link, load = session[unfinished], link[unfinished], load[unfinished]
         rates, limit = limited_rates(session, link, load, self.capacity[places] / self._widest, sessions=sessions)
         return rates, np.where(limit == NOWHERE, NOWHERE, places[limit])
@@ -614,7 +617,8 @@ class Network:
                 transfer.share_alone(*alone)
             self._plan(transfers)
             return
-        rates, limit = self._rates([each.sessions for each in transfers], [each.unfinished for each in transfers])
+        unfinished = np.concatenate([each.unfinished for each in transfers])
+        rates, limit = self._rates([each.sessions for each in transfers], unfinished)
         start = 0
         for transfer in transfers:
             end = start + len(transfer.remaining)

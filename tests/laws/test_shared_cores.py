@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import cluster_of, device_type, machine_for, star
@@ -15,7 +16,7 @@ from gssim.cluster.cluster import Emulation
 from gssim.cluster.contention import core_shares, dealt
 from gssim.collectives import Communication
 from gssim.engine import Machine
-from gssim.engine.host import Clock
+from gssim.engine.host import Clock, Load
 from gssim.engine.shared_core import LEAST_SLEEP_S, MOST_CREDIT_S, TURN_S, SharedCore
 from gssim.planner.bounds.compute import chance_of
 from gssim.scenario import load_scenario
@@ -229,3 +230,57 @@ def test_calibration_gives_each_model_what_was_measured_of_it():
     assert first == {"sizes": [2.0, 8.0], "values": [0.25, 0.5]}
     assert second == {"sizes": [2.0, 8.0], "values": [0.375, 0.375]}  # that more bytes take less is chance
     assert [crowd_size(share) for share in (1.0, 0.6, 0.5, 0.4, 0.1)] == [0, 0, 3, 4, 4]
+
+
+class Queued(SharedCore):
+    """The same core, with every turn asked for: SimPy's own resource says who is next."""
+
+    def __init__(self, env, members, **options):
+        super().__init__(env, members, **options)
+        self._resource, self._requests = simpy.Resource(env), {}
+
+    def _takes_at_once(self):
+        return False
+
+    def _asked_turn(self):
+        request = self._resource.request()
+        self._requests[self.env.active_process] = request
+        return request
+
+    def _end_turn(self):
+        self._resource.release(self._requests.pop(self.env.active_process))
+
+
+@given(
+    st.lists(st.sampled_from([0.2, 0.25, 0.4, 0.5]), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0005, 0.001, 0.0031, 0.02])), min_size=1, max_size=8),
+    st.integers(0, 3),
+)
+def test_turns_come_in_the_order_of_a_resource_of_simpy(shares, computes, seed):
+    """Several streams of a device, and several devices, ask for the core at the same instants, and communicate."""
+    device = replace(lab(0.4).type_of(0), communicating_slowdown_ratio=1.25)
+
+    def ends(kind):
+        env, found = Clock(), []
+        core = kind(env, dict.fromkeys(range(len(shares)), 1), core_share=dict(enumerate(shares)), seed=seed)
+
+        begin = env.timeout(0.002)
+
+        def stream(number, index, alone_s):
+            yield begin
+            for change in (+1, -1, +1):
+                yield from core.compute(index, alone_s, device)
+                found.append((number, env.now))
+                core.communicate(index, Load(1.0, 0.0), change)
+
+        def loaded():
+            yield begin  # as they ask for their first turns, which are slower if it does so before they begin
+            core.communicate(0, Load(0.5, 0.0), +1)
+
+        for number, (index, alone_s) in enumerate(computes):
+            env.process(stream(number, index % len(shares), alone_s))
+        env.process(loaded())
+        env.run()
+        return found
+
+    assert ends(SharedCore) == ends(Queued)
