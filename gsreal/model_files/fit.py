@@ -275,6 +275,7 @@ def fit_buffers(
                 size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", terms),
                 fixed=alive.fixed,
                 casts_input=alive.casts_input and casts_again,
+                summed_in_place=all(record.alive[number].summed_in_place for record in everything.values()),
             )
         )
     return tuple(buffers)

@@ -88,7 +88,7 @@ def _saved(buffers: Sequence[Buffer]) -> list[Buffer]:
 
 def _likeness(buffer: Buffer) -> tuple[object, ...]:
     """Return what equal buffers of one sample have in common: moments, kind, marks, and bytes of one sample."""
-    marks = buffer.fixed, buffer.casts_input
+    marks = buffer.fixed, buffer.casts_input, buffer.summed_in_place
     return buffer.born, buffer.freed, buffer.category, marks, _of_one_sample(buffer.size_bytes)
 
 

@@ -5,6 +5,7 @@ move. Every operation on floating-point numbers either has a FLOP formula, or is
 moves. Any other operation is refused: it would count as free, however much it computes.
 """
 
+import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
@@ -169,9 +171,8 @@ class StorageLife:
     """Whether it is torch.autocast's copy of the layer's input in 16 bits."""
     casts_parameter: bool = False
     """Whether it is torch.autocast's copy of a parameter in 16 bits, which it keeps to the end of the forward."""
-    replaced: tuple[int, str, int] | None = None
-    """For a gradient to which autograd adds another in place: the moment before the sum. It counts as freed then; the
-    trace has the sum in a new storage."""
+    summed_in_place: bool = False
+    """Whether it is a gradient to which autograd adds another in place; the trace has the sum in a new storage."""
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,9 @@ STORAGE_HOLDERS, TENSOR_HOLDERS = 2, 4
 mode has it as an argument. To the storage: the tensor, and Python's object for it. To the tensor: the engine's input
 buffer, Python's object for it, and two in the dispatcher."""
 
+ENGINE = torch.autograd.graph._engine_run_backward.__code__
+"""The Python function that starts autograd's engine."""
+
 
 class Recorder(TorchDispatchMode):
     """Dispatch mode that records every operation of a step for the current layer."""
@@ -361,9 +365,8 @@ class Recorder(TorchDispatchMode):
             if key in self.known:
                 self.first_use.setdefault(key, self.layer)
         self._written(func, args)
-        if func is aten.add.Tensor and self._sums_in_place(args[0]):
-            layer, phase, position = self.now()
-            self.live[args[0].untyped_storage()._cdata].replaced = layer, phase, max(0, position - 1)
+        if self._sums_in_place(func, args, kwargs):
+            self.live[args[0].untyped_storage()._cdata].summed_in_place = True
         result = func(*args, **kwargs)
         outputs = [*_tensors((result,))]
         if not func.is_view and not self.allocating and (outputs or func._schema.is_mutable):
@@ -377,21 +380,22 @@ class Recorder(TorchDispatchMode):
             cast.casts_parameter = args[0].is_leaf and args[0].requires_grad and not args[0]._is_view()
         return result
 
-    def _sums_in_place(self, gradient: Tensor) -> bool:
-        """Return whether torch adds the next gradient to `gradient` in place, which it never does under a dispatch mode
-        (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
+    def _sums_in_place(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Return whether an operation is autograd's sum of two gradients of one tensor, which a run computes in place.
 
-        It does so if nothing else refers to the tensor or its storage. In fp32 gradients of linear maps are views,
-        which refer to the storage once more; under autocast, they are casts. Traces without autocast are left out: they
-        have every sum as a new tensor.
+        torch adds the second gradient to the first in place if nothing else refers to the first or to its storage, as a
+        view's base does (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). Under a dispatch mode it never
+        does. No Python code calls that sum: the frame below is the one that has started the engine.
         """
-        if self.record.autocast is None or self.phase != "b" or torch._C._current_autograd_node() is None:
+        if func is not aten.add.Tensor or len(args) != 2 or kwargs or torch.is_grad_enabled():
             return False
+        if torch._C._current_autograd_node() is None or sys._getframe(2).f_code is not ENGINE:
+            return False
+        gradient: Any = args[0]  # torch's stubs leave `_use_count` out
         storage = gradient.untyped_storage()
-        held = torch._C._storage_Use_Count(storage._cdata)
-        of_tensor: Any = gradient  # torch's stubs leave the method out
-        alone = held == STORAGE_HOLDERS and of_tensor._use_count() <= TENSOR_HOLDERS
-        return alone and storage._cdata in self.live
+        if storage._cdata not in self.live or torch._C._storage_Use_Count(storage._cdata) != STORAGE_HOLDERS:
+            return False
+        return gradient._use_count() <= TENSOR_HOLDERS and is_non_overlapping_and_dense_or_false(gradient)
 
     def _is_cast(self, source: Tensor, copy: Tensor) -> bool:
         """Return whether a copy is one that autocast makes."""
@@ -509,7 +513,7 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, self._freed, key, alive)
 
     def _freed(self, key: int, alive: StorageLife) -> None:
-        alive.freed = alive.replaced or self.now()
+        alive.freed = self.now()
         if self.live.get(key) is alive:
             del self.live[key]
 

@@ -72,7 +72,7 @@ class Event(NamedTuple):
     """
 
     position: float
-    """Position of an operation, or a half more: between that operation and the next."""
+    """Position of an operation, or a part more: between that operation and the next."""
     size_bytes: float
     category: str
     tensors: Sequence[float] = ()
@@ -226,9 +226,12 @@ def activation_timeline(
             relative: dict[tuple[int, str], list[Event]] = defaultdict(list)
             for number, buffer in enumerate(lives(layer, previous, after)):
                 size = buffer.bytes_at(b=batch_size, s=sequence_length, scale=scale)
-                for moment, change in ((buffer.born, size), (buffer.freed, -size)):
+                for moment, at, change in (
+                    (buffer.born, buffer.born.position, size),
+                    (buffer.freed, buffer.released_at, -size),
+                ):
                     offset = 0 if moment.phase == "end" else moment.layer_offset
-                    position = LAST if moment == FORWARD_END else moment.position
+                    position = LAST if moment == FORWARD_END else at
                     event = Event(position, change, buffer.category, number=number)
                     relative[offset, moment.phase].append(event)
             by_layers[key] = relative

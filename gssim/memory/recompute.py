@@ -105,7 +105,8 @@ def _around_recomputation(buffer: Buffer, layer: Layer, before: Layer | None) ->
     first = (block.recompute_after or 0) if block is not None and block.is_recomputed else 0
     freed = buffer.freed
     # a gradient that only the last operation before the second forward needs is freed as that operation ends
-    if buffer.born.phase == "b" and not freed.layer_offset and freed.position == first > 0:
+    last_before = buffer.born.phase == "b" and not freed.layer_offset and freed.position == first > 0
+    if last_before and not buffer.summed_in_place:
         freed = replace(freed, position=first - 1)
     kept = buffer.category == "temporaries" and buffer.born.phase == "f" and freed.phase in ("b", "r")
     if freed is buffer.freed and not kept:

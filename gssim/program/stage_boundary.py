@@ -165,7 +165,8 @@ def stage_timeline(
                     # a trace may show the output as freed by the next layer's forward, a temporary, and the gradient of
                     # the input as kept for the weights of the layer before: the schedule keeps the one, and sends both
                     category = "activations" if buffer.born.phase == "f" else "temporaries"
-                cached[key] = Event(born, size, category), Event(freed.position, -size, category)
+                position = buffer.released_at if freed is buffer.freed else freed.position
+                cached[key] = Event(born, size, category), Event(position, -size, category)
             events[number, buffer.born.phase].append(cached[key][0])
             if freed.phase == "end":
                 end.append(cached[key][1])

@@ -21,7 +21,7 @@ from gssim.scenario.run import Run
 from gssim.units import adapter
 from gssim.workload import Workload
 from gssim.workload.gradient_statistics import GradientStatistics
-from gssim.workload.layer import CASTS_INPUT, FIXED, ONE_SAMPLE, SEVERAL_SAMPLES
+from gssim.workload.layer import ONE_SAMPLE, SEVERAL_SAMPLES, without_mark
 from gssim.workload.model import OWN_LAYERS
 
 VERSION = 1
@@ -116,10 +116,10 @@ def _model_digest(same: Same) -> str:
     asked: Any = same.value
     model = asked.in_file_precision
     layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
-    for layer in layers:  # which buffers hold integers or casts of the input, and what one sample has instead, follows
-        # from the module
+    for layer in layers:  # which buffers hold integers or casts of the input, or become sums, and what one sample has
+        # instead, follows from the module
         texts = (text.removesuffix(SEVERAL_SAMPLES) for text in layer["buffers"] if not text.endswith(ONE_SAMPLE))
-        layer["buffers"] = [text.removesuffix(FIXED).removesuffix(CASTS_INPUT) for text in texts]
+        layer["buffers"] = [without_mark(text) for text in texts]
     return _digest(_fields(model, leave_out=UNASKED_OF_MODEL) | {"layers": layers})
 
 

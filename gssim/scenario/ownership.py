@@ -305,8 +305,8 @@ def _made_bytes(layer: Layer, following: Layer | None, shape: dict[str, Any]) ->
     given = layer_input_gradient(following.buffers) if following is not None else None
     own = [each for each in layer.buffers if each.born.phase == "b"]
     sizes = {id(each): each.bytes_at(**shape) for each in own}
-    events = [(each.born.position, sizes[id(each)]) for each in own]
-    events += [(each.freed.position, -sizes[id(each)]) for each in own if each.freed.layer_offset == 0]
+    events = [(float(each.born.position), sizes[id(each)]) for each in own]
+    events += [(each.released_at, -sizes[id(each)]) for each in own if each.freed.layer_offset == 0]
     allocated = accumulate(size for _, size in sorted(events, key=lambda event: (event[0], event[1] < 0)))
     return max(allocated, default=0) + (given.bytes_at(**shape) if given is not None else 0)
 

@@ -15,6 +15,12 @@ Buffers of which only one sample has the like, or only several, say so; all othe
 are those of several samples. Costs, and the buffers of partly trained layers and of split backwards, are functions of
 the number of samples that are fitted to several.
 
+[Note: sums in place] Autograd adds the gradients of a tensor's several uses one by one. It adds the next to the first
+in place if nothing but its own buffer refers to the first: not to one that another use also has, nor to a view, such as
+a gradient of a linear map in fp32. A trace has each sum as a buffer of its own. If the sum is in place, the buffer of
+the first gradient says so: its memory passes to the sum, so that it is released before the operation at which it is
+freed. What a pipeline's stage receives from another is held by the schedule, and no sum takes its memory.
+
 [Note: routed rows] If ranks divide the routed experts of a layer, each rank holds u of them and processes r rows: one
 row for every pair of a token of its group and an expert of that token that the rank holds. Quantities are polynomials
 in r too; the number of rows follows from the load of the experts. If the block is also cut in u units, the rank holds e
@@ -235,6 +241,8 @@ FIXED = " fixed"
 """End of the text of a buffer or a collective whose size is the same in every precision."""
 CASTS_INPUT = " casts-input"
 """End of the text of a buffer that is one of several casts of its layer's input."""
+SUMMED_IN_PLACE = " summed-in-place"
+"""End of the text of a buffer to which autograd adds another gradient in place."""
 ONE_SAMPLE, SEVERAL_SAMPLES = " samples=1", " samples>1"
 """Ends of the texts of buffers that exist only for such numbers of samples."""
 
@@ -252,6 +260,8 @@ class Buffer:
     casts_input: bool = False
     """Whether it is one of several casts of the layer's input by torch.autocast; see [Note: cast once] in
     `gssim.program.stage_boundary`."""
+    summed_in_place: bool = False
+    """Whether the operation that frees it adds another gradient to it in place; see [Note: sums in place]."""
     samples: str = ""
     """`ONE_SAMPLE` or `SEVERAL_SAMPLES` if it exists only for so many samples; see [Note: one sample]."""
 
@@ -265,6 +275,8 @@ class Buffer:
         48
         >>> Buffer.parse("f0 b3 activations 8*b*s casts-input").casts_input
         True
+        >>> Buffer.parse("b2 b5 temporaries 8*b*s summed-in-place").released_at
+        4.75
         >>> [Buffer.parse("f0 b3 activations 8*b*s samples>1").bytes_at(b=b, s=3, scale=1) for b in (1, 2)]
         [0, 48]
         """
@@ -272,17 +284,17 @@ class Buffer:
             return text
         if not isinstance(text, str) or len(text.split(maxsplit=3)) != 4:
             raise ValueError(
-                'must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s", and may end in "fixed" or '
-                '"casts-input", and after that in "samples=1" or "samples>1"'
+                'must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s", and may end in "fixed", '
+                '"casts-input" or "summed-in-place", and after that in "samples=1" or "samples>1"'
             )
         born, freed, category, size = text.split(maxsplit=3)
         samples = next((end for end in (ONE_SAMPLE, SEVERAL_SAMPLES) if size.endswith(end)), "")
         size = size.removesuffix(samples)
-        fixed, casts_input = size.endswith(FIXED), size.endswith(CASTS_INPUT)
+        fixed, casts_input, summed = (size.endswith(end) for end in (FIXED, CASTS_INPUT, SUMMED_IN_PLACE))
         if category not in BUFFER_CATEGORIES:
             raise ValueError(f"has the category {category!r}; allowed: {', '.join(BUFFER_CATEGORIES)}")
-        polynomial = Polynomial.parse(size.removesuffix(FIXED).removesuffix(CASTS_INPUT))
-        return cls(Moment.parse(born), Moment.parse(freed), category, polynomial, fixed, casts_input, samples)
+        polynomial = Polynomial.parse(without_mark(size))
+        return cls(Moment.parse(born), Moment.parse(freed), category, polynomial, fixed, casts_input, summed, samples)
 
     def bytes_at(self, *, b: Samples, s: int, scale: float) -> float:
         """Return its size for b samples of s tokens, 0 if it does not exist then; `scale`: bytes of an element relative
@@ -298,13 +310,31 @@ class Buffer:
         return not self.samples or (self.samples == ONE_SAMPLE) == (samples == 1)
 
     @property
+    def released_at(self) -> float:
+        """Position at which its memory is released, in the phase of `freed`: a quarter before, if it passes to a sum.
+
+        The sum is allocated at `freed`. A block that is recomputed just before runs again half a position before that.
+        """
+        return self.freed.position - 0.25 * self.summed_in_place
+
+    @property
     def is_saved(self) -> bool:
         """Whether it is allocated in the forward for the backward of the same layer or of an earlier one."""
         return self.born.phase == "f" and self.freed.phase == "b" and self.freed.layer_offset <= 0
 
     def __str__(self) -> str:
         end = FIXED if self.fixed else CASTS_INPUT if self.casts_input else ""
+        end = SUMMED_IN_PLACE if self.summed_in_place else end
         return f"{self.born} {self.freed} {self.category} {self.size_bytes}{end}{self.samples}"
+
+
+def without_mark(text: str) -> str:
+    """Return the text of a buffer, or of its size, without the mark of what it is.
+
+    >>> without_mark("b2 b5 temporaries 8*b*s summed-in-place")
+    'b2 b5 temporaries 8*b*s'
+    """
+    return text.removesuffix(FIXED).removesuffix(CASTS_INPUT).removesuffix(SUMMED_IN_PLACE)
 
 
 def layer_output(buffers: Sequence[Buffer], output_bytes: Quantity) -> Buffer | None:
@@ -664,7 +694,8 @@ class Layer:
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
     """Every tensor that the layer allocates: the moments of its allocation and release, its category and its size;
     `fixed`: it holds integers or truth values, which are as large in every precision; `casts-input`: it is one of
-    several casts of the layer's input by torch.autocast."""
+    several casts of the layer's input by torch.autocast; `summed-in-place`: autograd adds another gradient to it in
+    place, and its memory passes to the sum."""
     module_buffer_bytes: Count = 0
     """Bytes of the module's buffers (not parameters), such as running means, in fp32."""
     integer_buffer_bytes: Count = 0

@@ -38,16 +38,16 @@ experts, routers that have adapters are not traced: their costs grow with the ra
 [Note: autocast] Under torch.autocast (automatic mixed precision) parameters, their gradients and the residual stream
 stay in fp32, while operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
 backward like an activation. Casts that the backward does not need (of biases) live to the end of the forward, but are
-counted to the end of their layer's forward. Autograd adds two gradients in place if nothing else refers to the first,
-as is so for casts: under autocast, the gradients that embedding and head give to a shared weight need no third tensor
-for their sum. They do in fp32, where the head's gradient is a view. Layers are traced with the lists of operations that
-torch has for a CPU. On CUDA losses and norms run in fp32, which adds an fp32 copy of the logits. Layers that ranks
-divide are traced under autocast too. Partial sums of maps that are cut by rows are then exchanged in 16 bits, and so
-are queries, keys and values under context parallelism. Gradients of the inputs of maps that are cut by columns, parts
-of sequences that are gathered, and rows of experts are exchanged in fp32. Torch's grouped product, of routed experts,
-is not cast: it runs in fp32. A sum of a tensor in fp32 and one in 16 bits first copies the latter to fp32 on a CPU
-(aten/src/ATen/TensorIterator.cpp, compute_types), not on CUDA. Model files lack this copy: where a block's last sum is
-the peak, as in the first stage of a pipeline, measured peaks on CPUs are up to 2 % above the predicted ones.
+counted to the end of their layer's forward. The gradients that embedding and head give to a shared weight need no third
+tensor for their sum under autocast, where the head's is a cast. They do in fp32, where it is a view; see [Note: sums in
+place] in `gssim.workload.layer`. Layers are traced with the lists of operations that torch has for a CPU. On CUDA
+losses and norms run in fp32, which adds an fp32 copy of the logits. Layers that ranks divide are traced under autocast
+too. Partial sums of maps that are cut by rows are then exchanged in 16 bits, and so are queries, keys and values under
+context parallelism. Gradients of the inputs of maps that are cut by columns, parts of sequences that are gathered, and
+rows of experts are exchanged in fp32. Torch's grouped product, of routed experts, is not cast: it runs in fp32. A sum
+of a tensor in fp32 and one in 16 bits first copies the latter to fp32 on a CPU (aten/src/ATen/TensorIterator.cpp,
+compute_types), not on CUDA. Model files lack this copy: where a block's last sum is the peak, as in the first stage of
+a pipeline, measured peaks on CPUs are up to 2 % above the predicted ones.
 
 [Note: precisions] Bytes in 16 bits are not half of those in fp32. A norm that computes in fp32 makes two more copies of
 its input then, attention keeps its log-sum-exp in fp32, and kernels have other workspaces. So a model is traced in

@@ -71,10 +71,25 @@ def test_what_is_no_moment_is_refused(text):
         Moment.parse(text)
 
 
-@given(MOMENTS, MOMENTS, st.sampled_from(["input", "activations", "temporaries"]), TERMS, st.integers(0, 2))
+@given(MOMENTS, MOMENTS, st.sampled_from(["input", "activations", "temporaries"]), TERMS, st.integers(0, 3))
 def test_a_buffer_survives_its_text(born, freed, category, term, mark):
-    buffer = Buffer(born, freed, category, Polynomial((term,)), fixed=mark == 1, casts_input=mark == 2)
+    marks = dict.fromkeys(("", "fixed", "casts_input", "summed_in_place")[mark : mark + 1], True)
+    marks.pop("", None)
+    buffer = Buffer(born, freed, category, Polynomial((term,)), **marks)
     assert Buffer.parse(str(buffer)) == buffer
+
+
+def test_memory_of_a_gradient_passes_to_the_sum_that_is_computed_in_place():
+    texts = ("b0 b2 temporaries 64*b*s", "b1 b2 temporaries 64*b*s", "b2 b3 temporaries 64*b*s")
+    peaks = []
+    for mark in ("", " summed-in-place"):
+        buffers = tuple(map(Buffer.parse, (texts[0] + mark, *texts[1:])))
+        layers = unrolled(
+            replace(tiny_model(), layers=(replace(tiny_model().layers[1], modules=("h.0",), buffers=buffers),))
+        )
+        peaks.append(footprint(activation_timeline(layers, batch_size=2, sequence_length=4).at(0, "b")))
+    assert [each.peak_bytes for each in peaks] == [3 * 64 * 8, 2 * 64 * 8]
+    assert [each.kept for each in peaks] == [(), ()]
 
 
 def test_integers_are_as_large_in_every_precision():

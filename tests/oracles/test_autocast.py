@@ -280,6 +280,6 @@ def test_gradients_of_a_shared_weight_are_added_in_place_under_autocast_alone() 
         weight = next(p for p in embedding.layer.parameters if p.name.endswith("word_embeddings.weight"))
         size, last = 4 * weight.elements, weight.born.position
         of_weight = [b for layer in layers for b in layer.layer.buffers if str(b.size_bytes) == str(size)]
-        at_sum = [b for b in of_weight if b.freed.phase == "b" and b.freed.position >= last]
+        at_sum = [b for b in of_weight if b.freed.phase == "b" and b.released_at >= last]
         most.append(1 + sum(b.born.phase == "b" for b in at_sum))
     assert most == [3, 2]

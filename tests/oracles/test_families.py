@@ -1,4 +1,4 @@
-"""Published and real: of eleven Hugging Face families, what is traced is what is trained, and no operation is lost."""
+"""Published and real: of twelve Hugging Face families, what is traced is what is trained, and no operation is lost."""
 
 import os
 from contextlib import nullcontext
@@ -37,9 +37,10 @@ FAMILIES = {
     "falcon": TOKENS,
     "vit": {**WIDE, "image_size": 16, "patch_size": 4},
     "bert": TOKENS,
+    "mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4},
     "mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-"""T5, the eleventh, is refused."""
+"""T5, the twelfth, is refused."""
 QUICK = ("mixtral",)
 LENGTH, CLASSES = 40, 7
 SHAPE = {"vit": (4, None)}

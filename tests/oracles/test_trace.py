@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -775,6 +776,64 @@ def test_the_gradient_of_indexing_is_added_up_in_place_as_it_is_without_a_record
     assert rows.grad is not None
     assert rows.grad.sum(1).tolist() == [4, 0, 8, 0, 0, 0]
     assert [name for name in recorder.record.names[0, "b"] if "index_put" in name] == ["aten.index_put_.default"]
+
+
+class SharedUses(nn.Module):
+    """A tensor with several uses: its gradients are added, in place unless the first is a view or is shared."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, width)
+        self.norm, self.linear, self.wide = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 2 * width)
+
+    def forward(self, tokens):
+        rows = self.embed(tokens)
+        rows = rows + self.linear(self.norm(rows))  # a residual stream
+        rows = rows * rows + rows.tanh()
+        one, other = self.wide(rows).chunk(2, dim=-1)  # gradients of slices
+        rows = Doubled.apply(one * other.sigmoid() + other) + self.linear(rows)  # a map that runs twice
+        return rows @ self.embed.weight.T  # a shared weight
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its input; Python computes the sum in its backward, in a new tensor."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return values * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        halves = gradient * 1.0
+        return halves + gradient
+
+
+def real_sums(loss):
+    """Return autograd's own sums of gradients in a backward, as torch's profiler lists them: (in place, bytes)."""
+    with torch.profiler.profile(record_shapes=True) as profile:
+        loss.backward()
+    begin = "autograd::engine::evaluate_function: "
+    return [
+        (event.name == "aten::add_", 4 * prod(event.input_shapes[0]))
+        for event in profile.events()
+        if event.name in ("aten::add", "aten::add_") and event.cpu_parent and event.cpu_parent.name.startswith(begin)
+    ]
+
+
+def test_gradients_are_added_in_place_where_they_are_without_a_recorder():
+    """Under a dispatch mode torch adds all in new tensors: a Mamba's peaks were predicted 2.4 to 11.9 % too high."""
+    module, tokens = SharedUses(), torch.zeros(2, 5, dtype=torch.int64)
+    loss = module(tokens).logsumexp(-1).sum()
+    with Recorder(Record([], set()), set()) as recorder:
+        recorder.phase = "b"
+        loss.backward()
+    recorded = [each.size_bytes for each in recorder.record.alive if each.summed_in_place]
+    module.zero_grad(set_to_none=True)
+    real = real_sums(module(tokens).logsumexp(-1).sum())
+    assert sorted(recorded) == sorted(size for in_place, size in real if in_place)
+    assert 0 < len(recorded) < len(real)
+    names = recorder.record.names[0, "b"]
+    assert names.count("aten.add.Tensor") == len(real) + 1  # and Python's own
 
 
 def test_what_is_changed_in_place_after_a_matrix_product_cannot_be_kept():
