@@ -1,4 +1,4 @@
-"""Published and real: of twelve Hugging Face families, what is traced is what is trained, and no operation is lost."""
+"""Published and real: of eleven Hugging Face families, what is traced is what is trained, and no operation is lost."""
 
 import os
 from contextlib import nullcontext
@@ -37,10 +37,9 @@ FAMILIES = {
     "falcon": TOKENS,
     "vit": {**WIDE, "image_size": 16, "patch_size": 4},
     "bert": TOKENS,
-    "mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4},
     "mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-"""T5, the twelfth, is refused."""
+"""T5, the eleventh, is refused."""
 QUICK = ("mixtral",)
 LENGTH, CLASSES = 40, 7
 SHAPE = {"vit": (4, None)}
@@ -119,6 +118,18 @@ def test_a_real_steps_peak_is_the_predicted_one(family, recompute):
         return
     found = replayed_peak_bytes(model, shape, recompute=recompute)
     assert found == pytest.approx(counted_peak_bytes(model, shape, recompute=recompute), rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_mamba_whose_peak_is_at_sums_of_gradients_has_the_predicted_one():
+    """With a tensor of its own for each sum, its peaks were predicted 5.8, 12.4 and 10.4 % too high."""
+    sizes = ("vocab_size=64", "hidden_size=32", "num_hidden_layers=3", "state_size=8", "time_step_rank=4")
+    given = {"image": None, "classes": None, "auto_class": None, "vocabulary": 64, "sequence_length": LENGTH}
+    with whole_layers_alone():
+        model = traced_model(request_for("hf:mamba", arguments=sizes, **given))
+    for recompute in ("none", "full", "selective"):
+        found = replayed_peak_bytes(model, (4, LENGTH), recompute=recompute)
+        assert found == pytest.approx(counted_peak_bytes(model, (4, LENGTH), recompute=recompute), rel=1e-3), recompute
 
 
 def test_an_encoder_decoder_is_refused_with_the_reason():

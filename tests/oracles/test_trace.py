@@ -836,6 +836,33 @@ def test_gradients_are_added_in_place_where_they_are_without_a_recorder():
     assert names.count("aten.add.Tensor") == len(real) + 1  # and Python's own
 
 
+class Slices(nn.Module):
+    """Slices of a wide tensor: each gives it a gradient of its whole size, and most is held where two are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.wide, self.head = nn.Embedding(16, 8), nn.Linear(8, 96), nn.Linear(24, 16)
+
+    def forward(self, tokens):
+        rows = self.wide(self.embed(tokens))
+        return self.head(rows[..., :24] + rows[..., 24:48] + rows[..., 48:72] + rows[..., 72:])
+
+
+def test_a_peak_at_sums_of_gradients_is_the_counted_one():
+    model = made("Slices", vocabulary=16, image=None, classes=None)
+    unmarked = tuple(
+        replace(layer, buffers=tuple(replace(each, summed_in_place=False) for each in layer.buffers))
+        for layer in model.layers
+    )
+    shape = untraced_shape(model)
+    real, *replayed = (
+        counted_peak_bytes(model, shape),
+        *(replayed_peak_bytes(each, shape) for each in (model, replace(model, layers=unmarked))),
+    )
+    assert replayed[0] == pytest.approx(real, rel=1e-3)
+    assert replayed[1] > 1.1 * real
+
+
 def test_what_is_changed_in_place_after_a_matrix_product_cannot_be_kept():
     """Torch would find that out in the first backward."""
     kept, changed = (made("Perceptrons", arguments=(f"inplace={each}",)) for each in ("false", "true"))
