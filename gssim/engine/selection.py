@@ -165,7 +165,7 @@ class Scheduler:
         """Links between two devices of one host."""
         wiring, ranks = self.cluster.wiring, len(self.hosts)
         links = np.flatnonzero((wiring.source < ranks) & (wiring.target < ranks))
-        return links[self.hosts[wiring.source[links]] == self.hosts[wiring.target[links]]]
+        return np.asarray(links[self.hosts[wiring.source[links]] == self.hosts[wiring.target[links]]])
 
     def _tuned_by_nccl(self, tuning: NcclTuning, members: Members, communication: Communication) -> CollectiveSchedule:
         """Return the schedule that NCCL's tuner chooses, with its latency and the fraction of the links' rates it
@@ -294,7 +294,9 @@ class Scheduler:
                 ranks[which][:, _places(ranks[representative], ends)] for ends in (hops.source, hops.target)
             )
             rates = np.stack(self.router.rates_of_equal(source, target, self._ring_weights(hops)), axis=1)
-            self._ring_rates.update(zip([groups[each] for each in which.tolist()], map(tuple, rates.tolist()), strict=True))
+            self._ring_rates.update(
+                zip([groups[each] for each in which.tolist()], map(tuple, rates.tolist()), strict=True)
+            )
             distinct_rates, of_rates = np.unique(rates, axis=0, return_inverse=True)
             for place, (inside, between) in enumerate(distinct_rates.tolist()):
                 own = number, _rounded(_group_with(members, inside, between))

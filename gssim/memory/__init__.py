@@ -1,6 +1,7 @@
 """Memory: lifetimes of buffers, activation recomputation, and PyTorch's caching allocator."""
 
 from gssim.memory.allocator import Block, CachingAllocator, NoMemoryLeftError, Request, rounded_bytes, segment_bytes
+from gssim.memory.known_effects import Kind, KnownRequests, RepeatedRequests
 from gssim.memory.lifetimes import (
     FORWARD_END,
     NOTHING,

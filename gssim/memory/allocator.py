@@ -28,7 +28,7 @@ Blocks are tuples of plain numbers for speed: the replay of a large model's step
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 
@@ -102,9 +102,9 @@ class Pool:
         "_addresses",
         "_least_remainder",
         "_next_address",
-        "_segments",
         "_sizes",
         "_start_of",
+        "segments",
         "size_at",
         "small",
     )
@@ -120,7 +120,7 @@ class Pool:
         self._addresses: dict[int, list[int]] = defaultdict(list)
         """Addresses of the free blocks of each size."""
         self._least_remainder = least_remainder_bytes(small=small, expandable=expandable)
-        self._segments: dict[int, int] = {}
+        self.segments: dict[int, int] = {}
         """Bytes of each segment, by its address."""
         self._next_address = 0
 
@@ -208,7 +208,43 @@ class Pool:
 
     def state(self) -> tuple[object, ...]:
         """Return free blocks and segments: equal requests have equal effects in equal states."""
-        return dict(self.size_at), dict(self._segments), self._next_address
+        return dict(self.size_at), dict(self.segments), self._next_address
+
+    def around(self, blocks: Sequence[Block], least_bytes: int, most: int) -> tuple[tuple[int, ...], list[int]]:
+        """Return a description of the free blocks of at least so many bytes, and of some allocated ones, which are to
+        be freed, in the order of their addresses; and these addresses. See [Note: known effects] in `known_effects`.
+
+        `most`: free blocks of each size that are described, the first ones, beside those that may merge with others.
+
+        The description has the size of each block, and before it 0 if it is adjacent to the one before, and for
+        blocks that are to be freed minus their number (from 1). They are adjacent to free blocks of any size.
+        """
+        most += 2 * len(blocks)
+        found: dict[int, int] = {}
+        for size in self._sizes[bisect_left(self._sizes, least_bytes) :]:
+            alike = self._addresses[size]
+            if len(alike) == 1:
+                found[alike[0]] = size
+            else:
+                found.update(dict.fromkeys(alike[:most], size))
+        if not blocks:
+            addresses = sorted(found)
+            return tuple([found[address] for address in addresses]), addresses
+        numbers = {block[0]: number for number, block in enumerate(blocks, 1)}
+        for address, size, _, _ in blocks:
+            found[address] = size
+            for free in (self._start_of.get(address), address + size):
+                if free in self.size_at:
+                    found[free] = self.size_at[free]
+        description, end, addresses = list[int](), None, sorted(found)
+        for address in addresses:
+            if address == end:
+                description.append(0)
+            if address in numbers:
+                description.append(-numbers[address])
+            description.append(found[address])
+            end = address + found[address]
+        return tuple(description), addresses
 
     def add(self, address: int, size_bytes: int) -> None:
         """Add a free block."""
@@ -237,17 +273,21 @@ class Pool:
         taken = segment_bytes(size_bytes)
         if not reserve(taken):
             return False
-        self._next_address -= taken + MIN_BLOCK_BYTES
-        self._segments[self._next_address] = taken
-        self.add(self._next_address, taken)
+        self.add(self.new_segment(taken), taken)
         return True
+
+    def new_segment(self, size_bytes: int) -> int:
+        """Return the address of a new segment, none of which is free yet."""
+        self._next_address -= size_bytes + MIN_BLOCK_BYTES
+        self.segments[self._next_address] = size_bytes
+        return self._next_address
 
     def release(self) -> int:
         """Release free blocks that are whole segments; return their bytes."""
-        whole = [address for address, size in self.size_at.items() if self._segments.get(address) == size]
+        whole = [address for address, size in self.size_at.items() if self.segments.get(address) == size]
         for address in whole:
             self.remove(address)
-        return sum(self._segments.pop(address) for address in whole)
+        return sum(self.segments.pop(address) for address in whole)
 
 
 ADDRESS_SPACE_BYTES = 2**60
@@ -376,6 +416,8 @@ class ExpandablePool(Pool):
         self._unmapped[before] = end + behind_bytes - before
 
 
+PoolKey = tuple[str, bool]
+"""Stream of a pool, and whether it serves small requests."""
 Request = tuple[list[Block], Pool, int, int, int, int]
 """A number of equal requests: the list of allocated blocks of their kind, their pool, their rounded bytes (0 if they
 free blocks of the list), their requested bytes, which block to free (0: the oldest, -1: the latest), and the number."""
@@ -405,7 +447,7 @@ class CachingAllocator:
         self.limit_bytes, self.expandable_segments = limit_bytes, expandable_segments
         self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
         self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.pools: dict[tuple[str, bool], Pool] = {}
+        self.pools: dict[PoolKey, Pool] = {}
 
     def allocate(self, size_bytes: float, stream: str = "") -> Block | None:
         """Return a block for a request on a stream; None for a request of 0 bytes.
@@ -489,27 +531,30 @@ class CachingAllocator:
 
     def pool_of(self, size_bytes: int, stream: str) -> Pool:
         """Return the pool that serves a rounded request on a stream."""
-        small = is_small(size_bytes)
-        found = self.pools.get((stream, small))
+        return self.pool((stream, is_small(size_bytes)))
+
+    def pool(self, key: PoolKey) -> Pool:
+        """Return the pool of a stream."""
+        found = self.pools.get(key)
         if found is None:
-            found = ExpandablePool(small=small) if self.expandable_segments else Pool(small=small)
-            self.pools[stream, small] = found
+            small = key[1]
+            found = self.pools[key] = ExpandablePool(small=small) if self.expandable_segments else Pool(small=small)
         return found
 
     # Reserving and releasing memory of the device ---------------------------------------------------------------------
 
     def _new(self, pool: Pool, size: int, requested: int) -> Block:
         """Return a block of a new segment."""
-        if not pool.grow(size, self._reserve):
+        if not pool.grow(size, self.reserve):
             self.release_cached()
-            if not pool.grow(size, self._reserve):
+            if not pool.grow(size, self.reserve):
                 assert self.limit_bytes is not None
                 raise NoMemoryLeftError(int(self.reserved_bytes + segment_bytes(size) - self.limit_bytes))
         block = pool.take(size, requested)
         assert block is not None
         return block
 
-    def _reserve(self, size_bytes: int) -> bool:
+    def reserve(self, size_bytes: int) -> bool:
         """Reserve bytes of the device; return whether it has them."""
         if self.limit_bytes is not None and self.reserved_bytes + size_bytes > self.limit_bytes:
             return False

@@ -274,9 +274,7 @@ def _interleaved(
         orders = _with_messages(orders, stages)
     if messages and not sharded:
         orders = [[action for action in order if action.kind not in SHARD_ACTIONS] for order in orders]
-    return tuple(
-        tuple(_with_waits(order, stages, ranks, frees_sent=frees_sent, messages=messages)) for order in orders
-    )
+    return tuple(tuple(_with_waits(order, stages, ranks, frees_sent=frees_sent, messages=messages)) for order in orders)
 
 
 def _compute_order(rank: int, ranks: int, local: int, micro_batches: int, *, splits: bool) -> list[Action]:
@@ -386,9 +384,7 @@ def _outputs(action: Action, stages: int) -> tuple[Message, ...]:
     return (Message("gradient", action.stage, action.micro_batch),) if is_sent else ()
 
 
-def _with_waits(
-    order: list[Action], stages: int, ranks: int, *, frees_sent: bool, messages: bool
-) -> Iterator[Action]:
+def _with_waits(order: list[Action], stages: int, ranks: int, *, frees_sent: bool, messages: bool) -> Iterator[Action]:
     """Yield the order with waits (if it has `messages`) and releases inserted where torch's runtime has them.
 
     After a split backward the input's gradient is also the `grad` of the buffer in which the input was received, which
@@ -404,7 +400,7 @@ def _with_waits(
         if kind not in ("forward", "backward"):
             yield action
             continue
-        needed = _inputs(action, stages) if received else ()
+        needed = _inputs(action, stages)
         if needed and needed[0] in received:
             yield Action("wait", messages=needed)
         yield action
@@ -413,15 +409,20 @@ def _with_waits(
             sent += outputs
         if kind == "backward":
             stays = ranks > 1 and stage < stages - 1 and not frees_sent
-            unused = () if stays else (Message("activation", stage, micro_batch),)
+            unused = [] if stays else [Message("activation", stage, micro_batch)]
             if frees_sent:
                 unused += gradient
                 gradient = outputs
             freed.update(unused)
             for message in unused:
                 yield Action("release", messages=(message,))
+    yield from _with_last_waits(sent, freed, waits=messages, splits=splits)
+
+
+def _with_last_waits(sent: list[Message], freed: set[Message], *, waits: bool, splits: bool) -> Iterator[Action]:
+    """Yield the waits for what was sent, if there are any, and the releases of what has not been freed yet."""
     for message in reversed(sent):
-        if messages:
+        if waits:
             yield Action("wait", messages=(message,))
         if message not in freed:
             stays = splits and message.kind == "gradient"

@@ -15,15 +15,30 @@ serves the same requests in the same way, so peaks are those of a replay of ever
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from typing import NamedTuple
 
 from gssim.engine import MEMORY_STEPS
-from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeftError, Request, rounded_bytes
+from gssim.memory import (
+    Block,
+    CachingAllocator,
+    Event,
+    Footprint,
+    Kind,
+    KnownRequests,
+    NoMemoryLeftError,
+    RepeatedRequests,
+    Request,
+    rounded_bytes,
+)
 from gssim.program import Chunk, Program, Task, without_messages
 
 LATEST_FIRST = ("activations",)
+FIRST_REPEATING = 5
+"""First replay of a program whose requests are looked up: with fewer, to describe blocks takes longer than it saves."""
+MIN_REQUESTS = 20
+"""Fewest requests of a part whose effect is looked up instead of serving them."""
 MIN_REPETITIONS = 3
 """Fewest repetitions in which cycles are looked for: one to compare, and some to pass over."""
 
@@ -55,7 +70,8 @@ def replay(
     whether to pass over repetitions that change nothing; see [Note: cycles].
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
-    live = _LiveTensors(allocator)
+    can_repeat = limit_bytes is None and not expandable_segments and pass_over
+    live = _LiveTensors(allocator, program.once(_repeated_of).of_replay() if can_repeat else None)
     missing = 0
     try:
         _run(program, role, without_messages(program.tasks[role]) if parts is None else parts, live, pass_over)
@@ -64,6 +80,23 @@ def replay(
     return AllocatorPeaks(
         allocator.peak_requested_bytes, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, missing
     )
+
+
+@dataclass
+class _Repeated:
+    """Repeated requests of a program's replays, by the `id`s of the footprints whose tensors are requested."""
+
+    replays: int = 0
+    requests: dict[tuple[int, ...], RepeatedRequests] = field(default_factory=dict)
+
+    def of_replay(self) -> dict[tuple[int, ...], RepeatedRequests] | None:
+        """Return them for a further replay; None for the first ones."""
+        self.replays += 1
+        return self.requests if self.replays >= FIRST_REPEATING else None
+
+
+def _repeated_of(_program: Program) -> _Repeated:
+    return _Repeated()
 
 
 Kept = tuple[str, Sequence[float]]
@@ -180,28 +213,26 @@ def _serve_repetitions(parts: Sequence[_Part], count: int, live: "_LiveTensors")
             saved, since, longest = state, 0, 2 * longest
 
 
-Key = tuple[str, int, float]
-"""Category, index in the layer, and bytes of a tensor: the key by which a free finds it."""
-
-
 class _LiveTensors:
     """The live tensors of a replay."""
 
-    def __init__(self, allocator: CachingAllocator) -> None:
-        self.allocator = allocator
-        self.alive: dict[Key, list[Block]] = {}
-        self._categories: dict[int, str] = {}
-        """Category by identity of the list of live blocks."""
-        self._made: dict[tuple[Key, str], tuple[Request, Request, Request]] = {}
+    def __init__(self, allocator: CachingAllocator, repeated: dict[tuple[int, ...], RepeatedRequests] | None) -> None:
+        self.allocator, self._repeated = allocator, repeated
+        self.alive: dict[Kind, list[Block]] = {}
+        self._kinds: dict[int, Kind] = {}
+        """Kind of tensor by identity of the list of live blocks."""
+        self._made: dict[tuple[Kind, str], tuple[Request, Request, Request]] = {}
         """Allocation of a tensor on a stream, its free, and its free as the latest of its kind."""
         self._needed: dict[int, list[Request]] = {}
         self._of_part: dict[int, list[Request]] = {}
+        self._known: dict[int, KnownRequests] = {}
+        """Repeated requests of parts, by number."""
 
     def carry_out(self, requests: Iterator[Request]) -> None:
         """Serve allocations and frees. A free without a tensor of its key takes other tensors of the category."""
         while (unknown := self.allocator.serve(requests)) is not None:
             alike, _, _, size, *_ = unknown
-            self._give_back(self._categories[id(alike)], size)
+            self._give_back(self._kinds[id(alike)][0], size)
 
     def kept(self, category: str, sizes: Sequence[float]) -> list[Request]:
         """Return the allocations of tensors that stay."""
@@ -209,6 +240,9 @@ class _LiveTensors:
 
     def serve(self, part: _Part) -> None:
         """Serve the allocations and frees of a part of the step, which are worked out once for equal parts."""
+        known = self._known_requests(part)
+        if known is not None and known.serve(self.allocator):
+            return
         requests = self._of_part.get(part.number)
         if requests is not None:
             self.carry_out(iter(requests))
@@ -223,6 +257,20 @@ class _LiveTensors:
 
         self.carry_out(in_turn())
         self._of_part[part.number] = made
+        if self._repeated is not None and part.number >= 0 and len(made) >= MIN_REQUESTS:
+            identities = tuple([id(need) for need, _ in part.needs])
+            self._repeated[identities] = RepeatedRequests(made, self._kinds, self.allocator.pools)
+
+    def _known_requests(self, part: _Part) -> KnownRequests | None:
+        """Return the requests of a part, if they are repeated ones."""
+        known = self._known.get(part.number)
+        if known is None and self._repeated and part.number >= 0 and len(part.needs) > 1:
+            repeated = self._repeated.get(tuple([id(need) for need, _ in part.needs]))
+            if repeated is not None and repeated.case([self.alive.get(kind, ()) for kind in repeated.kinds]):
+                lists = [self._blocks_of(kind) for kind in repeated.kinds]
+                pools = [self.allocator.pool(key) for key in repeated.pools]
+                known = self._known[part.number] = KnownRequests(repeated, lists, pools)
+        return known
 
     def _with_kept(self, need: Footprint, kept: Kept) -> list[Request]:
         category, sizes = kept
@@ -263,7 +311,7 @@ class _LiveTensors:
                         requests.extend(repeat(request, count))
         return requests
 
-    def _requests_for(self, key: Key, stream: str) -> tuple[Request, Request, Request]:
+    def _requests_for(self, key: Kind, stream: str) -> tuple[Request, Request, Request]:
         category, _, size = key
         rounded = rounded_bytes(size)
         pool, alike = self.allocator.pool_of(rounded, stream), self._blocks_of(key)
@@ -271,11 +319,11 @@ class _LiveTensors:
         allocation = (alike, pool, rounded, int(size), place, 1)
         return allocation, (alike, pool, 0, int(size), place, 1), (alike, pool, 0, int(size), -1, 1)
 
-    def _blocks_of(self, key: Key) -> list[Block]:
+    def _blocks_of(self, key: Kind) -> list[Block]:
         """Return the list of live blocks of tensors with that key."""
         if key not in self.alive:
             self.alive[key] = []
-            self._categories[id(self.alive[key])] = key[0]
+            self._kinds[id(self.alive[key])] = key
         return self.alive[key]
 
     def _give_back(self, category: str, size_bytes: int) -> None:
