@@ -58,7 +58,7 @@ class Request:
     """Entries of a Hugging Face config; those of `arguments` replace them."""
     padding: int = 0
     states_padding: bool = field(default=False, repr=False)
-    """Whether `padding` also counts where it is 0: else 0 stands for the config's own padding token, if it has one."""
+    """Whether the user stated `padding`. If not, and it is 0, the config's padding token is used, if there is one."""
     precision: str | None = None
     """Precision of the trace; None: that of the model file, or fp32."""
     other_precisions: tuple[str, ...] = field(default=(), repr=False)

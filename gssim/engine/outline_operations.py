@@ -29,7 +29,7 @@ from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.fast_path import are_independent
 from gssim.engine.memory_tracker import allocates_beside_compute
 from gssim.engine.rendezvous import PreparedTransfer, delays_of_collective, prepared_transfer
-from gssim.engine.state import MachineState, Walk
+from gssim.engine.state import MachineState, PartOfMachine
 from gssim.execution.cache import Same
 from gssim.program import (
     Awaited,
@@ -328,7 +328,7 @@ def _role_of(program: Program, role: int) -> _Role:
     return _Role(program.tasks[role])
 
 
-class OutlineOperations(Walk):
+class OutlineOperations(PartOfMachine):
     """Operations of all classes of a machine in a step of its outlines, prepared for the walk."""
 
     def __init__(self, machine: MachineState) -> None:

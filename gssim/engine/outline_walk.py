@@ -24,7 +24,7 @@ from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.merged_classes import JointInstances, MergedClasses, Merging
 from gssim.engine.outline_operations import Operation, OutlineOperations, Piece
 from gssim.engine.rendezvous import call_at, carry_out, carry_prepared
-from gssim.engine.state import MachineState, Walk
+from gssim.engine.state import MachineState, PartOfMachine
 from gssim.network import JointSessions, Prepared
 from gssim.result import PHASES
 
@@ -115,7 +115,7 @@ class _Stream:
         return next((piece.goes_on for several in pieces for piece in several if piece.host_s is not None), False)
 
 
-class OutlineWalk(Walk):
+class OutlineWalk(PartOfMachine):
     """Executes the outlines of all classes of a machine."""
 
     def __init__(self, machine: MachineState, steps: int, *, merges_classes: bool = True) -> None:
@@ -164,7 +164,7 @@ class OutlineWalk(Walk):
         elif end_s > self.env.now:
             self.env.run(until=self.env.at(end_s))
         for rank in self.ranks:
-            rank.waiting.clear()  # streams of the next step, which refer to their rank
+            rank.waiting.clear()  # streams of the next step: each refers to its rank; see [Note: no cycles] in `state`
         self._count_bytes()
 
     def _run_ready(self) -> None:

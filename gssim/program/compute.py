@@ -533,7 +533,8 @@ class BackwardParts:
     def at(self, low: Lowering, place: tuple[int, int]) -> int:
         """Return the index of the task in which the backward reaches `place` (layer, position).
 
-        The lowering is an argument, as it caches such parts: a cycle would keep its tasks until a garbage collection.
+        The lowering is an argument because it caches such parts: a reference to it would form a cycle, in which all
+        tasks stay until a garbage collection.
         """
         layer, position = place
         instance = low.layers[layer]

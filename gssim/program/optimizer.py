@@ -397,7 +397,7 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
 
 
 def _replaced_bytes(low: Lowering, rank: int) -> float:
-    """Return the bytes that a rank's modules keep from one forward to the next elsewhere than in buffers."""
+    """Return the bytes that a rank's modules keep from one forward to the next outside of torch's buffers."""
     samples, length = low.samples(rank, low.micro_batches[0]), low.scenario.workload.sequence_length or 1
     return sum(
         replaced_bytes(each.layer, batch_size=samples, sequence_length=length, scale=low.traced_scale)

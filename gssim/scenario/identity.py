@@ -116,10 +116,7 @@ def _model_digest(same: Same) -> str:
     asked: Any = same.value
     model = asked.in_file_precision
     layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
-    for (
-        layer
-    ) in layers:  # which buffers hold integers or casts of the input, become sums or are handed on, and what one
-        # sample has instead, follows from the module
+    for layer in layers:  # marks of buffers, and the buffers of one sample, follow from the module
         texts = (text.removesuffix(SEVERAL_SAMPLES) for text in layer["buffers"] if not text.endswith(ONE_SAMPLE))
         layer["buffers"] = [without_mark(text) for text in texts]
     return _digest(_fields(model, leave_out=UNASKED_OF_MODEL) | {"layers": layers})

@@ -124,7 +124,7 @@ class MemoryFootprint:
 
     @cached_property
     def reported_key(self) -> str:
-        """`reported` as a key, by which ranks with equal memory are found; a text, unlike a tuple, keeps its hash."""
+        """`reported` as a text, equal for ranks with equal memory. A text keeps its hash, unlike a tuple."""
         return repr(self.reported)
 
     @cached_property
