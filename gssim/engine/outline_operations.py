@@ -65,11 +65,11 @@ class Piece(NamedTuple):
 
 
 class PricedTemplate(NamedTuple):
-    """A template's time for a class of ranks."""
+    """What a chunk's template takes on a class of ranks: its time, and its collectives."""
 
     delays_s: tuple[float, ...]
     seconds: Mapping[str, float]
-    """By phase."""
+    """Time in each phase of a step."""
     pieces: tuple[Piece, ...]
     """The template's tasks, if some wait for the host; these are then executed, and `delays_s` is empty."""
     instances: Mapping[CollectiveInstance, int]

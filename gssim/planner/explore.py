@@ -113,7 +113,7 @@ class RankedSet:
         return [each for each in ordered if different[each.result.scenario_id] is each][: self.count]
 
     def limit(self, outcomes: Sequence[Outcome]) -> tuple[float, float]:
-        """Return the sort key that a plan must be below to be among the best."""
+        """Return the `order` below which a plan is among the best: that of the last of them, if there are enough."""
         best = self.best(outcomes)
         return best[-1].order if len(best) == self.count else (math.inf, math.inf)
 

@@ -552,7 +552,7 @@ class Lowering:
     def staging(
         self, device: DeviceType, exchange: Communication, position: float = 0, **event: Any
     ) -> tuple[Event, ...]:
-        """Return the staging memory that a collective allocates beside its tensors while it runs, from `position` on.
+        """Return the events of the memory that a collective takes beside its tensors, from `position` to the next one.
 
         `event`: further fields of the returned events.
         """

@@ -158,8 +158,8 @@ class ModelParts:
         return self.once(key, found)
 
     def alike(self, policies: Policies) -> tuple[int, ...]:
-        """Return, for each rank, the first rank that has the same part of the model, and of attention, on the same type
-        of device.
+        """Return, for each rank, the lowest rank that does the same: it is on the same type of device, and has the same
+        part of the model and of the attention.
         """
 
         def found() -> tuple[int, ...]:
