@@ -15,7 +15,7 @@ serves the same requests in the same way, so peaks are those of a replay of ever
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, repeat
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ def replay(
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
     can_repeat = limit_bytes is None and not expandable_segments and pass_over
-    live = _LiveTensors(allocator, program.once(_repeated_of).of_replay() if can_repeat else None)
+    live = _LiveTensors(allocator, program.once(_Repeated).of_replay() if can_repeat else None)
     missing = 0
     try:
         _run(program, role, without_messages(program.tasks[role]) if parts is None else parts, live, pass_over)
@@ -83,22 +83,18 @@ def replay(
     )
 
 
-@dataclass
 class _Repeated:
     """Requests that a program's replays have in common."""
 
-    replays: int = 0
-    requests: dict[tuple[int, ...], RepeatedRequests] = field(default_factory=dict)
-    """Requests of a part of a step, by `_Part.identities`."""
+    def __init__(self, _program: Program) -> None:
+        self.replays = 0
+        self.requests: dict[tuple[int, ...], RepeatedRequests] = {}
+        """Requests of a part of a step, by `_Part.identities`."""
 
     def of_replay(self) -> dict[tuple[int, ...], RepeatedRequests] | None:
         """Count a replay, and return the requests that it shares with others; None for the first replays."""
         self.replays += 1
         return self.requests if self.replays >= FIRST_REPEATING else None
-
-
-def _repeated_of(_program: Program) -> _Repeated:
-    return _Repeated()
 
 
 Kept = tuple[str, Sequence[float]]
