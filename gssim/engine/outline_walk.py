@@ -132,7 +132,9 @@ class OutlineWalk(PartOfMachine):
         self._counted: dict[JointInstances, int] = defaultdict(int)
         """How often those that count their own bytes were carried out in the first step."""
         self._joint: dict[JointInstances, JointSessions | None] = {}
-        """The transfers of joint instances, if these are carried together; see [Note: joint transfers]."""
+        """The transfers of joint instances, if these are carried together; see [Note: joint transfers] in
+        `gssim.network.transfers`.
+        """
         self._first_end_s = 0.0
         """Latest end of a stream's first step."""
         self._further_s = inf

@@ -174,7 +174,7 @@ def _loaded(
 
 
 def _as_devices_run_it(model: Model, cluster: Any, file: str) -> Model:
-    """Return a model with the layers that all devices of a cluster run, see [Note: fused kernels] in its module.
+    """Return a model with the layers that all devices of a cluster run, see [Note: fused kernels] in `workload.model`.
 
     A Result of GPUs holds the layers of these and of its model's file, which are taken if the cluster is another one.
     """

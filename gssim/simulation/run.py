@@ -458,7 +458,7 @@ def _varying(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
 
 
 def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
-    """Return the prediction where parameters are synchronized periodically; see [Note: periods simulated]."""
+    """Return the prediction where parameters are synchronized periodically; see [Note: periods simulated] in `periodic_run`."""
     scenario, every = loaded.scenario, loaded.scenario.policies.sync_every_steps or 1
     ranks = scenario.ranks
     runs: dict[int, SteadyRun] = {}
@@ -500,7 +500,9 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
 
 
 def _in_fragments(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
-    """Return the prediction where fragments of the parameters are synchronized; see [Note: periods simulated]."""
+    """Return the prediction where fragments of the parameters are synchronized; see [Note: periods simulated] in
+    `periodic_run`.
+    """
     scenario = loaded.scenario
     runs: dict[int, SteadyRun] = {}
     """By identity of the period."""
