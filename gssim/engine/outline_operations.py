@@ -107,9 +107,9 @@ class _Section(NamedTuple):
 
 
 def _sections(template: Template, alone: Callable[[Task], bool]) -> Sequence[_Section]:
-    """Return a template cut at the tasks that cannot be priced, and where the compute stream and these wait for each
-    other; an empty sequence if it cannot be cut.
+    """Return a template cut into sections; an empty sequence if it cannot be cut.
 
+    It is cut at each task that cannot be priced, and wherever the compute stream and such a task wait for each other.
     `alone`: whether a task's collective takes the same time at all times, if no other task uses its links meanwhile.
 
     >>> first, gather, last = TaskId("forward", layer="a"), TaskId("gather-keys"), TaskId("forward", layer="b")

@@ -243,8 +243,9 @@ class OutlineWalk(PartOfMachine):
                 self._held = stream
 
     def _compare_further_steps(self) -> None:
-        """Check whether all steps after the first repeat it, once all streams that ended it before the last one have
-        gone on for as long as they need not wait.
+        """End the walk if all further steps repeat the first one; else go on with the stream that ended it last.
+
+        Called once the streams that ended the first step earlier have gone on as far as they can without waiting.
         """
         step_s = max(rank.ends_s[0] for rank in self.ranks)
         is_in_time = self._first_end_s <= step_s <= self._further_s

@@ -32,12 +32,16 @@ COSTLY_TASKS = 20_000
 
 @dataclass(frozen=True)
 class Request:
-    """A plan to judge: its scenario, the override that sets it, its bound so far, and the limits that it must beat."""
+    """A plan to be simulated by a worker, unless its bound already shows that it cannot improve the results."""
 
     source: Source | None
+    """The scenario that is searched."""
     override: str
+    """Sets the plan."""
     bound: Bound
+    """Lower bound of the plan, as known so far."""
     limits: Limits
+    """What the plan must beat."""
 
 
 def answered(request: Request) -> Answer:

@@ -246,7 +246,9 @@ class _ScheduleWriter:
                 self.post(message, sends=action.kind == "send")
 
     def gather_beside(self, actions: Sequence[Action]) -> None:
-        """Plan the gathers of updated parameters beside the forwards; see [Note: gathers of stages] in `parameter_gathers`."""
+        """Plan the gathers of updated parameters beside the forwards; see [Note: gathers of stages] in
+        `parameter_gathers`.
+        """
         place, first = self.low.policies.mesh.place(self.rank).pp, self.low.micro_batches[0]
         aligned = dict(aligned_starts(actions, place)) if self.low.scenario.plan.schedule == "interleaved" else {}
         for number, stage in self.stages.items():

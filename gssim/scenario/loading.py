@@ -196,8 +196,10 @@ def _has_only_gpus(cluster: Any) -> bool:
 
 
 def _with_own_layers(tables: Mapping[str, Any], shared: Shared) -> Mapping[str, Any]:
-    """Return the tables of a scenario as a Result holds them, with the validated layers of its model's file, if the
-    scenario has others (see `Model.in_file_precision`). Invalid ones are left as they are, and refused as from a file.
+    """Return a scenario's tables, from a Result, with the layers of the model's file validated, if it has any.
+
+    It has them beside the layers with which it was predicted; see `Model.in_file_precision`. Invalid ones stay as they
+    are, to be refused with the other keys.
     """
     workload = tables.get("workload")
     if not isinstance(workload, Mapping):

@@ -458,7 +458,9 @@ def _varying(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
 
 
 def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
-    """Return the prediction where parameters are synchronized periodically; see [Note: periods simulated] in `periodic_run`."""
+    """Return the prediction where parameters are synchronized periodically; see [Note: periods simulated] in
+    `periodic_run`.
+    """
     scenario, every = loaded.scenario, loaded.scenario.policies.sync_every_steps or 1
     ranks = scenario.ranks
     runs: dict[int, SteadyRun] = {}

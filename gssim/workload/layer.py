@@ -63,7 +63,8 @@ class Polynomial:
     unit_terms: Terms = ()
     """Terms that count once for each unit u on a rank; see [Note: units] in `gssim.workload.model`."""
     part_terms: Terms = ()
-    """Terms that count once for each position p of a rank's part of the sequence; see [Note: sequence parts] in `gssim.workload.model`.
+    """Terms that count once for each position p of a rank's part of the sequence; see [Note: sequence parts] in
+    `gssim.workload.model`.
     """
     row_terms: Terms = ()
     """Terms that count once for each row r that a rank's experts process; see [Note: routed rows]."""
