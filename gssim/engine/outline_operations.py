@@ -187,8 +187,9 @@ class _Role:
                 self.slot_of[each] = self.slot_of.setdefault(chunks[each], self.slot_of[each])
 
     def _give_slots(self) -> Iterator[TaskId]:
-        """Give slots to what others wait for; yield the tasks of chunks that are waited for on other streams: on its
-        own, a chunk ends before what follows it.
+        """Give a slot to each task for which another waits; yield the tasks inside chunks among them.
+
+        Tasks of the compute stream need not wait for chunks on it, which end before them.
         """
         for part in self.parts:
             if isinstance(part, Chunk):

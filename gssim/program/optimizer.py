@@ -364,9 +364,9 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
 
 
 def _copied(low: Lowering, owned: Sequence[int]) -> Sequence[int]:
-    """Return the elements of the tensors, of those that a rank's optimizer updates, of which it keeps a master copy.
+    """Return the elements of the tensors of which a rank keeps a master copy; `owned`: those that it updates.
 
-    Under a threshold these are values that are not published yet: experts that one rank alone holds need none.
+    If publishing is thresholded, the copies hold what is not published yet: experts of one rank alone need none.
     """
     if low.has_master_copy or not low.thresholds_publish:
         return owned

@@ -73,7 +73,7 @@ class _Folders(dict[str, Path]):
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A scenario that was loaded, for those that differ from it only in the rates of links, and in their names."""
+    """A loaded scenario, from which others are derived that differ from it only in their names and rates of links."""
 
     loaded: Loaded
     path: Path

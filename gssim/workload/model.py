@@ -641,7 +641,7 @@ def _filed_as(same: Same, filed: Same) -> Model:
 
 
 def filed_as(model: Model, filed: Model) -> Model:
-    """Return the model with `filed` as the model with its file's own layers; itself if it is that model, or has it."""
+    """Return the model with `filed` as its `in_file_precision`; itself if that is so already."""
     return model if model.in_file_precision is filed else _filed_as(Same(model), Same(filed))
 
 

@@ -37,7 +37,7 @@ _resolved_keys = attrgetter(*(each.name for each in fields(Plan) if each.name no
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The part of the model that a rank runs. There is one object for each, which is itself the key of its values."""
+    """The part of the model that a rank runs. There is one object for each part, and caches use it as their key."""
 
     layers: tuple[LayerInstance, ...]
     wholes: tuple[Layer | None, ...]
