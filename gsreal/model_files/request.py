@@ -1,11 +1,11 @@
 """A model to trace as a user asks for it: a factory, a Hugging Face config or a model file, and its input."""
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import tomli
 import torch
 
 from gsreal.model_files import config_file
@@ -292,8 +292,8 @@ def _arguments(request: Request, where: str) -> dict[str, Any]:
         if not separator:
             raise UserError(f"{where}: --argument {text}: must be NAME=VALUE")
         try:
-            arguments[key] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:  # a string without quotes
+            arguments[key] = tomli.loads(f"value = {value}")["value"]
+        except tomli.TOMLDecodeError:  # a string without quotes
             arguments[key] = value
         if value == "null" and request.model.endswith(".json") | request.model.startswith("hf:"):
             arguments[key] = None  # as in a config.json; TOML has none

@@ -2,13 +2,14 @@
 
 import os
 import re
-import tomllib
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+
+import tomli
 
 from gssim.cluster import Cluster, Conditions
 from gssim.errors import MistakenNameError, UserError, nearest_name
@@ -395,7 +396,7 @@ def _content(path: Path, shared: Shared) -> tuple[str, dict[str, Any]]:
 @lru_cache(maxsize=MOST_READ)
 def _tables_of(text: str, path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(text)
+        tables = tomli.loads(text)
     except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, brackets nested too deep
         if path.suffix == ".json":
             hint = f"of a Hugging Face config.json, `gsreal trace {path} --out FILE.toml` makes a model file"
