@@ -2,8 +2,7 @@
 
 [Note: first end] Whenever the load of a host changes, all compute that is under way there is planned anew. So of the
 ends that are planned together only the first is scheduled: when it comes, the load changes, and the others are planned
-anew before they come. Each end still gets the number that SimPy would have given its event, because events at one
-instant happen in the order of their numbers.
+anew before they come.
 """
 
 from collections import defaultdict
@@ -39,11 +38,6 @@ class Clock(simpy.Environment):
 
     now = property(attrgetter("_now"))  # faster than SimPy's, which is read all the time
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.next_number: Callable[[], int] = self._eid.__next__
-        """Returns the number of the next event; events at one instant happen in the order of their numbers."""
-
     def at(self, time_s: float) -> simpy.Event:
         """Return an event at a time that has not passed.
 
@@ -53,13 +47,13 @@ class Clock(simpy.Environment):
         """
         event = simpy.Event(self)
         event._ok, event._value = True, time_s
-        heappush(self._queue, (time_s, NORMAL, self.next_number(), event))  # like SimPy's `schedule`
+        heappush(self._queue, (time_s, NORMAL, next(self._eid), event))  # like SimPy's `schedule`
         return event
 
-    def call(self, time_s: float, number: int, callback: Callable[[Any], object]) -> None:
-        """Call a function with an event at a time that has not passed; `number`: that of the event."""
+    def call(self, time_s: float, callback: Callable[[Any], object]) -> None:
+        """Call a function with an event at a time that has not passed."""
         event: Any = _Call(callback)
-        heappush(self._queue, (time_s, NORMAL, number, event))
+        heappush(self._queue, (time_s, NORMAL, next(self._eid), event))
 
     @property
     def is_idle_now(self) -> bool:
@@ -107,11 +101,11 @@ class _Compute:
         "device",
         "end_s",
         "neighbours_excess",
-        "number",
         "planned_s",
         "rank_class",
         "remaining_s",
         "slowdown",
+        "version",
     )
     _ok, _value = True, None
 
@@ -123,12 +117,11 @@ class _Compute:
         """Time that it still takes alone, from `planned_s` on."""
         self.planned_s = self.end_s = 0.0
         self.slowdown = 1.0
-        self.number = ENDED
-        """Number of the event of its end, as planned last."""
+        self.version = 0
+        """How often it was planned; ENDED once it has ended."""
 
 
 ENDED = -1
-"""Number of compute that has ended."""
 
 
 class Host:
@@ -177,17 +170,17 @@ class Host:
         """Plan all compute that is under way anew, after whatever else was due at this instant before."""
         if self._under_way:
             changed, self._under_way = self._under_way, []
-            self.env.call(self.env.now, self.env.next_number(), partial(self._advance, changed))
+            self.env.call(self.env.now, partial(self._advance, changed))
 
     def _advance(self, changed: Sequence[_Compute], _event: object) -> None:
         """Let compute that has not ended wait for what is due at this instant."""
-        left = [each for each in changed if each.number != ENDED]
+        left = [each for each in changed if each.version != ENDED]
         if not left:
             return
         if self.env.is_idle_now:
             self._plan_anew(left)
         else:
-            self.env.call(self.env.now, self.env.next_number(), partial(self._plan_anew, left))
+            self.env.call(self.env.now, partial(self._plan_anew, left))
 
     def _plan_anew(self, left: Sequence[_Compute], _event: object = None) -> None:
         """Reduce the remaining compute by what was done since it was planned, and plan it anew."""
@@ -199,33 +192,32 @@ class Host:
 
     def _plan(self, several: Sequence[_Compute]) -> None:
         """Schedule the ends of compute at the current load; see [Note: first end]."""
-        now_s, next_number = self.env.now, self.env.next_number
-        computing, loads = self._computing(), self._loads
-        first_s = inf
+        now_s, computing, loads, first_s = self.env.now, self._computing(), self._loads, inf
         for each in several:
             slowdown = 1 + each.neighbours_excess * self._others(each.rank_class, computing)
             if each.rank_class in loads:
                 slowdown *= self._communicating_ratio(each.rank_class, each.device)
-            each.slowdown, each.planned_s, each.number = slowdown, now_s, next_number()
+            each.slowdown, each.planned_s = slowdown, now_s
+            each.version += 1
             each.end_s = end_s = now_s + each.remaining_s * slowdown
             if end_s < first_s:
                 first_s = end_s
         self._under_way += several
         for each in several:
             if each.end_s == first_s:
-                self.env.call(first_s, each.number, partial(self._end, each, each.number))
+                self.env.call(first_s, partial(self._end, each, each.version))
 
-    def _end(self, compute: _Compute, number: int, _event: object) -> None:
+    def _end(self, compute: _Compute, version: int, _event: object) -> None:
         """End compute, unless it was planned anew since."""
-        if compute.number != number:
+        if compute.version != version:
             return
-        compute.number = ENDED
+        compute.version = ENDED
         if compute in self._under_way:
             self._under_way.remove(compute)
         if self.env.is_idle_now:
             self._go_on(compute)
         else:
-            self.env.call(self.env.now, self.env.next_number(), partial(self._go_on, compute))
+            self.env.call(self.env.now, partial(self._go_on, compute))
 
     def _go_on(self, compute: _Compute, _event: object = None) -> None:
         """Let the process go on that waits for compute."""
