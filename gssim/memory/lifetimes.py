@@ -73,7 +73,7 @@ class Event(NamedTuple):
     """
 
     position: float
-    """Position of an operation, or a part more: between that operation and the next."""
+    """Position of an operation, or a number between those of two operations."""
     size_bytes: float
     category: str
     tensors: Sequence[float] = ()
@@ -227,7 +227,7 @@ def activation_timeline(
             relative: dict[tuple[int, str], list[Event]] = defaultdict(list)
             for number, buffer in enumerate(lives(layer, previous, after)):
                 size = buffer.bytes_at(b=batch_size, s=sequence_length, scale=scale)
-                is_replaced = buffer.category == REPLACED  # frees the one that the forward before has left
+                is_replaced = buffer.category == REPLACED  # the one that the forward before has left is freed then
                 category = "temporaries" if is_replaced else buffer.category
                 ends = (buffer.born, buffer.born.position) if is_replaced else (buffer.freed, buffer.released_at)
                 for moment, at, change in ((buffer.born, buffer.born.position, size), (*ends, -size)):
@@ -246,7 +246,9 @@ def activation_timeline(
 
 
 def replaced_bytes(layer: Layer, *, batch_size: int, sequence_length: int, scale: float = 1.0) -> float:
-    """Return the bytes that a layer's module keeps from one forward to the next; arguments as of `activation_timeline`.
+    """Return the bytes that a layer's module keeps from one forward to the next, outside of torch's buffers.
+
+    Arguments as of `activation_timeline`.
 
     >>> from gssim.units import validated
     >>> none = ("forward_flop", "backward_flop", "forward_bytes", "backward_bytes", "saved_bytes", "output_bytes")
