@@ -156,8 +156,8 @@ class RunningCollectives:
 
     def __init__(self, machine: MachineState) -> None:
         self.machine = machine
-        self._begun: dict[tuple[int, TaskId, int], Rendezvous] = {}
-        """Rendezvous by step, collective and number of the instance."""
+        self._begun: dict[tuple[int, int], Rendezvous] = {}
+        """Rendezvous for which members are missing, by step and number of the instance."""
         self._messages: dict[tuple[int, int], Rendezvous] = {}
         """The latest message between two classes, by sender and receiver."""
         self._ended_s: dict[tuple[int, str], float] = {}
@@ -165,11 +165,16 @@ class RunningCollectives:
 
     @cached_property
     def _instance_of(self) -> dict[tuple[int, TaskId], tuple[int, CollectiveInstance]]:
-        """The instance of a collective in which a class takes part, and its number; by class and collective."""
+        """The instance of a collective in which a class takes part, and its number among those of all collectives; by
+        class and collective.
+        """
+        every = chain.from_iterable(
+            [(collective, instance) for instance in instances]
+            for collective, instances in self.machine.instances.items()
+        )
         return {
             (rank_class.index, collective): (number, instance)
-            for collective, instances in self.machine.instances.items()
-            for number, instance in enumerate(instances)
+            for number, (collective, instance) in enumerate(every)
             for rank_class in instance.classes
         }
 
@@ -178,15 +183,18 @@ class RunningCollectives:
         collective = task.communication
         assert collective is not None
         number, instance = self._instance_of[index, collective]
-        rendezvous = self._begun.get((step, collective, number))
+        rendezvous = self._begun.get((step, number))
         if rendezvous is None:
             kind = PairwiseRendezvous if instance.pairs else Rendezvous
-            rendezvous = self._begun[step, collective, number] = kind(self.machine, instance)
+            rendezvous = self._begun[step, number] = kind(self.machine, instance)
         rendezvous.follows &= self._ended_s.get((index, stream)) == self.machine.env.now
         self.machine.waiting[index, stream] = (task, rendezvous.missing)
         if instance.is_message and instance.schedule.notices:
             yield from self._queue_notice(index, rendezvous)
-        yield rendezvous.arrive(index)
+        done = rendezvous.arrive(index)
+        if not rendezvous.missing:
+            del self._begun[step, number]
+        yield done
         del self.machine.waiting[index, stream]
         if instance.schedule.notices and instance.schedule.stages:
             self._ended_s[index, stream] = self.machine.env.now

@@ -17,7 +17,7 @@ import simpy
 
 from gssim.cluster import DeviceType
 from gssim.cluster.contention import communicating_excess
-from gssim.engine.host import Host
+from gssim.engine.host import Clock, Host
 
 TURN_S = 0.001
 """CPU time after which a device sleeps: `kPeriod` of the lab's throttle."""
@@ -39,9 +39,7 @@ class SharedCore(Host):
     devices that compute all the time takes r times as long.
     """
 
-    def __init__(
-        self, env: simpy.Environment, members: dict[int, int], *, core_share: dict[int, float], seed: int
-    ) -> None:
+    def __init__(self, env: Clock, members: dict[int, int], *, core_share: dict[int, float], seed: int) -> None:
         super().__init__(env, len(members), members, coupled=True, core_share=core_share)
         self._share = core_share
         self._is_taken = False
