@@ -25,15 +25,15 @@ def can_run_ahead(machine: MachineState, index: int) -> bool:
 
 def is_independent(machine: MachineState, index: int) -> bool:
     """Return whether nothing outside a class affects its task times between two collectives."""
-    independent = not machine.hosts[machine.classes[index].host].coupled and not is_jittery(machine.devices[index])
-    independent = independent and not isinstance(
-        machine.memory[index], RecordingTracker
-    )  # which logs memory by the simulated clock
-    return independent and not machine.program.once(_is_slowed_by_pauses, machine.roles[index])
+    if machine.hosts[machine.classes[index].host].coupled or is_jittery(machine.devices[index]):
+        return False
+    if isinstance(machine.memory[index], RecordingTracker):  # logs memory by the simulated clock
+        return False
+    return not machine.program.once(_is_slowed_by_pauses, machine.roles[index])
 
 
 def are_independent(machine: MachineState) -> bool:
-    """Return whether `is_independent` holds for all classes."""
+    """Return whether `is_independent` holds for all classes; each device type and role is looked at once."""
     jittery = any(is_jittery(device) for device in {id(device): device for device in machine.devices}.values())
     if machine.is_coupled or jittery or any(isinstance(memory, RecordingTracker) for memory in machine.memory):
         return False

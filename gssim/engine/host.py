@@ -31,7 +31,7 @@ class Clock(simpy.Environment):
         return event
 
     def drop_events(self) -> None:
-        """Drop the events that are still to come. They refer to the clock, and it to them."""
+        """Drop the scheduled events, which form reference cycles with the clock."""
         self._queue.clear()
 
 

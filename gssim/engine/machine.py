@@ -179,7 +179,7 @@ class Machine(MachineState):
         return again
 
     def _run_vectorised(self, steps: int, *, peaks: bool) -> None:
-        """Execute the program for all classes at once; see [Note: lockstep]."""
+        """Execute the program for all classes at once; see [Note: lockstep] in `vectorised_walk`."""
         self.vectorised = vectorised_walk_of(self, steps)
         try:
             self.vectorised.run()

@@ -281,7 +281,7 @@ def carry_prepared(machine: MachineState, prepared: Prepared, reduction_s: float
 
 
 def _handle(machine: MachineState, busy_until_s: float, reduction_s: float, ended: Callable[[], None]) -> None:
-    """Let processors handle a collective's bytes, and reduce them; `ended` is called at the end."""
+    """Call `ended` once processors have handled a collective's bytes (at `busy_until_s`) and reduced them."""
     end_s = max(machine.env.now, busy_until_s) + reduction_s
     if end_s > machine.env.now:
         call_at(machine.env, end_s, ended)
@@ -366,7 +366,10 @@ def joins_all_in_turn(program: Program, role: int) -> bool:
 
 
 def joins_in_turn(program: Program, role: int, names: Set[TaskId]) -> bool:
-    """Return whether a rank always joins some collectives one after another, whatever the times of its tasks."""
+    """Return whether a rank joins the collectives `names` in the same order whatever the times of its tasks.
+
+    It does if they are on one stream, or if each is joined by a task that depends on the one that joins the previous.
+    """
     if len({task.stream for task in program.tasks[role] if task.communication in names}) <= 1:
         return True  # as a stream does all of its tasks
     before: tuple[int, int] | None = None  # stream and place of the previously joined collective

@@ -1,9 +1,9 @@
 """State of a simulated machine: its clock, classes of ranks, hosts and network, and what is recorded as it executes.
 
-[Note: no cycles] Nothing that a machine refers to refers back to it, and events that are left in its clock are dropped.
-So a machine is freed as soon as nobody needs it. In a reference cycle, machines, with the programs that they executed,
-would stay until Python's garbage collector finds them, which is off while points are simulated: some 70 MB for each
-threshold of a model with 1.3 billion parameters on 1,024 devices.
+[Note: no cycles] What a machine holds refers to the machine weakly or not at all, and events that are left in its
+clock are dropped. So a machine and the program that it executed are freed as soon as nobody needs them. In a reference
+cycle they would stay until Python's garbage collector runs, which is off while points are simulated: some 70 MB for
+each threshold of a model with 1.3 billion parameters on 1,024 devices.
 """
 
 import weakref
@@ -142,7 +142,9 @@ class MachineState:
         slowed = {name for name, kind in self.cluster.device_types.items() if has_contention(kind)}
         shares = core_shares(self.cluster)
         if not slowed and shares is None:
-            return dict.fromkeys(names, Host(self.env, 0, {}, coupled=False))  # it keeps nothing
+            return dict.fromkeys(
+                names, Host(self.env, 0, {}, coupled=False)
+            )  # loads are not recorded: one stands for all
         devices: dict[str, int] = dict.fromkeys(names, 0)
         coupled: dict[str, bool] = dict.fromkeys(names, False)
         for device, host in zip(self.cluster.devices, contention_groups(self.cluster), strict=True):
@@ -251,17 +253,17 @@ class MachineState:
         self.recorded.append(TaskSpan(rank, task.stream, task.id, phase, began_s, end_s, awaited))
 
 
-class Walk:
-    """Executes the program of a machine, which holds it; see [Note: no cycles]."""
+class PartOfMachine:
+    """Object that a machine holds, and that refers to the machine weakly; see [Note: no cycles]."""
 
     def __init__(self, machine: MachineState) -> None:
         self._machine = weakref.ref(machine)
 
     @property
     def machine(self) -> MachineState:
-        """The machine."""
+        """The machine, which lives as long as its parts are used."""
         machine = self._machine()
-        assert machine is not None  # it holds this walk
+        assert machine is not None
         return machine
 
 
