@@ -3,7 +3,7 @@ sequences. What stands in for the exchanges with other ranks passes them to a re
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
@@ -82,7 +83,43 @@ class _FakeTensors(FakeTensorMode):
         if func is torch.ops.aten._scaled_dot_product_efficient_attention.default:
             with self:
                 return result[0], torch.empty(args[0].shape[:3], dtype=torch.float32), *result[2:]
+        if func in LAYOUTS:
+            with self:
+                return LAYOUTS[func](result, *args)
         return result
+
+
+def _contiguous(result: Any, *_args: Any) -> Any:
+    """Return an operation's results with the first one, if it is computed, contiguous, as the kernel writes it."""
+    if isinstance(result, Tensor):
+        return result.contiguous()
+    return None if result[0] is None else result[0].contiguous(), *result[1:]
+
+
+def _as_product(_result: Tensor, gradient: Tensor, *others: Any) -> Tensor:
+    """Return the gradient of an operation on elements laid out as the kernel does: as a product with the activation."""
+    return gradient * next(each for each in others if isinstance(each, Tensor))
+
+
+def _as_input(result: Any, *args: Any, place: int) -> Any:
+    """Return a batch norm's results with the first one in the memory format of its input, argument number `place`."""
+    form = suggest_memory_format(args[place])
+    return None if result[0] is None else result[0].contiguous(memory_format=form), *result[1:]
+
+
+aten = torch.ops.aten
+LAYOUTS: dict[Any, Callable[..., Any]] = {
+    aten.native_layer_norm_backward.default: _contiguous,
+    aten._log_softmax_backward_data.default: _contiguous,
+    aten._weight_norm_interface.default: _contiguous,
+    aten.hardswish_backward.default: _as_product,
+    aten.softplus_backward.default: _as_product,
+    aten.elu_backward.default: _as_product,
+    aten.native_batch_norm.default: partial(_as_input, place=0),
+    aten.native_batch_norm_backward.default: partial(_as_input, place=1),
+}
+"""Operations whose results torch's fake tensors lay out in another way than kernels do, where operands are transposed.
+A later view of the result is then a copy in the trace alone, or in the run alone."""
 
 
 def _lstm_workspace(func: Any, args: Any) -> int:

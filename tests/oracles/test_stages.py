@@ -38,8 +38,8 @@ def one_piece() -> nn.Module:
 
 
 def pipeline(model: Model, **changes) -> Scenario:
-    settings = {"model": model, "global_batch_size": 8, "optimizer": "sgd"} | changes
-    settings |= {"sequence_length": 12 if model.input.kind == "tokens" else None}
+    length = 12 if model.input.kind == "tokens" else None
+    settings = {"model": model, "global_batch_size": 8, "optimizer": "sgd", "sequence_length": length} | changes
     return scenario_of(star(2), {"method": "pipeline", "micro_batches": 2}, **settings)
 
 
@@ -227,6 +227,28 @@ def test_a_model_of_images_whose_layers_pass_on_more_than_a_tensor_is_refused_be
     monkeypatch.setattr(vit.ViTModel, "forward", with_size)
     with pytest.raises(UserError, match=r"cannot be cut into stages: stage 1 .*too many values.*; allowed: "):
         check_stages(pipeline(model), where="file")
+
+
+def test_a_model_of_tokens_whose_blocks_return_more_than_a_tensor_is_refused_before_ranks_start(monkeypatch):
+    """Ranks ended with a traceback: an RWKV's blocks return states too, an ALBERT's stack an output with a name."""
+    gpt2 = pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
+    model = load_model(Path(__file__).resolve().parents[1] / "helpers/models/of_tests/tiny-gpt2.toml")
+    check_stages(pipeline(model, sequence_length=24), where="file")
+    run = gpt2.GPT2Block.forward
+
+    def with_states(self, hidden, *_given, **_named):
+        return run(self, hidden), None, None
+
+    def through_blocks(self, tokens=None, *_given, inputs_embeds=None, **_named):
+        hidden = self.wte(tokens) if inputs_embeds is None else inputs_embeds
+        for block in self.h:
+            hidden, _state, _attention = block(hidden)
+        return gpt2.BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.ln_f(hidden))
+
+    monkeypatch.setattr(gpt2.GPT2Block, "forward", with_states)
+    monkeypatch.setattr(gpt2.GPT2Model, "forward", through_blocks)
+    with pytest.raises(UserError, match=r"cannot be cut into stages: stage .*too many values.*; allowed: "):
+        check_stages(pipeline(model, sequence_length=24), where="file")
 
 
 def test_dropout_is_refused_before_ranks_that_cut_blocks_start():

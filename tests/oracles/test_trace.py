@@ -27,7 +27,7 @@ from gsreal.measure.memory import _StorageTracker
 from gsreal.methods.checkpointing import checkpoint_blocks
 from gsreal.methods.cuts import ATTENTION_OUTPUTS, FIRST_MAPS, HEAD_COUNTS, LAST_MAPS, QUERIES_KEYS_VALUES
 from gsreal.model_files.build import build_module, example_batch, loss_of
-from gsreal.model_files.fake_module import without_values
+from gsreal.model_files.fake_module import _FakeTensors, without_values
 from gsreal.model_files.layers import layer_modules
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import Record, Recorder, _is_alias
@@ -947,6 +947,44 @@ def test_a_peak_at_sums_of_gradients_is_the_counted_one():
     )
     assert replayed[0] == pytest.approx(real, rel=1e-3)
     assert replayed[1] > 1.1 * real
+
+
+WEIGHT, MEANS = torch.ones(4), torch.zeros(2, 3, 1)
+BATCHES = torch.zeros(3), torch.ones(3)
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(
+            lambda g, x: aten.native_layer_norm_backward(g, x, [4], MEANS, MEANS, WEIGHT, WEIGHT, [True] * 3),
+            id="layer_norm",
+        ),
+        pytest.param(lambda g, _x: aten._log_softmax_backward_data(g, g, -1, torch.float32), id="log_softmax"),
+        pytest.param(lambda g, x: aten.hardswish_backward(g, x), id="hardswish"),
+        pytest.param(lambda g, x: aten.softplus_backward(g, x, 1, 20), id="softplus"),
+        pytest.param(lambda g, x: aten.elu_backward(g, 1, 1, 1, False, x), id="elu"),
+        pytest.param(lambda _g, x: aten.native_batch_norm(x, None, None, *BATCHES, True, 0.1, 1e-5), id="batch_norm"),
+        pytest.param(
+            lambda g, x: aten.native_batch_norm_backward(g, x, None, *BATCHES, *BATCHES, True, 1e-5, [True] * 3),
+            id="batch_norm_backward",
+        ),
+    ],
+)
+def test_transposed_operands_give_a_trace_the_results_layout_of_a_run(operation):
+    """Torch's fake tensors lay these out otherwise: the next view was a copy in the trace, or in the run, alone."""
+    orders = [(0, 1, 2), (0, 2, 1), (1, 0, 2)]
+    for order, other in ((one, other) for one in orders for other in orders):
+        made = [
+            torch.zeros([(2, 3, 4)[i] for i in each]).permute([each.index(i) for i in range(3)])
+            for each in (order, other)
+        ]
+        real = operation(*made)
+        with _FakeTensors(allow_non_fake_inputs=True) as mode:
+            fake = operation(*(mode.from_tensor(each) for each in made))
+        first = [each if isinstance(each, torch.Tensor) else each[0] for each in (real, fake)]
+        assert first[0].stride() == first[1].stride(), (order, other)
 
 
 def test_what_is_changed_in_place_after_a_matrix_product_cannot_be_kept():
