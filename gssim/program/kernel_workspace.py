@@ -56,7 +56,7 @@ def unmeasured_workspace(scenario: Scenario) -> tuple[str, ...]:
         if device.kind == "cpu" and kernels and not measured:
             messages.append(
                 f"what kernels allocate ({', '.join(kernels)}): device_types.{name} has no profile of it for this "
-                "workload (`gsreal calibrate`), and peaks are higher by it, in small models by several per cent"
+                "workload (`gsreal calibrate`), and peaks are higher by it, in small models by several per cent or more"
             )
     return tuple(messages)
 
