@@ -11,7 +11,6 @@ Of many settings, `representative` selects a few in which every value of every c
 """
 
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import polars as pl
+import tomli
 
 from analysis.compare.table import ResultFile, name_of, sweep_group, threshold_of
 from gssim.errors import UserError
@@ -136,7 +136,7 @@ def table_of_search(files: Sequence[ResultFile], *, name: str) -> SweepTable:
     """
     found = table_from(files, name=name)
     plans = [str(file.result.provenance["search"]["plan"]) for file in files]
-    names = [in_words(PLAN_TABLE.validate_python(tomllib.loads(plan)["plan"])) for plan in plans]
+    names = [in_words(PLAN_TABLE.validate_python(tomli.loads(plan)["plan"])) for plan in plans]
     # shares that were given by number may be equal in words
     names = [f"{name} ({n})" if (n := names[:i].count(name) + 1) > 1 else name for i, name in enumerate(names)]
     rows = tuple(

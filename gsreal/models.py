@@ -77,7 +77,7 @@ class Mixture(nn.Module):
     """A router with its experts, of which each token takes the `chosen` most probable, and shared experts.
 
     The weights of a token's experts are their probabilities, scaled to a sum of 1 (as Mixtral does); shared experts
-    (Dai et al. 2024, DeepSeekMoE, arXiv:2401.06066) which all tokens take, are one perceptron as wide as all of them
+    (Dai et al. 2024, DeepSeekMoE, arXiv:2401.06066), which all tokens take, are one perceptron as wide as all of them
     together. No token is dropped.
     """
 

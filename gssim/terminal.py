@@ -56,7 +56,7 @@ class PlainConsole(Console):
 
 
 def plain_console(width: int) -> Console:
-    """Return a console for texts of users, without colours of its own, as wide as the terminal, or of `width`."""
+    """Return a console that prints text as it is, as wide as the terminal, or `width` columns if there is none."""
     return PlainConsole(highlight=False) if sys.stdout.isatty() else PlainConsole(highlight=False, width=width)
 
 

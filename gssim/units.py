@@ -373,8 +373,9 @@ def record(cls: type[T]) -> type[T]:
 
 
 def omits_defaults(*keys: str) -> Any:
-    """Return a serializer, to be set in the class of a table, whose plain data lack those of `keys` that have their
-    default; without `keys`, all that are absent (None).
+    """Return a serializer for a table's class that leaves out those of `keys` that have their default.
+
+    Without `keys`, it leaves out all that are absent (None).
 
     >>> @spec
     ... class Bucket:

@@ -276,7 +276,7 @@ def _colour(columns: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def longest_part(row: Row) -> str:
-    """Return the phase that takes longest of a step, with its share."""
+    """Return the longest phase of a step, with the fraction of the step that it takes."""
     phase = max(PHASES, key=lambda phase: row[f"{phase}_s"] or 0.0)
     share = (row[f"{phase}_s"] or 0.0) / row["step_time_s"] if row["step_time_s"] else 0.0
     return f"{phase.replace('_', ' ')}, {100 * share:.0f} %"

@@ -1,11 +1,12 @@
 """Clusters of the machines on which published runs were measured, from platforms.toml."""
 
-import tomllib
 from dataclasses import field
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
 from typing import Any, Literal
+
+import tomli
 
 from gssim.cluster import GENERATIONS, Cluster, presets
 from gssim.cluster.topology import CUBE_MESH_DEVICES
@@ -54,7 +55,7 @@ class Platform:
 @cache
 def platforms() -> dict[str, Platform]:
     """Return every platform by its key in the file."""
-    data = tomllib.loads(files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
+    data = tomli.loads(files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
     for table in data.values():
         table |= {**data.get(table.pop("like", ""), {}), **table}
     return {name: validated(Platform, table, file=FILE, under=name) for name, table in data.items()}

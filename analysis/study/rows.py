@@ -196,7 +196,9 @@ def sent_bytes(result: Result) -> float:
 
 
 def _steps_of(entry: Collective, result: Result) -> int:
-    """Return the number of steps in which these calls of a collective happen once."""
+    """Return the number of training steps for which the Result lists a collective's calls: those of a whole period, if
+    ranks synchronize periodically and the collective is between replicas.
+    """
     if result.periods is None:
         return 1
     plan = result.scenario["plan"]

@@ -66,7 +66,7 @@ class Elsewhere:
 
 @spec
 class FurtherModel:
-    """A model that the map asks about besides the one that the study trains, with devices and batches that suit it."""
+    """A model of the map besides the one that the study trains, with devices and batches that suit it."""
 
     name: str
     """Name in tables and charts: the model, and on what it is trained."""

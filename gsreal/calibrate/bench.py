@@ -151,7 +151,7 @@ class Bench:
         self._touched.add_(1.0)
 
     def say(self, what: str) -> None:
-        """Show progress."""
+        """Print on stderr what is being calibrated, on rank 0."""
         if self.rank == 0:
             print(one_line(f"gsreal: calibrating {what}"), file=sys.stderr, flush=True)
 

@@ -3,9 +3,9 @@
 An operation's workspace is the peak of allocated bytes while it runs, minus the bytes allocated before it or after it,
 whichever are more. (After it there are its results, which the trace has already.) It depends on shapes in steps: oneDNN
 selects other kernels if channels are not a multiple of its vectors. So each variant of a layer is measured: whole,
-sliced to each number of units, and with parts of its backward left out; whole and sliced layers also under
-torch.autocast, if the model is traced under it. (Beside what products take, it is then what torch casts for operations
-on tensors of two precisions, which a CPU has no kernels for.)
+sliced to each number of units, and with parts of its backward left out. Whole and sliced layers are measured under
+torch.autocast too, if the model is traced under it. (There a CPU's operations on tensors of two precisions take
+workspace as well: torch has no kernels for them, and casts one of the tensors.)
 """
 
 from collections import defaultdict
@@ -60,7 +60,7 @@ class _Variant:
 def layer_scratch(
     model: Model, batches: Batches, counter: MemoryCounter, dtype: torch.dtype, *, rank: int = 0, ranks: int = 1
 ) -> dict[str, dict[str, list[str]]]:
-    """Return the workspace of every layer entry of the model file by variant; see `LayerProfile`.
+    """Return the workspace of every layer entry of the model file by variant; see `LayerProfile.scratch_bytes`.
 
     Each of `ranks` ranks measures some of the variants.
     """
@@ -105,11 +105,11 @@ def _variants(model: Model) -> Iterator[_Variant]:
 
 def _traced(model: Model, ways: Sequence[_Variant], batches: Batches) -> list[Record]:
     """Return the trace of each variant: its positions are those of the model file."""
+    if not ways:
+        return []
     inputs = next(iter(batches.values()))[0]
     length = inputs.shape[1] if model.input.kind == "tokens" else None
     step = Step(batch_size=TRACED_BATCH_SIZES[0], sequence_length=length)
-    if not ways:
-        return []
     whole = cut = record_step(model, step, where=model.name)
     if any(way.units for way in ways):
         cut = record_step(model, replace(step, units=TRACED_UNITS[0]), where=model.name)

@@ -159,7 +159,10 @@ def _cannot_read(source: TokenInput, data: str) -> UserError:
 
 
 def _mask(source: TokenInput, known: int | None) -> int | None:
-    """Return the mask token, if the task has one: the tokeniser's own, else the vocabulary's last."""
+    """Return the mask token for masked language modelling, else None.
+
+    `known`: that of the tokeniser; if it has none, the vocabulary's last token is used.
+    """
     if source.task != "masked-token":
         return None
     return source.vocabulary - 1 if known is None else known

@@ -399,9 +399,7 @@ Halves = tuple[Tensor, Tensor]
 
 
 def _receive_buffers(passing: Sequence[Halves], own: Tensor) -> tuple[list[Halves], int]:
-    """Return the receive buffer of every step of such a ring.
-
-    And the number of steps that receives are posted in advance.
+    """Return the receive buffers of each step of a ring, and the number of steps by which receives are posted ahead.
 
     `passing`: the tensors sent in every step, to which those received in the step before are added.
     """

@@ -129,7 +129,7 @@ class Publisher:
         self._stream: torch.cuda.Stream | None = None
 
     def reshard(self, pusher: Pusher, buckets: Sequence[Bucket]) -> None:
-        """Allocate the persistent memory of thresholding, or share the push's; again after a change of owners."""
+        """Allocate the memory of a thresholded publish, or share that of the push. Called again if owners change."""
         if self.rules.threshold is not None:
             scratch = {dtype: each.scratch for dtype, each in pusher.encodings.items()} or scratch_by_dtype(buckets)
             self.encodings = {dtype: Encoding(self.rules.encoding, dtype, each) for dtype, each in scratch.items()}

@@ -305,9 +305,9 @@ def delay_line(wires: Sequence[Wire]) -> Line:
 
 
 def execute(commands: Iterable[Command]) -> None:
-    """Run commands, consecutive ones of one program in one namespace in a batch; raise RunFailedError with its message.
+    """Run commands, each of them the words of a command line; raise RunFailedError with the message of one that fails.
 
-    Each command is the list of words of a command line.
+    Consecutive commands of `ip` or `tc` in one network namespace are run in one batch.
     """
     for start, group in groupby(commands, key=lambda command: command[:3] if command[1] == "-n" else command):
         rest = [command[3:] for command in group]

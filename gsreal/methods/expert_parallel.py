@@ -23,7 +23,7 @@ from gssim.workload import Workload, unrolled
 
 
 def divide_experts(scenario: Scenario, module: nn.Module, timeline: Timeline, group: dist.ProcessGroup) -> None:
-    """Let each layer of routed experts hold this rank's part of them alone; see [Note: expert parallelism] there.
+    """Leave in each layer of routed experts only this rank's part of them; see [Note: expert parallelism] in `experts`.
 
     `group`: the ranks that divide them.
     """

@@ -54,9 +54,10 @@ def pushing_optimizer(
     device: torch.device,
     aliases: Mapping[str, frozenset[str]] = MappingProxyType({}),
 ) -> GradientSharding:
-    """Return the library's optimizer for a module of these layers, numbered from 0, on this rank.
+    """Return the optimizer of `gsreal.gradient_sharding` for this rank's module, which consists of `layers`.
 
-    `aliases`: all names in the whole model of parameters that have several, of which a stage's module has one.
+    `aliases`: for a parameter that several layers share, all of its names in the whole model, by each of them. The
+    module of a pipeline's stage has one of these names.
     """
     plan, policies = scenario.plan, scenario.policies
     ranks, mesh = policies.mesh.group(dist.get_rank(), *REPLICA_AXES), _mesh(policies, device)

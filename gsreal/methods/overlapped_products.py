@@ -168,7 +168,7 @@ class _SavedInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        """Return the gradients of the input, which is given, and of weight and bias."""
+        """Return the gradient of the input as it came in, and those of weight and bias."""
         of_output, x = ctx.given.pop()
         of_weight, of_bias = ctx.layout.weight_gradients(of_output, x, has_bias=ctx.has_bias)
         return gradients[0], of_weight, of_bias, None, None
@@ -188,7 +188,10 @@ class _ScatteredLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        """Return the gradient of the input; leaves that of the whole output for the gradient of the weight."""
+        """Return the gradient of the input.
+
+        The gathered gradient of the output is stored in `ctx.saved`, whose backward computes the weight's gradient.
+        """
         x, weight = ctx.saved.saved_tensors
         ring: PartsRing = ctx.ring
         of_input = x.new_empty(x.shape)

@@ -322,7 +322,7 @@ def send_largest(options: SparseOuter, unsent: Tensor) -> Tensor:
 
 
 def sum_of_largest(options: SparseOuter, messages: Tensor, *, like: Tensor) -> Tensor:
-    """Return the sum of all ranks' messages, one rank after another, as a tensor like `like`."""
+    """Return the sum of all ranks' messages, added in the order of ranks, as a flat tensor as large as `like`."""
     total = _chunks(options, like)
     for message in messages.split(sparse_message_bytes(options, like.numel(), like.itemsize)):
         total.scatter_add_(1, *_read(options, message, like))

@@ -265,7 +265,7 @@ def fit_buffers(
         if len(lives) > 1:
             raise NoPolynomialError(f"{name}: the lifetime of a buffer depends on batch size or sequence length")
         freed = None if alive.replaced_next else alive.freed
-        # a cast of parameters lives to the end of the forward; see [Note: autocast]
+        # a cast of parameters lives to the end of the forward; see [Note: autocast] in `gssim.workload.model`
         ends_with_forward = index < last and alive.freed is not None and alive.freed[:2] == (last, "f")
         is_cached = alive.casts_parameter and ends_with_forward
         is_saved = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")

@@ -42,7 +42,7 @@ def with_one_sample(
             _marked(layer, index, everything, checked, without_samples, of_several)
             for index, layer in enumerate(layers)
         ]
-    except (NoPolynomialError, UserError):  # of several samples, steps have been traced before
+    except (NoPolynomialError, UserError):  # not a fault of the model: its steps of several samples were traced
         return list(layers)
 
 

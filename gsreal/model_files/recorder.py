@@ -170,8 +170,8 @@ class StorageLife:
     replaced_next: bool = False
     """Whether the module keeps it until its next forward makes another."""
     handed_on: tuple[int, str, int] | None = None
-    """For one of several storages that a block hands to later layers: when it would be freed if autograd did not save
-    it."""
+    """When it would be freed if autograd did not save it, if it is one of several storages that a block returns to
+    later layers; else None."""
     fixed: bool = False
     """Whether it holds integers or truth values, whose size is the same in every precision."""
     casts_input: bool = False
@@ -372,7 +372,7 @@ class Recorder(TorchDispatchMode):
             if key in self.known:
                 self.first_use.setdefault(key, self.layer)
         if func is prim_device and isinstance(inputs[0], FakeTensor):
-            return inputs[0].device  # autograd asks every tensor: two of three dispatches, which modes below only delay
+            return inputs[0].device  # two of three dispatches are this question of autograd's: answered here, for speed
         self._written(func, args)
         if self._sums_in_place(func, args, kwargs):
             self.live[args[0].untyped_storage()._cdata].summed_in_place = True
@@ -394,7 +394,7 @@ class Recorder(TorchDispatchMode):
 
         torch adds the second gradient to the first in place if nothing else refers to the first or to its storage, as a
         view's base does (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). Under a dispatch mode it never
-        does. No Python code calls that sum: the frame below is the one that has started the engine.
+        does. No Python code calls that sum, so that the calling frame is the one that started the engine.
         """
         if func is not aten.add.Tensor or len(args) != 2 or kwargs or torch.is_grad_enabled():
             return False

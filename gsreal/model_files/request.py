@@ -1,11 +1,11 @@
 """A model to trace as a user asks for it: a factory, a Hugging Face config or a model file, and its input."""
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import tomli
 import torch
 
 from gsreal.model_files import config_file
@@ -58,7 +58,7 @@ class Request:
     """Entries of a Hugging Face config; those of `arguments` replace them."""
     padding: int = 0
     states_padding: bool = field(default=False, repr=False)
-    """Whether `padding` also counts where it is 0: else 0 stands for the config's own padding token, if it has one."""
+    """Whether the user stated `padding`. If not, and it is 0, the config's padding token is used, if there is one."""
     precision: str | None = None
     """Precision of the trace; None: that of the model file, or fp32."""
     other_precisions: tuple[str, ...] = field(default=(), repr=False)
@@ -292,8 +292,8 @@ def _arguments(request: Request, where: str) -> dict[str, Any]:
         if not separator:
             raise UserError(f"{where}: --argument {text}: must be NAME=VALUE")
         try:
-            arguments[key] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:  # a string without quotes
+            arguments[key] = tomli.loads(f"value = {value}")["value"]
+        except tomli.TOMLDecodeError:  # a string without quotes
             arguments[key] = value
         if value == "null" and request.model.endswith(".json") | request.model.startswith("hf:"):
             arguments[key] = None  # as in a config.json; TOML has none

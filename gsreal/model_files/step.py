@@ -519,9 +519,10 @@ class _PreparedStep:
 
     @contextmanager
     def _noting_handed_on(self, recorder: Recorder) -> Iterator[Mapping[int, AbstractSet[int]]]:
-        """Note, by layer, which storages a block makes and hands on, if several: the `id` of their lives in `recorder`.
+        """Yield, by layer, the storages that a block makes and hands on to later layers, if these are several.
 
-        They are those that it returns, and that the next layer takes if that is a block, too.
+        A storage is given by the `id` of its `StorageLife` in `recorder`. A block hands on what it returns; if the next
+        layer is a block too, what that takes of it.
         """
         handed_on: dict[int, set[int]] = defaultdict(set)
 

@@ -2,8 +2,8 @@
 
 One training step runs per traced shape. The quantities of each layer are exact for these shapes; as a function of batch
 size b and sequence length s they are polynomials (up to b*s^2), fitted over six shapes and checked at a seventh. If the
-model's blocks can be sliced among ranks, steps with sliced blocks are traced as well, see [Note: units]. Of many equal
-blocks only a few are traced, see `repeated`.
+model's blocks can be sliced among ranks, steps with sliced blocks are traced as well, see [Note: units] in
+`gssim.workload.model`. Of many equal blocks only a few are traced, see `repeated`.
 """
 
 from collections import defaultdict

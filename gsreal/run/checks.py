@@ -122,9 +122,9 @@ def check_offload(scenario: Scenario, *, where: str) -> None:
 
 
 def check_gloo_on_gpus(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for collectives of torch's own that gloo does not carry between GPUs: they end in a crash.
+    """Raise UserError for plans whose messages between GPUs torch hands to gloo uncopied, which ends in a crash.
 
-    gloo reads messages of a pipeline, and those of functional all-gathers, as if they were in the host's memory.
+    gloo reads a pipeline's messages, and those of functional all-gathers, as if they were in the host's memory.
     """
     cluster, plan = scenario.cluster, scenario.plan
     if cluster.backend != "gloo" or cluster.type_of(0).kind != "cuda":

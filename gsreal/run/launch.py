@@ -35,14 +35,14 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Guard:
-    """Timeout of a hanging run, the network interface of its ranks, and locks that it holds."""
+    """Settings of a launch beside its command: timeout, network interface and locks."""
 
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """Longest time without progress of any rank."""
+    """Time without progress of any rank after which the run is ended."""
     interface: str | None = None
     """Network interface on which backends listen; None: the loopback."""
     locks: tuple[int, ...] = ()
-    """File descriptors of locks that ranks hold too: kept while a rank writes after its launcher was killed."""
+    """File descriptors of locks that ranks inherit, so that these stay locked if only the launcher is killed."""
 
 
 def launch(

@@ -56,7 +56,7 @@ class RunRecorder:
 
     @property
     def pushed_by_step(self) -> list[tuple[int, int]]:
-        """Entries that this rank sent off its shard in each timed step, and those that it could have sent."""
+        """By timed step: gradient entries that this rank sent to other owners, and all that it could have sent."""
         return [(now[0] - before[0], now[1] - before[1]) for before, now in pairwise(self._pushed)]
 
 

@@ -1,10 +1,10 @@
 """Reports on the terminal: a search's best plans, front and comparisons; methods, and the features that they allow."""
 
 import shlex
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import tomli
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
@@ -98,7 +98,7 @@ def _compared(rival: Mapping[str, Any]) -> str:
     """Return how much worse a plan is than the best, and why."""
     if rival.get("step_time_s") is None:
         return str(rival["why"])
-    plan = in_words(PLAN.validate_python(tomllib.loads(rival["plan"])["plan"]))
+    plan = in_words(PLAN.validate_python(tomli.loads(rival["plan"])["plan"]))
     difference = "" if rival["more_ratio"] is None else f", {signed_percent(rival['more_ratio'])}%"
     return f"{human_seconds(rival['step_time_s'])}{difference}: {plan}\n  {rival['why']}"
 

@@ -141,8 +141,8 @@ class LayerProfile:
     scratch_bytes: dict[Way, tuple[ScratchText, ...]] | None = None
     """Workspaces of kernels, by the way in which the layer is run: `whole`; `units-N` for a slice of a block; and with
     frozen parameters `frozen` (the layer itself), `deepest` (of the trained layers) or `untrained` (like all before
-    it). Under torch.autocast, of which there are no other profiles, they begin with `autocast-bf16-` or
-    `autocast-fp16-`. Absent: not measured by operation; the peaks bound them.
+    it). Those under torch.autocast begin with `autocast-bf16-` or `autocast-fp16-`, and are in the profile of training
+    without it. Absent: not measured by operation; the peaks bound them.
     """
 
     _serialized = omits_defaults("forward_host_s", "backward_host_s")

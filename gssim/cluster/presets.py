@@ -6,12 +6,13 @@
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
+
+import tomli
 
 from gssim.errors import nearest_name
 
@@ -25,7 +26,7 @@ def presets(kind: Kind) -> dict[str, dict[str, Any]]:
     >>> presets("links")["pcie4x16"]["bandwidth_bytes_per_s"]
     '24 GB/s'
     """
-    return tomllib.loads(files("gssim.cluster").joinpath(f"{kind}.toml").read_text(encoding="utf-8"))
+    return tomli.loads(files("gssim.cluster").joinpath(f"{kind}.toml").read_text(encoding="utf-8"))
 
 
 def expanded(kind: Kind, value: Any) -> Any:
@@ -105,7 +106,7 @@ def preset_errors() -> dict[str, PresetErrors]:
 
     A preset whose figures have changed since is left out: the errors are those of other figures.
     """
-    data = tomllib.loads(files("gssim.cluster").joinpath("preset_errors.toml").read_text(encoding="utf-8"))
+    data = tomli.loads(files("gssim.cluster").joinpath("preset_errors.toml").read_text(encoding="utf-8"))
     return {
         name: PresetErrors(**{kind: QuantityErrors(**errors) for kind, errors in each.items() if kind != "figures"})
         for name, each in data.items()

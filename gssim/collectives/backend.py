@@ -145,10 +145,10 @@ PAIRWISE_KINDS = ("all-to-all", "send")
 
 
 def following_s(cluster: Cluster, kind: str, half_precision: str = "") -> tuple[float, float]:
-    """Return how much shorter a collective is that starts as soon as another on its stream has ended, and for how long
-    it then occupies the processors of its ranks, in seconds; see [Note: following].
+    """Return two times in seconds for a collective that starts as soon as another on its stream has ended: how much
+    shorter it is for that, and for how long it occupies the processors of its ranks. See [Note: following].
 
-    Both are 0 where they were not measured, and for kinds and backends that have no such collectives.
+    Both are 0 if they were not measured, and for kinds and backends that have no such collectives.
     """
     cost = cluster.backend_cost
     if cost is None or not has_notices(cluster.backend) or kind in PAIRWISE_KINDS:

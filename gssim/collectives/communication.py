@@ -335,7 +335,7 @@ class Communication:
     """
 
     def __hash__(self) -> int:
-        """Return equal hashes for equal collectives, without reading the ranks of all groups beside the first."""
+        """Return the hash of some fields, for speed: there may be many groups beside the first."""
         return hash((self.kind, self.group, self.size_bytes, self.root))
 
     @classmethod

@@ -12,9 +12,9 @@ from typing import Any
 
 from gssim.engine.memory_tracker import RecordingTracker, allocates_beside_compute, memory_after
 from gssim.engine.rendezvous import RunningCollectives
-from gssim.engine.state import MachineState
+from gssim.engine.state import MachineState, StreamTask
 from gssim.engine.symmetry import is_jittery
-from gssim.program import Program, Task, each_once
+from gssim.program import Program, each_once
 
 
 def can_run_ahead(machine: MachineState, index: int) -> bool:
@@ -25,15 +25,15 @@ def can_run_ahead(machine: MachineState, index: int) -> bool:
 
 def is_independent(machine: MachineState, index: int) -> bool:
     """Return whether nothing outside a class affects its task times between two collectives."""
-    independent = not machine.hosts[machine.classes[index].host].coupled and not is_jittery(machine.devices[index])
-    independent = independent and not isinstance(
-        machine.memory[index], RecordingTracker
-    )  # which logs memory by the simulated clock
-    return independent and not machine.program.once(_is_slowed_by_pauses, machine.roles[index])
+    if machine.hosts[machine.classes[index].host].coupled or is_jittery(machine.devices[index]):
+        return False
+    if isinstance(machine.memory[index], RecordingTracker):  # logs memory by the simulated clock
+        return False
+    return not machine.program.once(_is_slowed_by_pauses, machine.roles[index])
 
 
 def are_independent(machine: MachineState) -> bool:
-    """Return whether `is_independent` holds for all classes."""
+    """Return whether `is_independent` holds for all classes; each device type and role is looked at once."""
     jittery = any(is_jittery(device) for device in {id(device): device for device in machine.devices}.values())
     if machine.is_coupled or jittery or any(isinstance(memory, RecordingTracker) for memory in machine.memory):
         return False
@@ -54,9 +54,10 @@ def run_ahead(
     """Execute a stream's tasks on a clock of its own, ahead of the simulated clock; see [Note: ahead]."""
     tasks, env, now_s = machine.tasks_of(index, stream), machine.env, machine.env.now
     for step in range(steps):
-        for task in tasks:
-            if task.after:
-                now_s = yield from _dependencies_end(machine, index, stream, step, task, now_s)
+        for each in tasks:
+            task = each.task
+            if each.after:
+                now_s = yield from _dependencies_end(machine, index, stream, step, each, now_s)
             began_s, now_s = now_s, now_s + task.duration_s
             if task.issue is not None:
                 now_s = max(now_s, machine.issued_s(index, task.issue, began_s))
@@ -66,7 +67,7 @@ def run_ahead(
                 now_s = env.now
             if now_s > began_s:
                 machine.record_span(index, task, began_s, now_s)
-            machine.finish(index, step, task, now_s)
+            machine.finish(index, step, each, now_s)
         if stream == "compute":
             machine.ends_s[index].append(now_s)
     if stream == "compute":  # memory is added up in task order, whenever the tasks end
@@ -75,7 +76,7 @@ def run_ahead(
 
 
 def _dependencies_end(
-    machine: MachineState, index: int, stream: str, step: int, task: Task, now_s: float
+    machine: MachineState, index: int, stream: str, step: int, task: StreamTask, now_s: float
 ) -> Generator[Any, Any, float]:
     """Wait until the ends of the dependencies on other streams are known; return the earliest time to start."""
     events = [machine.finished[index, step, each] for each in task.after]
@@ -85,6 +86,6 @@ def _dependencies_end(
     if latest_s <= now_s:
         return now_s
     if stream == "compute":
-        late = [each for each, end_s in zip(task.after, ends_s, strict=True) if end_s > now_s]
-        machine.record_span(index, task, now_s, latest_s, awaited=late[-1])
+        late = [each for each, end_s in zip(task.task.after, ends_s, strict=True) if end_s > now_s]
+        machine.record_span(index, task.task, now_s, latest_s, awaited=late[-1])
     return float(latest_s)

@@ -3,7 +3,7 @@ where that gives the same result.
 """
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from gssim.engine.memory_tracker import memory_after
 from gssim.engine.outline_operations import can_walk_outlines
 from gssim.engine.outline_walk import OutlineWalk, UnequalClassesError
 from gssim.engine.rendezvous import RunningCollectives
-from gssim.engine.state import MachineState, TaskSpan
+from gssim.engine.state import MachineState, StreamTask, TaskSpan
 from gssim.engine.vectorised_walk import VectorisedWalk, vectorised_walk_of
 from gssim.errors import RunFailedError
 from gssim.execution.cache import Shared
@@ -31,6 +31,8 @@ MIN_CLASSES_VECTORISED = 3
 """Minimum number of rank classes for the vectorised walk, which is slower for fewer."""
 Work = Callable[[int, str, int], Generator[Any, Any, None]]
 """Function that executes a class's stream for a number of steps."""
+DRAWN_TOGETHER = 64
+"""Number of random variates of a class that are drawn at a time."""
 SMALLEST_JITTER = 0.5
 """Smallest factor by which jitter scales a task's time (assumed: it cuts off the far tail of the normal
 distribution)."""
@@ -76,9 +78,9 @@ class Machine(MachineState):
         """End of each class's latest compute."""
 
     @cached_property
-    def random(self) -> list[np.random.Generator]:
-        """Random generator of each class."""
-        return [np.random.default_rng([self.seed, each.representative]) for each in self.classes]
+    def random(self) -> list[Iterator[float]]:
+        """Standard normal variates of each class."""
+        return [_variates([self.seed, each.representative]) for each in self.classes]
 
     @cached_property
     def task_spans(self) -> list[TaskSpan]:
@@ -117,10 +119,7 @@ class Machine(MachineState):
         processes: list[simpy.Process] = []
         for rank_class in self.classes:
             tasks = self.program.tasks[self.roles[rank_class.index]]
-            awaited = {each for task in tasks for each in task.after}
-            for step in range(steps):
-                for each in awaited:
-                    self.finished[rank_class.index, step, each] = self.env.event()
+            self.begin_events(rank_class.index, steps)
             streams = dict.fromkeys([*STREAMS, *(task.stream for task in tasks)])
             run_stream: Work = (
                 partial(run_ahead, self, self._collectives) if can_run_ahead(self, rank_class.index) else self._stream
@@ -179,7 +178,7 @@ class Machine(MachineState):
         return again
 
     def _run_vectorised(self, steps: int, *, peaks: bool) -> None:
-        """Execute the program for all classes at once; see [Note: lockstep]."""
+        """Execute the program for all classes at once; see [Note: lockstep] in `vectorised_walk`."""
         self.vectorised = vectorised_walk_of(self, steps)
         try:
             self.vectorised.run()
@@ -207,56 +206,57 @@ class Machine(MachineState):
 
     def _stream(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
         """Execute a stream's tasks as a SimPy process."""
-        tasks = self.tasks_of(index, stream)
-        jitter, memory = self.devices[index].step_jitter_ratio, self.memory[index]
+        tasks, env, memory, finished = self.tasks_of(index, stream), self.env, self.memory[index], self.finished
+        jitter = self.devices[index].step_jitter_ratio if stream == "compute" else 0.0
         for step in range(steps):
             drawn: int | None = -1  # the step of the period whose speeds were drawn last; none yet
-            for task in tasks:
-                if jitter and stream == "compute" and task.id.step != drawn:
+            for each in tasks:
+                task = each.task
+                if jitter and task.id.step != drawn:
                     drawn = task.id.step
-                    self.step_speed[index] = 1 + jitter * float(self.random[index].standard_normal())
-                if task.after:
-                    yield from self._await(index, stream, step, task)
-                began_s = self.env.now
+                    self.step_speed[index] = 1 + jitter * next(self.random[index])
+                if each.after and not all([finished[index, step, number].triggered for number in each.after]):
+                    yield from self._await(index, stream, step, each)
+                began_s = env.now
                 memory.begin(stream, task.need)
                 if task.communication is not None:
                     yield from self._collectives.join(index, stream, step, task)
                 elif task.duration_s > 0 or task.issue is not None:
                     yield from self._compute(index, task)
                 memory.end(stream)
-                if self.env.now > began_s:
-                    self.record_span(index, task, began_s, self.env.now)
-                self.finish(index, step, task, self.env.now)
+                ended_s = env.now
+                if ended_s > began_s:
+                    self.record_span(index, task, began_s, ended_s)
+                self.finish(index, step, each, ended_s)
             if stream == "compute":
-                self.ends_s[index].append(self.env.now)
+                self.ends_s[index].append(env.now)
 
-    def _await(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
-        """Wait for the tasks on other streams on which this one depends."""
-        awaited = [each for each in task.after if not self.finished[index, step, each].triggered]
-        if not awaited:
-            return
+    def _await(self, index: int, stream: str, step: int, task: StreamTask) -> Generator[Any, Any, None]:
+        """Wait for the tasks on other streams on which this one depends, some of which have not ended."""
+        awaited = [
+            name
+            for name, number in zip(task.task.after, task.after, strict=True)
+            if not self.finished[index, step, number].triggered
+        ]
         began_s = self.env.now
         yield from self.ends_of(index, stream, step, task)
         if stream == "compute" and self.env.now > began_s:
-            self.record_span(index, task, began_s, self.env.now, awaited=awaited[-1])
+            self.record_span(index, task.task, began_s, self.env.now, awaited=awaited[-1])
 
     def _compute(self, index: int, task: Task) -> Generator[Any, Any, None]:
+        """Take the simulated time of some compute; longer if other devices of the host compute or communicate."""
         began_s = self.env.now
         self._waited_s[index] += began_s - self._compute_ended_s.get(index, began_s)
         refill_s = self._refill_s(index, task)
         jitter = self._jitter(index, task)
-        yield from self._occupy(index, (task.duration_s + refill_s) * jitter, refill_s=refill_s * jitter)
+        host, alone_s = self.hosts[self.classes[index].host], (task.duration_s + refill_s) * jitter
+        if host.coupled:
+            yield from host.compute(index, alone_s, self.devices[index], refill_s=refill_s * jitter)
+        else:
+            yield self.env.timeout(alone_s)
         if task.issue is not None:
             yield from self.until(self.issued_s(index, task.issue, began_s))
         self._compute_ended_s[index] = self.env.now
-
-    def _occupy(self, index: int, alone_s: float, *, refill_s: float) -> Generator[Any, Any, None]:
-        """Take the simulated time of some compute; longer if other devices of the host compute or communicate."""
-        host, device = self.hosts[self.classes[index].host], self.devices[index]
-        if not host.coupled:
-            yield self.env.timeout(alone_s)
-            return
-        yield from host.compute(index, alone_s, device, refill_s=refill_s)
 
     def _refill_s(self, index: int, task: Task) -> float:
         """Return a task's extra time for refilling the caches after pauses.
@@ -284,9 +284,16 @@ class Machine(MachineState):
             return 1.0
         if task.id.op == "inner-steps":
             spread = device.step_jitter_ratio / math.sqrt(task.id.part or 1)
-            return max(SMALLEST_JITTER, 1 + spread * float(self.random[index].standard_normal()))
-        factor = self.step_speed[index] + (own * float(self.random[index].standard_normal()) if own else 0.0)
+            return max(SMALLEST_JITTER, 1 + spread * next(self.random[index]))
+        factor = self.step_speed[index] + (own * next(self.random[index]) if own else 0.0)
         return max(SMALLEST_JITTER, factor)
+
+
+def _variates(seed: Sequence[int]) -> Iterator[float]:
+    """Yield standard normal variates, drawn many at a time, which gives the same as one by one."""
+    random = np.random.default_rng(seed)
+    while True:
+        yield from random.standard_normal(DRAWN_TOGETHER).tolist()
 
 
 def _all_compute(program: Program) -> bool:

@@ -164,9 +164,9 @@ class GroupPeaks:
         steps, tasks, ranks = self.steps, len(rows), times_s.shape[-1]
         streams = np.array([self.needs.streams[row] for row in rows])
         numbers = (np.arange(steps)[:, None, None] * tasks + np.array(rows)[None, :, None]) * 2 + np.arange(2)
-        parts = [number for number in dict.fromkeys(streams.tolist())]
-        flat = np.concatenate([times_s[:, streams == each].reshape(-1, ranks) for each in parts])
-        return flat, np.concatenate([numbers[:, streams == each].reshape(-1) for each in parts])
+        of_streams = [streams == each for each in dict.fromkeys(streams.tolist())]
+        flat = np.concatenate([times_s[:, own].reshape(-1, ranks) for own in of_streams])
+        return flat, np.concatenate([numbers[:, own].reshape(-1) for own in of_streams])
 
     def _peaks_of_order(self, order: Ints) -> list[dict[str, float]]:
         """Return the peaks of all roles for an order of events, numbered by step, task, begin or end."""
@@ -191,7 +191,7 @@ class GroupPeaks:
         for stream in sorted(set(needs.streams)):
             latest = np.maximum.accumulate(np.where(streams == stream, events, -1))
             active.append((rows[latest], (latest >= 0) & ~ends[latest]))
-        changing: Bools = np.logical_or.reduce(needs.kept, axis=2)  # to add zeros takes time, and changes nothing
+        changing: Bools = np.logical_or.reduce(needs.kept, axis=2)  # only these are added up: most are 0
         ending, category = np.nonzero(changing[rows] & ends[:, None])
         changed_before = np.searchsorted(ending, events)
         found: list[dict[str, float]] = []
@@ -221,7 +221,7 @@ class GroupPeaks:
 
     @cached_property
     def _is_present(self) -> Sequence[Sequence[bool]]:
-        """Whether a role has memory of a category, persistent or of its tasks, by role and category."""
+        """By role and category: whether the role has such memory, persistent or of its tasks."""
         needs = self.needs
         found = np.array([[name in persistent for name in needs.categories] for persistent in self.persistent])
         found |= np.logical_or.reduce(needs.peak, axis=0).T | np.logical_or.reduce(needs.kept, axis=0).T

@@ -141,8 +141,8 @@ def _colours(operations: OutlineOperations, *, merges_classes: bool) -> Sequence
 def _shape(
     operations: OutlineOperations, by_class: Mapping[int, tuple[int, CollectiveInstance]]
 ) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Return the classes of each instance of a collective, and a number that is equal if they take as long on idle
-    links, as far as that is known beforehand.
+    """Return, for each instance of a collective, its classes, and a number that is equal for instances which take
+    equally long on idle links, or whose times are not known beforehand.
     """
     instances = dict(by_class.values())
     times: list[Hashable] = []
@@ -218,9 +218,9 @@ def _times_of_classes(roles: Sequence[RoleOperations]) -> Mapping[int, int]:
 
 
 def _alike(roles: Sequence[RoleOperations], times: Mapping[int, int]) -> Sequence[tuple[int, Collection[int]]]:
-    """Return, for each role, the number of the first one to which it is equal but for the times of tasks after the
-    schedule, and the places of all these tasks among those roles; see [Note: merged roles].
+    """Return, for each role, the number of the first alike one, and the places of the tasks in which alike ones differ.
 
+    Roles are alike if they are equal but for the times of tasks after the schedule; see [Note: merged roles].
     `times`: those of `_times_of_classes`; roles of which no classes have equal ones are not compared.
     """
     places: dict[int, set[int]] = {}

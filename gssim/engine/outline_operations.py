@@ -29,7 +29,7 @@ from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.fast_path import are_independent
 from gssim.engine.memory_tracker import allocates_beside_compute
 from gssim.engine.rendezvous import PreparedTransfer, delays_of_collective, prepared_transfer
-from gssim.engine.state import MachineState, Walk
+from gssim.engine.state import MachineState, PartOfMachine
 from gssim.execution.cache import Same
 from gssim.program import (
     Awaited,
@@ -65,11 +65,11 @@ class Piece(NamedTuple):
 
 
 class PricedTemplate(NamedTuple):
-    """A template's time for a class of ranks."""
+    """What a chunk's template takes on a class of ranks: its time, and its collectives."""
 
     delays_s: tuple[float, ...]
     seconds: Mapping[str, float]
-    """By phase."""
+    """Time in each phase of a step."""
     pieces: tuple[Piece, ...]
     """The template's tasks, if some wait for the host; these are then executed, and `delays_s` is empty."""
     instances: Mapping[CollectiveInstance, int]
@@ -107,9 +107,9 @@ class _Section(NamedTuple):
 
 
 def _sections(template: Template, alone: Callable[[Task], bool]) -> Sequence[_Section]:
-    """Return a template cut at the tasks that cannot be priced, and where the compute stream and these wait for each
-    other; an empty sequence if it cannot be cut.
+    """Return a template cut into sections; an empty sequence if it cannot be cut.
 
+    It is cut at each task that cannot be priced, and wherever the compute stream and such a task wait for each other.
     `alone`: whether a task's collective takes the same time at all times, if no other task uses its links meanwhile.
 
     >>> first, gather, last = TaskId("forward", layer="a"), TaskId("gather-keys"), TaskId("forward", layer="b")
@@ -187,8 +187,9 @@ class _Role:
                 self.slot_of[each] = self.slot_of.setdefault(chunks[each], self.slot_of[each])
 
     def _give_slots(self) -> Iterator[TaskId]:
-        """Give slots to what others wait for; yield the tasks of chunks that are waited for on other streams: on its
-        own, a chunk ends before what follows it.
+        """Give a slot to each task for which another waits; yield the tasks inside chunks among them.
+
+        Tasks of the compute stream need not wait for chunks on it, which end before them.
         """
         for part in self.parts:
             if isinstance(part, Chunk):
@@ -328,7 +329,7 @@ def _role_of(program: Program, role: int) -> _Role:
     return _Role(program.tasks[role])
 
 
-class OutlineOperations(Walk):
+class OutlineOperations(PartOfMachine):
     """Operations of all classes of a machine in a step of its outlines, prepared for the walk."""
 
     def __init__(self, machine: MachineState) -> None:

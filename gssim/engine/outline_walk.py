@@ -24,7 +24,7 @@ from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.merged_classes import JointInstances, MergedClasses, Merging
 from gssim.engine.outline_operations import Operation, OutlineOperations, Piece
 from gssim.engine.rendezvous import call_at, carry_out, carry_prepared
-from gssim.engine.state import MachineState, Walk
+from gssim.engine.state import MachineState, PartOfMachine
 from gssim.network import JointSessions, Prepared
 from gssim.result import PHASES
 
@@ -115,7 +115,7 @@ class _Stream:
         return next((piece.goes_on for several in pieces for piece in several if piece.host_s is not None), False)
 
 
-class OutlineWalk(Walk):
+class OutlineWalk(PartOfMachine):
     """Executes the outlines of all classes of a machine."""
 
     def __init__(self, machine: MachineState, steps: int, *, merges_classes: bool = True) -> None:
@@ -132,7 +132,9 @@ class OutlineWalk(Walk):
         self._counted: dict[JointInstances, int] = defaultdict(int)
         """How often those that count their own bytes were carried out in the first step."""
         self._joint: dict[JointInstances, JointSessions | None] = {}
-        """The transfers of joint instances, if these are carried together; see [Note: joint transfers]."""
+        """The transfers of joint instances, if these are carried together; see [Note: joint transfers] in
+        `gssim.network.transfers`.
+        """
         self._first_end_s = 0.0
         """Latest end of a stream's first step."""
         self._further_s = inf
@@ -164,7 +166,7 @@ class OutlineWalk(Walk):
         elif end_s > self.env.now:
             self.env.run(until=self.env.at(end_s))
         for rank in self.ranks:
-            rank.waiting.clear()  # streams of the next step, which refer to their rank
+            rank.waiting.clear()  # streams of the next step: each refers to its rank; see [Note: no cycles] in `state`
         self._count_bytes()
 
     def _run_ready(self) -> None:
@@ -241,8 +243,9 @@ class OutlineWalk(Walk):
                 self._held = stream
 
     def _compare_further_steps(self) -> None:
-        """Check whether all steps after the first repeat it, once all streams that ended it before the last one have
-        gone on for as long as they need not wait.
+        """End the walk if all further steps repeat the first one; else go on with the stream that ended it last.
+
+        Called once the streams that ended the first step earlier have gone on as far as they can without waiting.
         """
         step_s = max(rank.ends_s[0] for rank in self.ranks)
         is_in_time = self._first_end_s <= step_s <= self._further_s

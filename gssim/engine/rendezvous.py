@@ -156,8 +156,8 @@ class RunningCollectives:
 
     def __init__(self, machine: MachineState) -> None:
         self.machine = machine
-        self._begun: dict[tuple[int, TaskId, int], Rendezvous] = {}
-        """Rendezvous by step, collective and number of the instance."""
+        self._begun: dict[tuple[int, int], Rendezvous] = {}
+        """Rendezvous for which members are missing, by step and number of the instance."""
         self._messages: dict[tuple[int, int], Rendezvous] = {}
         """The latest message between two classes, by sender and receiver."""
         self._ended_s: dict[tuple[int, str], float] = {}
@@ -165,11 +165,16 @@ class RunningCollectives:
 
     @cached_property
     def _instance_of(self) -> dict[tuple[int, TaskId], tuple[int, CollectiveInstance]]:
-        """The instance of a collective in which a class takes part, and its number; by class and collective."""
+        """The instance of a collective in which a class takes part, and its number among those of all collectives; by
+        class and collective.
+        """
+        every = chain.from_iterable(
+            [(collective, instance) for instance in instances]
+            for collective, instances in self.machine.instances.items()
+        )
         return {
             (rank_class.index, collective): (number, instance)
-            for collective, instances in self.machine.instances.items()
-            for number, instance in enumerate(instances)
+            for number, (collective, instance) in enumerate(every)
             for rank_class in instance.classes
         }
 
@@ -178,15 +183,18 @@ class RunningCollectives:
         collective = task.communication
         assert collective is not None
         number, instance = self._instance_of[index, collective]
-        rendezvous = self._begun.get((step, collective, number))
+        rendezvous = self._begun.get((step, number))
         if rendezvous is None:
             kind = PairwiseRendezvous if instance.pairs else Rendezvous
-            rendezvous = self._begun[step, collective, number] = kind(self.machine, instance)
+            rendezvous = self._begun[step, number] = kind(self.machine, instance)
         rendezvous.follows &= self._ended_s.get((index, stream)) == self.machine.env.now
         self.machine.waiting[index, stream] = (task, rendezvous.missing)
         if instance.is_message and instance.schedule.notices:
             yield from self._queue_notice(index, rendezvous)
-        yield rendezvous.arrive(index)
+        done = rendezvous.arrive(index)
+        if not rendezvous.missing:
+            del self._begun[step, number]
+        yield done
         del self.machine.waiting[index, stream]
         if instance.schedule.notices and instance.schedule.stages:
             self._ended_s[index, stream] = self.machine.env.now
@@ -281,7 +289,7 @@ def carry_prepared(machine: MachineState, prepared: Prepared, reduction_s: float
 
 
 def _handle(machine: MachineState, busy_until_s: float, reduction_s: float, ended: Callable[[], None]) -> None:
-    """Let processors handle a collective's bytes, and reduce them; `ended` is called at the end."""
+    """Call `ended` once processors have handled a collective's bytes (at `busy_until_s`) and reduced them."""
     end_s = max(machine.env.now, busy_until_s) + reduction_s
     if end_s > machine.env.now:
         call_at(machine.env, end_s, ended)
@@ -366,7 +374,10 @@ def joins_all_in_turn(program: Program, role: int) -> bool:
 
 
 def joins_in_turn(program: Program, role: int, names: Set[TaskId]) -> bool:
-    """Return whether a rank always joins some collectives one after another, whatever the times of its tasks."""
+    """Return whether a rank joins the collectives `names` in the same order whatever the times of its tasks.
+
+    It does if they are on one stream, or if each is joined by a task that depends on the one that joins the previous.
+    """
     if len({task.stream for task in program.tasks[role] if task.communication in names}) <= 1:
         return True  # as a stream does all of its tasks
     before: tuple[int, int] | None = None  # stream and place of the previously joined collective

@@ -113,7 +113,7 @@ class Scheduler:
         self._groups: dict[Members, Group] = {}
         self._equal_groups: dict[bytes, Group] = {}
         self._ring_rates: dict[Sequence[int], tuple[float, float]] = {}
-        """Rates of the ring's hops inside hosts and between them, by group, as far as groups were routed together."""
+        """By group: rates of a ring's hops inside hosts and between them, of groups that were routed together."""
         devices = cluster.devices[:ranks]
         numbers = {name: i for i, name in enumerate(dict.fromkeys(device.host for device in devices))}
         self.hosts = np.array([numbers[device.host] for device in devices], dtype=np.int64)

@@ -17,7 +17,7 @@ import simpy
 
 from gssim.cluster import DeviceType
 from gssim.cluster.contention import communicating_excess
-from gssim.engine.host import Host
+from gssim.engine.host import Clock, Host
 
 TURN_S = 0.001
 """CPU time after which a device sleeps: `kPeriod` of the lab's throttle."""
@@ -39,17 +39,15 @@ class SharedCore(Host):
     devices that compute all the time takes r times as long.
     """
 
-    def __init__(
-        self, env: simpy.Environment, members: dict[int, int], *, core_share: dict[int, float], seed: int
-    ) -> None:
+    def __init__(self, env: Clock, members: dict[int, int], *, core_share: dict[int, float], seed: int) -> None:
         super().__init__(env, len(members), members, coupled=True, core_share=core_share)
         self._share = core_share
         self._is_taken = False
-        """Whether a device has its turn."""
+        """Whether a device has the core."""
         self._waiting: deque[simpy.Event] = deque()
-        """The next turns, in the order in which devices asked for them."""
+        """Events that begin the next turns, in the order in which devices asked for them."""
         self._latest: int | None = None
-        """Class whose turn was the latest."""
+        """Class that had the latest turn."""
         random = np.random.default_rng([seed, *members])
         self._computed_s = {each: TURN_S * float(random.random()) for each in members}
         """By class: CPU time since the device last slept."""
@@ -68,7 +66,7 @@ class SharedCore(Host):
         """
         share, env = self._share[rank_class], self.env
         left_s, refilled_s = alone_s * share, refill_s * share
-        woken = False  # whether the clock has woken nothing but this stream at this instant
+        woken = False  # whether this stream resumed from a timeout of its own
         while left_s > ROUNDING_S:
             if owed_s := self._owed_sleep_s(rank_class):
                 yield env.timeout(owed_s)
@@ -95,14 +93,14 @@ class SharedCore(Host):
             self._end_turn()
 
     def _takes_at_once(self) -> bool:
-        """Begin a turn without an event, if nothing else happens at this instant; return whether it has begun."""
+        """Begin a turn without an event if the core is free and no event is due now; return whether it has begun."""
         if self._is_taken or self._waiting or self.env.peek() <= self.env.now:
             return False
         self._is_taken = True
         return True
 
     def _asked_turn(self) -> simpy.Event:
-        """Return the event with which the next turn begins."""
+        """Return the event with which a turn of the calling device begins, which is queued."""
         turn = self.env.event()
         self._waiting.append(turn)
         self._begin_turn()
@@ -115,7 +113,7 @@ class SharedCore(Host):
             self._waiting.popleft().succeed()
 
     def _end_turn(self) -> None:
-        """End a turn; the next one begins after whatever else happens at this instant was due before."""
+        """End a turn. The next one begins after the events that are already due now."""
         self._is_taken = False
         if self._waiting:
             ended = self.env.event()
@@ -124,7 +122,7 @@ class SharedCore(Host):
             ended.succeed()
 
     def _owed_sleep_s(self, rank_class: int) -> float:
-        """Return the sleep that the class owes, if it has computed for a whole turn and owes enough; else 0."""
+        """Return the sleep that is due for a class: 0 within a turn, or if it owes less than `LEAST_SLEEP_S`."""
         if self._computed_s[rank_class] < TURN_S - ROUNDING_S:
             return 0.0
         self._debt_s[rank_class] += self._computed_s[rank_class] * (1 / self._share[rank_class] - 1)

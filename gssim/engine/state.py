@@ -1,14 +1,14 @@
 """State of a simulated machine: its clock, classes of ranks, hosts and network, and what is recorded as it executes.
 
-[Note: no cycles] Nothing that a machine refers to refers back to it, and events that are left in its clock are dropped.
-So a machine is freed as soon as nobody needs it. In a reference cycle, machines, with the programs that they executed,
-would stay until Python's garbage collector finds them, which is off while points are simulated: some 70 MB for each
-threshold of a model with 1.3 billion parameters on 1,024 devices.
+[Note: no cycles] What a machine holds refers to the machine weakly or not at all, and events that are left in its
+clock are dropped. So a machine and the program that it executed are freed as soon as nobody needs them. In a reference
+cycle they would stay until Python's garbage collector runs, which is off while points are simulated: some 70 MB for
+each threshold of a model with 1.3 billion parameters on 1,024 devices.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Set
+from collections.abc import Generator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -54,6 +54,16 @@ class TaskSpan(NamedTuple):
         return Span(self.rank, self.stream, label, self.phase, start_s, end_s, general)
 
 
+class StreamTask(NamedTuple):
+    """A task as its stream executes it."""
+
+    task: Task
+    number: int | None
+    """Its number, if other streams wait for it."""
+    after: tuple[int, ...]
+    """Numbers of the tasks on which it depends."""
+
+
 class MachineState:
     """The ranks of a program in simulated time, by class of equal ranks in the order of `classes`.
 
@@ -97,8 +107,10 @@ class MachineState:
         self.memory = [MemoryTracker(dict(program.persistent[role])) for role in self.roles]
         self.ends_s: list[list[float]] = [[] for _ in self.classes]
         """For each class, the end times of its steps."""
-        self.finished: dict[tuple[int, int, TaskId], simpy.Event] = {}
-        """Events at the ends of tasks that other streams of the class wait for, by class, step and task."""
+        self.finished: dict[tuple[int, int, int], simpy.Event] = {}
+        """Events at the ends of tasks that other streams of the class wait for, by class, step and number of the
+        task.
+        """
         self.waiting: dict[tuple[int, str], tuple[Task, Set[int] | None]] = {}
         """By class and stream: the waiting task, and the classes that its collective waits for (None: it waits for
         tasks of its own class).
@@ -142,7 +154,9 @@ class MachineState:
         slowed = {name for name, kind in self.cluster.device_types.items() if has_contention(kind)}
         shares = core_shares(self.cluster)
         if not slowed and shares is None:
-            return dict.fromkeys(names, Host(self.env, 0, {}, coupled=False))  # it keeps nothing
+            return dict.fromkeys(
+                names, Host(self.env, 0, {}, coupled=False)
+            )  # loads are not recorded: one stands for all
         devices: dict[str, int] = dict.fromkeys(names, 0)
         coupled: dict[str, bool] = dict.fromkeys(names, False)
         for device, host in zip(self.cluster.devices, contention_groups(self.cluster), strict=True):
@@ -201,27 +215,34 @@ class MachineState:
             total += self._volumes[key] * summed(hops.source[outward], hops.weight[outward], len(total))
         return total
 
-    def tasks_of(self, index: int, stream: str) -> list[Task]:
+    def tasks_of(self, index: int, stream: str) -> Sequence[StreamTask]:
         """Return the tasks of a class on a stream."""
-        return [task for task in self.program.tasks[self.roles[index]] if task.stream == stream]
+        return self.program.once(_tasks_by_stream, self.roles[index]).get(stream, ())
 
-    def ends_of(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
+    def begin_events(self, index: int, steps: int) -> None:
+        """Create the events at the ends of a class's tasks that others wait for."""
+        awaited = self.program.once(_awaited, self.roles[index])
+        for step in range(steps):
+            for number in awaited.values():
+                self.finished[index, step, number] = self.env.event()
+
+    def ends_of(self, index: int, stream: str, step: int, task: StreamTask) -> Generator[Any, Any, None]:
         """Wait for the tasks on which one depends, each by itself: `finish` sorts the streams that wait for a task."""
         for each in task.after:
             event = self.finished[index, step, each]
             if not event.triggered:
-                self.waiting[index, stream] = (task, None)
+                self.waiting[index, stream] = (task.task, None)
                 yield event
                 del self.waiting[index, stream]
 
-    def finish(self, index: int, step: int, task: Task, end_s: float) -> None:
+    def finish(self, index: int, step: int, task: StreamTask, end_s: float) -> None:
         """Report the end of a task to the streams that wait for it, which go on in the order of the program.
 
         A rank's thread posts what it may post at one instant in that order: a pipeline's batch of messages, say.
         """
-        event = self.finished.get((index, step, task.id))
-        if event is None:
+        if task.number is None:
             return
+        event = self.finished[index, step, task.number]
         assert event.callbacks is not None
         if len(event.callbacks) > 1:
             places = self.program.once(_places, self.roles[index])
@@ -251,20 +272,35 @@ class MachineState:
         self.recorded.append(TaskSpan(rank, task.stream, task.id, phase, began_s, end_s, awaited))
 
 
-class Walk:
-    """Executes the program of a machine, which holds it; see [Note: no cycles]."""
+class PartOfMachine:
+    """Object that a machine holds, and that refers to the machine weakly; see [Note: no cycles]."""
 
     def __init__(self, machine: MachineState) -> None:
         self._machine = weakref.ref(machine)
 
     @property
     def machine(self) -> MachineState:
-        """The machine."""
+        """The machine, which lives as long as its parts are used."""
         machine = self._machine()
-        assert machine is not None  # it holds this walk
+        assert machine is not None
         return machine
 
 
 def _places(program: Program, role: int) -> dict[int, int]:
     """Return the place of each task of a role, by identity."""
     return {id(task): place for place, task in enumerate(program.tasks[role])}
+
+
+def _awaited(program: Program, role: int) -> Mapping[TaskId, int]:
+    """Return a number for each task of a role that others wait for."""
+    awaited = dict.fromkeys(each for task in program.tasks[role] for each in task.after)
+    return {each: number for number, each in enumerate(awaited)}
+
+
+def _tasks_by_stream(program: Program, role: int) -> Mapping[str, Sequence[StreamTask]]:
+    """Return the tasks of a role by stream."""
+    numbers, streams = program.once(_awaited, role), defaultdict[str, list[StreamTask]](list)
+    for task in program.tasks[role]:
+        after = tuple([numbers[each] for each in task.after])
+        streams[task.stream].append(StreamTask(task, numbers.get(task.id), after))
+    return streams

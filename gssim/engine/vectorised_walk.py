@@ -36,7 +36,7 @@ from gssim.engine.rendezvous import (
     prepared_transfer,
 )
 from gssim.engine.repeated_step import repeated_step
-from gssim.engine.state import MachineState, TaskSpan, Walk
+from gssim.engine.state import MachineState, PartOfMachine, TaskSpan
 from gssim.engine.task_groups import Index, Ranks, Segment, TaskGroup, task_groups_of
 from gssim.program import Program, TaskId
 from gssim.result import PHASES
@@ -99,7 +99,7 @@ class _Joined:
     """The number of the instance, if all of these ranks join the same one."""
 
 
-class VectorisedWalk(Walk):
+class VectorisedWalk(PartOfMachine):
     """Executes all ranks of a machine, task group by task group."""
 
     def __init__(self, machine: MachineState, ranks: Sequence[Ranks], steps: int) -> None:

@@ -107,6 +107,6 @@ class Shared:
         return value
 
     def clear(self) -> None:
-        """Drop all values. Some of them refer to this cache, so that only a garbage collection would free them."""
+        """Drop all values. (Some refer to this cache: without this, only a garbage collection would free them.)"""
         self._kept.clear()
         self.large = Recent(MOST_LARGE)

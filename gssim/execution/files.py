@@ -337,11 +337,10 @@ def release_lock(lock: Path, handle: int) -> None:
 
 @contextmanager
 def locked(lock: Path, *, place: str) -> Iterator[int]:
-    """Hold the lock of an output, `place`, for the lifetime of the context; raise UserError if another process holds
-    it.
+    """Hold the lock of an output, `place`, within the context; yield the lock's handle, which children may inherit.
 
-    The message names that process. Afterwards the lock file, and folders created for it, are removed; a killed process
-    leaves an unlocked file. Provides the lock's handle, so that child processes can hold it too.
+    Raises UserError if another process holds it, which the message names. At the end the lock file, and folders that
+    were made for it, are removed; a killed process leaves the file behind, unlocked.
     """
     with _reported(place):
         made = [folder for folder in lock.parents if not folder.exists()]

@@ -302,9 +302,10 @@ def _name(word: str) -> str:
 
 
 def _pairs(words: Sequence[str], script: Script, *, one_value: bool = False) -> list[tuple[str, str | bool]]:
-    """Return options and their values. A mark that is not a value stands for options, and counts as a name.
+    """Return the options of a command, each with its value (True for a flag).
 
-    `one_value`: only the first word behind an option is its value, as in options of launchers.
+    A mark (for a variable of the script that is not known yet) which is no option's value stands for options, and is
+    returned like a flag. `one_value`: only the first word behind an option is its value, as in options of launchers.
     """
     found: list[tuple[str, str | bool]] = []
     values: list[str] | None = None

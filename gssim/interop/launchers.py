@@ -231,7 +231,10 @@ def _of_jsrun(words: Sequence[str], _header: Header, _text_of: TextOf) -> Said:
 
 
 def _of_deepspeed(words: Sequence[str], _header: Header, text_of: TextOf) -> Said:
-    """Return DeepSpeed's ranks: the slots that it includes, else those of its host file without its other options."""
+    """Return the number of ranks that `deepspeed` starts, with the option that says so: --include, else --hostfile.
+
+    None if it is not known: --exclude and --num_nodes, which limit the host file's slots, are not read.
+    """
     if _option(words, "--num_gpus", "--num-gpus"):
         return "", None  # read as an option of the training
     included = _option(words, "--include", "-i")

@@ -467,7 +467,9 @@ def _batch(job: _Job, dp: int, pp: int) -> list[Entry]:
 
 
 def _pieces(job: _Job, micro: Value, many: Value, pp: int) -> Value:
-    """Return the number of micro-batches of a rank; a pipeline may divide them further."""
+    """Return the number of micro-batches: `many` (steps of gradient accumulation), or, in a pipeline whose file states
+    the size of its micro-batches, the number of these in a batch of `micro` samples.
+    """
     piece, keys = job.training.pipeline_micro_batch, job.keys
     if piece is None or pp == 1:
         return many

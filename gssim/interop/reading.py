@@ -11,13 +11,14 @@ rest. Refused keys are collected, so that all of them are reported at once.
 
 import json
 import sys
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+import tomli
 
 from gssim.errors import UserError, one_line
 
@@ -78,7 +79,7 @@ def parsed_json(text: str, *, file: str) -> Any:
 def parsed_toml(text: str, *, file: str) -> Any:
     """Return the content of a TOML file; raise UserError where it is invalid."""
     try:
-        return tomllib.loads(text)
+        return tomli.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not valid TOML: {_reason(error)}") from None
 

@@ -211,13 +211,12 @@ class Pool:
         return dict(self.size_at), dict(self.segments), self._next_address
 
     def around(self, blocks: Sequence[Block], least_bytes: int, most: int) -> tuple[tuple[int, ...], list[int]]:
-        """Return a description of the free blocks of at least so many bytes, and of some allocated ones, which are to
-        be freed, in the order of their addresses; and these addresses. See [Note: known effects] in `known_effects`.
+        """Return a description of free blocks and of `blocks`, which are allocated and will be freed; and their
+        addresses. See [Note: known effects] in `gssim.memory.known_effects`.
 
-        `most`: free blocks of each size that are described, the first ones, beside those that may merge with others.
-
-        The description has the size of each block, and before it 0 if it is adjacent to the one before, and for
-        blocks that are to be freed minus their number (from 1). They are adjacent to free blocks of any size.
+        The free blocks are those of at least `least_bytes` (of each size only the first ones, `most` plus two for each
+        of `blocks`) and all that are adjacent to `blocks`. The description has, in the order of addresses, the size of
+        each block; before it a 0 if it is adjacent to the one before; and before that of `blocks[n]` also -(n + 1).
         """
         most += 2 * len(blocks)
         found: dict[int, int] = {}
@@ -277,7 +276,7 @@ class Pool:
         return True
 
     def new_segment(self, size_bytes: int) -> int:
-        """Return the address of a new segment, none of which is free yet."""
+        """Add a segment and return its address; its memory is not yet a free block."""
         self._next_address -= size_bytes + MIN_BLOCK_BYTES
         self.segments[self._next_address] = size_bytes
         return self._next_address
@@ -295,7 +294,10 @@ ADDRESS_SPACE_BYTES = 2**60
 
 
 def give_back_all(blocks: list[Block]) -> int:
-    """Free blocks, merging adjacent ones first, and return their bytes. The pool ends up as if freed one by one."""
+    """Free blocks, merging adjacent ones first; return their bytes. Pools end up as if they were freed one by one.
+
+    `blocks` is sorted in place.
+    """
     blocks.sort(key=itemgetter(0))
     first, size, _, pool = blocks[0]
     whole = 0
@@ -521,7 +523,7 @@ class CachingAllocator:
         while left:
             blocks = pool.take_some(rounded, size, left) or [self._new(pool, rounded, size)]
             kept += blocks
-            allocated += blocks[0][1] + (len(blocks) - 1) * rounded  # only a single block may be larger
+            allocated += blocks[0][1] + (len(blocks) - 1) * rounded  # if there are several, none is larger than asked
             left -= len(blocks)
         return count * size, allocated
 
@@ -534,7 +536,7 @@ class CachingAllocator:
         return self.pool((stream, is_small(size_bytes)))
 
     def pool(self, key: PoolKey) -> Pool:
-        """Return the pool of a stream."""
+        """Return the pool of a stream for small or large requests, which is made if there is none."""
         found = self.pools.get(key)
         if found is None:
             small = key[1]

@@ -73,7 +73,7 @@ class Event(NamedTuple):
     """
 
     position: float
-    """Position of an operation, or a part more: between that operation and the next."""
+    """Position of an operation, or a number between those of two operations."""
     size_bytes: float
     category: str
     tensors: Sequence[float] = ()
@@ -225,12 +225,17 @@ def activation_timeline(
         key = (id(layer),) if lives is as_traced else tuple(map(id, (previous, layer, *after)))
         if key not in by_layers:  # repetitions share their events
             relative: dict[tuple[int, str], list[Event]] = defaultdict(list)
-            for number, buffer in enumerate(lives(layer, previous, after)):
+            buffers = list(lives(layer, previous, after))
+            firsts = _summed_in_place(buffers)
+            for index, buffer in enumerate(buffers):
                 size = buffer.bytes_at(b=batch_size, s=sequence_length, scale=scale)
-                is_replaced = buffer.category == REPLACED  # frees the one that the forward before has left
+                is_replaced = buffer.category == REPLACED  # the one that the forward before has left is freed then
                 category = "temporaries" if is_replaced else buffer.category
                 ends = (buffer.born, buffer.born.position) if is_replaced else (buffer.freed, buffer.released_at)
-                for moment, at, change in ((buffer.born, buffer.born.position, size), (*ends, -size)):
+                number, both = index, [(buffer.born, buffer.born.position, size), (*ends, -size)]
+                while number in firsts:  # a sum is the tensor of its first gradient
+                    number = firsts[number]
+                for moment, at, change in both[index in firsts : 1 if index in firsts.values() else 2]:
                     offset = 0 if moment.phase == "end" else moment.layer_offset
                     position = LAST if moment == FORWARD_END else at
                     event = Event(position, change, category, number=number)
@@ -245,8 +250,26 @@ def activation_timeline(
     return Timeline(events, end)
 
 
+def _summed_in_place(buffers: Sequence[Buffer]) -> dict[int, int]:
+    """Return, for each sum that the same layer computes in place, the index of its first gradient, by the sum's index.
+
+    Where the sum is in another layer, its memory is released and allocated again.
+    """
+    sums: dict[int, int] = {}
+    for index, first in enumerate(buffers):
+        if first.summed_in_place:
+            for other, its_sum in enumerate(buffers):
+                alike = its_sum.category == first.category and its_sum.size_bytes == first.size_bytes
+                if its_sum.born == first.freed and alike and other not in sums:
+                    sums[other] = index
+                    break
+    return sums
+
+
 def replaced_bytes(layer: Layer, *, batch_size: int, sequence_length: int, scale: float = 1.0) -> float:
-    """Return the bytes that a layer's module keeps from one forward to the next; arguments as of `activation_timeline`.
+    """Return the bytes that a layer's module keeps from one forward to the next, outside of torch's buffers.
+
+    Arguments as of `activation_timeline`.
 
     >>> from gssim.units import validated
     >>> none = ("forward_flop", "backward_flop", "forward_bytes", "backward_bytes", "saved_bytes", "output_bytes")

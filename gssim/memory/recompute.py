@@ -18,9 +18,9 @@ stops early, are kept as long as the placeholders.
 gathered where ranks divide sequences, and scaled where the block's last map has an adapter. They run before any saved
 tensor is needed, and so before the block's forward runs again (`recompute_after`).
 
-[Note: handed on] A block may return several tensors for the next one, such as its output and a residual to which that
-block adds it. The placeholders of the next block keep each of them, also one that the block's own backward needs, and
-that its second forward makes again (`Buffer.handed_on`).
+[Note: handed on] A block may return several tensors to the next one, such as its output and a residual to which the
+next block adds it. The placeholders of the next block keep all of them. If the block's own backward needs one of them
+too (`Buffer.handed_on`), there are two copies of it then: the second forward makes another.
 
 [Note: casts] torch.autocast keeps the casts of parameters until its outermost context ends, so that none is cast twice
 in a forward. The casts of the first forward stay there: those of all blocks are held until the loss is computed.
@@ -137,7 +137,7 @@ def _saved(layer: Layer) -> list[Buffer]:
 
 
 def _replaced(layer: Layer) -> list[Buffer]:
-    """Return the buffers that a layer's module keeps to its next forward: the second forward replaces them as well."""
+    """Return the buffers that a layer's module keeps until its next forward; a second forward replaces them as well."""
     kept = [buffer for buffer in layer.buffers if buffer.category == REPLACED]
     if not layer.is_recomputed:
         return kept
@@ -146,7 +146,7 @@ def _replaced(layer: Layer) -> list[Buffer]:
 
 
 def _is_taken(buffer: Buffer, after: Layer | None) -> bool:
-    """Return whether the next block takes a buffer that its own backward needs too; see [Note: handed on]."""
+    """Return whether the next block takes a buffer that the block's own backward needs too; see [Note: handed on]."""
     return buffer.handed_on is not None and after is not None and after.is_recomputed
 
 

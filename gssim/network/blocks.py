@@ -75,7 +75,7 @@ class Blocks:
 
     @classmethod
     def of(cls, wiring: Wiring) -> "Blocks":
-        """Return the blocks of a wiring."""
+        """Return the trees of blocks of a wiring, each with an uppermost switch as its root."""
         # the first root is an uppermost switch, from which equal servers are equally far
         beside: dict[int, dict[int, None]] = {wiring.nodes - 1: {}}
         for source, target in zip(wiring.source.tolist(), wiring.target.tolist(), strict=True):
@@ -101,7 +101,7 @@ class Blocks:
 
     @cached_property
     def depth(self) -> Ints:
-        """Number of blocks above each block."""
+        """Depth of each block in its tree: the number of blocks between it and the root."""
         parents, depth = self.above[self.upper].tolist(), [0] * len(self.upper)
         for block in reversed(range(len(depth))):  # a block is found after those below it
             if parents[block] >= 0:

@@ -400,8 +400,9 @@ class Network:
             yield handled
 
     def _handled(self, group: Sessions, processor_s: float) -> simpy.Event | None:
-        """Return the event at which the ends have handled the bytes, after those of earlier stages of the sessions: one
-        thread of a rank does it.
+        """Return the event at which the ranks have handled a stage's bytes; None if that takes no time.
+
+        One thread of a rank handles the stages of a collective one after another.
         """
         if not processor_s:
             return None
@@ -479,8 +480,10 @@ class Network:
         return now_begun
 
     def _go_jointly(self, transfer: JointTransfer) -> None:
-        """Schedule the end of a joint transfer. If it has been split by then, that is the end of those of its parts
-        that no other transfer has touched: their versions are still the first.
+        """Schedule the end of a joint transfer.
+
+        If other transfers have split it into parts by then, only the parts end whose rates they have not changed (whose
+        `version` is still 1).
         """
 
         def ended(_event: simpy.Event) -> None:
@@ -595,8 +598,10 @@ class Network:
         return rates, np.where(limit == NOWHERE, NOWHERE, places[limit])
 
     def _together(self, groups: Sequence[Sessions]) -> tuple[Ints, tuple[Ints, Ints], Floats, int]:
-        """Return the entries of several groups as of one: session of each, (distinct links, which of these each has),
-        load of each, and the number of sessions.
+        """Return the entries (pairs of a session and a link) of several groups, numbered as those of one group.
+
+        These are: the session of each entry; the distinct links, and the place of each entry's link among them; the
+        load of each entry; and the number of sessions.
         """
         if len(groups) == 1:
             return groups[0].session, groups[0].places, groups[0].load, len(groups[0].unit_bytes)

@@ -51,7 +51,9 @@ def block_of(rank: int, source: int, *, causal: bool, zigzag: bool) -> Block | N
 
 
 def ring_blocks(rank: int, *, ranks: int, causal: bool, zigzag: bool) -> tuple[Block | None, ...]:
-    """Return the blocks of a rank in the order in which keys and values reach it: its own, those of the rank before.
+    """Return a rank's blocks of attention in the order in which keys and values reach it; None: nothing to attend to.
+
+    Its own keys and values come first, then those of the rank before it in the ring, and so on.
 
     >>> [each and each.work for each in ring_blocks(1, ranks=3, causal=True, zigzag=False)]
     [0.5, 1.0, None]

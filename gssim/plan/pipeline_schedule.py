@@ -11,7 +11,7 @@ time in which a rank would wait. Rank r is r second parts behind its first parts
 first stage, whose input has no gradient, the first part does nothing.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -268,11 +268,11 @@ def _interleaved(
     until then, unless `frees_sent`.
     """
     ranks = len(orders)
-    if sharded or messages:
+    if sharded or messages:  # the order of messages depends on shard actions, which torch inserts in any case
         orders = [_with_shard_actions(order) for order in orders]
     if messages:
         orders = _with_messages(orders, stages)
-    if messages and not sharded:
+    if not sharded:
         orders = [[action for action in order if action.kind not in SHARD_ACTIONS] for order in orders]
     return tuple(tuple(_with_waits(order, stages, ranks, frees_sent=frees_sent, messages=messages)) for order in orders)
 
@@ -347,12 +347,12 @@ def _with_messages(orders: list[list[Action]], stages: int) -> list[list[Action]
     ranks = len(orders)
     actions: list[list[Action]] = [[] for _ in orders]
     available: list[set[Message]] = [set() for _ in orders]
-    waiting = {rank: iter([(each, _inputs(each, stages)) for each in order]) for rank, order in enumerate(orders)}
-    upcoming = {rank: each for rank, several in waiting.items() if (each := next(several, None)) is not None}
-    while upcoming:
-        for rank, (action, needed) in list(upcoming.items()):
-            if needed and needed[0] not in available[rank]:
+    upcoming = [deque((action, _inputs(action, stages)) for action in order) for order in orders]
+    while any(upcoming):
+        for rank, queue in enumerate(upcoming):
+            if not queue or not available[rank].issuperset(queue[0][1]):
                 continue
+            action, _ = queue.popleft()
             actions[rank].append(action)
             for message in _outputs(action, stages):
                 peer = message.target % ranks
@@ -361,11 +361,6 @@ def _with_messages(orders: list[list[Action]], stages: int) -> list[list[Action]
                 if peer != rank:
                     actions[rank].append(Action("send", messages=(message,)))
                     actions[peer].append(Action("receive", messages=(message,)))
-            following = next(waiting[rank], None)
-            if following is None:
-                del upcoming[rank]
-            else:
-                upcoming[rank] = following
     return actions
 
 
@@ -385,7 +380,7 @@ def _outputs(action: Action, stages: int) -> tuple[Message, ...]:
 
 
 def _with_waits(order: list[Action], stages: int, ranks: int, *, frees_sent: bool, messages: bool) -> Iterator[Action]:
-    """Yield the order with waits (if it has `messages`) and releases inserted where torch's runtime has them.
+    """Yield the order with releases, and waits if it has `messages`, inserted where torch's runtime has them.
 
     After a split backward the input's gradient is also the `grad` of the buffer in which the input was received, which
     the next step's begin clears (torch: stage_backward_input, clear_runtime_states).
@@ -420,7 +415,7 @@ def _with_waits(order: list[Action], stages: int, ranks: int, *, frees_sent: boo
 
 
 def _with_last_waits(sent: list[Message], freed: set[Message], *, waits: bool, splits: bool) -> Iterator[Action]:
-    """Yield the waits for what was sent, if there are any, and the releases of what has not been freed yet."""
+    """Yield the waits, if there are any, for the messages `sent`, and the releases of those that are not in `freed`."""
     for message in reversed(sent):
         if waits:
             yield Action("wait", messages=(message,))

@@ -118,7 +118,7 @@ class Policies:
 
     @property
     def replica_ranks(self) -> int:
-        """Number of ranks that reduce their gradients together: the parts of the batch, each in `cp` parts."""
+        """Number of ranks that reduce their gradients together: `cp` for each of the parts of the batch."""
         return self.data_ranks * self.cp
 
     @property

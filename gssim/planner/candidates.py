@@ -274,7 +274,7 @@ def _tables(
 
 
 def device_counts(scenario: Scenario, space: SearchSpace) -> list[int]:
-    """Return the numbers of devices to search, beginning with all that the scenario's own plan may use."""
+    """Return the numbers of devices to search, the largest first: by default whole hosts of the scenario's plan."""
     hosts = [device.host for device in scenario.cluster.devices[: scenario.plan.ranks]]
     if space.devices is not None:
         return sorted({min(count, len(hosts)) for count in space.devices}, reverse=True)
@@ -425,10 +425,10 @@ def _rule_applies(scenario: Scenario, method: str, axes: Axes, rule: str) -> boo
 
 
 def _rules_like_even(scenario: Scenario, axes: Axes, rules: Sequence[str]) -> set[str]:
-    """Return those of `rules` that give ranks with the same part of the model equal shards, if batches are even.
+    """Return the rules of shard sizes that have the same result as `even`, if batches are even.
 
-    A rule does so if the ranks' devices are equal and, for the rule `cost`, if they also send and receive at equal
-    rates.
+    A rule gives ranks with the same part of the model equal shards if their devices are equal, and the rule `cost` if
+    these also send and receive at equal rates.
     """
     cluster, mesh = scenario.cluster, Mesh(**axes._asdict())
     groups = {tuple(mesh.group(rank, *REPLICA_AXES)) for rank in range(mesh.ranks)}

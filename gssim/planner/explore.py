@@ -32,12 +32,16 @@ COSTLY_TASKS = 20_000
 
 @dataclass(frozen=True)
 class Request:
-    """A plan to judge: its scenario, the override that sets it, its bound so far, and the limits that it must beat."""
+    """A plan to be simulated by a worker, unless its bound already shows that it cannot improve the results."""
 
     source: Source | None
+    """The scenario that is searched."""
     override: str
+    """Sets the plan."""
     bound: Bound
+    """Lower bound of the plan, as known so far."""
     limits: Limits
+    """What the plan must beat."""
 
 
 def answered(request: Request) -> Answer:
@@ -113,7 +117,7 @@ class RankedSet:
         return [each for each in ordered if different[each.result.scenario_id] is each][: self.count]
 
     def limit(self, outcomes: Sequence[Outcome]) -> tuple[float, float]:
-        """Return the sort key that a plan must be below to be among the best."""
+        """Return the `order` below which a plan is among the best: that of the last of them, if there are enough."""
         best = self.best(outcomes)
         return best[-1].order if len(best) == self.count else (math.inf, math.inf)
 

@@ -9,14 +9,14 @@ from gssim.program.task import Task
 
 @dataclass(eq=False)
 class Named:
-    """Gives collectives of tasks an identity that is unique over all parts of the model, if there are `several`; and
-    repeats those of ranks with one slice for those with every other equal slice.
-    """
+    """Renames collectives of tasks, and repeats them for equal slices that were not lowered."""
 
     slices: int
+    """Number of slices of the model."""
     copies: int
-    """Number of slices that a rank stands for."""
+    """Number of equal slices for which a lowered one stands: its collectives are repeated for each."""
     several: bool
+    """Whether several parts of the model are lowered apart, so that identities must name the group as well."""
     _repeated: dict[int, tuple[Communication, Communication]] = field(default_factory=dict)
     """By `id` of a collective: the collective, and its repeated version."""
     _beside: dict[tuple[Sequence[int], ...], tuple[Sequence[int], ...]] = field(default_factory=dict)

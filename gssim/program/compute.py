@@ -55,8 +55,10 @@ def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
 
 @once_a_run
 def _completions(low: Lowering) -> dict[int, list[int]]:
-    """Return the positions in each layer's backward at which a bucket becomes complete; of sharded units, only those of
-    experts that ranks divide do so inside a block.
+    """Return, by layer, the positions in its backward at which buckets are complete.
+
+    Left out are the units of sharded parameters, which are complete after whole layers; but not units of experts that
+    ranks divide.
     """
     positions: dict[int, list[int]] = {}
     divided = low.expert_buckets if len(low.expert_replicas[0]) > 1 else ()
@@ -225,7 +227,7 @@ def _issued_in_turn(first: Sequence[Task], again: Sequence[Task], rest: Sequence
 
 
 class _PhaseTasks:
-    """Tasks of a layer's phase, on a rank in a micro-batch. Layers with identical events share theirs."""
+    """Makes the tasks of a layer's phase on a rank in a micro-batch; layers with identical events share them."""
 
     def __init__(
         self,
@@ -533,7 +535,8 @@ class BackwardParts:
     def at(self, low: Lowering, place: tuple[int, int]) -> int:
         """Return the index of the task in which the backward reaches `place` (layer, position).
 
-        The lowering is an argument, as it caches such parts: a cycle would keep its tasks until a garbage collection.
+        The lowering is an argument because it caches such parts: a reference to it would form a cycle, in which all
+        tasks stay until a garbage collection.
         """
         layer, position = place
         instance = low.layers[layer]

@@ -39,10 +39,10 @@ def scratch_events(
 
 
 def unmeasured_workspace(scenario: Scenario) -> tuple[str, ...]:
-    """Return a line for each type of CPU whose kernels take a workspace that no profile has, and so counts as 0.
+    """Return a line for each type of CPU whose kernels take workspace that is in no profile, and so counts as 0.
 
-    Of kernels on a CPU, those of convolutions take one, those of products in 16 bits, and those of operations on
-    tensors of two precisions, which autocast leaves. (An LSTM's do too, but a model file does not tell LSTMs apart.)
+    On a CPU, convolutions take workspace, products in 16 bits, and under autocast operations on tensors of two
+    precisions. (LSTMs do too, but a model file does not tell which layers are LSTMs.)
     """
     workload = scenario.workload
     precision = workload.autocast or workload.precision
@@ -55,8 +55,9 @@ def unmeasured_workspace(scenario: Scenario) -> tuple[str, ...]:
         measured = any(each is not None and each.scratch_bytes is not None for each in profiles)
         if device.kind == "cpu" and kernels and not measured:
             messages.append(
-                f"what kernels allocate ({', '.join(kernels)}): device_types.{name} has no profile of it for this "
-                "workload (`gsreal calibrate`), and peaks are higher by it, in small models by several per cent or more"
+                f"workspaces of kernels ({', '.join(kernels)}): device_types.{name} has no profile of them for this "
+                "workload (measure one with `gsreal calibrate`); real peaks are higher, in small models by several per "
+                "cent or more"
             )
     return tuple(messages)
 
@@ -105,11 +106,14 @@ def _profile_key(low: Lowering, rank: int, instance: LayerInstance) -> str:
     """Return the profile key for the way in which this rank runs a layer (its role, slice, or part of the sequence)."""
     units, autocast = instance.layer.units, low.scenario.workload.autocast
     key = [f"autocast-{autocast}"] if autocast else []
-    context = [f"context-{low.policies.cp}"] if low.policies.cp > 1 else []
+    if low.policies.cp > 1:
+        key.append(f"context-{low.policies.cp}")
     if low.policies.tp > 1 and units:
-        held = f"units-{units_of_ranks(units, low.scenario.slice_shares)[low.tensor_part]}"
-        return "-".join([*key, *context, held, *(["of-parts"] if low.policies.sequence_parallel else [])])
-    return "-".join([*key, context[0] if context else low.role(rank, instance)])
+        key.append(f"units-{units_of_ranks(units, low.scenario.slice_shares)[low.tensor_part]}")
+        key += ["of-parts"] if low.policies.sequence_parallel else []
+    elif low.policies.cp == 1:
+        key.append(low.role(rank, instance))
+    return "-".join(key)
 
 
 def _worst_case_bytes(

@@ -552,7 +552,7 @@ class Lowering:
     def staging(
         self, device: DeviceType, exchange: Communication, position: float = 0, **event: Any
     ) -> tuple[Event, ...]:
-        """Return the staging memory that a collective allocates beside its tensors while it runs, from `position` on.
+        """Return the events of the memory that a collective takes beside its tensors, from `position` to the next one.
 
         `event`: further fields of the returned events.
         """
@@ -740,8 +740,9 @@ class Lowering:
         return self.position(rank) // self.policies.mesh.expert_stride
 
     def _assigned(self, places: Sequence[int], divided: int) -> tuple[tuple[int, ...], ...]:
-        """Return, of the tensors at some places in `parameters`, those that each rank updates; `divided`: number of
-        ranks among which these tensors are divided, and which therefore update them apart.
+        """Return, for each owner, the places in `parameters` of the tensors that it updates, out of `places`.
+
+        `divided`: number of ranks among which these tensors are cut; there are that many times fewer owners.
         """
         sizes = [self.parameters[place][1].elements for place in places]
         groups = [0 if self.matrices_at(place) else 1 for place in places]  # updated by Muon, or by AdamW

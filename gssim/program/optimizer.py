@@ -364,9 +364,9 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
 
 
 def _copied(low: Lowering, owned: Sequence[int]) -> Sequence[int]:
-    """Return the elements of the tensors, of those that a rank's optimizer updates, of which it keeps a master copy.
+    """Return the elements of the tensors of which a rank keeps a master copy; `owned`: those that it updates.
 
-    Under a threshold these are values that are not published yet: experts that one rank alone holds need none.
+    If publishing is thresholded, the copies hold what is not published yet: experts of one rank alone need none.
     """
     if low.has_master_copy or not low.thresholds_publish:
         return owned
@@ -397,7 +397,7 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
 
 
 def _replaced_bytes(low: Lowering, rank: int) -> float:
-    """Return the bytes that a rank's modules keep from one forward to the next elsewhere than in buffers."""
+    """Return the bytes that a rank's modules keep from one forward to the next outside of torch's buffers."""
     samples, length = low.samples(rank, low.micro_batches[0]), low.scenario.workload.sequence_length or 1
     return sum(
         replaced_bytes(each.layer, batch_size=samples, sequence_length=length, scale=low.traced_scale)

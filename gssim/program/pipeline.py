@@ -70,7 +70,8 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, named: Named, *,
     see [Note: stages] in `sharded`. A rank that pushes, and has a copy of a tied parameter or several stages, pushes
     all gradients after the schedule: thresholds apply to the sum over the copies, and a bucket may have parameters of
     several stages. So does one whose backwards are split: torch computes gradients of weights without autograd's hooks
-    then. Megatron-LM's optimizer may gather parameters beside the next forwards; see [Note: gathers of stages].
+    then. Megatron-LM's optimizer may gather parameters beside the next forwards; see [Note: gathers of stages] in
+    `parameter_gathers`.
     """
     mesh = low.scenario.policies.mesh
     if len(low.stages) == 1:
@@ -245,7 +246,9 @@ class _ScheduleWriter:
                 self.post(message, sends=action.kind == "send")
 
     def gather_beside(self, actions: Sequence[Action]) -> None:
-        """Plan the gathers of updated parameters beside the forwards; see [Note: gathers of stages]."""
+        """Plan the gathers of updated parameters beside the forwards; see [Note: gathers of stages] in
+        `parameter_gathers`.
+        """
         place, first = self.low.policies.mesh.place(self.rank).pp, self.low.micro_batches[0]
         aligned = dict(aligned_starts(actions, place)) if self.low.scenario.plan.schedule == "interleaved" else {}
         for number, stage in self.stages.items():

@@ -607,8 +607,9 @@ def without_messages(tasks: Sequence[Task]) -> list[Task | Chunk]:
 
 
 def unnumbered(tasks: Sequence[Task]) -> Iterator[Task]:
-    """Yield the tasks of an outline, with those of chunks without micro-batch and stage, which is much faster, and
-    without a pipeline's messages.
+    """Yield the tasks of an outline without a pipeline's messages.
+
+    Tasks of chunks are those of the template, without micro-batch and stage, as it is much faster not to make others.
     """
     for part in without_messages(tasks):
         if isinstance(part, Task):

@@ -1,10 +1,11 @@
 """The Result of a simulation or a real run: step times, memory, collectives, ranks; and phases computed from spans."""
 
 import json
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, field, fields
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from numbers import Integral
 from pathlib import Path
 from statistics import fmean, median
@@ -147,8 +148,11 @@ def typical_phases(
     counted = (step for i, step in enumerate(pairwise(ends_s)) if which is None or which[i])
     steps = sorted(counted, key=lambda step: step[1] - step[0])
     quarter = len(steps) // 4
+    compute = sorted((s for s in spans if s.stream == "compute" and s.end_s > s.start_s), key=lambda s: s.start_s)
+    starts_s = [span.start_s for span in compute]
+    latest_s = list(accumulate((span.end_s for span in compute), max))
     typical = [
-        phases_of([s for s in spans if s.end_s > start and s.start_s < end], start_s=start, end_s=end)
+        phases_of(compute[bisect_right(latest_s, start) : bisect_left(starts_s, end)], start_s=start, end_s=end)
         for start, end in steps[quarter : len(steps) - quarter]
     ]
     names = dict.fromkeys(name for phases in typical for name in phases)

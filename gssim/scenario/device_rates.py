@@ -18,16 +18,15 @@ def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> Layer
 
 
 def scratch_profile(device: DeviceType, workload: Workload, layer: Layer) -> LayerProfile | None:
-    """Return the profile with the kernel workspaces of `layer`, if there is one.
+    """Return the layer's profile that has its kernel workspaces, if there is one.
 
-    Under torch.autocast that is the profile of training without it, if it has workspaces under this autocast.
+    Under torch.autocast that is the profile of training without autocast, if it has workspaces under this autocast.
     """
     if workload.autocast is None:
         return layer_profile(device, workload, layer)
     kind = f"autocast-{workload.autocast}-"
     for profile in device.profiles:
-        same = profile.model == workload.model.name and profile.precision == workload.precision
-        if same and profile.sequence_length in (None, workload.sequence_length) and layer.name in profile.layers:
+        if _is_like(profile, workload) and layer.name in profile.layers:
             found = profile.layers[layer.name]
             return found if any(way.startswith(kind) for way in found.scratch_bytes or ()) else None
     return None
@@ -81,9 +80,12 @@ def profile_of(device: DeviceType, workload: Workload) -> Profile | None:
 
 
 def is_of(profile: Profile, workload: Workload) -> bool:
-    """Return whether a profile matches the workload's model, precision and sequence length."""
-    if workload.autocast is not None or workload.tf32:  # profiles are of one precision
-        return False
+    """Return whether a profile has the costs of the workload's layers: these run in one precision, which it states."""
+    return workload.autocast is None and not workload.tf32 and _is_like(profile, workload)
+
+
+def _is_like(profile: Profile, workload: Workload) -> bool:
+    """Return whether a profile is of the workload's model, precision and sequence length."""
     same = profile.model == workload.model.name and profile.precision == workload.precision
     return same and profile.sequence_length in (None, workload.sequence_length)
 

@@ -1,4 +1,5 @@
-"""Load of routed experts, and the layers of a model whose experts ranks divide; see [Note: routed rows].
+"""Load of routed experts, and the layers of a model whose experts ranks divide; see [Note: routed rows] in
+`gssim.workload.layer`.
 
 [Note: loads] A load gives each expert its fraction of a layer's rows; each token makes `experts_per_token` rows. A
 sample's rows are split into whole numbers by largest remainders, so all samples load the experts equally. A real run

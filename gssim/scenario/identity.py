@@ -22,7 +22,7 @@ from gssim.units import adapter
 from gssim.workload import Workload
 from gssim.workload.gradient_statistics import GradientStatistics
 from gssim.workload.layer import ONE_SAMPLE, SEVERAL_SAMPLES, without_mark
-from gssim.workload.model import OWN_LAYERS
+from gssim.workload.model import LAYER_LISTS, OWN_LAYERS
 
 VERSION = 1
 """Version of the canonical data."""
@@ -35,8 +35,7 @@ POLICIES = (
 AS_RESOLVED = {*POLICIES, "cp", "compress", "sync_every_steps", "ranks", "push", "stages", "shares"}
 """Keys of a plan that count by what they resolve to, however that was written."""
 UNASKED_OF_MODEL = {
-    *("source", "name", "layers", "whole_layers", "sliced_layers", "sequence_layers", "context_layers"),
-    *("expert_layers", "expert_sequence_layers", "expert_tensor_ranks", "adapted", "autocast", "uncut_reason"),
+    *("source", "name", *LAYER_LISTS, "whole_layers", "expert_tensor_ranks", "adapted", "autocast", "uncut_reason"),
     *("unstaged_reason", "partly_trained", "other_precisions", OWN_LAYERS, "traced_one_sample"),
     *("fused_kernels", "runs_fused_kernels"),
 }
@@ -116,10 +115,7 @@ def _model_digest(same: Same) -> str:
     asked: Any = same.value
     model = asked.in_file_precision
     layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
-    for (
-        layer
-    ) in layers:  # which buffers hold integers or casts of the input, become sums or are handed on, and what one
-        # sample has instead, follows from the module
+    for layer in layers:  # marks of buffers, and the buffers of one sample, follow from the module
         texts = (text.removesuffix(SEVERAL_SAMPLES) for text in layer["buffers"] if not text.endswith(ONE_SAMPLE))
         layer["buffers"] = [without_mark(text) for text in texts]
     return _digest(_fields(model, leave_out=UNASKED_OF_MODEL) | {"layers": layers})
@@ -241,8 +237,7 @@ def layers_id_of(scenario: ScenarioParts) -> str:
 def _stored_model(scenario: ScenarioParts) -> Any:
     """Return a scenario's model as plain data, without what its plan does not use."""
     model, policies = scenario.workload.model, scenario.policies
-    unused = {"uncut_reason", "unstaged_reason", "adapted", "autocast", "partly_trained"}
-    unused |= {"other_precisions"}
+    unused = {"uncut_reason", "unstaged_reason", "adapted", "autocast", "partly_trained", "other_precisions"}
     unused |= {"fused_kernels"} if model.fused_kernels is None or model.fused_kernels.layers else set()
     unused |= set() if model.traced_autocast else {"traced_autocast"}
     unused |= set() if model.whole_layers else {"whole_layers"}

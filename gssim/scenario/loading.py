@@ -2,13 +2,14 @@
 
 import os
 import re
-import tomllib
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+
+import tomli
 
 from gssim.cluster import Cluster, Conditions
 from gssim.errors import MistakenNameError, UserError, nearest_name
@@ -73,7 +74,7 @@ class _Folders(dict[str, Path]):
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A scenario that was loaded, for those that differ from it only in the rates of links, and in their names."""
+    """A loaded scenario, from which others are derived that differ from it only in their names and rates of links."""
 
     loaded: Loaded
     path: Path
@@ -174,7 +175,7 @@ def _loaded(
 
 
 def _as_devices_run_it(model: Model, cluster: Any, file: str) -> Model:
-    """Return a model with the layers that all devices of a cluster run, see [Note: fused kernels] in its module.
+    """Return a model with the layers that all devices of a cluster run, see [Note: fused kernels] in `workload.model`.
 
     A Result of GPUs holds the layers of these and of its model's file, which are taken if the cluster is another one.
     """
@@ -196,8 +197,10 @@ def _has_only_gpus(cluster: Any) -> bool:
 
 
 def _with_own_layers(tables: Mapping[str, Any], shared: Shared) -> Mapping[str, Any]:
-    """Return the tables of a scenario as a Result holds them, with the validated layers of its model's file, if the
-    scenario has others (see `Model.in_file_precision`). Invalid ones are left as they are, and refused as from a file.
+    """Return a scenario's tables, from a Result, with the layers of the model's file validated, if it has any.
+
+    It has them beside the layers with which it was predicted; see `Model.in_file_precision`. Invalid ones stay as they
+    are, to be refused with the other keys.
     """
     workload = tables.get("workload")
     if not isinstance(workload, Mapping):
@@ -393,7 +396,7 @@ def _content(path: Path, shared: Shared) -> tuple[str, dict[str, Any]]:
 @lru_cache(maxsize=MOST_READ)
 def _tables_of(text: str, path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(text)
+        tables = tomli.loads(text)
     except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, brackets nested too deep
         if path.suffix == ".json":
             hint = f"of a Hugging Face config.json, `gsreal trace {path} --out FILE.toml` makes a model file"

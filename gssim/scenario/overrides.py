@@ -2,13 +2,14 @@
 
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any
+
+import tomli
 
 from gssim.cluster import presets
 from gssim.errors import UserError, one_line
@@ -141,7 +142,7 @@ def _parsed(override: str) -> tuple[str, Any]:
     if PLAIN_TEXT.fullmatch(value):
         return key, value[1:-1]
     try:
-        return key, tomllib.loads(f"value = {value}")["value"]
+        return key, tomli.loads(f"value = {value}")["value"]
     except (ValueError, RecursionError) as error:
         text = value.strip()
         if text[:1] + text[-1:] in ("[]", "{}"):

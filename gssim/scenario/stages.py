@@ -126,7 +126,7 @@ def tied_parameters(layers: Sequence[LayerInstance], stages: Sequence[range]) ->
     """Return the parameters that layers of several stages use, as the whole model's trace shows them.
 
     The gradient of another use is a buffer that the backward of the parameter's own layer frees when it allocates the
-    sum. Model files traced before sums in place were marked free it one operation earlier where autograd adds in place.
+    sum. (Older model files, which do not mark sums in place, have it freed one operation earlier at such a sum.)
     """
     home = {number: stage for stage, numbers in enumerate(stages) for number in numbers}
     uses: dict[tuple[int, int], list[tuple[int, Buffer]]] = defaultdict(list)

@@ -132,8 +132,10 @@ def token_embedding(model: Model) -> Parameter | None:
 
 
 def shares_embedding(model: Model) -> bool:
-    """Return whether a model's head shares the weight of its token embedding: its gradient then arises in the head, and
-    is added where the embedding's is. Beside adapters it has no gradient, and no other layer has it as its own.
+    """Return whether a model's head shares the weight of its token embedding.
+
+    If so, a buffer of the head has the weight's size and is freed in the backward of an earlier layer, the embedding:
+    the head's part of the gradient. Beside adapters the weight has no gradient, and the model's own layers are asked.
     """
     weight = token_embedding(model)
     if weight is None or len(model.layers) < 2:

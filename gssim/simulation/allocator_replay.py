@@ -15,7 +15,7 @@ serves the same requests in the same way, so peaks are those of a replay of ever
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, repeat
 from typing import NamedTuple
 
@@ -36,7 +36,8 @@ from gssim.program import Chunk, Program, Task, without_messages
 
 LATEST_FIRST = ("activations",)
 FIRST_REPEATING = 5
-"""First replay of a program whose requests are looked up: with fewer, to describe blocks takes longer than it saves."""
+"""Number of the first replay of a program that looks up effects of its requests, see [Note: known effects] in
+`gssim.memory.known_effects`: with fewer replays, describing the blocks takes longer than it saves."""
 MIN_REQUESTS = 20
 """Fewest requests of a part whose effect is looked up instead of serving them."""
 MIN_REPETITIONS = 3
@@ -71,7 +72,7 @@ def replay(
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
     can_repeat = limit_bytes is None and not expandable_segments and pass_over
-    live = _LiveTensors(allocator, program.once(_repeated_of).of_replay() if can_repeat else None)
+    live = _LiveTensors(allocator, program.once(_Repeated).of_replay() if can_repeat else None)
     missing = 0
     try:
         _run(program, role, without_messages(program.tasks[role]) if parts is None else parts, live, pass_over)
@@ -82,21 +83,18 @@ def replay(
     )
 
 
-@dataclass
 class _Repeated:
-    """Repeated requests of a program's replays, by the `id`s of the footprints whose tensors are requested."""
+    """Requests that a program's replays have in common."""
 
-    replays: int = 0
-    requests: dict[tuple[int, ...], RepeatedRequests] = field(default_factory=dict)
+    def __init__(self, _program: Program) -> None:
+        self.replays = 0
+        self.requests: dict[tuple[int, ...], RepeatedRequests] = {}
+        """Requests of a part of a step, by `_Part.identities`."""
 
     def of_replay(self) -> dict[tuple[int, ...], RepeatedRequests] | None:
-        """Return them for a further replay; None for the first ones."""
+        """Count a replay, and return the requests that it shares with others; None for the first replays."""
         self.replays += 1
         return self.requests if self.replays >= FIRST_REPEATING else None
-
-
-def _repeated_of(_program: Program) -> _Repeated:
-    return _Repeated()
 
 
 Kept = tuple[str, Sequence[float]]
@@ -110,6 +108,11 @@ class _Part(NamedTuple):
     """Equal for parts with the same requests; negative if there are no others."""
     needs: Sequence[tuple[Footprint, Kept | None]]
     """Memory of its tasks, and tensors that stay, allocated at the beginning of a task."""
+
+    @property
+    def identities(self) -> tuple[int, ...]:
+        """The `id` of the memory of each task."""
+        return tuple([id(need) for need, _ in self.needs])
 
 
 def _run(program: Program, role: int, parts: Sequence[Task | Chunk], live: "_LiveTensors", pass_over: bool) -> None:
@@ -241,7 +244,7 @@ class _LiveTensors:
     def serve(self, part: _Part) -> None:
         """Serve the allocations and frees of a part of the step, which are worked out once for equal parts."""
         known = self._known_requests(part)
-        if known is not None and known.serve(self.allocator):
+        if known is not None and known.serve():
             return
         requests = self._of_part.get(part.number)
         if requests is not None:
@@ -258,18 +261,16 @@ class _LiveTensors:
         self.carry_out(in_turn())
         self._of_part[part.number] = made
         if self._repeated is not None and part.number >= 0 and len(made) >= MIN_REQUESTS:
-            identities = tuple([id(need) for need, _ in part.needs])
-            self._repeated[identities] = RepeatedRequests(made, self._kinds, self.allocator.pools)
+            self._repeated[part.identities] = RepeatedRequests(made, self._kinds, self.allocator.pools)
 
     def _known_requests(self, part: _Part) -> KnownRequests | None:
-        """Return the requests of a part, if they are repeated ones."""
+        """Return the requests of a part, if an earlier replay has served the same ones."""
         known = self._known.get(part.number)
         if known is None and self._repeated and part.number >= 0 and len(part.needs) > 1:
-            repeated = self._repeated.get(tuple([id(need) for need, _ in part.needs]))
+            repeated = self._repeated.get(part.identities)
             if repeated is not None and repeated.case([self.alive.get(kind, ()) for kind in repeated.kinds]):
                 lists = [self._blocks_of(kind) for kind in repeated.kinds]
-                pools = [self.allocator.pool(key) for key in repeated.pools]
-                known = self._known[part.number] = KnownRequests(repeated, lists, pools)
+                known = self._known[part.number] = KnownRequests(repeated, lists, self.allocator)
         return known
 
     def _with_kept(self, need: Footprint, kept: Kept) -> list[Request]:

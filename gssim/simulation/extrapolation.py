@@ -56,8 +56,9 @@ def simulated_counts(scenario: Scenario, *, longer: int = 1) -> tuple[int, int, 
 
 
 def is_settled(steps: Sequence[Result]) -> bool:
-    """Return whether further periods may take as long as the last one, after two simulated steps; and whether they do,
-    after three. See [Note: settled].
+    """Return whether further periods take as long as the last one, as far as two or three simulated steps show it.
+
+    Two steps show it for the busiest rank alone; the periods between three are also compared. See [Note: settled].
     """
     periods_s = [after.step_time_s - before.step_time_s for before, after in pairwise(steps)]
     last_s = periods_s[-1]

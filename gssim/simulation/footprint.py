@@ -124,7 +124,7 @@ class MemoryFootprint:
 
     @cached_property
     def reported_key(self) -> str:
-        """`reported` as a key, by which ranks with equal memory are found; a text, unlike a tuple, keeps its hash."""
+        """`reported` as a text, equal for ranks with equal memory. A text keeps its hash, unlike a tuple."""
         return repr(self.reported)
 
     @cached_property
@@ -231,8 +231,9 @@ def deciding_footprints(scenario: Scenario, program: Program, peaks: Sequence[Pe
 
 
 def _most_missing_bytes(program: Program, role: int) -> int:
-    """Return an upper limit of what a device can lack for a request of a role: the largest segment that is reserved for
-    one, as the memory reserved before never exceeds the device's.
+    """Return an upper bound of the bytes that a device can lack when a request of a role fails.
+
+    That is the largest segment that a request reserves: what was reserved before fits the device.
     """
     needs = {id(task.need): task.need for task in unnumbered(program.tasks[role])}
     sizes = [size for need in needs.values() for event in need.events for size in event.tensors or (event.size_bytes,)]

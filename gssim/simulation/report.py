@@ -246,15 +246,16 @@ def rank_classes(
         )
         found.setdefault(key, (footprint, own_phases_s, on_host, []))[-1].extend(same.tolist())
     outcomes = []
-    for key, (footprint, phases_s, host_bytes, ranks) in found.items():
+    for (device, sent_bytes, received_bytes, batch_share, shard_share, *_), own in found.items():
+        footprint, phases_s, host_bytes, ranks = own
         outcome = RankOutcome(
             ranks=tuple(sorted(ranks)),
             count=len(ranks),
-            device=key[0],
-            bytes_sent=key[1],
-            bytes_received=key[2],
-            batch_share=key[3],
-            shard_share=key[4],
+            device=device,
+            bytes_sent=sent_bytes,
+            bytes_received=received_bytes,
+            batch_share=batch_share,
+            shard_share=shard_share,
             phases_s=phases_s,
             host_bytes={category: float(size) for category, size in host_bytes.items()},
             **footprint.reported,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -132,6 +133,20 @@ class StepTimes:
     """By step and rank."""
 
 
+class _Sizing(NamedTuple):
+    """How the memory of ranks is computed."""
+
+    reserved: bool = True
+    """Whether to compute reserved memory, with the allocator's overhead."""
+    overheads: Overheads | None = None
+    """The allocator's overheads in thresholded steps, if known."""
+    further: Mapping[int, Peak] | None = None
+    """Bytes to be added to the peak of each role."""
+
+
+RESERVED = _Sizing()
+
+
 def simulate(
     loaded: Loaded,
     *,
@@ -175,15 +190,13 @@ def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Sha
     if statistics is None or statistics.transfer is None or not loaded.statistics_needed:
         return simulated
     machine = simulated.typical.machine
-    overheads = allocator_overheads(loaded.scenario, machine.program, _peaks(machine))
+    sizing = _Sizing(overheads=allocator_overheads(loaded.scenario, machine.program, _peaks(machine)))
     # the statistics of both ends are created once, because densities are cached by statistics object
     both = shared.once(
         "ends of a band", Same(statistics), lambda: [at_end(statistics, high=high) for high in (False, True)]
     )
     ends = [
-        _simulated(
-            replace(loaded, gradients=end), unfolded, shared, spread=False, listed=False, overheads=overheads
-        ).result
+        _simulated(replace(loaded, gradients=end), unfolded, shared, spread=False, listed=False, sizing=sizing).result
         for end in both
     ]
     every = [result, *ends]
@@ -244,7 +257,7 @@ def _simulated(
     *,
     spread: bool,
     listed: bool,
-    overheads: Overheads | None = None,
+    sizing: _Sizing = RESERVED,
 ) -> Simulated:
     scenario = loaded.scenario
     if scenario.policies.in_fragments:
@@ -257,23 +270,23 @@ def _simulated(
         short = _extrapolated(loaded, unfolded, shared, spread=spread)
         if short is not None:
             return short
-    return _steady(loaded, unfolded, shared, spread=spread, listed=listed, overheads=overheads)
+    return _steady(loaded, unfolded, shared, spread=spread, listed=listed, sizing=sizing)
 
 
 def _extrapolated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) -> Simulated | None:
     """Return the prediction from steps of few micro-batches, or None if all have to be simulated."""
-    scenario, longer = loaded.scenario, 1
+    scenario, longer, allocated = loaded.scenario, 1, _Sizing(reserved=False)
     while (counts := simulated_counts(scenario, longer=longer)) is not None:
         *shorter, longest = (replace(loaded, scenario=with_micro_batches(scenario, count)) for count in counts)
         few = [  # the last but one is extrapolated from; the first only shows whether the pace has settled
-            _steady(each, unfolded, shared, spread=spread, sized=False, listed=each is shorter[-1]).result
+            _steady(each, unfolded, shared, spread=spread, listed=each is shorter[-1], sizing=allocated).result
             for each in shorter
         ]
         if is_settled(few):
             further = further_peaks(
                 program_of(longest, shared, unfolded=unfolded), _program_for_memory(loaded, shared, unfolded=unfolded)
             )
-            more = _steady(longest, unfolded, shared, spread=spread, further=further)
+            more = _steady(longest, unfolded, shared, spread=spread, sizing=_Sizing(further=further))
             if is_settled([*few, more.result]):
                 return Simulated(extrapolated(scenario, few[-1], more.result, counts[1:], shared), more.typical)
         longer *= 2
@@ -287,15 +300,12 @@ def _steady(
     slowed: Mapping[int, float] | None = None,
     *,
     spread: bool = True,
-    sized: bool = True,
     listed: bool = True,
-    overheads: Overheads | None = None,
-    further: Mapping[int, Peak] | None = None,
+    sizing: _Sizing = RESERVED,
 ) -> Simulated:
-    """Return the prediction where all steps are equal; `listed`: see `simulate`.
+    """Return the prediction where all steps are equal; `spread` and `listed`: see `simulate`.
 
-    `slowed`: compute time ratio of slow ranks. `sized`: whether to compute reserved memory. `overheads`: the
-    allocator's overheads in thresholded steps, if known. `further`: bytes to be added to the peak of each role.
+    `slowed`: compute time ratio of slow ranks.
     """
     scenario = loaded.scenario
     steps = _steps(loaded, unfolded, shared, slowed or {})
@@ -324,10 +334,8 @@ def _steady(
         lightest=lightest,
         first=first,
         excess_bytes=excess_bytes,
-        sized=sized,
         listed=listed,
-        overheads=overheads,
-        further=further,
+        sizing=sizing,
     )
     return Simulated(result, typical)
 
@@ -450,7 +458,9 @@ def _varying(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
 
 
 def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
-    """Return the prediction where parameters are synchronized periodically; see [Note: periods simulated]."""
+    """Return the prediction where parameters are synchronized periodically; see [Note: periods simulated] in
+    `periodic_run`.
+    """
     scenario, every = loaded.scenario, loaded.scenario.policies.sync_every_steps or 1
     ranks = scenario.ranks
     runs: dict[int, SteadyRun] = {}
@@ -492,7 +502,9 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
 
 
 def _in_fragments(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
-    """Return the prediction where fragments of the parameters are synchronized; see [Note: periods simulated]."""
+    """Return the prediction where fragments of the parameters are synchronized; see [Note: periods simulated] in
+    `periodic_run`.
+    """
     scenario = loaded.scenario
     runs: dict[int, SteadyRun] = {}
     """By identity of the period."""
@@ -518,11 +530,9 @@ def _result(
     lightest: SteadyRun | None = None,
     first: SteadyRun | None = None,
     excess_bytes: float = 0.0,
-    sized: bool = True,
     listed: bool = True,
-    overheads: Overheads | None = None,
     beside: Carried | None = None,
-    further: Mapping[int, Peak] | None = None,
+    sizing: _Sizing = RESERVED,
 ) -> Result:
     """Return the Result of a run whose typical step is simulated.
 
@@ -534,18 +544,16 @@ def _result(
         lightest: the step whose payload a tenth of the steps do not exceed, if it differs from `typical`.
         first: the run's first step, if it differs from `typical`; the plan has to fit there as well.
         excess_bytes: see `mean_excess_bytes`.
-        sized: whether to compute reserved memory.
         listed: see `simulate`.
-        overheads: the allocator's overheads in thresholded steps, if known.
         beside: bytes of other steps of the period, in which parameters are synchronized once.
-        further: bytes to be added to the peak of each role.
+        sizing: how the memory of `typical` is computed.
     """
     scenario, machine = loaded.scenario, typical.machine
     phases = settled_phases(typical)
-    footprints = _footprints(scenario, typical, shared, sized=sized, overheads=overheads, further=further)
+    footprints = _footprints(scenario, typical, shared, sizing)
     first_footprints = footprints
     if first is not None and first is not typical:
-        first_footprints = _footprints(scenario, first, shared, sized=sized)
+        first_footprints = _footprints(scenario, first, shared, _Sizing(reserved=sizing.reserved))
     fit = worst_misfit(footprints) or worst_misfit(first_footprints) or host_misfit(scenario, machine.program)
     carried = machine.carried_by_rank()
     mean_ratio = mean_over_typical(float(carried[0].sum()) / machine.steps, excess_bytes)
@@ -603,23 +611,16 @@ def _peaks(machine: Machine) -> list[PeakOfRank]:
     return [(each.representative, memory.peak) for each, memory in zip(machine.classes, machine.memory, strict=True)]
 
 
-def _footprints(
-    scenario: Scenario,
-    steady: SteadyRun,
-    shared: Shared,
-    *,
-    sized: bool,
-    overheads: Overheads | None = None,
-    further: Mapping[int, Peak] | None = None,
-) -> list[MemoryFootprint]:
-    """Return the memory footprint of each class of ranks; `sized`: whether to include the allocator's overhead.
+def _footprints(scenario: Scenario, steady: SteadyRun, shared: Shared, sizing: _Sizing) -> list[MemoryFootprint]:
+    """Return the memory footprint of each class of ranks.
 
     They depend only on the program and its peaks, not on the network, and are cached accordingly.
     """
     program, peaks = steady.machine.program, _peaks(steady.machine)
+    reserved, overheads, further = sizing
     key = (
         Same(program),
-        sized,
+        reserved,
         tuple(rank for rank, _ in peaks),
         tuple(Same(peak) for _, peak in peaks),
         Same(overheads),
@@ -628,6 +629,6 @@ def _footprints(
     return shared.once(
         "footprints",
         key,
-        lambda: footprints_of(scenario, program, peaks, reserved=sized, overheads=overheads, beside=further),
+        lambda: footprints_of(scenario, program, peaks, reserved=reserved, overheads=overheads, beside=further),
         most=_cached_runs(scenario),
     )

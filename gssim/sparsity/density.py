@@ -323,7 +323,10 @@ class _View:
         return moment_of(sampled, max(least, step - self.lag_steps), self.statistics.first_step)
 
     def sent_ratio(self, threshold: float, step: int, part: float) -> "Ratios":
-        """Return the fraction that reaches an absolute threshold."""
+        """Return the fraction of the gradient's entries whose magnitude reaches a threshold.
+
+        `part`: the tensor's, of the gradient that a rank computes.
+        """
         return self._under(threshold, threshold, self._with_feedback if self.error_feedback else _reached, step, part)
 
     def untouched_ratio(self, threshold: float, step: int, part: float) -> "Ratios":

@@ -298,8 +298,10 @@ WRITERS = 8
 
 @contextmanager
 def _keeping(store: FileStore[Result] | None) -> Iterator[Callable[[str, Result], None]]:
-    """Provide a function that writes a Result to a file while the next ones are predicted; at the end of the context
-    all are on disk. It raises UserError where an earlier one could not be written. Without a store it does nothing.
+    """Yield a function that writes a Result to the store in another thread; without a store, it does nothing.
+
+    At the end of the context all Results are on disk. If one cannot be written, a later call, or the end, raises
+    UserError.
     """
     if store is None:
         yield lambda name, result: None

@@ -13,7 +13,7 @@ from typing import Any
 
 from gssim.execution.cache import Same
 from gssim.workload.layer import FIELDS_OF_TERMS, Buffer, Layer, Moment, Polynomial, layer_input_gradient
-from gssim.workload.model import Model, TokenInput
+from gssim.workload.model import LAYER_LISTS, Model, TokenInput
 
 LOG_SUM_EXP_BYTES = 4
 """Bytes of the log-sum-exp of each token, in fp32."""
@@ -30,14 +30,7 @@ def _with_fused_loss(same: Same) -> Model:
     assert isinstance(model, Model)
     if not isinstance(model.input, TokenInput) or model.input.classes is not None:
         raise ValueError(f"fused_loss = true: '{model.name}' predicts no tokens")
-    changes: dict[str, Any] = {
-        name: _fused(layers)
-        for name in (
-            *("layers", "sliced_layers", "sequence_layers", "context_layers"),
-            *("expert_layers", "expert_sequence_layers"),
-        )
-        if (layers := getattr(model, name))
-    }
+    changes: dict[str, Any] = {name: _fused(layers) for name in LAYER_LISTS if (layers := getattr(model, name))}
     if None in changes.values():
         raise ValueError(f"fused_loss = true: the last layer of '{model.name}' is no head that returns logits")
     return replace(model, loss_fused=True, adapted=(), autocast=(), other_precisions=(), **changes)

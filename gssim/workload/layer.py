@@ -15,11 +15,11 @@ Buffers of which only one sample has the like, or only several, say so; all othe
 are those of several samples. Costs, and the buffers of partly trained layers and of split backwards, are functions of
 the number of samples that are fitted to several.
 
-[Note: sums in place] Autograd adds the gradients of a tensor's several uses one by one. It adds the next to the first
-in place if nothing but its own buffer refers to the first: not to one that another use also has, nor to a view, such as
-a gradient of a linear map in fp32. A trace has each sum as a buffer of its own. If the sum is in place, the buffer of
-the first gradient says so: its memory passes to the sum, so that it is released before the operation at which it is
-freed. What a pipeline's stage receives from another is held by the schedule, and no sum takes its memory.
+[Note: sums in place] If a tensor has several uses, autograd adds their gradients one by one: into the memory of the
+first, if nothing else refers to that. So no sum is in place if another operation has the first gradient too, or if it
+is a view, as that of a linear map in fp32 is. Under a trace every sum is a buffer of its own. If a real step computes
+it in place, the first gradient is marked `summed-in-place`: it is released just before the sum is allocated, which thus
+takes its memory. Gradients that a pipeline's stage receives are never summed in place: the schedule refers to them.
 
 [Note: routed rows] If ranks divide the routed experts of a layer, each rank holds u of them and processes r rows: one
 row for every pair of a token of its group and an expert of that token that the rank holds. Quantities are polynomials
@@ -61,9 +61,11 @@ class Polynomial:
 
     terms: Terms
     unit_terms: Terms = ()
-    """Terms that count once for each unit u on a rank; see [Note: units]."""
+    """Terms that count once for each unit u on a rank; see [Note: units] in `gssim.workload.model`."""
     part_terms: Terms = ()
-    """Terms that count once for each position p of a rank's part of the sequence; see [Note: sequence parts]."""
+    """Terms that count once for each position p of a rank's part of the sequence; see [Note: sequence parts] in
+    `gssim.workload.model`.
+    """
     row_terms: Terms = ()
     """Terms that count once for each row r that a rank's experts process; see [Note: routed rows]."""
     expert_terms: Terms = ()
@@ -244,7 +246,7 @@ CASTS_INPUT = " casts-input"
 SUMMED_IN_PLACE = " summed-in-place"
 """End of the text of a buffer to which autograd adds another gradient in place."""
 HANDED_ON = " handed-on="
-"""Before the moment at the end of the text of a buffer that later layers are handed too."""
+"""In the text of a buffer, what comes before `Buffer.handed_on`."""
 ONE_SAMPLE, SEVERAL_SAMPLES = " samples=1", " samples>1"
 """Ends of the texts of buffers that exist only for such numbers of samples."""
 
@@ -267,8 +269,9 @@ class Buffer:
     samples: str = ""
     """`ONE_SAMPLE` or `SEVERAL_SAMPLES` if it exists only for so many samples; see [Note: one sample]."""
     handed_on: Moment | None = None
-    """For one of several tensors that a block hands to later layers, and that its own backward needs too (a residual
-    beside the output): when it would be freed if autograd did not save it. None: another buffer."""
+    """When autograd's saving aside it would be freed, if it is one of several tensors that a block returns to later
+    layers (such as a residual beside the output) and the block's own backward needs it too; else None. See [Note:
+    handed on] in `gssim.memory.recompute`."""
 
     @classmethod
     def parse(cls, text: object) -> "Buffer":
@@ -321,9 +324,10 @@ class Buffer:
 
     @property
     def released_at(self) -> float:
-        """Position at which its memory is released, in the phase of `freed`: a quarter before, if it passes to a sum.
+        """Position at which its memory is released, in the phase of `freed`.
 
-        The sum is allocated at `freed`. A block that is recomputed just before runs again half a position before that.
+        If a gradient is added to it in place, that is a quarter before the position at which the sum is allocated, and
+        so after a recomputation of the block, which comes half a position before.
         """
         return self.freed.position - 0.25 * self.summed_in_place
 
@@ -340,7 +344,9 @@ class Buffer:
 
 
 def without_mark(text: str) -> str:
-    """Return the text of a buffer of any number of samples, or of its size, without the marks of what it is.
+    """Return the text of a buffer, or of its size, without `fixed`, `casts-input`, `summed-in-place` and `handed-on`.
+
+    `text`: without `samples=1` or `samples>1`, which come last.
 
     >>> without_mark("b2 b5 temporaries 8*b*s summed-in-place")
     'b2 b5 temporaries 8*b*s'
@@ -382,8 +388,8 @@ def passed_bytes(layer: "Layer", after: "Layer | None") -> Polynomial:
 
 
 REPLACED = "replaced"
-"""Category of a buffer that the module keeps until its next forward makes another, as an attribute that is no buffer of
-torch's (old `weight_norm`): it is always there, and twice while the forward replaces it."""
+"""Category of a tensor that the module keeps in an attribute (not as torch's buffer) until its next forward makes
+another, as torch.nn.utils.weight_norm does: it is always there, and while the forward replaces it there are two."""
 BUFFER_CATEGORIES = ("input", "activations", "temporaries", REPLACED)
 
 _PARAMETER = re.compile(r"^(\S+) ((?:\d+[uea]?(?:x\d+[uea]?)*)|scalar) (\S+) (\S+?)( summed)?$")
@@ -710,9 +716,9 @@ class Layer:
     """Every tensor that the layer allocates: the moments of its allocation and release, its category and its size;
     `fixed`: it holds integers or truth values, which are as large in every precision; `casts-input`: it is one of
     several casts of the layer's input by torch.autocast; `summed-in-place`: autograd adds another gradient to it in
-    place, and its memory passes to the sum; `handed-on`: a checkpointed block passes it on beside others, and it is
-    freed then, though no backward needs it. Of the category `replaced` are tensors that the module keeps to its next
-    forward."""
+    place, so that its memory passes to the sum; `handed-on`: it is one of several tensors that a block returns to later
+    layers, and would be freed at that moment if the block's backward did not need it. Tensors of the category
+    `replaced` are kept by the module until its next forward."""
     module_buffer_bytes: Count = 0
     """Bytes of the module's buffers (not parameters), such as running means, in fp32."""
     integer_buffer_bytes: Count = 0

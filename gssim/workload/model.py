@@ -98,6 +98,11 @@ from gssim.units import (
 )
 from gssim.workload.layer import Layer, LayerRoles, Parameter, layer_of_rank, sliced_layer
 
+DIVIDED_LISTS = ("sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers", "context_layers")
+"""Fields of a model with layers of which ranks have a part."""
+LAYER_LISTS = ("layers", *DIVIDED_LISTS)
+"""Fields of a model with layers: whole ones, and those of which ranks have a part."""
+
 
 @spec
 class HuggingFace:
@@ -262,9 +267,7 @@ class PartlyTrained:
     expert_sequence_layers: tuple[LayerRoles, ...] = ()
     """Of layers with sequences and routed experts divided, see [Note: experts of parts]; empty: not traced so."""
 
-    _serialized = omits_defaults(
-        *("layers", "context_layers", "sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers"),
-    )
+    _serialized = omits_defaults(*LAYER_LISTS)
 
 
 @spec
@@ -278,10 +281,7 @@ class OtherPrecision(_TracedLayers):
     partly_trained: PartlyTrained | None = None
     """Costs of the layers where only some of them are trained; absent: not traced."""
 
-    _serialized = omits_defaults(
-        *("context_layers", "sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers"),
-        *("adapted", "partly_trained"),
-    )
+    _serialized = omits_defaults(*DIVIDED_LISTS, "adapted", "partly_trained")
 
 
 @spec
@@ -307,10 +307,7 @@ class FusedKernels(_TracedLayers):
         if given and not self.layers:
             raise ValueError(f"layers: missing, though {given[0]} is there")
 
-    _serialized = omits_defaults(
-        *("layers", "context_layers", "sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers"),
-        *("adapted", "autocast", "partly_trained", "other_precisions"),
-    )
+    _serialized = omits_defaults(*LAYER_LISTS, "adapted", "autocast", "partly_trained", "other_precisions")
 
 
 OWN_LAYERS = "_in_file_precision"
@@ -513,12 +510,6 @@ def gradient_order(layers: Sequence[LayerInstance]) -> tuple[tuple[int, int], ..
     return tuple((layer, number) for _, _, layer, number in sorted(ready))
 
 
-DIVIDED_LISTS = ("sliced_layers", "sequence_layers", "expert_layers", "expert_sequence_layers", "context_layers")
-"""Fields of a model with layers of which ranks have a part."""
-LAYER_LISTS = ("layers", *DIVIDED_LISTS)
-"""Fields of a model with layers: whole ones, and those of which ranks have a part."""
-
-
 class UntracedLayersError(ValueError):
     """A model lacks the layers with adapters, or the costs of frozen layers, that a workload asks for.
 
@@ -650,7 +641,7 @@ def _filed_as(same: Same, filed: Same) -> Model:
 
 
 def filed_as(model: Model, filed: Model) -> Model:
-    """Return the model with `filed` as the model with its file's own layers; itself if it is that model, or has it."""
+    """Return the model with `filed` as its `in_file_precision`; itself if that is so already."""
     return model if model.in_file_precision is filed else _filed_as(Same(model), Same(filed))
 
 

@@ -264,8 +264,10 @@ def source_of_input(layers: Sequence[Layer], index: int) -> int:
 
 
 def _adapted_to_neighbours(beside: Sequence[Layer | None], around: tuple[str, str, str], offset: int) -> Layer:
-    """Return a layer in its role (`around[1]`), given the layer before and the one that uses its output, their roles,
-    and how many layers after it the latter is.
+    """Return a layer in its role, with the lives of its buffers as its neighbours' roles make them.
+
+    `beside`: the layer before it, the layer, and the one that uses its output; `around`: their roles; `offset`: how
+    many layers after it the one that uses its output comes.
     """
     before, layer, after = beside
     assert layer is not None

@@ -274,7 +274,7 @@ class Workload:
             object.__setattr__(self, "model", chosen)
 
     def _with_stated_layers(self, model: Model) -> Model:
-        """Select the layers of `model` that the workload states, and return it with these, as the workload has it."""
+        """Set the workload's model to `model` with the layers for its precision, training and loss; return that."""
         object.__setattr__(self, "model", model)
         self._choose_layers()
         self._freeze_layers()

@@ -530,11 +530,18 @@ def test_the_installed_command_does_the_same(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_keys_that_are_nested_without_brackets(refusal, tmp_path):
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        (900, "its keys are nested too deep"),
+        (5000, "not valid TOML: TOML key has more than the allowed 1000 parts"),
+    ],
+)
+def test_keys_that_are_nested_without_brackets(refusal, tmp_path, parts, reason):
     """A dotted key of thousands of parts ended in a RecursionError of three thousand lines."""
     path = tmp_path / "deep.toml"
-    path.write_text("a." * 5000 + "b = 1\n")
-    assert refusal(path) == f"{path}: its keys are nested too deep"
+    path.write_text("a." * parts + "b = 1\n")
+    assert refusal(path) == f"{path}: {reason}"
 
 
 @pytest.mark.parametrize(

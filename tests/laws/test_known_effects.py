@@ -43,8 +43,7 @@ class Replay:
 
     def bound(self, repeated: RepeatedRequests) -> KnownRequests:
         """Return requests of another replay as those of this one."""
-        lists = [self.lists[kind] for kind in repeated.kinds]
-        return KnownRequests(repeated, lists, [self.allocator.pool(key) for key in repeated.pools])
+        return KnownRequests(repeated, [self.lists[kind] for kind in repeated.kinds], self.allocator)
 
     def state(self) -> object:
         """Return everything that later requests, or a report, depend on."""
@@ -70,8 +69,8 @@ def test_a_known_effect_is_that_of_the_requests(seed, monkeypatch):
     """The second replay repeats the first one at other addresses: all of its effects are known."""
     monkeypatch.setattr(known_effects, "MOST_MISSES", 10**6)
     applied = []
-    apply = known_effects._apply
-    monkeypatch.setattr(known_effects, "_apply", lambda *arguments: applied.append(apply(*arguments)))
+    apply = KnownRequests._apply
+    monkeypatch.setattr(KnownRequests, "_apply", lambda *arguments: applied.append(apply(*arguments)))
     random = Random(seed)
     live = [0] * len(KINDS)
     forward = random_part(random, live)
@@ -93,7 +92,7 @@ def test_a_known_effect_is_that_of_the_requests(seed, monkeypatch):
             is_forward = in_flight == 0 or may_be_forward
             in_flight += 1 if is_forward else -1
             part, repeated = (forward, shared[0]) if is_forward else (backward, shared[1])
-            assert looked_up.bound(repeated).serve(looked_up.allocator)
+            assert looked_up.bound(repeated).serve()
             plain.allocator.serve(iter(plain.requests(part)))
             assert looked_up.state() == plain.state()
     assert len(applied) >= len(order)

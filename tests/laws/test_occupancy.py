@@ -265,10 +265,10 @@ def replayed_as(measured: Result) -> AllocatorPeaks:
 
 
 TRANSFORMERS = [path for path in MEASURED if not path.name.startswith("resnet")]
-INEXACT = {"zero2": 2, "resnet": 8}
+INEXACT = {"zero2": 2, "resnet": 10}
 """MiB more than predicted that an H200 reserved: a segment of small tensors (that run exchanged by gloo's own
 collectives, which hold blocks until their streams are done with them; rings of messages, which carry such exchanges
-now, do not); what cuDNN took."""
+now, do not); what cuDNN took (9.6 MiB more were allocated, in segments of 2)."""
 
 
 @pytest.mark.parametrize("path", TRANSFORMERS, ids=lambda path: path.name.partition(".")[0])

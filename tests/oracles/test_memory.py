@@ -224,7 +224,7 @@ def test_a_prediction_says_where_a_cpus_kernels_take_workspace_that_was_not_meas
     images, tokens = (load_model(MODELS / f"{name}.toml") for name in ("resnet-digits-20k", "gpt-byte-150k"))
     no_length = {"sequence_length": None}
     (why,) = said(images, **no_length)
-    assert "(convolutions): device_types.fast has no profile of it" in why
+    assert "(convolutions): device_types.fast has no profile of them" in why
     assert said(images, "whole", **no_length) == ()
     assert said(images, kind="cuda", **no_length) == ()
     assert said(tokens) == ()

@@ -39,7 +39,7 @@ class ComputeBounds:
         self.parts = parts
 
     def busy_s(self, plan: Plan, policies: Policies, sizes: Sequence[int], *, issued: bool = True) -> list[float]:
-        """Return the least compute time of each rank; see [Note: bounds].
+        """Return the least compute time of each rank; see [Note: bounds] in `gssim.planner.bounds.bounds`.
 
         Not `issued`: without the host's time to launch a layer that collectives split, which passes while the device
         waits for these.

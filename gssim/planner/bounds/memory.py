@@ -171,8 +171,8 @@ class MemoryBounds:
         return found
 
     def _in_flight(self, plan: Plan, policies: Policies) -> list[tuple[int, int]]:
-        """Return, for each place of a pipeline, two numbers of micro-batches: those in flight at its first backward,
-        and the most in flight at any forward or backward between the first and last; 0 if there is none.
+        """Return, for each place of a pipeline, two numbers of micro-batches in flight: at its first backward, and the
+        largest at any of the backwards between the first and the last (0 if there is none).
         """
         ranks, count = policies.pp, plan.micro_batches
         name = schedule_of(plan, ranks)

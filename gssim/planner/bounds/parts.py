@@ -37,7 +37,7 @@ _resolved_keys = attrgetter(*(each.name for each in fields(Plan) if each.name no
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The part of the model that a rank runs. There is one object for each, which is itself the key of its values."""
+    """The part of the model that a rank runs. There is one object for each part, and caches use it as their key."""
 
     layers: tuple[LayerInstance, ...]
     wholes: tuple[Layer | None, ...]
@@ -158,8 +158,8 @@ class ModelParts:
         return self.once(key, found)
 
     def alike(self, policies: Policies) -> tuple[int, ...]:
-        """Return, for each rank, the first rank that has the same part of the model, and of attention, on the same type
-        of device.
+        """Return, for each rank, the lowest rank that does the same: it is on the same type of device, and has the same
+        part of the model and of the attention.
         """
 
         def found() -> tuple[int, ...]:

@@ -155,9 +155,9 @@ def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
     for layer in model.layers:
         if any(buffer.category == REPLACED for buffer in layer.buffers):
             raise UserError(
-                f"{file}: plan.pp = {ranks}: '{layer.name}' keeps a tensor to its next forward, but not as a buffer "
-                "(as torch.nn.utils.weight_norm does), of which each micro-batch would have its own; not supported; "
-                "use torch.nn.utils.parametrizations.weight_norm"
+                f"{file}: plan.pp = {ranks}: '{layer.name}' keeps a tensor until its next forward in an attribute that "
+                "is no buffer (as torch.nn.utils.weight_norm does); a pipeline would keep one for each micro-batch, "
+                "which is not supported; use torch.nn.utils.parametrizations.weight_norm"
             )
     try:
         stages = scenario.stage_ranges

@@ -244,7 +244,7 @@ def _variants(sweep: Sweep, group: Group) -> list[_Variant]:
 
 
 def _replaced(common: list[list[Place]], own: list[list[Place]], where: str) -> list[list[Place]]:
-    """Return the common axes, with axes of the same keys replaced by the variant's own, then its other axes."""
+    """Return `common` axes, each replaced by the one of `own` with the same keys, if any; then the others of `own`."""
     by_keys = {tuple(places[0]): places for places in own}
     axes = [by_keys.pop(tuple(places[0]), places) for places in common]
     axes += by_keys.values()
