@@ -835,7 +835,7 @@ def test_what_a_module_keeps_to_its_next_forward_is_noted_and_refused_in_pipelin
     (layer,) = [layer for layer in model.layers if layer.name == "steps"]
     assert replaced_bytes(layer, batch_size=3, sequence_length=1) == 2 * 16384
     staged = {"method": "pipeline", "micro_batches": 2}
-    with pytest.raises(UserError, match=r"plan.pp = 2: 'steps.0' keeps a tensor to its next forward"):
+    with pytest.raises(UserError, match=r"plan.pp = 2: 'steps.0' keeps a tensor until its next forward"):
         scenario_of(star(2), staged, model=model, sequence_length=None)
     again = {"method": "ddp", "recompute": "full"}
     scenario_of(star(2), again, model=model, sequence_length=None)
