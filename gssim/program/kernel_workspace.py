@@ -57,7 +57,7 @@ def unmeasured_workspace(scenario: Scenario) -> tuple[str, ...]:
             messages.append(
                 f"workspaces of kernels ({', '.join(kernels)}): device_types.{name} has no profile of them for this "
                 "workload (measure one with `gsreal calibrate`); real peaks are higher, in small models by several per "
-                "cent"
+                "cent or more"
             )
     return tuple(messages)
 

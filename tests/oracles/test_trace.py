@@ -45,7 +45,7 @@ from gssim.memory import (
 )
 from gssim.scenario import load_model
 from gssim.scenario.checks.consistency import check
-from gssim.workload import HuggingFace, ImageInput, Layer, Module, TokenInput, gradient_order, unrolled
+from gssim.workload import Buffer, HuggingFace, ImageInput, Layer, Module, TokenInput, gradient_order, unrolled
 from gssim.workload.layer import REPLACED
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
@@ -835,8 +835,16 @@ def test_what_a_module_keeps_to_its_next_forward_is_noted_and_refused_in_pipelin
     (layer,) = [layer for layer in model.layers if layer.name == "steps"]
     assert replaced_bytes(layer, batch_size=3, sequence_length=1) == 2 * 16384
     staged = {"method": "pipeline", "micro_batches": 2}
-    with pytest.raises(UserError, match=r"plan.pp = 2: 'steps.0' keeps a tensor to its next forward"):
+    with pytest.raises(UserError, match=r"plan.pp = 2: 'steps.0' keeps a tensor until its next forward"):
         scenario_of(star(2), staged, model=model, sequence_length=None)
+    again = {"method": "ddp", "recompute": "full"}
+    scenario_of(star(2), again, model=model, sequence_length=None)
+    state = Buffer.parse("f0 end replaced 128*b")  # a RecurrentGemma's: its peaks were predicted 15.6 % too low
+    layers = tuple(
+        replace(each, buffers=(*each.buffers, state) if each.block else each.buffers) for each in model.layers
+    )
+    with pytest.raises(UserError, match=r"plan.recompute = 'full': 'steps.0' keeps a state of its batch"):
+        scenario_of(star(2), again, model=replace(model, layers=layers), sequence_length=None)
 
 
 @pytest.mark.parametrize("factory", ["Towers", "Pairs"])
