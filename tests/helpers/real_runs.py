@@ -160,7 +160,7 @@ def predicted_peaks(case: dict[str, Any], *, products: bool = False) -> list[flo
     scenario = load_scenario(Path(case["scenario"]), overrides, gradients_needed=False).scenario
     workload = scenario.workload
     if scenario.policies.pp > 1:  # with a profile of layers that take no time, the first stage would have them all
-        *sizes, last = map(len, scenario.stages)
+        *sizes, last = map(len, scenario.stage_ranges)
         overrides.append(f"plan.stages={[*sizes, last - 1]}")  # without the loss
     if workload.model.name.startswith("resnet-digits"):
         overrides.append(scratch_profile(workload.precision, workload.model.name))

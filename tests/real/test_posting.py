@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 from real_runs import HELPERS, SCENARIOS
@@ -18,6 +17,7 @@ from gssim.cluster import Curve
 from gssim.cluster.cluster import BackendCost
 from gssim.collectives import Communication
 from gssim.engine import Host, Load
+from gssim.engine.host import Clock
 from gssim.result import Result
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
@@ -182,11 +182,12 @@ HALVED = star(1, types={"fast": device_type(communicating_slowdown_ratio=2.0)}).
 
 def computed_s(*busy_shares: float, rates: tuple[float, ...] = (), device=HALVED) -> float:
     """Return what a second of compute takes, slowed to half by communication that keeps its processor busy."""
-    env = simpy.Environment()
+    env = Clock()
     host = Host(env, 1, {0: 1}, coupled=True)
     for load in (*(Load(share, 0.0) for share in busy_shares), *(Load(1.0, rate) for rate in rates)):
         host.communicate(0, load, +1)
-    env.run(until=env.process(host.compute(0, 1.0, device)))
+    (end,) = host.compute(0, 1.0, device)
+    env.run(until=end)
     return float(env.now)
 
 
@@ -206,11 +207,12 @@ def test_where_it_was_measured_rate_by_rate_the_bytes_decide():
 
 
 def test_what_has_ended_slows_nothing():
-    env = simpy.Environment()
+    env = Clock()
     host = Host(env, 1, {0: 1}, coupled=True)
     for change in (+1, +1, -1, -1):
         host.communicate(0, Load(0.3, 1.0), change)
-    env.run(until=env.process(host.compute(0, 1.0, HALVED)))
+    (end,) = host.compute(0, 1.0, HALVED)
+    env.run(until=end)
     assert env.now == 1.0
 
 
