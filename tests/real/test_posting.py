@@ -186,8 +186,7 @@ def computed_s(*busy_shares: float, rates: tuple[float, ...] = (), device=HALVED
     host = Host(env, 1, {0: 1}, coupled=True)
     for load in (*(Load(share, 0.0) for share in busy_shares), *(Load(1.0, rate) for rate in rates)):
         host.communicate(0, load, +1)
-    (end,) = host.compute(0, 1.0, device)
-    env.run(until=end)
+    env.run(until=env.process(each for each in host.compute(0, 1.0, device)))
     return float(env.now)
 
 
@@ -211,8 +210,7 @@ def test_what_has_ended_slows_nothing():
     host = Host(env, 1, {0: 1}, coupled=True)
     for change in (+1, +1, -1, -1):
         host.communicate(0, Load(0.3, 1.0), change)
-    (end,) = host.compute(0, 1.0, HALVED)
-    env.run(until=end)
+    env.run(until=env.process(each for each in host.compute(0, 1.0, HALVED)))
     assert env.now == 1.0
 
 
