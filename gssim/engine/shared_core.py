@@ -94,7 +94,7 @@ class SharedCore(Host):
 
     def _takes_at_once(self) -> bool:
         """Begin a turn without an event if the core is free and no event is due now; return whether it has begun."""
-        if self._is_taken or self._waiting or self.env.peek() <= self.env.now:
+        if self._is_taken or self._waiting or not self.env.is_idle_now:
             return False
         self._is_taken = True
         return True

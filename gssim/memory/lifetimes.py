@@ -225,17 +225,12 @@ def activation_timeline(
         key = (id(layer),) if lives is as_traced else tuple(map(id, (previous, layer, *after)))
         if key not in by_layers:  # repetitions share their events
             relative: dict[tuple[int, str], list[Event]] = defaultdict(list)
-            buffers = list(lives(layer, previous, after))
-            firsts = _summed_in_place(buffers)
-            for index, buffer in enumerate(buffers):
+            for number, buffer in _with_joined_sums(lives(layer, previous, after)).items():
                 size = buffer.bytes_at(b=batch_size, s=sequence_length, scale=scale)
                 is_replaced = buffer.category == REPLACED  # the one that the forward before has left is freed then
                 category = "temporaries" if is_replaced else buffer.category
                 ends = (buffer.born, buffer.born.position) if is_replaced else (buffer.freed, buffer.released_at)
-                number, both = index, [(buffer.born, buffer.born.position, size), (*ends, -size)]
-                while number in firsts:  # a sum is the tensor of its first gradient
-                    number = firsts[number]
-                for moment, at, change in both[index in firsts : 1 if index in firsts.values() else 2]:
+                for moment, at, change in ((buffer.born, buffer.born.position, size), (*ends, -size)):
                     offset = 0 if moment.phase == "end" else moment.layer_offset
                     position = LAST if moment == FORWARD_END else at
                     event = Event(position, change, category, number=number)
@@ -250,20 +245,21 @@ def activation_timeline(
     return Timeline(events, end)
 
 
-def _summed_in_place(buffers: Sequence[Buffer]) -> dict[int, int]:
-    """Return, for each sum that the same layer computes in place, the index of its first gradient, by the sum's index.
+def _with_joined_sums(buffers: Sequence[Buffer]) -> dict[int, Buffer]:
+    """Return buffers by index, where a sum in place is the buffer of its first gradient, which lives as long as it.
 
-    Where the sum is in another layer, its memory is released and allocated again.
+    Where the sum is in another layer, the gradient's memory is released, and the sum's allocated.
     """
-    sums: dict[int, int] = {}
-    for index, first in enumerate(buffers):
+    joined = dict(enumerate(buffers))
+    for index, first in reversed(tuple(enumerate(buffers))):  # a sum comes after what it adds to, and may be added to
         if first.summed_in_place:
-            for other, its_sum in enumerate(buffers):
+            for other, its_sum in joined.items():
                 alike = its_sum.category == first.category and its_sum.size_bytes == first.size_bytes
-                if its_sum.born == first.freed and alike and other not in sums:
-                    sums[other] = index
+                if its_sum.born == first.freed and alike:
+                    joined[index] = replace(first, freed=its_sum.freed, summed_in_place=its_sum.summed_in_place)
+                    del joined[other]
                     break
-    return sums
+    return joined
 
 
 def replaced_bytes(layer: Layer, *, batch_size: int, sequence_length: int, scale: float = 1.0) -> float:
