@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rank_training import cases_in, from_all_ranks, full_parameters, largest_dif
 from torch.distributed.tensor import DTensor
 
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, collectives_of
-from gsreal.methods.training import LossScaler
+from gsreal.methods.training import LossScaler, Training
 from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build, synchronized_step
@@ -84,6 +85,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     feed = Feed(scenario, rank, device)
 
     losses: list[float] = []
+    peaks: list[int] = []
     same = case.get("same_peak_ratio", SAME_PEAK)
 
     def peak_of(step: int) -> int:
@@ -100,7 +102,12 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         """Return the peak of an outer step, or a period, in which all is synchronized: then most is held."""
         return counter.peak_of(lambda: synchronized_step(training, *feed.at(step), rank), [])[0]
 
-    peaks = [peak_of(step) for step in range(STEPS)][2:]  # the first steps make what later ones find
+    record = Record(timeline)
+    early = all_steps_are_alike(case, scenario.policies.publish_overlaps, training)
+    for step in range(STEPS):
+        with record if early and step == STEPS - 1 else nullcontext():
+            peaks.append(peak_of(step))
+    peaks = peaks[2:]  # the first steps make what later ones find
     parts = from_all_ranks(losses)
     if training.periods is not None:  # ranks' parameters are equal after a synchronization
         peak_of = peak_of_period
@@ -114,24 +121,16 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     if scenario.policies.publish_overlaps:
         peak_of(STEPS)  # no step but this one begins with nothing under way
     peaks = without_skipped_steps(peaks, training.scaler, peak_of)
-    by_router = scenario.policies.ep > 1 and scenario.workload.expert_routing == "router"
-    most = FEWEST_PEAKS if by_router else MOST_PEAKS
+    most = most_peaks(scenario)
     while len(peaks) < FEWEST_PEAKS or (len(peaks) < most and not all_agree(least_was_seen(peaks, same))):
         peaks.append(peak_of(STEPS + len(peaks)) - held)
-    inputs, targets, weights = feed.at(STEPS + len(peaks))
-    before = timeline.spans_so_far
-    with CollectiveRecorder() as recorder:
-        synchronized_step(training, inputs, targets, weights, rank)
-        if case.get("plant"):
-            dist.all_reduce(torch.ones(7))
-    training.finish()
-    seen = from_all_ranks(recorder.seen)
+    if not early:
+        with record:
+            synchronized_step(training, *feed.at(STEPS + len(peaks)), rank)
+            plant(case)
+        training.finish()
+    seen = from_all_ranks(record.seen)
     all_peaks = from_all_ranks((min(peaks), statistics.median_low(peaks), sorted(set(peaks))))
-    # float sums differ between ranks by the order of addition alone
-    replicated, shards = parameters, 1
-    if training.periods is not None and training.periods.in_fragments:  # ranks' own parameters are mixed with these
-        replicated, shards = dict(enumerate(training.periods.outer_parameters)), scenario.policies.replica_size
-    sums = from_all_ranks({name: float(p.double().sum()) for name, p in replicated.items()})
     difference, size, ratio = against_single_device(scenario, parameters) if rank == 0 else (0.0, 0.0, 0.0)
     return {
         "losses": [sum(each) for each in zip(*parts, strict=True)],
@@ -140,15 +139,67 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         "difference": difference,
         "largest_parameter": size,
         "difference_ratio": ratio,
-        "replicas_equal": all(each == sums[place % shards] for place, each in enumerate(sums)),
+        "replicas_equal": replicas_equal(training, parameters, scenario.policies.replica_size),
         "collectives": [list(entry.key) for entry in collectives_of(seen)],
         "payloads": [entry.payload_bytes for entry in collectives_of(seen)],
         "peaks": [least for least, _, _ in all_peaks],
         "usual_peaks": [usual for _, usual, _ in all_peaks],
         "peaks_of_steps": [different for _, _, different in all_peaks],
-        "labels": [mark.label for mark in timeline.marks_since(before)],
+        "labels": record.labels,
         "dtensors": sum(isinstance(parameter, DTensor) for parameter in training.module.parameters()),
     }
+
+
+def plant(case: dict[str, Any]) -> None:
+    """Send what no prediction knows of, where a case asks for it."""
+    if case.get("plant"):
+        dist.all_reduce(torch.ones(7))
+
+
+def most_peaks(scenario: Any) -> int:
+    """Return the most peaks to count: the fewest, where a router chooses among divided experts."""
+    by_router = scenario.policies.ep > 1 and scenario.workload.expert_routing == "router"
+    return FEWEST_PEAKS if by_router else MOST_PEAKS
+
+
+class Record(CollectiveRecorder):
+    """What is sent in its context, and the labels of the spans that end there."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__()
+        self.labels: list[str] = []
+        self._timeline, self._before = timeline, 0
+
+    def __enter__(self) -> "Record":
+        self._before = self._timeline.spans_so_far
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.labels = [mark.label for mark in self._timeline.marks_since(self._before)]
+
+
+def replicas_equal(training: Training, parameters: dict[str, torch.Tensor], replica_size: int) -> bool:
+    """Return whether replicas hold the same parameters: float sums differ by the order of addition alone."""
+    replicated: dict[Any, torch.Tensor] = {**parameters}
+    shards = 1
+    if training.periods is not None and training.periods.in_fragments:  # ranks' own parameters are mixed with these
+        replicated, shards = dict(enumerate(training.periods.outer_parameters)), replica_size
+    sums = from_all_ranks({name: float(p.double().sum()) for name, p in replicated.items()})
+    return all(each == sums[place % shards] for place, each in enumerate(sums))
+
+
+def all_steps_are_alike(case: dict[str, Any], publish_overlaps: bool, training: Training) -> bool:
+    """Return whether the last of the first steps does and holds what later ones do.
+
+    Then its collectives are recorded while its peak is counted, and no further step is needed for them. In other cases
+    the first steps skip updates or synchronizations, leave work for later ones, or vary in what they send.
+    """
+    late = case.get("plant") or case.get("same_peak_ratio", SAME_PEAK) != SAME_PEAK
+    scaled = training.scaler is not None and training.scaler.dynamic
+    varied = training.follower is not None or training.compressor is not None
+    return not (late or scaled or varied or publish_overlaps or training.periods is not None)
 
 
 def against_single_device(scenario: Any, parameters: dict[str, torch.Tensor]) -> tuple[float, float, float]:
