@@ -291,12 +291,15 @@ def _mask_padding(built: nn.Module, padding: int) -> None:
     kept: list[ExitStack] = []
     """Of each forward that is running: what ends the replacement of transformers' test."""
 
+    def is_traced(*_given: Any, **_named: Any) -> bool:  # a Mock would keep the arguments of its calls: the masks
+        return True
+
     def with_mask(
         _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         stack = ExitStack()
         if hasattr(masking_utils, "is_tracing"):  # since transformers 5
-            stack.enter_context(mock.patch.object(masking_utils, "is_tracing", return_value=True))
+            stack.enter_context(mock.patch.object(masking_utils, "is_tracing", is_traced))
         kept.append(stack)
         if "attention_mask" in kwargs:
             return args, kwargs

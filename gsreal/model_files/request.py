@@ -1,6 +1,6 @@
 """A model to trace as a user asks for it: a factory, a Hugging Face config or a model file, and its input."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -137,37 +137,47 @@ def traced_model(
         maps_of_adapters(model, targets_of(each), where=where)
     _check_length(model, request, where)
     traced = _traced(model, request, where, on_counted, on_note)
-    traced = replace(traced, other_precisions=tuple(_others(model, request, where, on_note)))
+    others = _others(model, _other_precisions(model, request), request, where, on_note)
+    traced = replace(traced, other_precisions=tuple(others))
     return replace(traced, fused_kernels=_fused(model, traced, request, where))
 
 
 def _fused(model: Model, traced: Model, request: Request, where: str) -> FusedKernels | None:
-    """Return the layers as a CUDA GPU runs them, in all ways in which `traced`, the CPU's trace, has them.
+    """Return the layers as a CUDA GPU runs them, in those ways in which `traced`, the CPU's trace, has others.
 
-    Without layers if a GPU runs the same ones, with attention as separate operations. None if it runs the same ones
+    Without any if a GPU runs the same ones, with attention as separate operations. None if it runs the same ones
     without such attention, or if blocks are compiled: inductor fuses what it finds, on each device.
     """
     if traced.compiled:
         return None
-    precisions = dict.fromkeys([model.traced_precision, *_other_precisions(model, request)])
-    kinds = [{"traced_precision": each} for each in precisions]
-    kinds += [{"traced_precision": "fp32", "traced_autocast": each} for each in _autocast(model, request)]
-    traces = (replace(model, **cast(dict[str, Any], kind)) for kind in kinds)
-    if not any(runs_other_kernels(each, request.sequence_length, where=where) for each in traces):
+
+    def differs(**kind: Any) -> bool:
+        return runs_other_kernels(replace(model, **kind), request.sequence_length, where=where)
+
+    own = differs(traced_precision=model.traced_precision)
+    autocast = [
+        each.precision for each in traced.autocast if differs(traced_precision="fp32", traced_autocast=each.precision)
+    ]
+    kinds = [each.precision for each in traced.other_precisions if differs(traced_precision=each.precision)]
+    if not (own or autocast or kinds):
         return FusedKernels() if traced.has_unfused_attention else None
 
     def silent(_ignored: object) -> None:
         """Print nothing: the CPU's trace has printed it."""
 
+    fields: dict[str, Any] = {}
     with cuda_kernels():
-        gpu = _traced(model, request, where, silent, silent)
-        others = tuple(_others(model, request, where, silent))
-    names = (*LAYER_LISTS, "adapted", "autocast", "partly_trained")
-    fields: dict[str, Any] = {name: getattr(gpu, name) for name in names}
-    return FusedKernels(other_precisions=others, **fields)
+        if own:
+            without = replace(model, autocast=()), replace(request, autocast=())
+            gpu = _traced(*without, where, silent, silent)
+            fields = {name: getattr(gpu, name) for name in (*LAYER_LISTS, "adapted", "partly_trained")}
+        under = with_traced_autocast(replace(traced, autocast=()), autocast, where=where).autocast
+        others = tuple(_others(model, kinds, request, where, silent))
+    return FusedKernels(autocast=under, other_precisions=others, **fields)
 
 
 def _other_precisions(model: Model, request: Request) -> list[str]:
+    """Return the precisions beside the model's own in which its file has layers, or the request asks for them."""
     kinds = dict.fromkeys([*(each.precision for each in model.other_precisions), *request.other_precisions])
     return [kind for kind in kinds if kind != model.traced_precision]
 
@@ -176,9 +186,11 @@ def _autocast(model: Model, request: Request) -> list[str]:
     return list(dict.fromkeys([*(each.precision for each in model.autocast), *request.autocast]))
 
 
-def _others(model: Model, request: Request, where: str, on_note: Callable[[str], None]) -> Iterator[OtherPrecision]:
-    """Yield the model's layers as traced in each other precision that its file has, or that the request asks for."""
-    for kind in _other_precisions(model, request):
+def _others(
+    model: Model, kinds: Sequence[str], request: Request, where: str, on_note: Callable[[str], None]
+) -> Iterator[OtherPrecision]:
+    """Yield the model's layers as traced in each of the precisions `kinds`."""
+    for kind in kinds:
         twin = replace(model, traced_precision=cast(Precision, kind), autocast=())
         try:
             found = _traced(twin, replace(request, autocast=()), where, lambda _counted: None, lambda _line: None)

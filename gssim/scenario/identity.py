@@ -22,7 +22,7 @@ from gssim.units import adapter
 from gssim.workload import Workload
 from gssim.workload.gradient_statistics import GradientStatistics
 from gssim.workload.layer import ONE_SAMPLE, SEVERAL_SAMPLES, without_mark
-from gssim.workload.model import LAYER_LISTS, OWN_LAYERS
+from gssim.workload.model import LAYER_LISTS, OWN_LAYERS, FusedKernels
 
 VERSION = 1
 """Version of the canonical data."""
@@ -238,7 +238,6 @@ def _stored_model(scenario: ScenarioParts) -> Any:
     """Return a scenario's model as plain data, without what its plan does not use."""
     model, policies = scenario.workload.model, scenario.policies
     unused = {"uncut_reason", "unstaged_reason", "adapted", "autocast", "partly_trained", "other_precisions"}
-    unused |= {"fused_kernels"} if model.fused_kernels is None or model.fused_kernels.layers else set()
     unused |= set() if model.traced_autocast else {"traced_autocast"}
     unused |= set() if model.whole_layers else {"whole_layers"}
     unused |= set() if policies.sequence_parallel else {"sequence_layers"}
@@ -280,10 +279,16 @@ def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
 @lru_cache(maxsize=MOST_MODELS)
 def _plain_model(same: Same, unused: frozenset[str]) -> Any:
     model: Any = same.value
-    excluded: dict[str, Any] = dict.fromkeys(unused, True)
-    if model.in_file_precision is not model:  # these layers are stored too, as identities are those of them
-        excluded[OWN_LAYERS] = dict(excluded)
+    excluded: dict[str, Any] = {**dict.fromkeys(unused, True), "fused_kernels": _unstored(model.fused_kernels)}
+    own = model.in_file_precision
+    if own is not model:  # these layers are stored too, as identities are those of them
+        excluded[OWN_LAYERS] = {**excluded, "fused_kernels": _unstored(own.fused_kernels)}
     return _dumped(model, exclude=excluded)
+
+
+def _unstored(fused: FusedKernels | None) -> Any:
+    """Return what a Result leaves out of a model's layers of GPUs: all but that these run the model's own."""
+    return fused is None or bool(fused.layers) or {"autocast": True, "other_precisions": True}
 
 
 def _dumped(value: object, **options: Any) -> Any:

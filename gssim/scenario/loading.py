@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli
 
@@ -153,7 +153,9 @@ def _loaded(
     cluster = _find(named, "cluster", file, folders) if isinstance(named, str) else None
     workload = data.get("workload")
     if isinstance(workload, dict):
-        workload["model"] = _part(workload, "workload.model", changes, file, folders, shared)
+        # under autocast, layers are those of a file that is traced in fp32
+        use = _Use(str(workload.get("precision", "fp32")), "autocast" in workload, _has_only_gpus(data["cluster"]))
+        workload["model"] = _part(workload, "workload.model", changes, file, folders, shared, use=use)
         if isinstance(workload["model"], Model):
             workload["model"] = _as_devices_run_it(workload["model"], data["cluster"], file)
         load = workload.get("expert_load")
@@ -289,13 +291,24 @@ Changes = tuple[tuple[str, Any], ...]
 """Overrides inside a file that the scenario names: key paths in that file, and values."""
 
 
-def _model(path: Path, changes: Changes, shared: Shared, *, precision: str | None = None) -> Model:
+class _Use(NamedTuple):
+    """A scenario's use of a model file: what decides which of its layers are needed."""
+
+    precision: str
+    """Of the workload."""
+    autocast: bool
+    """Whether the forward runs under torch.autocast."""
+    only_gpus: bool
+    """Whether all devices are CUDA GPUs."""
+
+
+def _model(path: Path, changes: Changes, shared: Shared, *, use: _Use | None = None) -> Model:
     """Return the model in a file, with changes to its keys.
 
-    `precision`: that of the only workload for which it is needed, if it has one; None: the whole model.
+    `use`: the only use for which it is needed, if there is one; None: the whole model.
     """
     if not changes:
-        data = _model_tables(shared.once("text", _version(path), lambda: read_text(path)), path, precision)
+        data = _model_tables(shared.once("text", _version(path), lambda: read_text(path)), path, use)
         check_kind(data, "model", str(path))
         return _unchanged_model(path, Same(data))
     data = _content(path, shared)[1]
@@ -306,28 +319,53 @@ def _model(path: Path, changes: Changes, shared: Shared, *, precision: str | Non
     )
 
 
-OTHER_PRECISIONS = "\n[[other_precisions]]\n"
-"""Where a model file's layers in other precisions than its own begin."""
-HEADER_OF_OTHERS = re.compile(r"^[ \t]*\[(?!\[?other_precisions[].])", re.MULTILINE)
-"""A header after them that is of another table, or a line of an array that may be one."""
+SECTION = re.compile(r"^\[\[?(other_precisions|fused_kernels(?:\.autocast|\.other_precisions)?)(?=[].])", re.M)
+"""Header of a table at the end of a model file: its layers in other precisions than its own, and those of GPUs."""
+OTHER_HEADER = re.compile(r"^[ \t]*\[(?!\[?(?:other_precisions|fused_kernels)[].])", re.M)
+"""A header of another table, or a line of an array that may be one."""
+OWN_PRECISION = re.compile(r'^traced_precision = "(\w+)"$', re.M)
 
 
 @lru_cache(maxsize=MOST_READ)
-def _model_tables(text: str, path: Path, precision: str | None) -> dict[str, Any]:
-    """Return the tables of a model file, without those of other precisions if only its own is needed.
+def _model_tables(text: str, path: Path, use: _Use | None) -> dict[str, Any]:
+    """Return the tables of a model file, without layers that a `use` of it does not need.
 
-    They are up to half of a file, and reading it takes longer than most simulations. If the lines do not
-    show that these tables end the file, all of it is read. Errors in what is left out are found once it is needed.
+    Those in other precisions, and of these and under autocast those of GPUs, are up to half of a file, and reading it
+    takes longer than most simulations. If the lines do not show that these tables end the file, all of it is read.
+    Errors in what is left out are found once it is needed.
     """
-    first, found, others = text.partition(OTHER_PRECISIONS)
-    uncertain = any(each in first for each in ('"""', "'''", "other_precisions")) or HEADER_OF_OTHERS.search(others)
-    if not found or uncertain:
+    first = SECTION.search(text)
+    if use is None or first is None:
         return _tables_of(text, path)
-    tables = _tables_of(first, path)
-    if tables.get("traced_precision", "fp32") in SAME_LAYERS.get(precision or "", ()):
-        return tables
-    lines_before = "\n" * first.count("\n")  # so that an error has its line
-    return tables | _tables_of(lines_before + found + others, path)
+    head, end = text[: first.start()], text[first.start() :]
+    stated = OWN_PRECISION.search(head)
+    uncertain = (
+        any(each in text for each in ('"""', "'''"))
+        or OTHER_HEADER.search(end)
+        or any(each in head for each in ("other_precisions", "fused_kernels"))
+        or ("traced_precision" in head and stated is None)
+    )
+    if uncertain:
+        return _tables_of(text, path)
+    own = (stated.group(1) if stated else "fp32") in SAME_LAYERS.get(use.precision, ())
+    needed = {
+        "other_precisions": not own,
+        "fused_kernels.other_precisions": use.only_gpus and not own,
+        "fused_kernels.autocast": use.only_gpus and use.autocast,
+    }
+    return _tables_without(text, path, tuple(name for name, is_needed in needed.items() if not is_needed))
+
+
+@lru_cache(maxsize=MOST_READ)
+def _tables_without(text: str, path: Path, left_out: tuple[str, ...]) -> dict[str, Any]:
+    """Return the tables of a model file without some of its sections; the lines of the others keep their numbers."""
+    headers = list(SECTION.finditer(text))
+    ends = [*(header.start() for header in headers[1:]), len(text)]
+    kept = [text[: headers[0].start()]]
+    for header, end in zip(headers, ends, strict=True):
+        section = text[header.start() : end]
+        kept.append("\n" * section.count("\n") if header.group(1) in left_out else section)
+    return _tables_of("".join(kept), path) if left_out else _tables_of(text, path)
 
 
 SAME_LAYERS = {
@@ -464,10 +502,13 @@ def _part(
     file: str,
     folders: _Folders,
     shared: Shared,
+    *,
+    use: _Use | None = None,
 ) -> object:
     """Return one of `PARTS`, validated and with overrides applied: the inline table, or the content of the named file.
 
-    An invalid inline table is returned as it is; its errors are reported together with the scenario's.
+    An invalid inline table is returned as it is; its errors are reported together with the scenario's. `use`: what of
+    a model file is needed; see `_model`.
     """
     value = data.get(part.rpartition(".")[2])
     if isinstance(value, dict):
@@ -483,8 +524,7 @@ def _part(
     path = _find(value, part, file, folders)
     if part == "cluster":
         return _cluster(path, changes[part], file, folders, shared)
-    # under autocast, layers are those of a file that is traced in fp32
-    return _model(path, changes[part], shared, precision=str(data.get("precision", "fp32")))
+    return _model(path, changes[part], shared, use=use)
 
 
 def _find(name: str, key: str, file: str, folders: _Folders) -> Path:

@@ -62,7 +62,7 @@ CPU, it has the precision of the input. A model with such operations is traced a
 `fused_kernels`. These layers are used if all devices of a cluster are CUDA GPUs. Attention that the module computes
 itself (Hugging Face's `eager`) consists of separate operations on GPUs too. Without dropout, only heads whose width is
 no multiple of 8 differ: in 16 bits, a GPU's flash attention copies queries, keys and values to padded ones, and cuts
-off the padding of the output.
+off the padding of the output. Such a model has layers of GPUs for 16 bits alone, and its own in fp32.
 
 The kernels are those that torch chooses on compute capability 8.0 and above. Older GPUs run memory-efficient attention
 where those run flash attention in fp16, which keeps 8 bytes less. They have no products in bf16, and would run it as
@@ -286,24 +286,26 @@ class OtherPrecision(_TracedLayers):
 
 @spec
 class FusedKernels(_TracedLayers):
-    """All layers of a model as CUDA GPUs run them, which have kernels that a CPU lacks, see [Note: fused kernels]."""
+    """Layers as CUDA GPUs run them, where they have kernels that a CPU lacks, see [Note: fused kernels].
+
+    There are those of each trace that differs: in the model's own precision (with all that depends on it but autocast),
+    under autocast in each precision, and in each other precision. The others are the model's.
+    """
 
     layers: tuple[Layer, ...] = ()
-    """Layers in the order of the forward. Empty: the trace found that GPUs run the model's own, whose code computes
-    attention itself, by separate operations."""
+    """Layers in the order of the forward. Empty: the trace found that GPUs run the model's own, in its precision."""
     adapted: tuple[AdaptedLayers, ...] = ()
     """The layers with trained adapters and all else frozen, for each traced choice of maps."""
     autocast: tuple[AutocastLayers, ...] = ()
-    """The layers under torch.autocast, for each traced precision."""
+    """The layers under torch.autocast, for each traced precision in which they differ."""
     partly_trained: PartlyTrained | None = None
     """Costs of the layers where only some of them are trained; absent: not traced."""
     other_precisions: tuple[OtherPrecision, ...] = ()
-    """The layers as traced in other precisions than the model's `traced_precision`."""
+    """The layers as traced in other precisions than the model's `traced_precision`, if they differ there."""
 
     def __post_init__(self) -> None:
-        """Refuse other lists without layers, which would be ignored."""
-        others = (*DIVIDED_LISTS, "adapted", "autocast", "partly_trained", "other_precisions")
-        given = [name for name in others if getattr(self, name)]
+        """Refuse lists that belong to layers without these: they would be ignored."""
+        given = [name for name in (*DIVIDED_LISTS, "adapted", "partly_trained") if getattr(self, name)]
         if given and not self.layers:
             raise ValueError(f"layers: missing, though {given[0]} is there")
 
@@ -393,8 +395,9 @@ class Model:
     """Costs of the layers where only some of them are trained (`workload.frozen`) and ranks divide them; absent: not
     traced."""
     fused_kernels: FusedKernels | None = None
-    """The layers as CUDA GPUs run them, where these have kernels that the traced CPU lacks: attention with dropout, and
-    masks of dropout. They are used if all devices of a cluster are CUDA GPUs. Absent: not traced, or the same layers.
+    """The layers as CUDA GPUs run them, where these have kernels that the traced CPU lacks: attention with dropout or
+    padded heads, and masks of dropout. They are used if all devices of a cluster are CUDA GPUs. Absent: not traced, or
+    the same layers.
     """
     runs_fused_kernels: bool = False
     """Whether `layers`, and the other lists, are those of `fused_kernels`; a cluster of CUDA GPUs sets it."""
@@ -679,8 +682,11 @@ def _with_fused_kernels(same: Same) -> Model:
     for where, found in (("", fused), *_in_other_kinds("autocast", fused), *_in_other_kinds("other_precisions", fused)):
         for name in LAYER_LISTS:
             _check_same_modules(f"fused_kernels.{where}{name}", getattr(found, name), getattr(model, name))
-    names = (*LAYER_LISTS, "adapted", "autocast", "partly_trained", "other_precisions")
+    names = (*LAYER_LISTS, "adapted", "partly_trained") if fused.layers else ()
     traced: dict[str, Any] = {name: getattr(fused, name) for name in names}
+    for name in ("autocast", "other_precisions"):
+        by_precision = {each.precision: each for each in (*getattr(model, name), *getattr(fused, name))}
+        traced[name] = tuple(by_precision.values())
     return replace(model, runs_fused_kernels=True, fused_kernels=None, _in_file_precision=model, **traced)
 
 
@@ -689,7 +695,8 @@ def with_fused_kernels(model: Model) -> Model:
 
     See [Note: fused kernels]. Raises ValueError if these layers are not of the modules of its own.
     """
-    if model.fused_kernels is None or not model.fused_kernels.layers:
+    fused = model.fused_kernels
+    if fused is None or not (fused.layers or fused.autocast or fused.other_precisions):
         return model
     return _with_fused_kernels(Same(model))
 

@@ -259,8 +259,11 @@ class Workload:
         given = self.model
         filed = given.in_file_precision
         same_kernels = given if given.runs_fused_kernels else filed
+        own_on_gpus = filed.fused_kernels is not None and not filed.fused_kernels.layers
         if self.autocast is not None:
             traced = same_kernels
+        elif own_on_gpus and PRECISION_BYTES[filed.traced_precision] == PRECISION_BYTES[self.precision]:
+            traced = filed
         elif PRECISION_BYTES[given.traced_precision] == PRECISION_BYTES[self.precision]:
             traced = given
         else:

@@ -26,9 +26,9 @@ SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 MEASURED = SCENARIOS / "measured"
 BOUNDS = 0.01, 0.03
 """Largest relative errors of allocated and of reserved peaks, but for those below."""
-PADDED_HEADS = 0.032, 0.08
-"""In 16 bits torch's attention pads heads of 36 elements to 40, which a trace on a CPU does not see: 12 bytes for each
-token and element of the width, at the peak."""
+UNDER_AUTOCAST = 0.012, 0.03
+"""The same of the byte-level GPT under torch.autocast. Losses and norms run in fp32 on CUDA alone, see [Note: autocast]
+in `gssim.workload.model`: 0.3 to 1.4 KiB for each token at the peak."""
 OTHERWISE = {
     "2-gs_wgrad": (0.017, 0.03),
     "2-gs-thr-ef": (0.0125, 0.03),
@@ -38,6 +38,7 @@ OTHERWISE = {
     "2-zero3-sel": (0.017, 0.03),
     "1-single-full": (0.013, 0.03),
     "1-single-sel": (0.014, 0.03),
+    "1m-autocast-esp": (0.025, 0.03),  # as UNDER_AUTOCAST, of a smaller peak
     "1-single-resnet": (0.021, 0.2),  # no profile of it: cuDNN's workspace is unknown
     "1-compiled": (0.01, 0.07),
     "2-compiled-ddp": (0.012, 0.05),
@@ -138,9 +139,8 @@ def test_collectives_and_peaks_are_as_measured(file):
     measured, found = as_calibrated(file)
     assert [each.key for each in found.collectives] == [each.key for each in measured.collectives]
     workload, plan = measured.scenario["workload"], file.rpartition("/")[2].partition(".")[0]
-    halves = workload["precision"] != "fp32" or workload.get("autocast")
-    padded = halves and workload["model"]["name"] == "gpt-byte-1m"
-    most_allocated, most_reserved = OTHERWISE.get(plan, PADDED_HEADS if padded else BOUNDS)
+    bounds = UNDER_AUTOCAST if workload.get("autocast") and workload["model"]["name"] == "gpt-byte-1m" else BOUNDS
+    most_allocated, most_reserved = OTHERWISE.get(plan, bounds)
     for ours, theirs in ((a, b) for a in found.ranks for b in measured.ranks if {*a.ranks} & {*b.ranks}):
         assert ours.peak_allocated_bytes == pytest.approx(theirs.peak_allocated_bytes, rel=most_allocated)
         assert ours.peak_reserved_bytes == pytest.approx(theirs.peak_reserved_bytes, rel=most_reserved)

@@ -16,6 +16,7 @@ from gssim.workload.owned import with_frozen_layers
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 BF16 = {"workload.precision": "bf16"}
+CPUS = {"cluster": str(SCENARIOS / "clusters" / "two-cores.toml"), "plan.ranks": 2}
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_only_layers_that_were_not_traced_are_scaled_instead(both, tmp_path):
     path = tmp_path / "model.toml"
     others = re.sub(r'(?s)(name = "head"\n.*?)block = false', r"\1block = true", others, count=1)
     path.write_text(own + header + others, encoding="utf-8")
-    changes = {"workload.model": str(path), "workload.fused_loss": True}
+    changes = {"workload.model": str(path), "workload.fused_loss": True, **CPUS}  # GPUs run others in 16 bits
     assert both.with_({**changes, "workload.precision": "fp32"}).workload.model.loss_fused
     with pytest.raises(
         gssim.UserError, match=r"toml: workload.fused_loss = true: the last layer of 'gpt-byte-1m' is no"
@@ -148,6 +149,31 @@ def test_layers_in_other_precisions_are_read_where_they_are_needed(both, tmp_pat
     assert others(wrong, "fp32") == 0
     with pytest.raises(gssim.UserError, match=rf"line {head.count(chr(10)) + 2}\b"):
         others(wrong, "bf16")
+
+
+def test_layers_of_gpus_are_read_where_they_are_needed(both):
+    """Heads of 36 elements are padded in 16 bits alone: a workload in fp32, or of CPUs, needs no layers of GPUs."""
+    gpus = both.with_({"workload.model": "gpt-byte-1m"})
+    cpus = both.with_({"workload.model": "gpt-byte-1m", **CPUS})
+    file = load_model(shipped_models()["gpt-byte-1m"])
+    assert file.fused_kernels is not None
+    assert not file.fused_kernels.layers
+    assert [each.precision for each in file.fused_kernels.other_precisions] == ["bf16"]
+    wide, autocast = {"workload.precision": "fp32"}, {"workload.precision": "fp32", "workload.autocast": "fp16"}
+    for changes in (wide, autocast, BF16):
+        found = cpus.with_(changes).workload.model
+        assert found.in_file_precision.fused_kernels is None
+        assert not found.runs_fused_kernels
+        of_gpus = gpus.with_(changes).workload.model
+        assert (of_gpus.layers == found.layers) == (changes is wide)
+        assert of_gpus.runs_fused_kernels == (changes is not wide)
+        assert (
+            gpus.with_(changes).scenario_id
+            == replace(gpus.with_(changes), workload=cpus.with_(changes).workload).scenario_id
+        )
+    assert gpus.with_(wide).workload.model == replace(file, fused_kernels=None, other_precisions=())
+    assert gpus.with_(BF16).workload.model.layers == file.fused_kernels.other_precisions[0].layers
+    assert gpus.with_(autocast).workload.model.layers == file.fused_kernels.autocast[1].layers
 
 
 def test_buffers_of_one_sample_replace_those_of_several():

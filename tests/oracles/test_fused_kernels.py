@@ -202,9 +202,12 @@ def test_padded_heads_are_traced_for_gpus_without_any_dropout():
     """Heads of 36 are copied to ones of 40. The output without its padding is no view: the next map keeps a copy."""
     width, heads = 72, 2
     off = ("attn_pdrop=0.0", "resid_pdrop=0.0", "embd_pdrop=0.0")
-    padded = traced("padded", f"n_embd={width}", f"n_head={heads}", *off, other_precisions=("bf16",))
+    padded = traced(
+        "padded", f"n_embd={width}", f"n_head={heads}", *off, other_precisions=("bf16",), autocast=("bf16",)
+    )
     gpus = with_fused_kernels(padded)
     assert gpus.runs_fused_kernels
+    assert padded.fused_kernels.layers == ()  # those in fp32 are not traced twice
     assert block(gpus).saved_bytes == block(padded).saved_bytes  # memory-efficient attention pads none in fp32
     assert block(gpus).forward_flop == block(padded).forward_flop
     for b, s in ((1, 64), (5, 1024)):
@@ -212,6 +215,8 @@ def test_padded_heads_are_traced_for_gpus_without_any_dropout():
         assert more == 4 * 2 * b * s * heads * 4 + 2 * b * s * width + FLASH_STATE
         flop = other(gpus).forward_flop.at(b=b, s=s) - other(padded).forward_flop.at(b=b, s=s)
         assert flop == 2 * 2 * b * s**2 * heads * 4  # scores and values
+    under, cpus = (next(each for each in of.autocast[0].layers if each.block) for of in (gpus, padded))
+    assert under.saved_bytes.at(b=2, s=64) > cpus.saved_bytes.at(b=2, s=64)
 
 
 # Scenarios -----------------------------------------------------------------------------------------------------------
@@ -332,7 +337,7 @@ def without(layers: list, place: int) -> list:
         (lambda fused: fused | {"layers": without(fused["layers"], 0)}, "where the model has 'transformer.wte'"),
         (lambda fused: fused | {"layers": fused["layers"][::-1]}, "'loss' layer of a module where the model has"),
         (lambda fused: fused | {"layers": [*fused["layers"], fused["layers"][0]]}, "where the model has none"),
-        (lambda fused: {"autocast": fused["autocast"]}, "layers: missing, though autocast is there"),
+        (lambda fused: {"sliced_layers": fused["layers"]}, "layers: missing, though sliced_layers is there"),
         (
             lambda fused: fused | {"layers": [fused["layers"][0] | {"parameters": []}, *fused["layers"][1:]]},
             "with other parameters",

@@ -1,5 +1,7 @@
 """GLUE's files as distributed: every task's columns, pairs of sentences, labels, padding."""
 
+import gc
+import weakref
 from collections import Counter
 
 import pytest
@@ -211,6 +213,35 @@ def test_a_batch_without_padding_runs_the_operations_that_were_traced(kind):
     assert whole == names_of(True)
     with FakeTensorMode():
         assert names_of(False)[0] == whole[0]
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_the_mask_of_padding_is_freed_with_its_step(kind):
+    """What replaces transformers' test kept the masks until a garbage collection, and a trace of one failed."""
+    pytest.importorskip("transformers")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    masks = []
+
+    class Masks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.ne.Scalar:
+                masks.append(weakref.ref(result))
+            return result
+
+    _, config = MODELS[kind]
+    config = config | {"vocab_size": 256, "pad_token_id": 0, "num_labels": 2}
+    source = {"model_type": kind, "auto_class": "AutoModelForSequenceClassification", "config": config}
+    built = build_module(validated(Module, {"hugging_face": source}, file="made"), where="made")
+    gc.disable()
+    try:
+        with Masks():
+            built(torch.tensor([[5, 6, 7, 0]] * 2)).logits.sum().backward()
+        assert masks
+        assert all(mask() is None for mask in masks)
+    finally:
+        gc.enable()
 
 
 def test_the_peak_of_a_classifier_on_bundled_data_is_the_predicted_one():
