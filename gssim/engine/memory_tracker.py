@@ -5,13 +5,13 @@ traces, and for all roles of a task group at once.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import compress
+from itertools import chain, compress
 
 import numpy as np
 
 from gssim.engine.task_groups import TaskGroup
 from gssim.memory import NOTHING, Footprint
-from gssim.program import Program, Task, parts_of, without_messages
+from gssim.program import Outline, Program, needs_of
 from gssim.units import Bools, Floats, Ints
 
 NOISE_BYTES = 1e-3
@@ -75,16 +75,17 @@ def memory_after(program: Program, role: int, steps: int) -> MemoryTracker:
     A simulation in which only one stream allocates memory has the same result.
     """
     memory = MemoryTracker(dict(program.persistent[role]))
-    parts = without_messages(program.tasks[role])
-    needs = [part.need if isinstance(part, Task) else part.template.need for part in parts]
-    memory.run([need for need in needs if need.peak_bytes or need.kept] * steps)
+    needs = needs_of(program.tasks[role])
+    for _ in range(steps):
+        memory.run(needs)
     return memory
 
 
 def allocates_beside_compute(program: Program, role: int) -> bool:
     """Return whether other streams than the compute stream allocate or free memory, so that peaks depend on timing."""
-    beside = (part for part in parts_of(program.tasks[role]) if isinstance(part, Task) and part.stream != "compute")
-    return any(task.need.peak_bytes or task.need.kept for task in beside)
+    tasks = program.tasks[role]
+    plain = chain(tasks.schedule.plain, tasks.further.plain) if isinstance(tasks, Outline) else tasks
+    return any(task.stream != "compute" and (task.need.peak_bytes or task.need.kept) for task in plain)
 
 
 class RecordingTracker(MemoryTracker):

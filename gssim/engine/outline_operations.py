@@ -21,7 +21,7 @@ between collectives ([Note: ahead] in `fast_path`) and only compute streams allo
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import chain, islice, repeat
 from typing import Literal, NamedTuple
 
 from gssim.collectives import Communication
@@ -38,13 +38,13 @@ from gssim.program import (
     Name,
     Outline,
     Part,
+    Parts,
     Posted,
     Program,
     Task,
     TaskId,
     Template,
     name_of,
-    parts_of,
 )
 
 
@@ -160,38 +160,33 @@ def _is_in_turn(tasks: Sequence[Task], other_streams: Collection[str]) -> bool:
     return beside is None
 
 
-class _Role:
-    """A role's tasks as operations by stream."""
+class _Waits:
+    """What others wait for in parts of an outline, the slots of these tasks and parts, and the streams of tasks."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.parts = parts_of(tasks)
-        self.schedule = tasks.schedule if isinstance(tasks, Outline) else ()
-        """The first parts; other roles have the same ones."""
-        self.templates: dict[int, Template] = {}
-        """By identity."""
-        self.stream_of: dict[TaskId, str] = {}
+    def __init__(self, parts: Parts, before: "_Waits | None" = None) -> None:
+        self.stream_of: dict[TaskId, str] = dict(before.stream_of) if before else {}
         """Streams of the tasks that are in no chunk."""
-        self.slot_of: dict[Name, int] = {}
+        self.slot_of: dict[Name, int] = dict(before.slot_of) if before else {}
         """Slot of each task or part that others wait for."""
-        for part in self.parts:
-            if isinstance(part, Chunk):
-                self.templates[id(part.template)] = part.template
-            elif isinstance(part, Task):
-                self.stream_of[part.id] = part.stream
-        inside = list(self._give_slots())
-        chunks = {part.last: part for part in self.parts if isinstance(part, Chunk)} if inside else {}
-        self.waits_inside_chunks = not all(each in chunks for each in inside)
+        self.stream_of.update([(task.id, task.stream) for task in parts.plain])
+        self.parts: Parts = parts
+        inside, every = list(self._give_slots(parts)), chain(before.parts if before else (), parts)
+        chunks = {part.last: part for part in every if isinstance(part, Chunk)} if inside else {}
+        self.inside_chunks: bool = not all(each in chunks for each in inside) or (
+            before is not None and before.inside_chunks
+        )
         """Whether another stream waits for a task that is not the last of its chunk."""
         for each in inside:
             if each in chunks:
                 self.slot_of[each] = self.slot_of.setdefault(chunks[each], self.slot_of[each])
 
-    def _give_slots(self) -> Iterator[TaskId]:
+    def _give_slots(self, parts: Parts) -> Iterator[TaskId]:
         """Give a slot to each task for which another waits; yield the tasks inside chunks among them.
 
         Tasks of the compute stream need not wait for chunks on it, which end before them.
         """
-        for part in self.parts:
+        slots = self.slot_of
+        for part in parts:
             if isinstance(part, Chunk):
                 continue
             for name in part.after:
@@ -199,7 +194,25 @@ class _Role:
                     if part.stream == "compute":
                         continue
                     yield name
-                self.slot_of.setdefault(name, len(self.slot_of))
+                slots.setdefault(name, len(slots))
+
+
+def _waits_in(_program: Program, parts: Same) -> _Waits:
+    assert isinstance(parts.value, Parts)
+    return _Waits(parts.value)
+
+
+class _Role:
+    """A role's tasks as operations by stream."""
+
+    def __init__(self, program: Program, tasks: Outline) -> None:
+        self.schedule, self.further = tasks.schedule, tasks.further
+        self.templates = self.schedule.templates | self.further.templates
+        """By identity."""
+        self._first = program.once(_waits_in, Same(self.schedule))
+        self._all = _Waits(self.further, self._first)
+        self.waits_inside_chunks = self._all.inside_chunks
+        """Whether another stream waits for a task that is not the last of its chunk."""
 
     def operations(
         self, chunks: "_PricedChunks", number: Callable[[Task | Posted], int], known: "dict[Hashable, _Written]"
@@ -209,15 +222,16 @@ class _Role:
         `number`: gives the number of the collective that a task joins. `known`: what was written for the schedules of
         earlier roles. A role whose other tasks wait for the same parts of an equal schedule repeats that.
         """
-        key = (id(self.schedule), chunks.key, tuple(self.slot_of.items()))
+        further = tuple(islice(self._all.slot_of.items(), len(self._first.slot_of), None))
+        key = (id(self.schedule), chunks.key, further)
         if key not in known:
-            written = _Written(defaultdict(list), dict(self.slot_of), dict(self.stream_of))
+            written = _Written(defaultdict(list), dict(self._all.slot_of), dict(self._all.stream_of))
             written.streams["compute"] = []
             for part in self.schedule:
                 written.add(part, chunks, number)
             known[key] = written
-        written = known[key].continued(self.stream_of)
-        for part in self.parts[len(self.schedule) :]:
+        written = known[key].continued(self._all.stream_of)
+        for part in self.further:
             written.add(part, chunks, number)
         return written.streams, len(written.slots)
 
@@ -326,7 +340,9 @@ def can_walk_outlines(machine: MachineState) -> bool:
 
 
 def _role_of(program: Program, role: int) -> _Role:
-    return _Role(program.tasks[role])
+    tasks = program.tasks[role]
+    assert isinstance(tasks, Outline)
+    return _Role(program, tasks)
 
 
 class OutlineOperations(PartOfMachine):
@@ -393,12 +409,11 @@ class OutlineOperations(PartOfMachine):
                 of_one_class[id(exchange)] = all(len(each.classes) == 1 for each in arranged.of(exchange))
             return of_one_class[id(exchange)]
 
-        for tasks in self.machine.program.tasks:
-            for exchange, other in _collectives_at_once(tasks, is_of_one_class):
-                others = [self._links_of(each) for each in arranged.of(other)] if other is not None else []
-                for one in arranged.of(exchange):
-                    if other is None or not all(map(self._links_of(one).isdisjoint, others)):
-                        found.add(id(one))
+        for exchange, other in _collectives_at_once(self.machine.program.tasks, is_of_one_class):
+            others = [self._links_of(each) for each in arranged.of(other)] if other is not None else []
+            for one in arranged.of(exchange):
+                if other is None or not all(map(self._links_of(one).isdisjoint, others)):
+                    found.add(id(one))
         return found
 
     def _links_of(self, instance: CollectiveInstance) -> frozenset[int]:
@@ -523,14 +538,32 @@ class OutlineOperations(PartOfMachine):
 
 
 def _collectives_at_once(
-    tasks: Sequence[Task], counts: Callable[[Communication], bool]
+    by_role: Iterable[Sequence[Task]], counts: Callable[[Communication], bool]
 ) -> Iterator[tuple[Communication, Communication | None]]:
     """Yield each counted collective beside the compute stream, with every collective that the rank joins before the
     compute stream waits for it; paired with None if it is not waited for in this step.
     """
-    going: dict[Name, Communication] = {}
+    after: dict[int, Mapping[Name, Communication]] = {}
+    """Collectives that are not waited for yet at the end of a schedule, by its `id`."""
+    for tasks in by_role:
+        assert isinstance(tasks, Outline)
+        going = dict(after.get(id(tasks.schedule), {}))
+        if id(tasks.schedule) not in after:
+            yield from _joined_beside(tasks.schedule, going, counts)
+            after[id(tasks.schedule)] = dict(going)
+        yield from _joined_beside(tasks.further, going, counts)
+        yield from ((each, None) for each in going.values())
+
+
+def _joined_beside(
+    parts: Parts, going: dict[Name, Communication], counts: Callable[[Communication], bool]
+) -> Iterator[tuple[Communication, Communication]]:
+    """Yield each counted collective beside the compute stream, with every one that is joined before it is waited for.
+
+    `going`: those that are not waited for yet: at first before the parts, at last after them.
+    """
     met: set[tuple[int, int]] = set()
-    for part in parts_of(tasks):
+    for part in parts:
         if not isinstance(part, Chunk) and part.stream == "compute":
             for name in part.after:
                 going.pop(name, None)
@@ -545,7 +578,6 @@ def _collectives_at_once(
         exchange = None if isinstance(part, Chunk) or part.stream == "compute" else part.exchange
         if exchange is not None and counts(exchange):
             going[name_of(part)] = exchange
-    yield from ((each, None) for each in going.values())
 
 
 _Times = tuple[tuple[float, ...], Mapping[str, float], tuple[Piece, ...]]

@@ -52,6 +52,7 @@ from gssim.program.task import (
     Issue,
     MicroBatch,
     Outline,
+    Parts,
     Program,
     Task,
     TaskId,
@@ -514,7 +515,7 @@ def _outline(low: Lowering, rank: int, alike: "_Alike", named: Named, *, chunked
     if kind not in alike.pipelines:
         stage_tasks = partial(_unnumbered, rank=rank, alike=alike)
         before, after = pipeline(low, rank, stage_tasks, named, chunked=chunked)
-        alike.pipelines[kind] = Scheduled((*_load_batch(low, rank), *before), after)
+        alike.pipelines[kind] = Scheduled(Parts([*_load_batch(low, rank), *before]), after)
     scheduled, replicas = alike.pipelines[kind], replicas_of(low, low.batch_sizes[rank])
     update = map(named.task, optimize(low, rank, [], replicas=replicas))
     return Outline([*update, *scheduled.after_update], schedule=scheduled.before_update)

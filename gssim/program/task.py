@@ -558,6 +558,42 @@ def can_be_template(tasks: Sequence[Task]) -> bool:
     )
 
 
+class Parts(tuple[Part, ...]):
+    """Parts of an outline, and what is derived from them: once for all outlines that have the same object.
+
+    >>> work = Template((Task(TaskId("forward", layer="h.0"), "forward"),))
+    >>> parts = Parts([Task(TaskId("step-begin"), "idle"), Chunk(work, 0, None), Chunk(work, 1, None)])
+    >>> len(parts), parts.task_count, list(parts.templates.values()) == [work]
+    (3, 3, True)
+    """
+
+    @cached_property
+    def templates(self) -> dict[int, Template]:
+        """Templates of the chunks, by `id`."""
+        return {id(part.template): part.template for part in self if isinstance(part, Chunk)}
+
+    @cached_property
+    def plain(self) -> Sequence[Task]:
+        """Parts that are tasks."""
+        return [part for part in self if isinstance(part, Task)]
+
+    @cached_property
+    def without_messages(self) -> Sequence[Task | Chunk]:
+        """Parts that are not a pipeline's messages."""
+        return [part for part in self if isinstance(part, (Task, Chunk))]
+
+    @cached_property
+    def needs(self) -> Sequence[Footprint]:
+        """Footprints of the parts that allocate or free memory, in order."""
+        every = [part.need if isinstance(part, Task) else part.template.need for part in self.without_messages]
+        return [need for need in every if need.peak_bytes or need.kept]
+
+    @cached_property
+    def task_count(self) -> int:
+        """Number of tasks."""
+        return sum([len(part.template.tasks) if isinstance(part, Chunk) else 1 for part in self])
+
+
 class Outline(Sequence[Task]):
     """A rank's tasks, in which repeated chunks are stored once; see [Note: chunks].
 
@@ -567,21 +603,23 @@ class Outline(Sequence[Task]):
     (3, 'forward h.0 micro-batch 1')
     """
 
-    def __init__(self, parts: Iterable[Part], *, schedule: Sequence[Part] = ()) -> None:
-        self.schedule = schedule
-        """The first parts, by the same sequence in the outlines of all ranks that have these in common."""
-        self.parts = (*schedule, *parts)
+    def __init__(self, parts: Iterable[Part], *, schedule: Iterable[Part] = ()) -> None:
+        self.schedule = schedule if isinstance(schedule, Parts) else Parts(schedule)
+        """The first parts, by the same object in the outlines of all ranks that have these in common."""
+        self.further = Parts(parts)
+        """All others."""
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts."""
+        return (*self.schedule, *self.further)
 
     @cached_property
     def _tasks(self) -> tuple[Task, ...]:
         return tuple(expanded(self.parts))
 
-    @cached_property
-    def _length(self) -> int:
-        return sum(len(part.template.tasks) if isinstance(part, Chunk) else 1 for part in self.parts)
-
     def __len__(self) -> int:
-        return self._length
+        return self.schedule.task_count + self.further.task_count
 
     def __getitem__(self, place: Any) -> Any:
         return self._tasks[place]
@@ -601,9 +639,18 @@ def parts_of(tasks: Sequence[Task]) -> Sequence[Part]:
     return tasks.parts if isinstance(tasks, Outline) else tasks
 
 
-def without_messages(tasks: Sequence[Task]) -> list[Task | Chunk]:
+def without_messages(tasks: Sequence[Task]) -> Sequence[Task | Chunk]:
     """Return the parts of an outline (or the tasks) without a pipeline's messages, which take no memory."""
-    return [part for part in parts_of(tasks) if isinstance(part, (Task, Chunk))]
+    if isinstance(tasks, Outline):
+        return [*tasks.schedule.without_messages, *tasks.further.without_messages]
+    return tasks
+
+
+def needs_of(tasks: Sequence[Task]) -> Sequence[Footprint]:
+    """Return the memory that tasks need one after another; that of a chunk's tasks, which repeat, is one footprint."""
+    if isinstance(tasks, Outline):
+        return [*tasks.schedule.needs, *tasks.further.needs]
+    return [task.need for task in tasks if task.need.peak_bytes or task.need.kept]
 
 
 def unnumbered(tasks: Sequence[Task]) -> Iterator[Task]:
@@ -622,9 +669,21 @@ def each_once(tasks: Sequence[Task]) -> Iterable[Task]:
     """Return the tasks of an outline, those of each template only once, and without a pipeline's messages."""
     if not isinstance(tasks, Outline):
         return tasks
-    templates = {id(part.template): part.template for part in tasks.parts if isinstance(part, Chunk)}
-    plain = [part for part in tasks.parts if isinstance(part, Task)]
-    return chain(plain, *(template.tasks for template in templates.values()))
+    templates = tasks.schedule.templates | tasks.further.templates
+    return chain(tasks.schedule.plain, tasks.further.plain, *(template.tasks for template in templates.values()))
+
+
+def _in_common(by_rank: Iterable[Sequence[Task]]) -> Iterator[Part]:
+    """Yield the parts of all ranks, those that outlines have in common only once."""
+    seen = set[int]()
+    for tasks in by_rank:
+        if not isinstance(tasks, Outline):
+            yield from tasks
+            continue
+        if id(tasks.schedule) not in seen:
+            seen.add(id(tasks.schedule))
+            yield from tasks.schedule
+        yield from tasks.further
 
 
 def _collectives_of(tasks: Iterable[Task]) -> dict[TaskId, Communication]:
@@ -677,7 +736,7 @@ class Collectives(Mapping[TaskId, Communication]):
         order: dict[int, Communication] = {}
         chunks: dict[tuple[TaskId, ...], _Repeated] = {}
         of_template: dict[int, _Repeated] = {}
-        for part in chain.from_iterable(map(parts_of, self._by_rank)):
+        for part in _in_common(self._by_rank):
             if isinstance(part, Chunk):
                 own = part.template.collectives
                 if not own:
