@@ -29,6 +29,8 @@ of their own (FSDP2). A pipeline's messages have further streams, one per peer a
 """
 MIN_CLASSES_VECTORISED = 3
 """Minimum number of rank classes for the vectorised walk, which is slower for fewer."""
+Stop = Callable[[Sequence[Sequence[float]]], bool]
+"""Function that is called with the ends of the steps so far, by class, and returns whether the rest is not needed."""
 Work = Callable[[int, str, int], Generator[Any, Any, None]]
 """Function that executes a class's stream for a number of steps."""
 DRAWN_TOGETHER = 64
@@ -69,6 +71,11 @@ class Machine(MachineState):
         self._collectives: RunningCollectives
         """Collectives of a run task by task, while it lasts."""
         self.steps = 0
+        self.is_stopped = False
+        """Whether the run was ended before all of its steps."""
+        self._stop: Stop | None = None
+        self._enough: simpy.Event
+        """Ends a run task by task before all of its steps."""
         self.step_speed = [1.0 for _ in self.classes]
         self._refill_due_s = [0.0 for _ in self.classes]
         """For each class, the extra compute time of earlier pauses that is still to be added to tasks."""
@@ -96,16 +103,17 @@ class Machine(MachineState):
         """`task_spans` in the form in which they are shown."""
         return [each.span() for each in self.task_spans]
 
-    def run(self, steps: int, *, peaks: bool = True) -> None:
+    def run(self, steps: int, *, peaks: bool = True, stop: Stop | None = None) -> None:
         """Execute the program `steps` times; raise DeadlockError if it cannot end.
 
         `peaks`: whether memory peaks are needed; else a vectorised walk, which computes them at its end, leaves them
-        out.
+        out. `stop`: asked whenever a class ends a step; the walks, which take few steps, do not ask.
         """
-        self.steps = steps
+        self.steps, self._stop = steps, stop
         try:
             self._execute(steps, peaks=peaks)
         finally:
+            self._stop = None
             self.env.drop_events()
 
     def _execute(self, steps: int, *, peaks: bool) -> None:
@@ -127,9 +135,9 @@ class Machine(MachineState):
             for stream in streams:
                 processes.append(self.env.process(run_stream(rank_class.index, stream, steps)))
                 self.streams[processes[-1]] = rank_class.index, stream
-        everything = self.env.all_of(processes)
+        everything, self._enough = self.env.all_of(processes), self.env.event()
         try:
-            self.env.run(until=everything)
+            self.env.run(until=self.env.any_of([everything, self._enough]))
         except RuntimeError as error:
             if everything.triggered or not self.waiting:
                 raise
@@ -230,6 +238,9 @@ class Machine(MachineState):
                 self.finish(index, step, each, ended_s)
             if stream == "compute":
                 self.ends_s[index].append(env.now)
+                if self._stop is not None and not self.is_stopped and self._stop(self.ends_s):
+                    self.is_stopped = True
+                    self._enough.succeed()
 
     def _await(self, index: int, stream: str, step: int, task: StreamTask) -> Generator[Any, Any, None]:
         """Wait for the tasks on other streams on which this one depends, some of which have not ended."""

@@ -41,22 +41,25 @@ def limited_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, 
     rates = np.zeros(sessions)
     limit = np.full(sessions, NOWHERE)
     growing = np.zeros(sessions, dtype=bool)
-    growing[session[load > 0]] = True
+    counts = load > 0
+    session, link, load = session[counts], link[counts], load[counts]
+    growing[session] = True
     rates[~growing] = np.inf
     left = capacity.astype(float)
-    while growing.any():
-        active = growing[session]
-        demand = np.bincount(link[active], weights=load[active], minlength=len(left))
-        used = demand > 0
-        share = np.full(len(left), np.inf)
-        share[used] = np.maximum(0.0, left[used]) / demand[used]
+    while len(session):  # the entries of sessions that grow
+        demand = np.bincount(link, weights=load, minlength=len(left))
+        used = np.flatnonzero(demand)
+        share = np.maximum(0.0, left[used]) / demand[used]
         step = share.min()
         rates[growing] += step
         left[used] -= step * demand[used]
-        full = share <= step * (1 + 1e-12)
-        stopped = np.flatnonzero(active & full[link] & (load > 0))
-        growing[session[stopped]] = False
-        limit[session[stopped]] = link[stopped]
+        full = np.zeros(len(left), dtype=bool)
+        full[used] = share <= step * (1 + 1e-12)
+        stops = full[link]
+        growing[session[stops]] = False
+        limit[session[stops]] = link[stops]
+        goes_on = growing[session]
+        session, link, load = session[goes_on], link[goes_on], load[goes_on]
     return rates, limit
 
 

@@ -20,11 +20,19 @@ from gssim.planner.reasons import full_ratio
 from gssim.result import Result
 from gssim.scenario import Loaded, Objective, load_scenario
 from gssim.scenario.scenario import Source
-from gssim.simulation import simulate
+from gssim.simulation import Simulated, TooSlowError, push_density, simulate, with_spread_and_band
 
-Answer = Result | Bound | UserError | RunFailedError
-"""Answer for a plan: its simulated Result, its bound (which rules it out), the error that refuses it, or a failure (a
-deadlock is a bug of the simulator, not of the plan).
+
+@dataclass(frozen=True)
+class TooSparse:
+    """Answer for a plan that pushes less than the search allows, which was not simulated."""
+
+    density: float
+
+
+Answer = Result | Bound | TooSparse | UserError | RunFailedError
+"""Answer for a plan: its simulated Result, its bound (which rules it out), its density, the error that refuses it, or a
+failure (a deadlock is a bug of the simulator, not of the plan).
 """
 COSTLY_TASKS = 20_000
 """Number of tasks over all roles above which simulating a program takes much longer than lowering it."""
@@ -56,29 +64,53 @@ def answered(request: Request) -> Answer:
         return error
 
 
-def judged(loaded: Loaded, known: Bound, limits: Limits, shared: Shared) -> Result | Bound:
-    """Return the prediction of a scenario, or only its bound if that rules the plan out or lets other plans go first.
+def judged(loaded: Loaded, known: Bound, limits: Limits, shared: Shared) -> Result | Bound | TooSparse:
+    """Return the prediction of a scenario, or only its bound if that rules the plan out or lets other plans go first,
+    or only its density if that is too low.
 
     `known`: the plan's bound so far; it includes the fill and drain of a pipeline, which the program's bounds do not.
     """
     with no_collection():
-        if LoweredBounds.apply_to(loaded):
-            bounds = LoweredBounds(loaded, limits.objective, shared)
-            bound = bounds.allocated().with_(known)
-            for closer in (bounds.met, partial(bounds.reserved, rule_out=limits.rule_out)):
-                if limits.rule_out(bound):
-                    return bound
-                bound = closer(bound)
-            if limits.rule_out(bound) or (bounds.tasks > COSTLY_TASKS and bound.objective > limits.next_objective):
+        density = None if limits.least_density is None else push_density(loaded, shared)
+        if density is not None and limits.least_density is not None and density < limits.least_density:
+            return TooSparse(density)
+        if not LoweredBounds.apply_to(loaded):
+            return _as_shown(loaded, simulate(loaded, shared=shared, spread=False, banded=False), limits, shared)
+        bounds = LoweredBounds(loaded, limits.objective, shared)
+        bound = bounds.allocated().with_(known)
+        for closer in (bounds.met, partial(bounds.reserved, rule_out=limits.rule_out)):
+            if limits.rule_out(bound):
                 return bound
-        result = simulate(loaded, shared=shared, spread=False, banded=False).result
-        if loaded.statistics_needed:
-            types = loaded.scenario.cluster.device_types
-            full = full_ratio(result, {name: device.memory_bytes for name, device in types.items()})
-            objective = objective_of(result, limits.objective)
-            if not limits.rule_out(Bound(result.step_time_s, objective, full if result.fits else math.inf)):
-                return simulate(loaded, shared=shared).result  # the plan may be shown, with `step_time_p10_s`
-        return result
+            bound = closer(bound)
+        if limits.rule_out(bound) or (bounds.tasks > COSTLY_TASKS and bound.objective > limits.next_objective):
+            return bound
+
+        def bound_of(time_s: float) -> Bound:
+            return bound.with_(bounds.of_time(time_s, bound.full_ratio))
+
+        try:
+            simulated = simulate(
+                loaded,
+                shared=shared,
+                spread=False,
+                banded=False,
+                is_too_slow=lambda time_s: limits.rule_out(bound_of(time_s)),
+            )
+        except TooSlowError as error:
+            return bound_of(error.time_s)
+        return _as_shown(loaded, simulated, limits, shared)
+
+
+def _as_shown(loaded: Loaded, simulated: Simulated, limits: Limits, shared: Shared) -> Result:
+    """Return a prediction; a thresholded plan that may be shown has `step_time_p10_s` and a band, which take further
+    simulations.
+    """
+    if not loaded.statistics_needed:
+        return simulated.result
+    result, types = simulated.result, loaded.scenario.cluster.device_types
+    full = full_ratio(result, {name: device.memory_bytes for name, device in types.items()})
+    bound = Bound(result.step_time_s, objective_of(result, limits.objective), full if result.fits else math.inf)
+    return result if limits.rule_out(bound) else with_spread_and_band(loaded, simulated, shared).result
 
 
 @dataclass(frozen=True)
@@ -273,12 +305,16 @@ class Explorer:
         *,
         source: Source | None = None,
         objective: Objective = "step-time",
+        least_density: float | None = None,
         until_s: float = math.inf,
     ) -> None:
-        """`source`: what the workers load. `until_s`: value of `time.monotonic` after which no plan is started."""
+        """`source`: what the workers load. `least_density`: see `Limits`. `until_s`: value of `time.monotonic` after
+        which no plan is started.
+        """
         self.queue, self.plans = Queue(closer), 0
         self.wanted, self.judge, self.found = wanted, judge, found
         self.source, self.objective, self.until_s = source, objective, until_s
+        self.least_density = least_density
         self._in_progress: dict[Any, Candidate] = {}
 
     def add(self, bound: Bound, candidate: Candidate) -> None:
@@ -327,7 +363,7 @@ class Explorer:
             if first is not None:
                 limits = limits_of(first.candidate, self.wanted, self.found, self.objective)
                 least = math.inf if first.is_lowered else self.queue.next_objective()
-                limits = replace(limits, next_objective=least)
+                limits = replace(limits, next_objective=least, least_density=self.least_density)
                 request = Request(self.source, first.candidate.override, first.bound, limits)
                 self._in_progress[workers.submit(answered, request)] = first.candidate
 

@@ -36,6 +36,8 @@ class Limits:
     """Points (time, memory) of the plans on the front so far, the fastest first."""
     next_objective: float = math.inf
     """Least lower bound in the queue; a plan that takes long to simulate lets that one go first."""
+    least_density: float | None = None
+    """Smallest fraction of the gradients that the plan may push; None: any."""
 
     def rule_out(self, bound: Bound) -> bool:
         """Return whether a plan with this bound does not fit, or can be neither on the front nor among the best."""

@@ -23,7 +23,7 @@ from gssim.planner.advice import with_suggested_changes
 from gssim.planner.batches import PLAN, Batches
 from gssim.planner.bounds import Bound, Bounds
 from gssim.planner.candidates import Candidate, RefusedPlans, allowed, candidates
-from gssim.planner.explore import Answer, Exploration, Explorer, Outcome, RankedSet, front
+from gssim.planner.explore import Answer, Exploration, Explorer, Outcome, RankedSet, TooSparse, front
 from gssim.planner.objectives import objective_of
 from gssim.planner.reasons import full_ratio, reason, why_worse
 from gssim.result import Result
@@ -234,6 +234,7 @@ class Search:
             self.counts,
             source=loaded.scenario.source,
             objective=space.objective,
+            least_density=space.least_density,
             until_s=time.monotonic() + space.seconds if space.seconds else math.inf,
         )
         self.counterparts: tuple[Counterpart, ...] = ()
@@ -340,6 +341,9 @@ def _outcome_of(
     if isinstance(answer, Bound):
         found.ruled_out += answer.full_ratio <= 1
         found.too_large += answer.full_ratio > 1
+        return None
+    if isinstance(answer, TooSparse):
+        found.unwanted += 1
         return None
     found.simulated += 1
     if not answer.fits:

@@ -249,6 +249,12 @@ class Steps:
             self._sent_bytes[step] = self.traffic(step).whole_bytes if several else _sent_bytes(self._at(step)[0])
         return self._sent_bytes[step]
 
+    def push_density(self, step: int) -> float | None:
+        """Return the fraction of the gradients that a step pushes; None if the plan has no threshold."""
+        self.sent_bytes(step)  # which finds most of it, and is asked for of every step that is simulated
+        step = self.first_equal(step)
+        return self._traffic[step].push_density if step in self._traffic else _push_density(self._at(step))
+
     def traffic(self, step: int) -> StepTraffic:
         """Return the traffic of a step without lowering its whole program.
 

@@ -14,4 +14,13 @@ from gssim.simulation.footprint import (
     worst_misfit,
 )
 from gssim.simulation.report import energy_j
-from gssim.simulation.run import Simulated, program_of, simulate, traced
+from gssim.simulation.run import (
+    Simulated,
+    is_steady,
+    program_of,
+    push_density,
+    simulate,
+    traced,
+    with_spread_and_band,
+)
+from gssim.simulation.steady_run import TooSlowError

@@ -1,7 +1,7 @@
 """Predicts a scenario: lowers it, executes its steps until they are steady, and returns the Result."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -155,6 +155,7 @@ def simulate(
     spread: bool = True,
     banded: bool = True,
     listed: bool = True,
+    is_too_slow: Callable[[float], bool] | None = None,
 ) -> Simulated:
     """Return the prediction for a scenario; `unfolded`: do not merge equal ranks, links or flows.
 
@@ -162,6 +163,8 @@ def simulate(
     between steps, that needs another simulation; without it, it is the median step's time. `banded`: whether to compute
     the prediction's range if gradient statistics were transferred from other models, by two more simulations. `listed`:
     whether the Result lists all collectives and links; else it may have no collectives, and of the links the busiest.
+    `is_too_slow`: whether a step of at least so many seconds is not wanted; TooSlowError is then raised as soon as that
+    is known of the step, where it is known before the end.
 
     Where push or publish are thresholded, messages differ from step to step. The step with the median payload then
     stands for all thresholded steps, while density, payloads and bytes sent are means over exactly the run's steps.
@@ -171,13 +174,44 @@ def simulate(
     try:
         with no_collection():
             check_rates(loaded.scenario.cluster, loaded.scenario.workload, ranks=loaded.scenario.ranks)
-            simulated = _simulated(loaded, unfolded, used, spread=spread, listed=listed)
+            simulated = _simulated(loaded, unfolded, used, spread=spread, listed=listed, is_too_slow=is_too_slow)
             return _with_band(loaded, simulated, unfolded, used) if banded else simulated
     except UserError as error:  # not found by earlier checks: raised only when the network is built
         raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
     finally:
         if shared is None:
             used.clear()
+
+
+def with_spread_and_band(loaded: Loaded, simulated: Simulated, shared: Shared) -> Simulated:
+    """Return a prediction that `simulate` made without its spread and its band as it is with both.
+
+    Nothing that the prediction took is simulated again.
+    """
+    scenario, typical = loaded.scenario, simulated.typical
+    with no_collection():
+        if is_steady(scenario):
+            steps = _steps(loaded, False, shared, {})
+            lightest = _lightest(steps, _median_step(loaded, steps), typical, False, shared)
+            p10_s = _tenth_percentile_s(typical, lightest)
+            simulated = replace(simulated, result=replace(simulated.result, step_time_p10_s=p10_s))
+        return _with_band(loaded, simulated, False, shared)
+
+
+def is_steady(scenario: Scenario) -> bool:
+    """Return whether all of a run's steps do the same, but for what thresholds let pass."""
+    return not (scenario.policies.sync_every_steps or scenario.run.slowdowns or scenario.plan.shares.replan)
+
+
+def push_density(loaded: Loaded, shared: Shared) -> float | None:
+    """Return the push density of a scenario's Result, without simulating it: the mean over the steps of the run.
+
+    None if nothing is pushed by a threshold, or if steps differ (see `is_steady`), so that it is not known before.
+    """
+    if not is_steady(loaded.scenario):
+        return None
+    steps = _steps(loaded, False, shared, {})
+    return _mean([steps.push_density(number) for number in _distinct_steps(loaded)])
 
 
 def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Shared) -> Simulated:
@@ -258,6 +292,7 @@ def _simulated(
     spread: bool,
     listed: bool,
     sizing: _Sizing = RESERVED,
+    is_too_slow: Callable[[float], bool] | None = None,
 ) -> Simulated:
     scenario = loaded.scenario
     if scenario.policies.in_fragments:
@@ -270,7 +305,7 @@ def _simulated(
         short = _extrapolated(loaded, unfolded, shared, spread=spread)
         if short is not None:
             return short
-    return _steady(loaded, unfolded, shared, spread=spread, listed=listed, sizing=sizing)
+    return _steady(loaded, unfolded, shared, spread=spread, listed=listed, sizing=sizing, is_too_slow=is_too_slow)
 
 
 def _extrapolated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) -> Simulated | None:
@@ -302,30 +337,24 @@ def _steady(
     spread: bool = True,
     listed: bool = True,
     sizing: _Sizing = RESERVED,
+    is_too_slow: Callable[[float], bool] | None = None,
 ) -> Simulated:
-    """Return the prediction where all steps are equal; `spread` and `listed`: see `simulate`.
+    """Return the prediction where all steps are equal; `spread`, `listed` and `is_too_slow`: see `simulate`.
 
     `slowed`: compute time ratio of slow ranks.
     """
     scenario = loaded.scenario
     steps = _steps(loaded, unfolded, shared, slowed or {})
     numbers = _distinct_steps(loaded)
-    if len(numbers) == 1:
-        steps.program(numbers[0])  # which also has its traffic
-    sent_bytes = [steps.sent_bytes(number) for number in numbers]
-    # dense steps of the run before thresholding begins
-    first_thresholded = max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
-    ordered = sorted(range(first_thresholded, len(numbers)), key=lambda place: sent_bytes[place])
-    places = [ordered[(len(ordered) - 1) // part] for part in (2, 10)]
-    middle, light = (numbers[place] for place in places)
-    typical = run_until_steady(scenario, steps.program(middle), unfolded, shared)
+    median_step = _median_step(loaded, steps)
+    program = steps.program(median_step.number)
+    typical = run_until_steady(scenario, program, unfolded, shared, is_too_slow=is_too_slow)
     traffic = [steps.traffic(number) for number in numbers]
-    simulates_lightest = spread and steps.first_equal(light) != steps.first_equal(middle)
-    lightest = typical
-    if simulates_lightest:  # only for its step time
-        lightest = run_until_steady(scenario, steps.program(light), unfolded, shared, peaks=False)
-    first = run_until_steady(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
-    excess_bytes = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
+    lightest = _lightest(steps, median_step, typical, unfolded, shared) if spread else typical
+    first = typical
+    if median_step.first_thresholded:
+        first = run_until_steady(scenario, steps.program(numbers[0]), unfolded, shared)
+    excess_bytes = mean_excess_bytes(typical.machine.program, traffic, steps.traffic(median_step.number))
     result = _result(
         loaded,
         typical,
@@ -338,6 +367,42 @@ def _steady(
         sizing=sizing,
     )
     return Simulated(result, typical)
+
+
+class _MedianStep(NamedTuple):
+    """The step that stands for all thresholded ones, and others of the run."""
+
+    number: int
+    """The step with the median payload."""
+    light: int
+    """The step whose payload a tenth of the thresholded steps do not exceed."""
+    first_thresholded: int
+    """Number of dense steps of the run before thresholding begins."""
+
+
+def _median_step(loaded: Loaded, steps: Steps) -> _MedianStep:
+    scenario, numbers = loaded.scenario, _distinct_steps(loaded)
+    if len(numbers) == 1:
+        steps.program(numbers[0])  # which also has its traffic
+    sent_bytes = [steps.sent_bytes(number) for number in numbers]
+    first_thresholded = max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
+    ordered = sorted(range(first_thresholded, len(numbers)), key=lambda place: sent_bytes[place])
+    middle, light = (numbers[ordered[(len(ordered) - 1) // part]] for part in (2, 10))
+    return _MedianStep(middle, light, first_thresholded)
+
+
+def _lightest(steps: Steps, median_step: _MedianStep, typical: SteadyRun, unfolded: bool, shared: Shared) -> SteadyRun:
+    """Return a run of the light step, for its times alone; `typical`, the median step's run, if it is equal."""
+    if steps.first_equal(median_step.light) == steps.first_equal(median_step.number):
+        return typical
+    return run_until_steady(typical.scenario, steps.program(median_step.light), unfolded, shared, peaks=False)
+
+
+def _tenth_percentile_s(typical: SteadyRun, lightest: SteadyRun) -> float:
+    """Return the time that a tenth of the steps do not exceed."""
+    ordered_s = sorted(lightest.times_s)
+    # a step that sends less may take longer, if more of it goes to the owner that others wait for
+    return min(typical.time_s, ordered_s[len(ordered_s) // 10])
 
 
 MAX_CACHED_RUNS = 4
@@ -378,10 +443,11 @@ def _steps(
 
 
 def program_of(loaded: Loaded, shared: Shared, *, unfolded: bool = False, step: int | None = None) -> Program:
-    """Return the program of a steady step if all steps are equal, or else of a given one; it is cached in `shared` for
-    the simulation.
+    """Return the program of a given step, or of the one that stands for all; it is cached in `shared` for the
+    simulation.
     """
-    return _steps(loaded, unfolded, shared, {}).program(_distinct_steps(loaded)[-1] if step is None else step)
+    steps = _steps(loaded, unfolded, shared, {})
+    return steps.program(_median_step(loaded, steps).number if step is None else step)
 
 
 def _program_for_memory(loaded: Loaded, shared: Shared, *, unfolded: bool) -> Program:
@@ -558,7 +624,6 @@ def _result(
     carried = machine.carried_by_rank()
     mean_ratio = mean_over_typical(float(carried[0].sum()) / machine.steps, excess_bytes)
     ranks = rank_classes(scenario, machine, phases, footprints, carried, mean_ratio=mean_ratio, beside=beside)
-    ordered_s = sorted((lightest or typical).times_s)
     left_out = (*unmeasured_host_time(scenario), *unmeasured_workspace(scenario))
     return Result(
         source="simulated",
@@ -566,8 +631,7 @@ def _result(
         calibration_id=loaded.calibration(shared),
         scenario=scenario.resolved(shared),
         step_time_s=typical.time_s,
-        # a step that sends less may take longer, if more of it goes to the owner that others wait for
-        step_time_p10_s=min(typical.time_s, ordered_s[len(ordered_s) // 10]),
+        step_time_p10_s=_tenth_percentile_s(typical, lightest or typical),
         phases_s=mean_phases(typical, phases),
         fits=fit is None,
         does_not_fit=fit,

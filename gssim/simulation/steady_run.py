@@ -61,6 +61,34 @@ class SteadyRun:
         return max(ends[self.number - self.first] for ends in self.ends_s)
 
 
+class TooSlowError(Exception):
+    """A run was ended early, as its typical step takes `time_s` or longer, which its caller does not want to know."""
+
+    def __init__(self, time_s: float) -> None:
+        super().__init__(f"a step takes {time_s} s or longer")
+        self.time_s = time_s
+
+
+class _Watch:
+    """Ends a run of steps with jitter as soon as half of them show that their median is not wanted."""
+
+    def __init__(self, steps: int, is_too_slow: Callable[[float], bool]) -> None:
+        self.steps, self.is_too_slow = steps, is_too_slow
+        self.least_s = 0.0
+        """Lower bound of the median step's time."""
+        self._seen = steps // 2  # with fewer, it may be anything
+
+    def __call__(self, ends_s: Sequence[Sequence[float]]) -> bool:
+        """Return whether the steps that all ranks have ended suffice; see `Stop` in `gssim.engine.machine`."""
+        ended = min(map(len, ends_s))
+        if ended <= self._seen:
+            return False
+        self._seen = ended
+        latest_s = [max(ends[step] for ends in ends_s) for step in range(ended)]
+        self.least_s = median([*(end - start for start, end in pairwise(latest_s)), *[0.0] * (self.steps - ended)])
+        return self.is_too_slow(self.least_s)
+
+
 def run_until_steady(
     scenario: Scenario,
     program: Program,
@@ -70,6 +98,7 @@ def run_until_steady(
     recorded: bool = False,
     replicas: int = 1,
     peaks: bool = True,
+    is_too_slow: Callable[[float], bool] | None = None,
 ) -> SteadyRun:
     """Run a program until it is steady: the offsets between the ranks' step ends no longer change.
 
@@ -77,7 +106,8 @@ def run_until_steady(
     the offsets settle. One more is run if the beginning of the next step affects the end of a step: if published
     parameters are in flight, or if ranks that end early slow down others on their host. `replicas`: number of replicas,
     each of consecutive ranks, that do not communicate within a step; offsets are then compared only inside each
-    replica. `peaks`: whether memory peaks are needed.
+    replica. `peaks`: whether memory peaks are needed. `is_too_slow`: whether a step of at least so many seconds is not
+    wanted; if the steps so far show that it is as long, TooSlowError is raised.
     """
     cluster = with_profile_slowdowns(scenario.cluster, scenario.workload)
     types = {device.type for device in cluster.devices[: scenario.ranks]}
@@ -92,7 +122,10 @@ def run_until_steady(
                 RecordingTracker(memory.current, partial(getattr, machine.env, "now")) for memory in machine.memory
             ]
         more = scenario.policies.publish_overlaps or (machine.is_coupled and not jittery)
-        machine.run(steps + more, peaks=peaks)
+        watch = _Watch(steps, is_too_slow) if jittery and is_too_slow is not None else None
+        machine.run(steps + more, peaks=peaks, stop=watch)
+        if watch is not None and machine.is_stopped:
+            raise TooSlowError(watch.least_s)
         if jittery:  # the median over many steps hardly depends on the last one
             return _counted(scenario, machine, 0, steps, jittery=True)
         ends_s = np.array([ends[steps - 2 : steps] for ends in machine.ends_s])

@@ -1,6 +1,7 @@
 """Search: what it finds is what simulating every plan finds; its bounds are bounds; limits, objectives, interrupts."""
 
 import json
+import math
 import shlex
 from collections import Counter
 from dataclasses import replace
@@ -23,11 +24,15 @@ from strategies import (
 
 from gssim.cli.reports import nothing_fits, print_found
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.plan import METHODS
-from gssim.planner import FRONT_RATIO, Batches, Search, candidates
+from gssim.planner import FRONT_RATIO, Batches, Search, candidates, judged
 from gssim.planner.bounds import Bound, Bounds
-from gssim.planner.explore import Queue
+from gssim.planner.explore import Queue, TooSparse
+from gssim.planner.objectives import Limits
 from gssim.scenario import SearchSpace, load_model
+from gssim.simulation import TooSlowError, simulate, with_spread_and_band
+from gssim.simulation.steady_run import JITTERY_STEPS
 
 
 @pytest.mark.parametrize(
@@ -432,6 +437,53 @@ def test_thresholds_are_searched_under_the_density_that_is_asked_for():
     assert all(density >= 0.2 for density in densities)
     assert sparse.counts.unwanted > 0
     assert sparse.best[0].order < dense.best[0].order
+
+
+def jittery(**plan):
+    """Return a small scenario of two devices of random speed, whose pushes have a threshold."""
+    cluster = star(2, types={"fast": device_type(step_jitter_ratio=0.05, task_jitter_ratio=0.02)})
+    plan = {"method": "gs", "push": {"threshold": 1e-3}, **plan}
+    return loaded_of(scenario_of(cluster, plan, gradients="made.json"), exponential_statistics())
+
+
+NO_LIMITS = Limits("step-time", 0, (math.inf, math.inf), ())
+UNBOUNDED = Bound(0.0, 0.0, 0.0)
+
+
+def test_a_plan_that_pushes_too_little_is_not_simulated(monkeypatch):
+    """Before, every plan was simulated, and its density was looked at only then."""
+    loaded = jittery()
+    density = simulate(loaded).result.density.push
+    assert judged(loaded, UNBOUNDED, replace(NO_LIMITS, least_density=density), Shared()).density.push == density
+    monkeypatch.setattr("gssim.planner.explore.simulate", None)
+    answer = judged(loaded, UNBOUNDED, replace(NO_LIMITS, least_density=density * (1 + 1e-9)), Shared())
+    assert answer == TooSparse(density)
+
+
+def test_steps_of_random_speed_are_run_only_until_their_median_rules_out_the_plan():
+    loaded = jittery()
+    whole = simulate(loaded).result
+    ruled_out = replace(NO_LIMITS, order=(0.98 * whole.step_time_s, 0))
+    ruled_out = replace(ruled_out, front=((0.98 * whole.step_time_s, 0.0),))
+    bound = judged(loaded, UNBOUNDED, ruled_out, Shared())
+    assert isinstance(bound, Bound)
+    assert 0.98 * whole.step_time_s <= bound.time_s <= whole.step_time_s
+    assert judged(loaded, UNBOUNDED, NO_LIMITS, Shared()) == whole
+
+    seen = []
+    with pytest.raises(TooSlowError) as raised:
+        simulate(loaded, is_too_slow=lambda time_s: seen.append(time_s) or time_s >= 0.98 * whole.step_time_s)
+    assert seen == sorted(seen)  # every further step makes the bound closer
+    assert raised.value.time_s == seen[-1]
+    assert len(seen) < JITTERY_STEPS - JITTERY_STEPS // 2  # it was not run to the end
+
+
+def test_a_plan_is_shown_with_the_spread_and_the_band_of_its_prediction():
+    scenario = scenario_of(star(2), {"method": "gs", "push": {"threshold": 1e-3}}, gradients="made.json")
+    for loaded in (loaded_of(scenario, exponential_statistics(steps=16)), jittery()):
+        shared = Shared()
+        plain = simulate(loaded, shared=shared, spread=False, banded=False)
+        assert with_spread_and_band(loaded, plain, shared).result == simulate(loaded).result
 
 
 SEARCH = """

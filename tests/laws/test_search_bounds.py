@@ -1,5 +1,6 @@
 """Bounds of plans: no prediction is better than they say, on devices with streams beside their compute as well."""
 
+import math
 import random
 from dataclasses import replace
 from itertools import product
@@ -7,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from searching import InThisProcess, check_bounds, searched
+from searching import InThisProcess, check_bounds, fullest, searched
 from strategies import device_type, exponential_statistics, loaded_of, scenario_of, star
 
 from gssim.errors import UserError
@@ -562,6 +563,11 @@ def test_no_thresholded_plan_is_better_than_its_bounds_and_the_best_is_found(see
         first = bounds.of(each.plan)
         second = bounds.closer(each.plan, first)
         assert second.time_s <= result.step_time_s * (1 + 1e-9), each.override
+        lowered_plan = LoweredBounds(workers.with_plan(each.plan), "step-time", workers.shared)
+        third = lowered_plan.reserved(lowered_plan.met(lowered_plan.allocated()))
+        assert third.time_s <= result.step_time_s * (1 + 1e-9), each.override
+        full = fullest(workers.loaded, result) if result.fits else math.inf
+        assert third.full_ratio <= full * (1 + 1e-9), each.override
         closer += each.plan.sends_by_data and second.time_s > first.time_s
         if result.fits and (result.density.push is None or result.density.push >= space["least_density"]):
             wanted.append((result.step_time_s, each.index, result))

@@ -25,7 +25,7 @@ from gssim.planner.bounds.parts import ModelParts
 from gssim.planner.bounds.pipeline import PipelineBounds
 from gssim.planner.bounds.traffic import TrafficBounds
 from gssim.scenario import Loaded, Objective, Scenario
-from gssim.simulation import footprints_of, independent_peaks, program_of, worst_misfit
+from gssim.simulation import footprints_of, independent_peaks, is_steady, program_of, worst_misfit
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,9 @@ def least(scenario: Scenario, objective: Objective, time_s: float, busy_s: Seque
 
 
 class LoweredBounds:
-    """Bounds of a plan from its lowered program, for plans with equal steps; see [Note: lowered] in `lowered`.
+    """Bounds of a plan from its lowered program; see [Note: lowered] in `lowered`.
 
+    If thresholds let pass more in some steps than in others, the program is that of the step that stands for all.
     The program is cached in `shared`, for the simulation that may follow.
     """
 
@@ -128,25 +129,24 @@ class LoweredBounds:
 
     @staticmethod
     def apply_to(loaded: Loaded) -> bool:
-        """Return whether a plan has such bounds, because its steps are all equal."""
-        scenario = loaded.scenario
-        varies = loaded.statistics_needed or scenario.plan.shares.replan or scenario.run.slowdowns
-        return not (varies or scenario.policies.sync_every_steps)
+        """Return whether a plan has such bounds, because its steps all do the same."""
+        return is_steady(loaded.scenario)
 
     def allocated(self) -> Bound:
         """Return the bound by time and allocated memory."""
         scenario = self.loaded.scenario
         full = 0.0 if self.peaks is None else lowered.full_ratio(scenario, self.program, self.peaks)
-        return self._of_time(lowered.step_time_s(scenario, self.program, self.collectives), full)
+        return self.of_time(lowered.step_time_s(scenario, self.program, self.collectives), full)
 
     def met(self, bound: Bound) -> Bound:
         """Return a bound that includes the sharing of links by equal groups; see [Note: met] in `lowered`."""
         if not any(each.beside for each, _ in self.program.exchanges):
             return bound
         time_s = lowered.met_step_time_s(self.loaded.scenario, self.program, self.collectives, self.shared)
-        return bound if time_s <= bound.time_s else bound.with_(self._of_time(time_s, bound.full_ratio))
+        return bound if time_s <= bound.time_s else bound.with_(self.of_time(time_s, bound.full_ratio))
 
-    def _of_time(self, time_s: float, full_ratio: float) -> Bound:
+    def of_time(self, time_s: float, full_ratio: float) -> Bound:
+        """Return the bound that follows from lower bounds of the step's time and of the memory."""
         if self.objective == "step-time":  # the compute of all ranks is not asked for
             return Bound(time_s, time_s, full_ratio)
         busy_s = lowered.busy_s(self.loaded.scenario, self.program)
