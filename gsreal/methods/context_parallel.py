@@ -129,6 +129,7 @@ def divide_context(
 
     for block in blocks:
         block.forward = partial(in_parts, block.forward)
+    begin = _first_position(module)
 
     def with_positions(
         _module: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]
@@ -136,13 +137,24 @@ def divide_context(
         whole = args[0].shape[1] * sequence_parts * parts.ranks
         zigzag = isinstance(parts, Ring) and parts.zigzag
         ranges = position_ranges(whole, ranks=parts.ranks, rank=parts.rank, zigzag=zigzag)
-        runs = [torch.arange(*each, device=args[0].device) for each in ranges]
+        runs = [torch.arange(first + begin, last + begin, device=args[0].device) for first, last in ranges]
         positions = runs[0] if len(runs) == 1 else torch.cat(runs)
         return args, {**settings, "position_ids": positions.unsqueeze(0)}
 
     module.register_forward_pre_hook(with_positions, with_kwargs=True)
     if isinstance(parts, Ring):  # gaps between positions must not be read as packed sequences
         module.forward = sequences_not_packed()(module.forward)
+
+
+def _first_position(module: nn.Module) -> int:
+    """Return the number of the first position of a sequence without padding, as the module itself counts.
+
+    RoBERTa's embeddings, and those of its many descendants in transformers, begin behind the padding token's number.
+    """
+    for part in module.modules():
+        if hasattr(part, "create_position_ids_from_inputs_embeds"):
+            return int(part.padding_idx) + 1  # type: ignore[arg-type]
+    return 0
 
 
 def context_exchange(policies: Policies, timeline: Timeline, device: torch.device) -> ContextParts | Ring:

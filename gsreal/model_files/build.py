@@ -15,7 +15,7 @@ tokens; see `_mask_padding`.
 import importlib
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -336,13 +336,22 @@ def random_batch(
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the logits in a module's output: a tensor, a Hugging Face output, or the first of a tuple."""
+    """Return the logits in a module's output.
+
+    They are the output itself, what it has under `logits` as an attribute or a key, or the first of a tuple. Raises
+    TypeError if none of these is a tensor.
+    """
     if isinstance(output, Tensor):
         return output
-    logits = getattr(output, "logits", None)
-    output_logits = output[0] if logits is None else logits
-    assert isinstance(output_logits, Tensor)
-    return output_logits
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if logits is None and isinstance(output, Sequence) and output:
+        logits = output[0]
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"its output is of type {type(output).__name__}, in which logits are not found: return a tensor, a tuple "
+            "that begins with it, or an object or dict that has it as 'logits'"
+        )
+    return logits
 
 
 def loss_of(output: Any, targets: Tensor) -> Tensor:

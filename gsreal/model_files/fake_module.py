@@ -3,6 +3,7 @@ sequences. What stands in for the exchanges with other ranks passes them to a re
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,7 +36,11 @@ def fake_module(model: Model, where: str) -> nn.Module:
     unread = mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_settings: tensor)
     # up to this size, torch's fake tensors keep the values of constants and of what is computed from them alone
     kept = mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_READ)
-    with unread, kept:
+    # a module that its constructor casts (`self.double()`, or to another memory format) swaps fake parameters for new
+    # ones; torch refuses those with weak references, as fake tensors have by which their constants are tracked
+    swapped = mock.patch("torch.utils.weakref.getweakrefs", return_value=[])
+    with unread, kept, swapped, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch does, to copy a parameter
         module = build_module(model.module, where=where)
     for path, inner in module.named_modules():
         if isinstance(inner, nn.SyncBatchNorm):
@@ -67,6 +72,12 @@ class _FakeTensors(FakeTensorMode):
     def _should_skip_dynamo(cls) -> bool:
         """Return False, as `Recorder` does."""
         return False
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "_FakeTensors":
+        """Return the mode itself: a module that copies another (nn.TransformerEncoder) copies its tensors with all that
+        they refer to, and tensors of two modes cannot be combined.
+        """
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -289,8 +289,8 @@ def _blocks_of_others(record: Record, module: nn.Module) -> set[str]:
 
 
 @contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """Raise exceptions of a forward as UserErrors."""
+def _explained(where: str, what: str = "forward or loss") -> Iterator[None]:
+    """Raise exceptions of a module's code, in `what` of a step, as UserErrors."""
     try:
         yield
     except (UnknownOperationError, NoPolynomialError):
@@ -306,9 +306,7 @@ def _explained(where: str) -> Iterator[None]:
                 f"{where}: the module's code keeps a tensor between forwards in a cache of its own (in Hugging Face's "
                 "BEiT, relative positions), which a trace does not see; compute it in each forward, or make it a buffer"
             ) from None
-        raise UserError(
-            f"{where}: the module's forward or loss fails on the stated input: {first_line(error)}"
-        ) from error
+        raise UserError(f"{where}: the module's {what} fails on the stated input: {first_line(error)}") from error
 
 
 def _execution_order(
@@ -442,7 +440,8 @@ class _PreparedStep:
         """
         record, recorder = self.record, self.recorder(self.record)
         if like is None:
-            record_backward(recorder, self.module, self.inputs, self.targets)
+            with _explained(where, "backward"):
+                record_backward(recorder, self.module, self.inputs, self.targets)
         else:
             recorder.saved_after = record.saved_after = dict(like.saved_after)
             for layer, operations in like.saved_after.items():

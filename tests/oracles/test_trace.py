@@ -377,6 +377,37 @@ class Lasting(nn.Module):
         return self.last(self.first(images.flatten(1)) * self.scale)
 
 
+class Copied(nn.Module):
+    """Layers that nn.TransformerEncoder copies, and a norm that the constructor casts, there and back."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(16, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.norm = nn.LayerNorm(8)
+        self.norm.double().float()
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens):
+        return {"logits": self.head(self.norm(self.encoder(self.tokens(tokens))))}
+
+
+class Unnamed(Shortcut):
+    """Logits under a name of its own."""
+
+    def forward(self, x):
+        return {"scores": super().forward(x)}
+
+
+class Overwriting(Shortcut):
+    """A forward that changes what its backward needs."""
+
+    def forward(self, x):
+        scores = super().forward(x).sigmoid()
+        return scores.mul_(scores)
+
+
 def number():
     return 3
 
@@ -753,6 +784,14 @@ def test_a_module_of_the_users_own_is_traced_exactly(factory):
     )
 
 
+def test_copied_layers_a_cast_norm_and_logits_in_a_dict_are_traced():
+    """nn.TransformerEncoder was refused for "a cache of its own", as copies of layers were of other fake tensors."""
+    model, shape = made("Copied", image=None, classes=None, vocabulary=16), (64, 40)
+    layers = [layer.module for layer in unrolled(model)]
+    assert layers == ["tokens", "encoder.layers.0", "encoder.layers.1", "norm", "head", "loss"]
+    assert replayed_peak_bytes(model, shape) == pytest.approx(counted_peak_bytes(model, shape), rel=5e-3)
+
+
 def test_a_module_that_does_not_train_on_one_sample_is_traced_on_several():
     """It was refused: steps of one sample are traced too."""
     model, shape = made("NormedRows"), (64, None)
@@ -1116,6 +1155,8 @@ FAULTS = {
     "no-polynomial": ((f"{__name__}.Cubic", *IMAGE), "is no polynomial in batch size and sequence length"),
     "branching": ((f"{__name__}.Branching", *IMAGE), "the operations depend on batch size or sequence length"),
     "alternating": ((f"{__name__}.Alternating", *IMAGE), "other operations in one forward than in the next"),
+    "no-logits": ((f"{__name__}.Unnamed", *IMAGE), "its output is of type dict, in which logits are not found: return"),
+    "backward-fails": ((f"{__name__}.Overwriting", *IMAGE), "the module's backward fails on the stated input: one of"),
     "checkpointed": ((f"{__name__}.Checkpointed", *IMAGE), "or checkpoints a part of itself; leave that out (see"),
     "synchronized": ((f"{__name__}.Synchronized", *IMAGE), "the module 'norm' is a SyncBatchNorm: it exchanges stat"),
     "no-input": ((f"{__name__}.Shortcut",), "exactly one of --vocabulary (tokens) and --image is needed"),

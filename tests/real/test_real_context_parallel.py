@@ -87,6 +87,10 @@ ON = {
             [*ADAMW64, *DDP, *RING, "plan.cp=2", "workload.global_batch_size=2"],
         ),
         "bert-ddp-adamw": ("small-bert.toml", [*ADAMW64, *DDP, "plan.cp=2", "workload.global_batch_size=2"]),
+        "roberta-ring-ddp-adamw": (
+            "small-bert.toml",
+            [*ADAMW64, *DDP, *RING, *small("of_tests/encoder-roberta"), "plan.cp=2"],
+        ),
     },
     3: {
         "gpt-ddp-sgd": ("small-demo.toml", [*SGD, *DDP, "plan.cp=3", *SIX_HEADS]),
@@ -187,3 +191,21 @@ class TestTraining(TrainsAsOneDevice):
     def peak_error(self, name, case):
         # Llama's norms compute in fp32 whatever the precision: traced in fp32, all is taken as twice as large in fp64
         return 0.04 if name == "llama-zero3-adamw" else 0.001
+
+
+def test_positions_are_those_that_the_module_itself_counts() -> None:
+    """RoBERTa's begin behind its padding token: it was trained at others, and its parameters were not one device's."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    import torch
+
+    from gsreal.methods.context_parallel import ContextParts, divide_context
+    from gsreal.model_files.build import build_module, logits_of
+    from gssim.scenario import load_model
+
+    model = load_model(HELPERS / "models/of_tests/encoder-roberta.toml")
+    module = build_module(model.module, where="here").double()
+    tokens = torch.arange(2, 34).view(2, 16)
+    with torch.no_grad():
+        alone = logits_of(module(tokens))
+        divide_context(module, [], ContextParts(ranks=1, rank=0, all_to_all=lambda sent: sent))
+        assert torch.equal(logits_of(module(tokens)), alone)
