@@ -270,6 +270,11 @@ class Software:
     sums_beside_products: bool = False
     """Without sequence parallelism, the sum of a map's input gradient over tensor-parallel ranks runs beside the
     product that gives the weight's gradient (Megatron-LM since 2022, core/tensor_parallel/layers.py)."""
+    lists_ranks: bool = False
+    """With `zero3`, each tensor has a gather and a reduce-scatter of its own, whose list of the ranks' parts the host
+    makes and copies one by one while the device waits (DeepSpeed's first ZeRO-3, 0.3.13,
+    runtime/zero/partition_parameters.py, `_allgather_param`, which synchronizes the device, and
+    `_reduce_scatter_gradient`; torch 1.8, ProcessGroupNCCL.cpp, copies to and from flat tensors)."""
     fused_projections: bool = False
     """Queries, keys and values are one product of the input, and so are the gate and the other map (Megatron-LM)."""
     kernels: str | None = None

@@ -128,15 +128,11 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
         ranks = run.tp if run.tp > 1 else run.dp * software.context_ranks
         cluster["backend_cost"] = _call_overheads(platform, ranks, run.ep)
     known = validated(Cluster, cluster, file=run.identity).device_types
+    operation_s = max(device.operation_overhead_s for device in known.values())
     if run.pp > 1 and software.message_calls:
-        overheads_s = (device.operation_overhead_s for device in known.values())
-        posting_s = software.message_calls * (software.operation_overhead_s or max(overheads_s))
-        cluster["backend_cost"] = {"posting_s": posting_s, "source": f"{run.source}: messages between stages"}
-        if software.unpacking_calls:
-            cluster["backend_cost"]["unpacking_s"] = posting_s * software.unpacking_calls / software.message_calls
-        if platform is not None and platform.host_core_bytes_per_s is not None:
-            whole = run.tp if software.partitioned else 1  # of a message, of which a tensor rank sends its part
-            cluster["backend_cost"]["unpacking_byte_s"] = software.host_passes * whole / platform.host_core_bytes_per_s
+        cluster["backend_cost"] = _message_costs(run, software.operation_overhead_s or operation_s)
+    if software.lists_ranks and run.method == "zero3":
+        cluster["backend_cost"] = _list_overheads(run, operation_s)
     kept = run.deferred_outputs
     if software.operation_overhead_s is None and not software.dummy_gradients and not kept:
         return cluster
@@ -159,6 +155,18 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
     return cluster
 
 
+def _message_costs(run: Run, operation_s: float) -> dict[str, Any]:
+    """Return the host time of a message between stages, if `operation_s` is that of an operation."""
+    software, platform = run.software, platform_of(run.gpu)
+    costs = {"posting_s": software.message_calls * operation_s, "source": f"{run.source}: messages between stages"}
+    if software.unpacking_calls:
+        costs["unpacking_s"] = software.unpacking_calls * operation_s
+        if platform is not None and platform.host_core_bytes_per_s is not None:
+            whole = run.tp if software.partitioned else 1  # of a message, of which a tensor rank sends its part
+            costs["unpacking_byte_s"] = software.host_passes * whole / platform.host_core_bytes_per_s
+    return costs
+
+
 def _call_overheads(platform: Platform, ranks: int, expert_ranks: int) -> dict[str, Any]:
     """Return what calls of collectives take in addition to the latencies of links, where they were measured.
 
@@ -173,6 +181,21 @@ def _call_overheads(platform: Platform, ranks: int, expert_ranks: int) -> dict[s
         for among in [expert_ranks if kind in fixed else ranks]
     }
     return {"overhead_s": overhead_s, "source": "analysis/literature/platforms.toml"}
+
+
+def _list_overheads(run: Run, operation_s: float) -> dict[str, Any]:
+    """Return what a block's collectives take if each of its tensors has a call with a list of the ranks' parts.
+
+    Each part is an operation that the host launches. Vectors are not gathered (`param_persistence_threshold`).
+    """
+    tensors = transformer(run.shape, run.software, tp=run.tp, tied=run.shape.ties).layers[1].parameters
+    matrices = [parameter for parameter in tensors if len(parameter.shape) > 1]
+    each_s = {"all-gather": len(matrices) * operation_s, "reduce-scatter": len(tensors) * operation_s}
+    return {
+        "overhead_s": {kind: 2 * rank_s for kind, rank_s in each_s.items()},
+        "overhead_rank_s": each_s,
+        "source": f"{run.source}: lists of all ranks' parts",
+    }
 
 
 def _dummy_gradient_bytes(run: Run) -> int:

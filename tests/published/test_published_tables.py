@@ -17,6 +17,7 @@ from analysis.literature.scenarios import (
     INTERRUPTED,
     NoPrediction,
     Prediction,
+    cluster_of_run,
     emit,
     predict,
     predict_or_explain,
@@ -143,21 +144,25 @@ def test_rows_that_end_early_or_lack_columns_are_skipped_with_a_reason(tmp_path,
 
 
 def test_the_network_of_rows_that_synchronize_periodically_is_known_from_one_of_their_rate(tmp_path):
-    """The row that tells the rate is not scored; the others of that rate are, those of no known rate are skipped."""
+    """The row that tells the rate is not scored; the others of that rate are. Without such a row, the rate is that to
+    which links are shaped; those of no known rate are skipped."""
     told = ROWS["diloco"]
     changes = (
         {},
         {"run": "b", "algorithm": "diloco", "H": "32"},
         {"run": "c", "bandwidth": "50m", "sync_ms_median": ""},
+        {"run": "d", "bandwidth": "unshaped", "sync_ms_median": ""},
     )
     path = tmp_path / "t.csv"
     rows = [told | change for change in changes]
     path.write_text("\n".join([",".join(told), *(",".join(f'"{v}"' for v in row.values()) for row in rows)]) + "\n")
-    first, second, third = (found for _, _, found in read_table(path))
+    first, second, third, fourth = (found for _, _, found in read_table(path))
     assert first.calibration
     assert not second.calibration
     assert second.measured.link_bytes_per_s == pytest.approx(1.5 * 4 * 30846720 / 1.5)
-    assert isinstance(third, SkippedError)
+    assert third.measured.link_bytes_per_s == 50e6 / 8
+    assert not third.calibration
+    assert isinstance(fourth, SkippedError)
     assert predict(first).step_s == pytest.approx(1.527, rel=0.01)
     # the outer optimizer passes over the parameters' 123 MB eleven times more than a mean, three of them before
     passes_s = (11 + 3) * 4 * 30846720 / 596e9
@@ -330,6 +335,66 @@ def test_words_for_sharding(tmp_path, word, method, shards):
     assert plan.get("dp_shard") == (shards or (8 if method in ("zero2", "zero3") else None))
     assert plan.get("dp_replicate") == (2 if shards else None if method in ("zero2", "zero3") else 8)
     assert isinstance(predict_or_explain(run), Prediction)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "expected"),
+    [
+        ("many", "model=OPT-125M | sharding=ZeRO-2", {"method": "zero2"}),
+        ("many", "model=Qwen2.5-7B | kv_heads=4", {"method": "ddp"}),
+        (
+            "many",
+            "model=Mixtral-8x7B | source=NVIDIA-NeMo/Megatron-Bridge | sharding=DDP+dist-opt | n_gpus=64 | dp=32 | "
+            "tp=2 | global_batch=64 | ep=8",
+            {"ep": 8, "etp": 1},
+        ),
+        (
+            "many",
+            "model=DeepSeek-V3 | source=NVIDIA-NeMo/Megatron-Bridge | sharding=DDP+dist-opt | n_gpus=256 | dp=32 | "
+            "tp=2 | pp=4 | vpp=4 | global_batch=128 | ep=64 | gpu=H100 | precision=FP8-SC",
+            {"ep": 64, "etp": 1},
+        ),
+        ("foundry", "Sharding Strategy=NO_SHARD", {"method": "ddp"}),
+        ("foundry", "Sharding Strategy=HYBRID_SHARD | # GPUs=16", {"dp_shard": 8, "dp_replicate": 2}),
+        ("simumax", "tp=4 | pp=2 | dp=1", {"method": "pipeline", "tp": 4, "pp": 2}),
+    ],
+)
+def test_rows_of_the_same_kinds_with_other_models_and_plans_are_predicted(tmp_path, kind, change, expected):
+    ((_, _, run),) = read_table(table(tmp_path / "t.csv", ROWS[kind] | fields(change)))
+    assert isinstance(run, Run), run
+    plan = tables_of(run)["plan"]
+    assert {key: plan.get(key) for key in expected} == expected
+    assert isinstance(predict_or_explain(run), Prediction)
+
+
+def test_a_rack_is_one_domain_of_nvlink_whatever_its_trays_hold(tmp_path):
+    trays = run_of(tmp_path, system="DGX-GB200", gpu="GB200", gpus_per_node="4", n_gpus="8", dp="8")
+    (server,) = tables_of(trays)["cluster"]["topology"]["servers"]
+    assert (server["count"], server["devices"]) == (1, 8)
+
+
+def test_rows_with_gpus_of_several_kinds_are_skipped_with_a_reason(tmp_path):
+    change = {"gpu": "A100-SXM-80GB + V100-SXM2-16GB"}
+    ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | change))
+    assert str(found) == "GPUs of several kinds, of which the row does not say where they are"
+
+
+def test_early_zero3_gathers_each_tensor_from_a_list_of_all_ranks_parts(tmp_path):
+    """4 matrices a block are gathered and 12 tensors reduce-scattered, part by part: 16 copies more for each rank."""
+    change = fields("source=Narayanan SC21 Table 2 | sharding=ZeRO-3 | micro_batch=1 | recompute=full")
+    step_s = {}
+    for ranks in (8, 16):
+        run = run_of(tmp_path, **change, n_gpus=str(ranks), dp=str(ranks), global_batch=str(ranks))
+        cost = tables_of(run)["cluster"]["backend_cost"]
+        device = cluster_of_run(run).device_types["gpu"]
+        assert cost["overhead_rank_s"]["all-gather"] == pytest.approx(4 * device.operation_overhead_s)
+        assert cost["overhead_rank_s"]["reduce-scatter"] == pytest.approx(12 * device.operation_overhead_s)
+        step_s[ranks] = predict(run).step_s
+        others = replace(run, software=replace(run.software, lists_ranks=False))
+        assert "backend_cost" not in tables_of(others)["cluster"]
+        copies = ranks * 4 * (2 * 4 + 12)  # in each of four blocks, two gathers and a reduce-scatter
+        assert step_s[ranks] > predict(others).step_s + copies * device.operation_overhead_s
+    assert step_s[16] > step_s[8]
 
 
 def test_an_unknown_word_for_sharding_is_named(tmp_path):

@@ -58,7 +58,15 @@ CLOSE_RATIO = 0.01
 """Allowed deviation of the stated number of parameters from that of the named model."""
 ID_KEYS = ("Model", "# GPUs", "GPU", "SeqLen (T)", "MicroBatchSize", "GlobalBatchSize", "Precision")
 """Columns that identify a row."""
-STRATEGIES = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2"}
+STRATEGIES: dict[str, MethodName] = {
+    "FULL_SHARD": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "NO_SHARD": "ddp",
+    "HYBRID_SHARD": "zero3",
+    "_HYBRID_SHARD_ZERO2": "zero2",
+}
+"""Method by FSDP's strategy; the hybrid ones shard inside a server."""
+FOUNDRY_NODE = 8
 PRECISIONS = ("bf16", "amp_bf16", "amp_fp16", "amp_fp8")
 
 
@@ -76,10 +84,11 @@ def llm_foundry(record: Mapping[str, str], identity: str) -> Run:
         identity="foundry " + " ".join(record[key] for key in ID_KEYS),
         source=f"LLM Foundry, {FOUNDRY_GPUS[record['GPU']]}",
         gpu=FOUNDRY_GPUS[record["GPU"]],
-        per_node=8,
+        per_node=FOUNDRY_NODE,
         shape=shape,
         software=_mpt_software(record),
         method=STRATEGIES[record["Sharding Strategy"]] if ranks > 1 else "single",
+        shards=math.gcd(ranks, FOUNDRY_NODE) if "HYBRID" in record["Sharding Strategy"] and ranks > 1 else None,
         dp=ranks,
         micro_batch=micro,
         micro_batches=micro_batches_of(batch, ranks, micro),
@@ -580,7 +589,7 @@ def simumax(record: Mapping[str, str], identity: str) -> Run:
             message_calls=MEGATRON_MESSAGE_CALLS,
             kernels="b200",
         ),
-        method="zero1",
+        method="zero1" if dp * context > 1 or pp == 1 else "pipeline",
         flat_optimizer=True,
         float_reduction=True,
         clip_norm=1.0,

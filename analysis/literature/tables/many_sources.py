@@ -34,9 +34,12 @@ METRICS: dict[str, Metric] = {
 }
 """Metric by the beginning of the memory figure's description."""
 SIXTEEN_BITS = ("fp16", "bf16", "bf16/fp16", "fp16 amp", "amp fp16", "amp", "mixed")
-FLOAT8 = ("bf16+float8", "float8", "fp8-cs", "fp8-mx", "mxfp8")
+FLOAT8 = ("bf16+float8", "float8", "fp8-cs", "fp8-mx", "fp8-sc", "mxfp8")
 """Beginnings of the precision, in lower case: linear layers in float8, everything else in 16 bits."""
-MODELS = ("gpt", "llama", "mt-nlg", "bert")
+LLAMAS = ("llama", "codellama", "mistral", "qwen", "yi-")
+"""Beginnings of the names of models with Llama's blocks. Qwen's biases of queries and keys are left out."""
+MODELS = ("gpt", *LLAMAS, "mt-nlg", "opt", "bloom", "nemotron", "bert")
+"""Beginnings of the names of models that consist of equal blocks; those that are no `LLAMAS` have a GPT's."""
 MIXTURES = {
     "qwen3-30b-a3b": Shape(
         kind="llama",
@@ -49,6 +52,40 @@ MIXTURES = {
         vocabulary=151936,
         sequence_length=4096,
         experts=Experts(count=128, chosen=8, width=768, dense_blocks=0),
+    ),
+    "qwen3-235b-a22b": Shape(
+        kind="llama",
+        layers=94,
+        hidden=4096,
+        heads=64,
+        kv_heads=4,
+        head_width=128,
+        ffn=1536,
+        vocabulary=151936,
+        sequence_length=4096,
+        experts=Experts(count=128, chosen=8, width=1536, dense_blocks=0),
+    ),
+    "mixtral-8x7b": Shape(
+        kind="llama",
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        ffn=14336,
+        vocabulary=32000,
+        sequence_length=4096,
+        experts=Experts(count=8, chosen=2, width=14336, dense_blocks=0),
+    ),
+    "mixtral-8x22b": Shape(
+        kind="llama",
+        layers=56,
+        hidden=6144,
+        heads=48,
+        kv_heads=8,
+        ffn=16384,
+        vocabulary=32768,
+        sequence_length=4096,
+        experts=Experts(count=8, chosen=2, width=16384, dense_blocks=0),
     ),
     "gpt-oss-120b": Shape(
         kind="llama",
@@ -74,14 +111,28 @@ MIXTURES = {
         latent=Latent(),
         experts=Experts(count=256, chosen=8, width=2048, shared_width=2048, dense_blocks=3),
     ),
+    "deepseekv2": Shape(
+        kind="llama",
+        layers=60,
+        hidden=5120,
+        heads=128,
+        kv_heads=128,
+        ffn=12288,
+        vocabulary=102400,
+        sequence_length=4096,
+        latent=Latent(),
+        experts=Experts(count=160, chosen=6, width=1536, shared_width=3072, dense_blocks=1),
+    ),
 }
-"""Models with experts, of which the table has the name alone: config.json of Qwen/Qwen3-30B-A3B, openai/gpt-oss-120b
-and deepseek-ai/DeepSeek-V3 (Hugging Face). Biases, attention sinks and the block that predicts a further token are left
-out."""
+"""Models with experts, of which the table has the name alone: config.json of Qwen/Qwen3-30B-A3B, Qwen3-235B-A22B,
+mistralai/Mixtral-8x7B-v0.1, Mixtral-8x22B-v0.1, openai/gpt-oss-120b, deepseek-ai/DeepSeek-V3 and DeepSeek-V2 (Hugging
+Face). Biases, attention sinks and the block that predicts a further token are left out."""
 RACKS = ("DGX-GB200", "DGX-GB300")
 """Systems that are a platform of their own: racks in which NVLink joins 72 GPUs."""
 HALF_WINDOWED = ("gpt-oss",)
 """Beginnings of the names of models in which every other block attends to a short window alone."""
+RECTIFIED = ("opt", "nemotron")
+"""Beginnings of the names of models whose activation is ReLU, or its square."""
 MASKED_TOKENS = {128: 20, 512: 80}
 """BERT's predicted tokens, which have logits, by sequence length (NVIDIA, DeepLearningExamples: BERT)."""
 SHARDING: tuple[tuple[MethodName, str], ...] = (
@@ -114,6 +165,17 @@ def _sharding(text: str) -> tuple[MethodName, bool]:
         if re.fullmatch(words, word):
             return method, word in HYBRID
     raise SkippedError(f"sharding '{text}' is not known")
+
+
+def _model_of(record: Mapping[str, str]) -> str:
+    """Return the name of a row's model in lower case, that of a known mixture of experts as in `MIXTURES`.
+
+    >>> _model_of({"model": "DeepSeek-V3 671B"}), _model_of({"model": "GPT-22B"})
+    ('deepseekv3', 'gpt-22b')
+    """
+    name = record["model"].lower()
+    plain = re.sub(r"[ _-]", "", name)
+    return next((known for known in MIXTURES if plain.startswith(known.replace("-", ""))), name)
 
 
 def many_sources(record: Mapping[str, str], identity: str) -> Run:
@@ -180,12 +242,14 @@ def _run(record: Mapping[str, str], identity: str) -> Run:
         identity=identity,
         source=record["source"],
         gpu=record["system"] if record["system"] in RACKS else record["gpu"],
-        per_node=count(record, "gpus_per_node"),
+        # a rack's trays are no servers of their own: NVLink joins them
+        per_node=None if record["system"] in RACKS else count(record, "gpus_per_node"),
         shape=shape,
         software=software,
         method=method,
         flat_optimizer=method == "zero1" and shape.experts is not None,
         ep=(count(record, "ep") or 1) if shape.experts is not None else 1,
+        etp=1 if shape.experts is not None and tp > 1 else None,  # the default of Megatron Bridge's recipes
         dp=dp,
         tp=tp,
         pp=pp,
@@ -232,22 +296,25 @@ def _is_early_megatron(record: Mapping[str, str]) -> bool:
 
 def _refuse(record: Mapping[str, str]) -> None:
     """Raise SkippedError for rows with an unsupported kind of model."""
-    model = record["model"].lower()
+    model = _model_of(record)
     if ("MoE" in record["note"] or (count(record, "ep") or 1) > 1) and model not in MIXTURES:
         raise SkippedError("a mixture of experts")
     if not model.startswith((*MODELS, *MIXTURES)):
         raise SkippedError("neither a GPT, a Llama nor a BERT")
     if platform_of(record["gpu"]) is None:
         raise SkippedError("a GPU that platforms.toml does not know")
+    named = re.split(r" \+ | and | & ", record["gpu"])
+    if len({platform.device for gpu in named if (platform := platform_of(gpu))}) > 1:
+        raise SkippedError("GPUs of several kinds, of which the row does not say where they are")
 
 
 def _shape(record: Mapping[str, str]) -> Shape:
-    model = record["model"].lower()
+    model = _model_of(record)
     if model in MIXTURES:
         return replace(MIXTURES[model], sequence_length=needed(record, "seq"))
     hidden, heads = needed(record, "hidden"), needed(record, "heads")
     return Shape(
-        kind="llama" if model.startswith("llama") else "gpt",
+        kind="llama" if model.startswith(LLAMAS) else "gpt",
         layers=needed(record, "layers"),
         hidden=hidden,
         heads=heads,
@@ -256,6 +323,9 @@ def _shape(record: Mapping[str, str]) -> Shape:
         vocabulary=needed(record, "vocab"),
         sequence_length=needed(record, "seq"),
         predicted=MASKED_TOKENS.get(needed(record, "seq")) if model.startswith("bert") else None,
+        rectified=model.startswith(RECTIFIED),
+        tied=False if model.startswith("nemotron") else None,
+        biased=not model.startswith("nemotron"),
     )
 
 
@@ -279,14 +349,17 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
             in_place_loss=True,
             recomputes_attention=True,
             sequence_parallel=sequence_parallel,
+            # ZeRO-3 of early 2021, by DeepSpeed's library (Narayanan et al. 2021, section 5.2)
+            lists_ranks=_sharding(record["sharding"])[0] == "zero3",
             # since 2022; before, it waited for them
             sums_beside_products=tp > 1 and not sequence_parallel and "Korthikanti" in record["source"],
         )
     if said in ("tf32", "fp32"):
         return Software(precision="fp32", tensor_float=said == "tf32", flash_attention=False, dropout=False)
     # recipes of Megatron Bridge overlap the exchanges of dense models' tensor-parallel ranks (CommOverlapConfig)
-    overlaps = tp > 1 and ("AsyncTP" in record["extras"] or _is_bridge(record))
-    ratio, model = float8_ratio_of(record["gpu"]), record["model"].lower()
+    dense = _model_of(record) not in MIXTURES
+    overlaps = tp > 1 and ("AsyncTP" in record["extras"] or (_is_bridge(record) and dense))
+    ratio, model = float8_ratio_of(record["gpu"]), _model_of(record)
     if float8 and ratio is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
     return Software(

@@ -7,7 +7,8 @@ to a step:
   does in that time.
 - The network's rate follows from the time of one exchange of all parameters (`sync_ms_median`), in which a ring moves
   2 (n - 1) / n of their bytes over each of the n hosts' links. The exchange is taken from the first row of local SGD or
-  DiLoCo with the same model, GPU, number of hosts and shaped rate. That row is not scored.
+  DiLoCo with the same model, GPU, number of hosts and shaped rate. That row is not scored. Where there is none, the
+  network has the rate that it is shaped to.
 
 Two effects are in the measurements and not modelled. An exchange in DDP's buckets takes 1.4 times as long as one of all
 parameters at once at 50 Mbit/s, 1.3 times at 1 Gbit/s, and 0.8 times where links are not shaped: so the shaper causes
@@ -15,6 +16,7 @@ it, but the table does not show how. An exchange after 128 inner steps takes 1.2
 1 Gbit/s, and 6 times where links are not shaped: presumably a connection that was idle for seconds starts slowly.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 from analysis.literature.runs import Measured, Run, SkippedError, Software, gpt
@@ -45,9 +47,8 @@ def periodic(record: Mapping[str, str], identity: str, table: Sequence[Mapping[s
     exchanges = [row for row in alike if row["algorithm"] in ("localsgd", "diloco")]
     network = next((row for row in exchanges if positive(row, "sync_ms_median") is not None), None)
     sync_ms = positive(network, "sync_ms_median") if network else None
-    if network is None or sync_ms is None:
-        raise SkippedError("no row of local SGD or DiLoCo tells the rate of its network")
     ring_bytes = 2 * (ranks - 1) / ranks * VALUE_BYTES * parameters
+    rate = ring_bytes / (sync_ms / 1e3) if sync_ms else _shaped_bytes_per_s(record["bandwidth"])
     return Run(
         identity=record["run"] or identity,
         source=f"DiLoCo measured, {method} on {ranks} {GPU}",
@@ -65,8 +66,20 @@ def periodic(record: Mapping[str, str], identity: str, table: Sequence[Mapping[s
         measured=Measured(
             parameters=parameters,
             compute_s=compute_ms / 1e3,
-            link_bytes_per_s=ring_bytes / (sync_ms / 1e3),
+            link_bytes_per_s=rate,
             sync_every_steps=None if method == "ddp" else needed(record, "H"),
         ),
-        calibration=network["run"] == record["run"],
+        calibration=network is not None and network["run"] == record["run"],
     )
+
+
+def _shaped_bytes_per_s(text: str) -> float:
+    """Return the rate that links are shaped to; raise SkippedError where it is not stated.
+
+    >>> _shaped_bytes_per_s("50m"), _shaped_bytes_per_s("2.5gbit")
+    (6250000.0, 312500000.0)
+    """
+    match = re.match(r"([\d.]+) ?([kmg])(bit)?", text.lower())
+    if match is None:
+        raise SkippedError("no row of local SGD or DiLoCo tells the rate of its network")
+    return float(match.group(1)) * {"k": 1e3, "m": 1e6, "g": 1e9}[match.group(2)] / 8
