@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from gsreal.methods.context_parallel import ContextParts
 from gsreal.methods.cuts import cut_beside_experts, cut_of, cut_or_reason, is_linear
@@ -79,6 +79,27 @@ class _FakeTensors(FakeTensorMode):
         """
         return self
 
+    def _prep_args_for_hash(self, result: list[Any], args: Any, state: Any, id_hashed_objects: list[Any]) -> None:
+        """Append an operation's arguments to the key under which torch caches what its result looks like.
+
+        Torch flattens all that it knows of a tensor, number by number, which took a fifth of a trace's time. Of dense
+        tensors without symbolic sizes, and of plain values, the same is appended here as a whole.
+        """
+        if not isinstance(args, (list, tuple)):
+            super()._prep_args_for_hash(result, args, state, id_hashed_objects)
+            return
+        result.append((type(args), len(args)))
+        for each in args:
+            kind = type(each)
+            if kind in PLAIN:
+                result.append((kind, each))  # 1 and 1.0 are equal, but not what they give
+            elif kind is FakeTensor and is_plain(each) and self.is_our_fake(each):
+                result.append(described(each))
+            elif kind in (list, tuple):
+                self._prep_args_for_hash(result, each, state, id_hashed_objects)
+            else:
+                super()._prep_args_for_hash(result, (each,), state, id_hashed_objects)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
@@ -98,6 +119,34 @@ class _FakeTensors(FakeTensorMode):
             with self:
                 return LAYOUTS[func](result, *args)
         return result
+
+
+PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout})
+"""Types of values that can be part of a key as they are."""
+
+
+def is_plain(tensor: FakeTensor) -> bool:
+    """Return whether a fake tensor is dense, of known sizes, and without known values."""
+    return tensor.layout is torch.strided and not tensor._has_symbolic_sizes_strides and tensor.constant is None
+
+
+def described(tensor: FakeTensor) -> tuple[Any, ...]:
+    """Return what an operation's result may depend on of a fake tensor that `is_plain`: as torch's TensorMetadata,
+    without what follows from this.
+    """
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(),
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_quantized,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.is_inference(),
+    )
 
 
 def _contiguous(result: Any, *_args: Any) -> Any:

@@ -357,6 +357,13 @@ class Recorder(TorchDispatchMode):
         return (*place, max(0, self.position[place]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place = (self.layer, self.phase)
+        self.position[place] += 1
+        if func is prim_device and isinstance(args[0], FakeTensor):
+            # two of three dispatches are this question of autograd's: answered here, for speed
+            self._used(args[0])
+            device: torch.device = args[0].device
+            return device
         kwargs = kwargs or {}
         if func is aten.index_put.default:
             # torch adds the gradient of indexing to zeros in place, but out of place under a dispatch mode (torch 2.13,
@@ -364,15 +371,9 @@ class Recorder(TorchDispatchMode):
             node = torch._C._current_autograd_node()
             if node is not None and node.name() == "IndexBackward0":
                 func = aten.index_put_.default
-        place = (self.layer, self.phase)
-        self.position[place] += 1
         inputs = [*_tensors(args), *_tensors(kwargs.values())]
         for tensor in inputs:
-            key = tensor.untyped_storage()._cdata
-            if key in self.known:
-                self.first_use.setdefault(key, self.layer)
-        if func is prim_device and isinstance(inputs[0], FakeTensor):
-            return inputs[0].device  # two of three dispatches are this question of autograd's: answered here, for speed
+            self._used(tensor)
         self._written(func, args)
         if self._sums_in_place(func, args, kwargs):
             self.live[args[0].untyped_storage()._cdata].summed_in_place = True
@@ -388,6 +389,12 @@ class Recorder(TorchDispatchMode):
             # can_try_cache in aten/src/ATen/autocast_mode.cpp
             cast.casts_parameter = args[0].is_leaf and args[0].requires_grad and not args[0]._is_view()
         return result
+
+    def _used(self, tensor: Tensor) -> None:
+        """Note that the current layer uses a tensor, if no layer did before."""
+        key = tensor.untyped_storage()._cdata
+        if key in self.known:
+            self.first_use.setdefault(key, self.layer)
 
     def _sums_in_place(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether an operation is autograd's sum of two gradients of one tensor, which a run computes in place.

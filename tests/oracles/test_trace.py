@@ -17,7 +17,7 @@ import torch
 from small_models import KEPT, whole_layers_alone
 from strategies import scenario_of, star
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache, _CacheKeyState
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -1032,6 +1032,70 @@ def test_transposed_operands_give_a_trace_the_results_layout_of_a_run(operation)
             fake = operation(*(mode.from_tensor(each) for each in made))
         first = [each if isinstance(each, torch.Tensor) else each[0] for each in (real, fake)]
         assert first[0].stride() == first[1].stride(), (order, other)
+
+
+def keys_of(mode_type: Any, tensors: list[torch.Tensor], mode: Any) -> list[Any]:
+    """Return the part of the key under which a mode caches an operation's result that is of each tensor."""
+    keys = []
+    for tensor in tensors:
+        parts: list[Any] = []
+        mode_type._prep_args_for_hash(mode, parts, (tensor,), _CacheKeyState(None), [])
+        keys.append(tuple(parts))
+    return keys
+
+
+def test_keys_of_cached_results_tell_tensors_apart_as_torchs_own_do() -> None:
+    """Our keys are shorter than torch's. An operation on either of two tensors with one key has one cached result."""
+    with _FakeTensors(allow_non_fake_inputs=False) as mode:
+        base = torch.empty(4, 6)
+        complexes = torch.empty(4, 6, dtype=torch.complex64)
+        with torch.inference_mode():
+            inferred = torch.empty(4, 6)
+        tensors = [
+            *(base, torch.empty(4, 6), torch.empty(4, 6), inferred, torch.empty(4, 6, requires_grad=True)),
+            *(base.bfloat16(), base.double(), base.t(), torch.empty(6, 4), base.view(24), base.view(2, 12)),
+            *(base[:2], base[2:], torch.empty(2, 6), base[:, :3], base.expand(2, 4, 6), base[0, 0], base.long()),
+            *(torch.empty(4, 6, device="meta"), complexes, complexes.conj(), complexes.conj().imag),
+            *(complexes.imag, torch.empty(2, 3, 4, 5), torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+            *(torch.empty(0, 6), torch.empty(4, 0), torch.empty(1, 6), torch.empty(1, 6).expand(4, 6)),
+        ]
+        ours, theirs = keys_of(_FakeTensors, tensors, mode), keys_of(FakeTensorMode, tensors, mode)
+        alike = [[one == other for other in theirs] for one in theirs]
+        assert [[one == other for other in ours] for one in ours] == alike
+        assert sum(map(sum, alike)) == len(tensors) + 3 * 2  # three of one kind
+        values = [
+            1,
+            1.0,
+            True,
+            0,
+            None,
+            "a",
+            torch.float32,
+            torch.float64,
+            [1, 2],
+            [1.0, 2],
+            (1, 2),
+            [[1], 2],
+            [1, [2]],
+        ]
+        ours, theirs = keys_of(_FakeTensors, values, mode), keys_of(FakeTensorMode, values, mode)
+        assert [[one == other for other in ours] for one in ours] == [
+            [one == other for other in theirs] for one in theirs
+        ]
+
+
+def test_what_no_key_describes_is_left_to_torch() -> None:
+    """A tensor of known values, one of another mode, and one of no mode have no cached results."""
+    with FakeTensorMode():
+        foreign = torch.empty(3)
+    with _FakeTensors(allow_non_fake_inputs=False) as mode:
+        known = torch.linspace(0, 1, 1)
+        assert known.constant is not None
+        for tensor in (known, foreign):
+            with pytest.raises(_BypassDispatchCache):
+                mode._prep_args_for_hash([], [tensor], _CacheKeyState(None), [])
+    with pytest.raises(_BypassDispatchCache):
+        mode._prep_args_for_hash([], (torch.empty(3),), _CacheKeyState(None), [])
 
 
 def test_what_is_changed_in_place_after_a_matrix_product_cannot_be_kept():
