@@ -35,9 +35,10 @@ from gssim.memory import (
 from gssim.program import Chunk, Program, Task, without_messages
 
 LATEST_FIRST = ("activations",)
-FIRST_REPEATING = 5
+FIRST_REPEATING, FIRST_OF_MANY = 5, 3
 """Number of the first replay of a program that looks up effects of its requests, see [Note: known effects] in
-`gssim.memory.known_effects`: with fewer replays, describing the blocks takes longer than it saves."""
+`gssim.memory.known_effects`, in general and if many follow: with fewer replays, describing the blocks takes longer than
+it saves."""
 MIN_REQUESTS = 20
 """Fewest requests of a part whose effect is looked up instead of serving them."""
 MIN_REPETITIONS = 3
@@ -64,15 +65,17 @@ def replay(
     limit_bytes: float | None = None,
     expandable_segments: bool = False,
     pass_over: bool = True,
+    many: bool = False,
 ) -> AllocatorPeaks:
     """Return the allocator's peaks over a role's steps; see [Note: order of tensors].
 
     `parts`: replaces the role's own. `limit_bytes`: memory of the device available to the allocator. `pass_over`:
-    whether to pass over repetitions that change nothing; see [Note: cycles].
+    whether to pass over repetitions that change nothing; see [Note: cycles]. `many`: whether many roles of the program
+    are replayed.
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
     can_repeat = limit_bytes is None and not expandable_segments and pass_over
-    live = _LiveTensors(allocator, program.once(_Repeated).of_replay() if can_repeat else None)
+    live = _LiveTensors(allocator, program.once(_Repeated).of_replay(many=many) if can_repeat else None)
     missing = 0
     try:
         _run(program, role, without_messages(program.tasks[role]) if parts is None else parts, live, pass_over)
@@ -91,10 +94,10 @@ class _Repeated:
         self.requests: dict[tuple[int, ...], RepeatedRequests] = {}
         """Requests of a part of a step, by `_Part.identities`."""
 
-    def of_replay(self) -> dict[tuple[int, ...], RepeatedRequests] | None:
+    def of_replay(self, *, many: bool) -> dict[tuple[int, ...], RepeatedRequests] | None:
         """Count a replay, and return the requests that it shares with others; None for the first replays."""
         self.replays += 1
-        return self.requests if self.replays >= FIRST_REPEATING else None
+        return self.requests if self.replays >= (FIRST_OF_MANY if many else FIRST_REPEATING) else None
 
 
 Kept = tuple[str, Sequence[float]]
@@ -297,19 +300,24 @@ class _LiveTensors:
     def requests_of(self, events: Sequence[Event]) -> list[Request]:
         """Return the allocations and frees of events, in their order."""
         requests: list[Request] = []
-        for event in events:
-            frees = event.size_bytes < 0
-            sizes = event.tensors or (abs(event.size_bytes),)
-            for size, several in groupby(sizes) if event.size_bytes else ():
-                if size >= 1:
-                    key = ((event.category, event.number, size), event.stream)
-                    if key not in self._made:
-                        self._made[key] = self._requests_for(*key)
-                    request, count = self._made[key][frees + event.latest], len(list(several))
-                    if count > 1 and not frees:
-                        requests.append((*request[:-1], count))
-                    else:
-                        requests.extend(repeat(request, count))
+        for _, change, category, tensors, stream, number, _, latest in events:
+            frees, sizes = change < 0, [(abs(change), 1)]
+            if tensors:
+                sizes = [(size, len(list(several))) for size, several in groupby(tensors)]
+            for size, count in sizes if change else ():
+                if size < 1:
+                    continue
+                key = (category, number, size), stream
+                made = self._made.get(key)
+                if made is None:
+                    made = self._made[key] = self._requests_for(*key)
+                request = made[frees + latest]
+                if count == 1:
+                    requests.append(request)
+                elif frees:
+                    requests.extend(repeat(request, count))
+                else:
+                    requests.append((*request[:-1], count))
         return requests
 
     def _requests_for(self, key: Kind, stream: str) -> tuple[Request, Request, Request]:

@@ -38,17 +38,19 @@ TOLERANCE_RATIO = 1e-3
 because some micro-batches hold a tensor more, or free what the one before has gathered."""
 
 
-def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes: float) -> AllocatorPeaks:
+def reservation(
+    scenario: Scenario, program: Program, rank: int, *, known_bytes: float, many: bool = False
+) -> AllocatorPeaks:
     """Return the allocator's peaks for a rank's step; `known_bytes`: the exact peak of requested bytes (see [Note:
-    middle]).
+    middle]); `many`: as of `replay`.
     """
     role = program.role_of[rank]
     expandable = scenario.cluster.type_of(rank).expandable_segments
     left_out = range(scenario.policies.pp + 2, scenario.plan.micro_batches - 2)
     without_bytes = program.once(_peak_without, role, left_out) if left_out else 0.0
     if abs(without_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
-        return program.once(_replay, role, expandable, None, left_out)
-    return program.once(_replay, role, expandable, None)
+        return program.once(_replay, role, expandable, None, left_out, many)
+    return program.once(_replay, role, expandable, None, range(0), many)
 
 
 def _without(program: Program, role: int, left_out: range) -> list[Task | Chunk]:
@@ -67,11 +69,16 @@ def _peak_without(program: Program, role: int, left_out: range) -> float:
 
 
 def _replay(
-    program: Program, role: int, expandable: bool, limit_bytes: float | None, left_out: range = range(0)
+    program: Program,
+    role: int,
+    expandable: bool,
+    limit_bytes: float | None,
+    left_out: range = range(0),
+    many: bool = False,
 ) -> AllocatorPeaks:
     """Return the allocator's peaks over a role's steps, without the micro-batches in `left_out`; see [Note: middle]."""
     parts = _without(program, role, left_out) if left_out else None
-    return replay(program, role, parts=parts, limit_bytes=limit_bytes, expandable_segments=expandable)
+    return replay(program, role, parts=parts, limit_bytes=limit_bytes, expandable_segments=expandable, many=many)
 
 
 SIZE_DIGITS = 3
@@ -80,6 +87,8 @@ ranks.
 """
 EQUAL_PEAKS_RATIO = 0.02
 """Relative difference up to which peaks count as nearly equal."""
+MANY_REPLAYS = 8
+"""Fewest sets of comparable ranks from which replays look up what earlier ones did; see `replay`."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +201,10 @@ def footprints_of(
             room_bytes = device.memory_bytes - (sum(beside[role].values()) if beside else 0.0)
             kinds[kind] = MemoryFootprint(rank, room_bytes, peak, sum(peak.values()), outside)
         footprints.append(kinds[kind])
-    for alike, places in _alike(scenario, program, footprints).items() if reserved else ():
-        found = (
-            overheads[alike] if overheads and alike in overheads else _overheads(scenario, program, footprints, places)
-        )
+    comparable = _alike(scenario, program, footprints) if reserved else {}
+    many = len(comparable) >= MANY_REPLAYS
+    for alike, places in comparable.items():
+        found = (overheads or {}).get(alike) or _overheads(scenario, program, footprints, places, many=many)
         whole: dict[int, MemoryFootprint] = {}
         for place in places:
             if id(footprints[place]) not in whole:
@@ -244,10 +253,9 @@ def _most_missing_bytes(program: Program, role: int) -> int:
 def allocator_overheads(scenario: Scenario, program: Program, peaks: Sequence[PeakOfRank]) -> Overheads:
     """Return the allocator's overheads, computed once for each set of comparable ranks; see [Note: alike]."""
     footprints = footprints_of(scenario, program, peaks, reserved=False)
-    return {
-        alike: _overheads(scenario, program, footprints, places)
-        for alike, places in _alike(scenario, program, footprints).items()
-    }
+    comparable = _alike(scenario, program, footprints)
+    many = len(comparable) >= MANY_REPLAYS
+    return {alike: _overheads(scenario, program, footprints, places, many=many) for alike, places in comparable.items()}
 
 
 def _alike(
@@ -277,16 +285,18 @@ def independent_peaks(
 
 
 def _overheads(
-    scenario: Scenario, program: Program, footprints: Sequence[MemoryFootprint], places: Sequence[int]
+    scenario: Scenario, program: Program, footprints: Sequence[MemoryFootprint], places: Sequence[int], *, many: bool
 ) -> Sequence[AllocatorOverhead]:
-    """Return the overhead of the largest peak among comparable ranks, and that of the smallest if it differs."""
+    """Return the overhead of the largest peak among comparable ranks, and that of the smallest if it differs; `many`:
+    as of `replay`.
+    """
     by_peak = sorted(places, key=lambda place: (footprints[place].allocated_bytes, -place))
     ends = [footprints[by_peak[-1]], footprints[by_peak[0]]]
     if ends[0].allocated_bytes - ends[1].allocated_bytes <= EQUAL_PEAKS_RATIO * ends[0].allocated_bytes:
         del ends[1]
     found = []
     for end in ends:
-        peaks = reservation(scenario, program, end.rank, known_bytes=end.allocated_bytes)
+        peaks = reservation(scenario, program, end.rank, known_bytes=end.allocated_bytes, many=many)
         rounding, unused = peaks.allocated_bytes - peaks.requested_bytes, peaks.reserved_bytes - peaks.allocated_bytes
         found.append((end.allocated_bytes, rounding, unused))
     return found

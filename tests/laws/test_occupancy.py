@@ -437,3 +437,19 @@ def test_ranks_that_share_a_footprint_have_the_one_of_each_by_itself() -> None:
     assert [each.reported for each in shared] == [each.reported for each in alone]
     assert worst_misfit(shared) == worst_misfit(alone)
     assert tightest_margin(shared) == tightest_margin(alone)
+
+
+def test_of_many_replays_the_first_ones_are_kept_too(monkeypatch):
+    """Each stage of a long pipeline is replayed, as all have different numbers of tasks; here one is, several times."""
+    monkeypatch.setattr(allocator_replay, "MIN_REQUESTS", 2)
+    plan = {"method": "pipeline", "pp": 4, "micro_batches": 16, "schedule": "1f1b", "recompute": "full"}
+    scenario = scenario_of(gpus(4), plan, global_batch_size=16, precision="bf16", optimizer="adamw")
+
+    def peaks(*, many):
+        program = lower(scenario)
+        return [replay(program, 1, many=many) for _ in range(4)], program.once(allocator_replay._Repeated).requests
+
+    (found, kept), (expected, none) = peaks(many=True), peaks(many=False)
+    assert found == expected
+    assert kept
+    assert not none
