@@ -191,7 +191,7 @@ def check_own_module(scenario: Scenario, *, where: str) -> None:
     with torch.device("meta"):
         built = build_module(module, where=where)
     _check_shared_parameters(scenario, built, where)
-    _check_hooks(scenario, built, where)
+    _check_replaced_parameters(scenario, built, where)
     for path, inner in built.named_modules() if scenario.ranks > 1 else ():
         trained = any(parameter.requires_grad for parameter in inner.parameters(recurse=False))
         if getattr(inner, "max_norm", None) is not None and trained:
@@ -215,10 +215,13 @@ def _check_shared_parameters(scenario: Scenario, module: nn.Module, where: str) 
                 )
 
 
-def _check_hooks(scenario: Scenario, module: nn.Module, where: str) -> None:
-    """Raise UserError if parameters have hooks and are replaced by others, without: by FSDP2, or by parts of them."""
+def _check_replaced_parameters(scenario: Scenario, module: nn.Module, where: str) -> None:
+    """Raise UserError if parameters have hooks and are replaced by others, without: by FSDP2, or by parts of them; or
+    if FSDP2 cannot shard them.
+    """
     policies = scenario.policies
-    if policies.gradients == "reduce-scatter" or (policies.sync_every_steps and policies.dp_shard > 1):
+    fully_sharded = policies.gradients == "reduce-scatter" or (policies.sync_every_steps and policies.dp_shard > 1)
+    if fully_sharded:
         said = f"plan.method = '{scenario.plan.method}'"
     elif policies.tp > 1 or policies.ep > 1:
         said = f"plan.tp = {policies.tp}" if policies.tp > 1 else f"plan.ep = {policies.ep}"
@@ -229,6 +232,11 @@ def _check_hooks(scenario: Scenario, module: nn.Module, where: str) -> None:
             raise UserError(
                 f"{where}: {said}: replaces parameters by parts of them, which do not have the hook (register_hook) of "
                 f"'{name}': it can be predicted, but not run; allowed: ddp, zero1 or gs, without plan.tp and plan.ep"
+            )
+        if fully_sharded and not parameter.is_contiguous():
+            raise UserError(
+                f"{where}: {said}: '{name}' is not contiguous, and FSDP2 shards no such parameter: it can be "
+                "predicted, but not run; allowed: ddp, zero1 or gs"
             )
 
 
