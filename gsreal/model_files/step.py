@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import saved_tensors_hooks
@@ -293,7 +295,7 @@ def _explained(where: str, what: str = "forward or loss") -> Iterator[None]:
     """Raise exceptions of a module's code, in `what` of a step, as UserErrors."""
     try:
         yield
-    except (UnknownOperationError, NoPolynomialError):
+    except (UserError, UnknownOperationError, NoPolynomialError):
         raise
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise UserError(
@@ -307,6 +309,22 @@ def _explained(where: str, what: str = "forward or loss") -> Iterator[None]:
                 "BEiT, relative positions), which a trace does not see; compute it in each forward, or make it a buffer"
             ) from None
         raise UserError(f"{where}: the module's {what} fails on the stated input: {first_line(error)}") from error
+
+
+@contextmanager
+def _without_checkpoints(where: str) -> Iterator[None]:
+    """Raise UserError if a module checkpoints a part of itself: what that holds in the backward is not traced."""
+
+    def refuse(*_args: Any, **_settings: Any) -> None:
+        raise UserError(
+            f"{where}: the module checkpoints a part of itself (torch.utils.checkpoint); leave that out: "
+            "plan.recompute checkpoints its blocks"
+        )
+
+    reentrant = mock.patch.object(torch.utils.checkpoint.CheckpointFunction, "apply", refuse)
+    other = mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", refuse)
+    with reentrant, other:
+        yield
 
 
 def _execution_order(
@@ -332,7 +350,7 @@ def _execution_order(
         return hook
 
     handles = [inner[name].register_forward_pre_hook(before(name), with_kwargs=True) for name in chosen]
-    with _explained(where):
+    with _explained(where), _without_checkpoints(where):
         output = module(inputs)
         logits = logits_of(output)
     if model.module.hugging_face is not None and not hasattr(output, "logits"):
@@ -502,7 +520,7 @@ class _PreparedStep:
         if len(created) != len(seen.alive):
             raise UserError(
                 f"{where}: the module runs other operations in one forward than in the next of the same input, as one "
-                "that skips layers at random or checkpoints a part of itself; leave that out (see plan.recompute)"
+                "that skips layers at random; leave that out"
             )
         layers = range(len(record.modules) + 1)
         ours, theirs = ([each.forward_positions(layer) for layer in layers] for each in (record, seen))

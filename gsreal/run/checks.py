@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gsreal.compiled import compiler
@@ -33,7 +34,7 @@ def check_real(loaded: Loaded) -> None:
     check_gloo_on_gpus(ours, where=where)
     check_samples(ours, where=where)
     check_norms(ours, where=where)
-    check_shared_parameters(ours, where=where)
+    check_own_module(ours, where=where)
     check_compiled(ours, where=where)
     check_experts_in_fp64(ours, where=where)
 
@@ -179,22 +180,64 @@ def check_norms(scenario: Scenario, *, where: str) -> None:
         ) from None
 
 
-def check_shared_parameters(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if blocks would be sharded one by one, by FSDP2 or gs_z3, that share parameters."""
-    model = scenario.workload.model
-    in_units = scenario.policies.gradients == "reduce-scatter" or scenario.policies.parameters == "sharded"
-    if model.module.factory is None or not in_units:
+def check_own_module(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError if ranks cannot train the module of a factory, or would train it otherwise than one device does.
+
+    It is made on the meta device, without values.
+    """
+    module = scenario.workload.model.module
+    if module.factory is None:
         return
     with torch.device("meta"):
-        module = build_module(model.module, where=where)
-    holders: dict[torch.nn.Parameter, str] = {}
-    for layer in (each for each in unrolled(model) if each.layer.block):
+        built = build_module(module, where=where)
+    _check_shared_parameters(scenario, built, where)
+    _check_replaced_parameters(scenario, built, where)
+    for path, inner in built.named_modules() if scenario.ranks > 1 else ():
+        trained = any(parameter.requires_grad for parameter in inner.parameters(recurse=False))
+        if getattr(inner, "max_norm", None) is not None and trained:
+            raise UserError(
+                f"{where}: workload.model: '{path}' has max_norm: its forward changes parameters, on every rank those "
+                "of its own samples: it can be predicted, but not run on several ranks; leave it out"
+            )
+
+
+def _check_shared_parameters(scenario: Scenario, module: nn.Module, where: str) -> None:
+    """Raise UserError if blocks would be sharded one by one, by FSDP2 or gs_z3, that share parameters."""
+    if scenario.policies.gradients != "reduce-scatter" and scenario.policies.parameters != "sharded":
+        return
+    holders: dict[nn.Parameter, str] = {}
+    for layer in (each for each in unrolled(scenario.workload.model) if each.layer.block):
         for name, parameter in module.get_submodule(layer.module).named_parameters():
             if (first := holders.setdefault(parameter, layer.module)) != layer.module:
                 raise UserError(
                     f"{where}: plan.method = '{scenario.plan.method}': shards '{first}' and '{layer.module}' one by "
                     f"one, but they share '{name}': it can be predicted, but not run; allowed: ddp, zero1 or gs"
                 )
+
+
+def _check_replaced_parameters(scenario: Scenario, module: nn.Module, where: str) -> None:
+    """Raise UserError if parameters have hooks and are replaced by others, without: by FSDP2, or by parts of them; or
+    if FSDP2 cannot shard them.
+    """
+    policies = scenario.policies
+    fully_sharded = policies.gradients == "reduce-scatter" or (policies.sync_every_steps and policies.dp_shard > 1)
+    if fully_sharded:
+        said = f"plan.method = '{scenario.plan.method}'"
+    elif policies.tp > 1 or policies.ep > 1:
+        said = f"plan.tp = {policies.tp}" if policies.tp > 1 else f"plan.ep = {policies.ep}"
+    else:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UserError(
+                f"{where}: {said}: replaces parameters by parts of them, which do not have the hook (register_hook) of "
+                f"'{name}': it can be predicted, but not run; allowed: ddp, zero1 or gs, without plan.tp and plan.ep"
+            )
+        if fully_sharded and not parameter.is_contiguous():
+            raise UserError(
+                f"{where}: {said}: '{name}' is not contiguous, and FSDP2 shards no such parameter: it can be "
+                "predicted, but not run; allowed: ddp, zero1 or gs"
+            )
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:

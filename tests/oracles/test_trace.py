@@ -1221,7 +1221,7 @@ FAULTS = {
     "alternating": ((f"{__name__}.Alternating", *IMAGE), "other operations in one forward than in the next"),
     "no-logits": ((f"{__name__}.Unnamed", *IMAGE), "its output is of type dict, in which logits are not found: return"),
     "backward-fails": ((f"{__name__}.Overwriting", *IMAGE), "the module's backward fails on the stated input: one of"),
-    "checkpointed": ((f"{__name__}.Checkpointed", *IMAGE), "or checkpoints a part of itself; leave that out (see"),
+    "checkpointed": ((f"{__name__}.Checkpointed", *IMAGE), "the module checkpoints a part of itself (torch.utils"),
     "synchronized": ((f"{__name__}.Synchronized", *IMAGE), "the module 'norm' is a SyncBatchNorm: it exchanges stat"),
     "no-input": ((f"{__name__}.Shortcut",), "exactly one of --vocabulary (tokens) and --image is needed"),
     "no-image": ((f"{__name__}.Shortcut", "--image", "8x8"), "--image 8x8: must be CHANNELSxHEIGHTxWIDTH"),

@@ -30,7 +30,7 @@ from gsreal.machine import device_name, usable_cores
 from gsreal.model_files.build import build_module
 from gsreal.model_files.request import Request
 from gsreal.model_files.trace import write_model
-from gsreal.run.checks import check_gloo_on_gpus, check_norms, check_predicted_only, check_shared_parameters
+from gsreal.run.checks import check_gloo_on_gpus, check_norms, check_own_module, check_predicted_only
 from gsreal.run.launch import reason_of
 from gssim.errors import UserError
 from gssim.plan import Plan
@@ -660,7 +660,63 @@ def test_blocks_that_share_a_layer(monkeypatch, method, runs):
     scenario = load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario
     said = "shards 'blocks.0' and 'blocks.1' one by one, but they share 'up.weight'"
     with nullcontext() if runs else pytest.raises(UserError, match=said):
-        check_shared_parameters(scenario, where="file")
+        check_own_module(scenario, where="file")
+
+
+@pytest.mark.parametrize(
+    ("plan", "key"),
+    [("method=ddp", None), ("method=gs", None), ("method=zero3", "method = 'zero3'"), ("tp=2", "tp = 2")],
+)
+def test_hooks_of_parameters(monkeypatch, plan, key):
+    """FSDP2 dropped them: with one that halves a gradient, parameters were 3e-2 off one device's after five steps."""
+
+    def hooked(module, where):
+        built = build_module(module, where=where)
+        built.head.weight.register_hook(lambda gradient: gradient / 2)
+        return built
+
+    monkeypatch.setattr("gsreal.run.checks.build_module", hooked)
+    changes = [star(2), f"plan.{plan}", *(["plan.method=ddp"] if plan == "tp=2" else [])]
+    scenario = load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario
+    said = (
+        f"file: plan.{key}: replaces parameters by parts of them, which do not have the hook (register_hook) of 'head"
+    )
+    with nullcontext() if key is None else pytest.raises(UserError, match=re.escape(said)):
+        check_own_module(scenario, where="file")
+
+
+def test_parameters_in_another_memory_format(monkeypatch):
+    """A rank ended with an error of FSDP2's own."""
+
+    def transposed(module, where):
+        built = build_module(module, where=where)
+        built.head.weight.data = built.head.weight.data.t().contiguous().t()
+        return built
+
+    monkeypatch.setattr("gsreal.run.checks.build_module", transposed)
+    for method, said in (
+        ("ddp", None),
+        ("zero3", "'head.weight' is not contiguous, and FSDP2 shards no such parameter"),
+    ):
+        scenario = load_scenario(SCENARIOS / "demo.toml", [star(2), f"plan.method={method}"], gradients_needed=False)
+        with nullcontext() if said is None else pytest.raises(UserError, match=said):
+            check_own_module(scenario.scenario, where="file")
+
+
+@pytest.mark.parametrize(("method", "runs"), [("single", True), ("ddp", False), ("zero3", False), ("gs", False)])
+def test_an_embedding_that_its_forward_changes(monkeypatch, method, runs):
+    """Replicas of DDP had other parameters each, FSDP2's were 3 off one device's, and gs ended in a traceback."""
+
+    def limited(module, where):
+        built = build_module(module, where=where)
+        built.tokens.max_norm = 1.0
+        return built
+
+    monkeypatch.setattr("gsreal.run.checks.build_module", limited)
+    changes = [star(1 if runs else 2), f"plan.method={method}"]
+    scenario = load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario
+    with nullcontext() if runs else pytest.raises(UserError, match="'tokens' has max_norm: its forward changes"):
+        check_own_module(scenario, where="file")
 
 
 def test_experts_of_hugging_face_in_fp64(refusal, files):
