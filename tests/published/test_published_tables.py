@@ -27,7 +27,9 @@ from analysis.literature.scenarios import (
 from analysis.literature.score import baseline_step_s, score
 from analysis.literature.tables.reading import KINDS, read_table
 from analysis.literature.transformer import TransformerBuilder
+from gssim.cluster import Link, presets
 from gssim.errors import UserError
+from gssim.units import validated
 from gssim.workload import Polynomial
 
 ROWS: dict[str, dict[str, str]] = {
@@ -371,6 +373,19 @@ def test_a_rack_is_one_domain_of_nvlink_whatever_its_trays_hold(tmp_path):
     trays = run_of(tmp_path, system="DGX-GB200", gpu="GB200", gpus_per_node="4", n_gpus="8", dp="8")
     (server,) = tables_of(trays)["cluster"]["topology"]["servers"]
     assert (server["count"], server["devices"]) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rate_gbit_per_s"), [("A100-SXM-80GB", 400), ("H100-SXM-80GB", 800), ("A100-SXM-40GB", 1600)]
+)
+def test_servers_of_ibm_have_its_network(tmp_path, gpu, rate_gbit_per_s):
+    """400 and 800 Gbit/s (heads of fms-fsdp's table), less a tenth; others have their data sheet's."""
+    run = run_of(tmp_path, system="IBM 16x GPUs", gpu=gpu, n_gpus="16", dp="16", global_batch="32")
+    cluster = tables_of(run)["cluster"]
+    (server,) = cluster["topology"]["servers"]
+    network = validated(Link, {"between": ["a", "b"], **presets("links")[server["nic_link"]]}, file="links")
+    rate = server["nics"] * 8 * network.bandwidth_bytes_per_s / 1e9
+    assert rate_gbit_per_s * 0.85 < rate <= rate_gbit_per_s
 
 
 def test_rows_with_gpus_of_several_kinds_are_skipped_with_a_reason(tmp_path):

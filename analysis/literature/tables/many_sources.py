@@ -241,7 +241,7 @@ def _run(record: Mapping[str, str], identity: str) -> Run:
     return Run(
         identity=identity,
         source=record["source"],
-        gpu=record["system"] if record["system"] in RACKS else record["gpu"],
+        gpu=_platform_name(record),
         # a rack's trays are no servers of their own: NVLink joins them
         per_node=None if record["system"] in RACKS else count(record, "gpus_per_node"),
         shape=shape,
@@ -265,6 +265,14 @@ def _run(record: Mapping[str, str], identity: str) -> Run:
         memory_bytes=memory * GIB if memory is not None and metric else None,
         memory_metric=metric if memory is not None else None,
     )
+
+
+def _platform_name(record: Mapping[str, str]) -> str:
+    """Return the name of a row's platform: its system where that is one of its own, else its GPU."""
+    if record["system"] in RACKS:
+        return record["system"]
+    of_maker = f"{record['system'].partition(' ')[0]} {record['gpu']}"
+    return record["gpu"] if platform_of(of_maker) is None else of_maker
 
 
 def _axes(record: Mapping[str, str]) -> tuple[int, int, int, int]:
