@@ -348,6 +348,11 @@ def check_options(
     for unit in units:
         if not isinstance(unit, nn.Module):
             raise ValueError(f"units must be modules of the model, not {unit!r:.80}")
+        if type(unit).forward is nn.Module.forward:
+            raise ValueError(
+                f"units has a {type(unit).__name__}, which is never called, so that its parameters would never be "
+                "gathered: list the modules that are called, as in units=model.blocks, not [model.blocks]"
+            )
     if units and parameters == "replicated":
         raise ValueError("units are gathered just in time: set parameters to 'sharded' or 'gathered'")
     if parameters != "replicated" and publish.threshold is not None:

@@ -134,6 +134,9 @@ def options_that_are_none():
         refused(f"{name} must be", shard_gradients, mlp(), SGD, **{name: value})
     for name in ("overlap", "publish_overlaps", "whole_tensors", "skip_nonfinite", "point_to_point"):
         refused(f"{name} must be True or False, not 'no'", shard_gradients, mlp(), SGD, **{name: "no"})
+    for unit in (nn.ModuleList([nn.Linear(2, 2)]), nn.ParameterList([torch.ones(2)])):  # which trained on NaN
+        words = f"units has a {type(unit).__name__}, which is never called"
+        refused(words, shard_gradients, nn.Sequential(unit), SGD, parameters="sharded", units=[unit])
     refused("model must be", shard_gradients, list(mlp().parameters()), SGD)
     refused("optimizer_factory must be", shard_gradients, mlp(), "adamw")
     refused("optimizer_factory must be", shard_gradients, mlp(), SGD(mlp().parameters()))
