@@ -133,6 +133,47 @@ def test_hostile_files_are_one_line(tmp_path, name):
     assert name in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("ds.json", '{"train_batch_size": 8, "train_batch_size": 16}', "ds.json: train_batch_size: is given twice in"),
+        ("a.yaml", FSDP.format(reshard="true", more="num_processes: 2\n"), "a.yaml: num_processes: is given twice in"),
+        (
+            "a.yaml",
+            FSDP.format(reshard="true\n  fsdp_reshard_after_forward: false", more=""),
+            "forward: is given twice",
+        ),
+    ],
+)
+def test_a_key_that_is_given_twice_in_one_table_is_refused(tmp_path, name, text, said):
+    with pytest.raises(UserError, match=said) as caught:
+        imported(tmp_path, text, name=name)
+    assert "not valid" not in str(caught.value)
+
+
+def test_keys_that_yaml_merges_are_replaced_by_own_ones_however_often_they_are_merged():
+    text = "a: &a {k: 1, m: 0}\nb: &b {<<: *a, k: 2}\nc: {<<: *b, k: 3}\nd: {<<: [*b, *a], m: 4}\n"
+    found = limits.parsed_yaml(text, file="x")
+    assert found["b"] == {"k": 2, "m": 0}
+    assert found["c"] == {"k": 3, "m": 0}
+    assert found["d"] == {"k": 2, "m": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"train_batch_size": -64}, "train_batch_size = -64: must be a whole number of at least 1, and at most 1e15"),
+        ({"train_batch_size": 10**30}, "000: must be a whole number of at least 1, and at most 1e15"),
+        ({"train_batch_size": True}, "train_batch_size = true: must be a whole number of at least 1"),
+        ({"gradient_clipping": -1}, "gradient_clipping = -1: must be a number from 0 to 1e18"),
+        ({"gradient_clipping": float("inf")}, "gradient_clipping = Infinity: must be a number from 0 to 1e18"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_range(tmp_path, change, said):
+    with pytest.raises(UserError, match=said):
+        imported(tmp_path, DEEPSPEED | change, name="ds.json")
+
+
 def test_large_files_are_not_read(tmp_path):
     for name in ("large.json", "large.yaml"):
         with (tmp_path / name).open("wb") as stream:
