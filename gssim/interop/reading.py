@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 import tomli
 
 from gssim.errors import UserError, one_line
+from gssim.execution.files import keys_once
 
 MOST_BYTES = 4 * 2**20
 """Size of the largest file that is read: topologies of thousands of hosts stay below it."""
@@ -61,17 +62,8 @@ def standard_input() -> str:
 
 def parsed_json(text: str, *, file: str) -> Any:
     """Return the content of a JSON file; raise UserError where it is invalid, or names a key twice."""
-
-    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [key for key, _ in pairs]
-            twice = next(key for key in names if names.count(key) > 1)
-            raise UserError(f"{file}: {one_line(twice, SHOWN_VALUE)}: is given twice in one table")
-        return found
-
     try:
-        return json.loads(text, object_pairs_hook=table)
+        return json.loads(text, object_pairs_hook=keys_once(file))
     except UserError:  # a ValueError too
         raise
     except (ValueError, RecursionError) as error:
