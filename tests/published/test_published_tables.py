@@ -388,6 +388,13 @@ def test_servers_of_ibm_have_its_network(tmp_path, gpu, rate_gbit_per_s):
     assert rate_gbit_per_s * 0.85 < rate <= rate_gbit_per_s
 
 
+@pytest.mark.parametrize(("gpu", "own", "of_cudnn"), [("H100", 0.58, 0.87), ("B200", 0.58, 0.73), ("A100", 0.74, 0.74)])
+def test_megatron_bridge_has_the_attention_of_cudnn_where_its_rate_is_known(tmp_path, gpu, own, of_cudnn):
+    change = {"model": "llama3-tiny", "gpu": gpu, "precision": "BF16", "sharding": "DDP+dist-opt", "recompute": "none"}
+    others, bridge = (run_of(tmp_path, **change, source=source) for source in ("NeMo", "NVIDIA-NeMo/Megatron-Bridge"))
+    assert (others.software.attention_ratio, bridge.software.attention_ratio) == (own, of_cudnn)
+
+
 def test_rows_with_gpus_of_several_kinds_are_skipped_with_a_reason(tmp_path):
     change = {"gpu": "A100-SXM-80GB + V100-SXM2-16GB"}
     ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | change))
