@@ -359,6 +359,8 @@ def test_words_for_sharding(tmp_path, word, method, shards):
         ("foundry", "Sharding Strategy=NO_SHARD", {"method": "ddp"}),
         ("foundry", "Sharding Strategy=HYBRID_SHARD | # GPUs=16", {"dp_shard": 8, "dp_replicate": 2}),
         ("simumax", "tp=4 | pp=2 | dp=1", {"method": "pipeline", "tp": 4, "pp": 2}),
+        ("simumax", "model=deepseekv3 | tp=2 | dp=4 | ep=8", {"tp": 2, "ep": 8, "etp": 1}),
+        ("simumax", "model=deepseekv2 | tp=1 | dp=8 | ep=1", {"method": "zero1", "ep": None}),
     ],
 )
 def test_rows_of_the_same_kinds_with_other_models_and_plans_are_predicted(tmp_path, kind, change, expected):
