@@ -359,6 +359,8 @@ def test_words_for_sharding(tmp_path, word, method, shards):
         ("foundry", "Sharding Strategy=NO_SHARD", {"method": "ddp"}),
         ("foundry", "Sharding Strategy=HYBRID_SHARD | # GPUs=16", {"dp_shard": 8, "dp_replicate": 2}),
         ("simumax", "tp=4 | pp=2 | dp=1", {"method": "pipeline", "tp": 4, "pp": 2}),
+        ("simumax", "model=deepseekv3 | tp=2 | dp=4 | ep=8", {"tp": 2, "ep": 8, "etp": 1}),
+        ("simumax", "model=deepseekv2 | tp=1 | dp=8 | ep=1", {"method": "zero1", "ep": None}),
     ],
 )
 def test_rows_of_the_same_kinds_with_other_models_and_plans_are_predicted(tmp_path, kind, change, expected):
@@ -386,6 +388,13 @@ def test_servers_of_ibm_have_its_network(tmp_path, gpu, rate_gbit_per_s):
     network = validated(Link, {"between": ["a", "b"], **presets("links")[server["nic_link"]]}, file="links")
     rate = server["nics"] * 8 * network.bandwidth_bytes_per_s / 1e9
     assert rate_gbit_per_s * 0.85 < rate <= rate_gbit_per_s
+
+
+@pytest.mark.parametrize(("gpu", "own", "of_cudnn"), [("H100", 0.58, 0.87), ("B200", 0.58, 0.73), ("A100", 0.74, 0.74)])
+def test_megatron_bridge_has_the_attention_of_cudnn_where_its_rate_is_known(tmp_path, gpu, own, of_cudnn):
+    change = {"model": "llama3-tiny", "gpu": gpu, "precision": "BF16", "sharding": "DDP+dist-opt", "recompute": "none"}
+    others, bridge = (run_of(tmp_path, **change, source=source) for source in ("NeMo", "NVIDIA-NeMo/Megatron-Bridge"))
+    assert (others.software.attention_ratio, bridge.software.attention_ratio) == (own, of_cudnn)
 
 
 def test_rows_with_gpus_of_several_kinds_are_skipped_with_a_reason(tmp_path):

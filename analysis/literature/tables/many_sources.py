@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from analysis.literature.platforms import attention_ratio_of, float8_ratio_of, platform_of, sixteen_bits_of
+from analysis.literature.platforms import (
+    attention_ratio_of,
+    float8_ratio_of,
+    fused_attention_ratio_of,
+    platform_of,
+    sixteen_bits_of,
+)
 from analysis.literature.runs import (
     MEGATRON_CLIP_NORM,
     MEGATRON_MESSAGE_CALLS,
@@ -374,7 +380,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         flash_attention=True,
         dropout=False,
         # attention within a short window counts as none
-        attention_ratio=attention_ratio_of(record["gpu"]) * (1 + model.startswith(HALF_WINDOWED)),
+        attention_ratio=_attention_ratio(record) * (1 + model.startswith(HALF_WINDOWED)),
         compiled=record["compile"] == "yes" or _is_bridge(record),
         fused_projections=_is_bridge(record),
         sequence_parallel=tp > 1,
@@ -388,6 +394,15 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         float8_maps=float8,
         float_gradients=_is_torchtitan(record) and pp > 1,  # reduced and accumulated in float
     )
+
+
+def _attention_ratio(record: Mapping[str, str]) -> float:
+    """Return the rate of attention relative to linear layers: of Megatron Bridge, that of cuDNN's kernels.
+
+    Transformer Engine prefers them from Hopper on (pytorch/attention/dot_product_attention/utils.py,
+    get_attention_backend, which disables FlashAttention for performance).
+    """
+    return (fused_attention_ratio_of if _is_bridge(record) else attention_ratio_of)(record["gpu"])
 
 
 def _is_bridge(record: Mapping[str, str]) -> bool:
