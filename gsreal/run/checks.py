@@ -2,7 +2,6 @@
 
 from importlib.util import find_spec
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -11,7 +10,8 @@ from gsreal.data.sources import check_data, check_held_out
 from gsreal.machine import check_machine
 from gsreal.methods.stage_modules import check_stages
 from gsreal.methods.tensor_slices import check_slices
-from gsreal.model_files.build import build_module, check_factory, example_batch
+from gsreal.model_files.build import check_factory, example_batch
+from gsreal.model_files.fake_module import fake_module, without_values
 from gssim.errors import UserError
 from gssim.scenario import Loaded, Scenario, routes_parts
 from gssim.scenario.support import predicted_only_reason
@@ -157,19 +157,17 @@ def check_samples(scenario: Scenario, *, where: str) -> None:
 def check_norms(scenario: Scenario, *, where: str) -> None:
     """Raise UserError if a micro-batch of one sample leaves a batch norm one value per channel, without a variance.
 
-    That is found by the module's forward on the meta device, which computes nothing.
+    That is found by the module's forward on fake tensors, which computes nothing.
     """
     model, parts = scenario.workload.model, scenario.plan.micro_batches
     alone = [rank for rank, samples in enumerate(scenario.batch_sizes) if samples // parts == 1]
     if not alone or model.input.kind != "image":
         return
-    with torch.device("meta"):
-        module = build_module(model.module, where=where)
-    if not any(isinstance(each, _BatchNorm) for each in module.modules()):
-        return
-    inputs, _ = example_batch(model, batch_size=1, sequence_length=None)
     try:
-        module(inputs.to("meta"))
+        with without_values(model):
+            module = fake_module(model, where)
+            if any(isinstance(each, _BatchNorm) for each in module.modules()):
+                module(example_batch(model, batch_size=1, sequence_length=None)[0])
     except ValueError as error:
         if not str(error).startswith("Expected more than 1 value per channel"):
             raise
@@ -183,18 +181,19 @@ def check_norms(scenario: Scenario, *, where: str) -> None:
 def check_own_module(scenario: Scenario, *, where: str) -> None:
     """Raise UserError if ranks cannot train the module of a factory, or would train it otherwise than one device does.
 
-    It is made on the meta device, without values.
+    It is made of fake tensors, as for its trace. On the meta device, constructors that read a value could not make it,
+    as those of many image models do: `[rate.item() for rate in torch.linspace(0, most, depth)]`.
     """
-    module = scenario.workload.model.module
-    if module.factory is None:
+    model = scenario.workload.model
+    if model.module.factory is None:
         return
-    with torch.device("meta"):
-        built = build_module(module, where=where)
+    with without_values(model):
+        built = fake_module(model, where)
     _check_shared_parameters(scenario, built, where)
     _check_replaced_parameters(scenario, built, where)
     for path, inner in built.named_modules() if scenario.ranks > 1 else ():
         trained = any(parameter.requires_grad for parameter in inner.parameters(recurse=False))
-        if getattr(inner, "max_norm", None) is not None and trained:
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.max_norm is not None and trained:
             raise UserError(
                 f"{where}: workload.model: '{path}' has max_norm: its forward changes parameters, on every rank those "
                 "of its own samples: it can be predicted, but not run on several ranks; leave it out"

@@ -27,7 +27,7 @@ from small_models import kept
 
 from gsreal import cli
 from gsreal.machine import device_name, usable_cores
-from gsreal.model_files.build import build_module
+from gsreal.model_files.fake_module import fake_module
 from gsreal.model_files.request import Request
 from gsreal.model_files.trace import write_model
 from gsreal.run.checks import check_gloo_on_gpus, check_norms, check_own_module, check_predicted_only
@@ -650,12 +650,12 @@ def test_a_batch_norm_of_one_value_per_channel():
 def test_blocks_that_share_a_layer(monkeypatch, method, runs):
     """FSDP2 ended ranks with an invariant of its own, and gs_z3 with a ValueError."""
 
-    def sharing(module, where):
-        built = build_module(module, where=where)
+    def sharing(model, where):
+        built = fake_module(model, where)
         built.blocks[1].up = built.blocks[0].up
         return built
 
-    monkeypatch.setattr("gsreal.run.checks.build_module", sharing)
+    monkeypatch.setattr("gsreal.run.checks.fake_module", sharing)
     changes = [star(2), f"plan.method={method}"]
     scenario = load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario
     said = "shards 'blocks.0' and 'blocks.1' one by one, but they share 'up.weight'"
@@ -670,12 +670,12 @@ def test_blocks_that_share_a_layer(monkeypatch, method, runs):
 def test_hooks_of_parameters(monkeypatch, plan, key):
     """FSDP2 dropped them: with one that halves a gradient, parameters were 3e-2 off one device's after five steps."""
 
-    def hooked(module, where):
-        built = build_module(module, where=where)
+    def hooked(model, where):
+        built = fake_module(model, where)
         built.head.weight.register_hook(lambda gradient: gradient / 2)
         return built
 
-    monkeypatch.setattr("gsreal.run.checks.build_module", hooked)
+    monkeypatch.setattr("gsreal.run.checks.fake_module", hooked)
     changes = [star(2), f"plan.{plan}", *(["plan.method=ddp"] if plan == "tp=2" else [])]
     scenario = load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario
     said = (
@@ -688,12 +688,12 @@ def test_hooks_of_parameters(monkeypatch, plan, key):
 def test_parameters_in_another_memory_format(monkeypatch):
     """A rank ended with an error of FSDP2's own."""
 
-    def transposed(module, where):
-        built = build_module(module, where=where)
-        built.head.weight.data = built.head.weight.data.t().contiguous().t()
+    def transposed(model, where):
+        built = fake_module(model, where)
+        built.head.weight = torch.nn.Parameter(built.head.weight.data.t().contiguous().t())
         return built
 
-    monkeypatch.setattr("gsreal.run.checks.build_module", transposed)
+    monkeypatch.setattr("gsreal.run.checks.fake_module", transposed)
     for method, said in (
         ("ddp", None),
         ("zero3", "'head.weight' is not contiguous, and FSDP2 shards no such parameter"),
@@ -707,16 +707,35 @@ def test_parameters_in_another_memory_format(monkeypatch):
 def test_an_embedding_that_its_forward_changes(monkeypatch, method, runs):
     """Replicas of DDP had other parameters each, FSDP2's were 3 off one device's, and gs ended in a traceback."""
 
-    def limited(module, where):
-        built = build_module(module, where=where)
+    def limited(model, where):
+        built = fake_module(model, where)
         built.tokens.max_norm = 1.0
         return built
 
-    monkeypatch.setattr("gsreal.run.checks.build_module", limited)
+    monkeypatch.setattr("gsreal.run.checks.fake_module", limited)
     changes = [star(1 if runs else 2), f"plan.method={method}"]
     scenario = load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario
     with nullcontext() if runs else pytest.raises(UserError, match="'tokens' has max_norm: its forward changes"):
         check_own_module(scenario, where="file")
+
+
+class ReadsRates(torch.nn.Module):
+    """Reads the rate of each block from a tensor, as image models do, and limits a norm of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 2)]
+        self.max_norm = 1.0
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize("method", ["single", "ddp", "gs"])
+def test_a_module_that_reads_values_in_its_constructor(method):
+    """It was made on the meta device, which refuses that, and any attribute max_norm counted as an embedding's."""
+    changes = [star(1 if method == "single" else 2), f"plan.method={method}"]
+    scenario = load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario
+    model = replace(scenario.workload.model, module=Module(factory="test_launch.ReadsRates"))
+    check_own_module(replace(scenario, workload=replace(scenario.workload, model=model)), where="file")
 
 
 def test_experts_of_hugging_face_in_fp64(refusal, files):
