@@ -27,7 +27,7 @@ from typing import Any
 from gssim.cluster import DeviceType
 from gssim.engine import MEMORY_STEPS, MemoryTracker
 from gssim.memory.allocator import LARGE_SEGMENT_BYTES, rounded_bytes, segment_bytes
-from gssim.program import Chunk, Program, Task, each_once, unnumbered, without_messages
+from gssim.program import Chunk, Program, Task, distinct_tasks, template_tasks, without_messages
 from gssim.result import CATEGORIES
 from gssim.result.result import Fit, Margin
 from gssim.scenario import Scenario
@@ -244,7 +244,7 @@ def _most_missing_bytes(program: Program, role: int) -> int:
 
     That is the largest segment that a request reserves: what was reserved before fits the device.
     """
-    needs = {id(task.need): task.need for task in unnumbered(program.tasks[role])}
+    needs = {id(task.need): task.need for task in template_tasks(program.tasks[role])}
     sizes = [size for need in needs.values() for event in need.events for size in event.tensors or (event.size_bytes,)]
     largest = max([*sizes, *program.persistent[role].values()], default=0.0)
     return max(LARGE_SEGMENT_BYTES, segment_bytes(rounded_bytes(largest)))
@@ -361,7 +361,7 @@ def _largest_sequence_bytes(program: Program) -> dict[int, float]:
     """Return the bytes of the largest gathered part of sequences of each rank; 0 for ranks that gather none."""
     size_bytes: dict[Sequence[Sequence[int]], float] = {}
     """Largest size by groups: very many layers gather in the same ones."""
-    for task in chain.from_iterable(map(each_once, program.tasks)):  # chunks repeat them for every micro-batch
+    for task in chain.from_iterable(map(distinct_tasks, program.tasks)):  # chunks repeat them for every micro-batch
         gather = task.exchange
         if gather is not None and task.communication is not None and task.communication.op == "gather-sequence":
             size_bytes[gather.groups] = max(size_bytes.get(gather.groups, 0.0), gather.size_bytes)

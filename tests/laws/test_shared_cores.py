@@ -239,10 +239,10 @@ class Queued(SharedCore):
         super().__init__(env, members, **options)
         self._resource, self._requests = simpy.Resource(env), {}
 
-    def _takes_at_once(self):
+    def _begins_turn_at_once(self):
         return False
 
-    def _asked_turn(self):
+    def _request_turn(self):
         request = self._resource.request()
         self._requests[self.env.active_process] = request
         return request

@@ -31,7 +31,19 @@ from gssim.engine import MEMORY_STEPS, Machine, allocates_beside_compute, memory
 from gssim.execution.cache import Shared
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import chance_of, least_chance
-from gssim.program import Chunk, MessageName, Name, Part, Posted, Program, Task, TaskId, name_of, parts_of, unnumbered
+from gssim.program import (
+    Chunk,
+    MessageName,
+    Name,
+    Part,
+    Posted,
+    Program,
+    Task,
+    TaskId,
+    name_of,
+    parts_of,
+    template_tasks,
+)
 from gssim.result import WAITING_PHASES
 from gssim.scenario import Scenario
 from gssim.simulation import outside_bytes
@@ -313,7 +325,7 @@ def busy_s(scenario: Scenario, program: Program) -> list[float]:
     by_role = [
         sum(
             task.duration_s
-            for task in unnumbered(tasks)
+            for task in template_tasks(tasks)
             if task.stream == "compute" and task.communication is None and task.phase not in WAITING_PHASES
         )
         for tasks in program.tasks

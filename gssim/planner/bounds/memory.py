@@ -320,7 +320,7 @@ class MemoryBounds:
             kept = sum(event.size_bytes for number in range(len(layers)) for event in timeline.at(number, "f"))
             return kept, max(peaks[: len(layers)]), max(peaks[len(layers) :])
 
-        return self.parts.once(("stage activations", stage.likeness, recompute, samples), found)
+        return self.parts.once(("stage activations", stage.structure_key, recompute, samples), found)
 
     def _lives(self, recompute: Recompute) -> Lives:
         """Return the function that gives the lifetimes of a layer's buffers under a recomputation.
