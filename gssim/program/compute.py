@@ -19,13 +19,13 @@ from gssim.memory import (
     Lives,
     Timeline,
     activation_timeline,
-    as_traced,
     footprint,
     gradient_events,
     recomputation_begin,
     recomputed_buffers,
+    split_backward_buffers,
+    traced_buffers,
     with_scratch,
-    with_split_backward,
 )
 from gssim.program.kernel_workspace import scratch_events
 from gssim.program.lowering import Lowering, once_a_run
@@ -160,11 +160,11 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     """
     samples, own = low.samples(rank, micro_batch), low.layers_of(rank)
     shared_layers = own.layers if low.policies.ep > 1 else low.layers
-    traced = timeline = _timeline(low, samples, shared_layers, as_traced)
+    traced = timeline = _timeline(low, samples, shared_layers, traced_buffers)
     if low.splits_backward:  # without recomputation, or layers of the rank's own
-        timeline = _timeline(low, samples, own.layers, with_split_backward)
+        timeline = _timeline(low, samples, own.layers, split_backward_buffers)
     elif low.recomputes or own.layers is not shared_layers:
-        timeline = _timeline(low, samples, own.layers, _checkpointed(low, rank) if low.recomputes else as_traced)
+        timeline = _timeline(low, samples, own.layers, _checkpointed(low, rank) if low.recomputes else traced_buffers)
 
     in_buckets = _copies_into_buckets(low, micro_batch)
     autograd_adds = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds up gradients that it casts
@@ -371,8 +371,8 @@ def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], live
 
 
 def _settings(lives: Lives) -> tuple[tuple[str, object], ...]:
-    """Return the settings of a function of lifetimes, as a part of a key; () of `as_traced`."""
-    if lives is with_split_backward:
+    """Return the settings of a function of lifetimes, as a part of a key; () of `traced_buffers`."""
+    if lives is split_backward_buffers:
         return (("backward", "split"),)
     return tuple(sorted(lives.keywords.items())) if isinstance(lives, partial) else ()
 
