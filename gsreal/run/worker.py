@@ -95,8 +95,8 @@ def measure(
     feed = Feed(scenario, rank, device)
     course = RunRecorder(scenario, training, rank, device)
     resumed = checkpoints.resume(scenario, training) if checkpoints else Progress()
-    if training.follower is not None:
-        feed.divide(training.follower.following.samples)
+    if training.rebalancer is not None:
+        feed.divide(training.rebalancer.state.samples)
     speed_ratio = partial(device_speed_ratio, scenario.cluster, rank, device, steps=scenario.run.steps)
     speed_before = None if scenario.cluster.type_of(rank).lab else speed_ratio()
     losses = _timed_steps(training, feed, course, resumed, checkpoints)
@@ -123,7 +123,7 @@ def measure(
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         seen=seen,
-        divisions=training.follower.following.divisions if training.follower else (),
+        divisions=training.rebalancer.state.divisions if training.rebalancer else (),
         pushed=pushed,
         published=published,
         memory_counter=counter.method,
@@ -222,7 +222,7 @@ def _timed_steps(
         inputs, targets, weights = feed.at(step)
         training.slow_down(run.slowed(step - run.warmup_steps).get(rank, 1.0))
         loss = training.step(inputs, targets, weights, rank)
-        _follow(training, feed, step - run.warmup_steps)
+        _rebalance(training, feed, step - run.warmup_steps)
         if step >= run.warmup_steps:
             own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
@@ -243,12 +243,12 @@ def losses_so_far(resumed: Progress, losses: Sequence[Tensor], rank: int) -> lis
     return [*before, *(float(loss) for loss in losses)]
 
 
-def _follow(training: Training, feed: Feed, step: int) -> None:
-    """Rebalance batch and shards after a step, if they follow the rank speeds and these have changed."""
-    if training.follower is None:
+def _rebalance(training: Training, feed: Feed, step: int) -> None:
+    """Rebalance batch and shards after a step, if they follow the rank speeds, and these have changed enough."""
+    if training.rebalancer is None:
         return
-    owned = training.follower.following.shard_shares
-    division = training.follower.follow(step)
+    owned = training.rebalancer.state.shard_shares
+    division = training.rebalancer.rebalance(step)
     if division is None:
         return
     feed.divide(division.samples)
