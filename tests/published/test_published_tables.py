@@ -359,6 +359,8 @@ def test_words_for_sharding(tmp_path, word, method, shards):
         ("foundry", "Sharding Strategy=NO_SHARD", {"method": "ddp"}),
         ("foundry", "Sharding Strategy=HYBRID_SHARD | # GPUs=16", {"dp_shard": 8, "dp_replicate": 2}),
         ("simumax", "tp=4 | pp=2 | dp=1", {"method": "pipeline", "tp": 4, "pp": 2}),
+        ("simumax", "model=deepseekv3 | tp=2 | dp=4 | ep=8", {"tp": 2, "ep": 8, "etp": 1}),
+        ("simumax", "model=deepseekv2 | tp=1 | dp=8 | ep=1", {"method": "zero1", "ep": None}),
     ],
 )
 def test_rows_of_the_same_kinds_with_other_models_and_plans_are_predicted(tmp_path, kind, change, expected):
@@ -367,6 +369,27 @@ def test_rows_of_the_same_kinds_with_other_models_and_plans_are_predicted(tmp_pa
     plan = tables_of(run)["plan"]
     assert {key: plan.get(key) for key in expected} == expected
     assert isinstance(predict_or_explain(run), Prediction)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("DeepSeek-V2-Lite", "neither a GPT, a Llama nor a BERT"),
+        ("DeepSeekV3-16B", "neither a GPT, a Llama nor a BERT"),
+        ("Nemotron-H-8B", "neither a GPT, a Llama nor a BERT"),
+        ("Nemotron Nano 9B v2", "neither a GPT, a Llama nor a BERT"),
+        ("Qwen2-57B-A14B", "a mixture of experts"),
+        ("GPT-OSS-20B", "a mixture of experts"),
+        ("Mixtral-8x3B", "a mixture of experts"),
+        ("Nemotron-4 15B", None),
+        ("GPT-1536x16", None),
+        ("Qwen3-30B-A3B", None),
+    ],
+)
+def test_models_of_other_blocks_are_not_taken_for_those_whose_name_they_begin_with(tmp_path, model, reason):
+    """DeepSeek-V2-Lite was predicted as DeepSeek-V2, a hybrid of Mamba as a GPT, a mixture as a dense Llama."""
+    ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | {"model": model}))
+    assert isinstance(found, Run) if reason is None else str(found) == reason
 
 
 def test_a_rack_is_one_domain_of_nvlink_whatever_its_trays_hold(tmp_path):
@@ -386,6 +409,13 @@ def test_servers_of_ibm_have_its_network(tmp_path, gpu, rate_gbit_per_s):
     network = validated(Link, {"between": ["a", "b"], **presets("links")[server["nic_link"]]}, file="links")
     rate = server["nics"] * 8 * network.bandwidth_bytes_per_s / 1e9
     assert rate_gbit_per_s * 0.85 < rate <= rate_gbit_per_s
+
+
+@pytest.mark.parametrize(("gpu", "own", "of_cudnn"), [("H100", 0.58, 0.87), ("B200", 0.58, 0.73), ("A100", 0.74, 0.74)])
+def test_megatron_bridge_has_the_attention_of_cudnn_where_its_rate_is_known(tmp_path, gpu, own, of_cudnn):
+    change = {"model": "llama3-tiny", "gpu": gpu, "precision": "BF16", "sharding": "DDP+dist-opt", "recompute": "none"}
+    others, bridge = (run_of(tmp_path, **change, source=source) for source in ("NeMo", "NVIDIA-NeMo/Megatron-Bridge"))
+    assert (others.software.attention_ratio, bridge.software.attention_ratio) == (own, of_cudnn)
 
 
 def test_rows_with_gpus_of_several_kinds_are_skipped_with_a_reason(tmp_path):

@@ -558,8 +558,8 @@ def simumax(record: Mapping[str, str], identity: str) -> Run:
         latent=latent,
         experts=experts,
     )
-    if shape.experts is not None and (ep == 1 or tp * context > 1):
-        raise SkippedError("a mixture of experts that no ranks divide, or beside tensor or context parallelism")
+    if shape.experts is not None and context > 1:
+        raise SkippedError("a mixture of experts beside context parallelism")
     if tp * pp * dp * context != needed(record, "n_gpus"):
         raise SkippedError("dp x tp x pp x cp are not the GPUs")
     milliseconds, memory = positive(record, "iter_time_ms"), positive(record, "peak_allocated_gib_max")
@@ -596,7 +596,8 @@ def simumax(record: Mapping[str, str], identity: str) -> Run:
         dp=dp,
         tp=tp,
         pp=pp,
-        ep=ep,
+        ep=ep if shape.experts is not None else 1,
+        etp=1 if shape.experts is not None and tp > 1 and ep > 1 else None,  # SimuMax's default (recalled)
         chunks=count(record, "vpp") or 1,
         micro_batch=needed(record, "micro_batch"),
         micro_batches=needed(record, "micro_batches"),
