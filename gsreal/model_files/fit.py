@@ -111,7 +111,7 @@ def fit_layers(records: Mapping[Shape, Record], check: Record, checked: Shape, t
             costs[f"{key}_bytes"] = fit(lambda r, p=place: r.bytes_moved[p], f"{name}: bytes")
             costs[f"{key}_streamed_bytes"] = fit(lambda r, p=place: r.streamed[p], f"{name}: streamed bytes")
         if name in first.blocks:
-            costs |= _recomputed(first, index, name, fit)
+            costs |= _recomputation_costs(first, index, name, fit)
         layers.append(
             Layer(
                 name=name,
@@ -135,7 +135,7 @@ def fit_layers(records: Mapping[Shape, Record], check: Record, checked: Shape, t
     return layers
 
 
-def _recomputed(
+def _recomputation_costs(
     first: Record, index: int, name: str, fit: Callable[[Callable[[Record], int], str], Polynomial]
 ) -> dict[str, Any]:
     """Return the costs of recomputing a block, fully or selectively, and the positions whose outputs are kept."""
@@ -170,6 +170,7 @@ def releases_of(record: Record, index: int) -> tuple[int, ...]:
     return tuple(
         counted[-1] if alive.unsaved is None else alive.unsaved
         for alive in record.alive
+        for _ in alive.parts or (alive.size_bytes,)
         if alive.born[:2] == (index, "f") and alive.freed is not None and alive.freed[1] == "b"
         if alive.freed[0] <= index and not alive.replaced_next
     )
@@ -185,7 +186,7 @@ def parameters_of(everything: Mapping[Shape, Record], index: int, module: str) -
             sizes, cut, of_rank, of_experts = _sizes_of_one(shapes)
             moments = _moment(born, index), _moment(ready, index)
             summed = name in first.summed
-            short = _short(name, module)
+            short = _name_in_layer(name, module)
             parameters.append(Parameter(short, sizes, *moments, cut, summed, of_experts=of_experts, of_rank=of_rank))
     return tuple(parameters)
 
@@ -198,7 +199,7 @@ def _frozen_parameters(everything: Mapping[Shape, Record], index: int, module: s
         if layer == index:
             shapes = {key: record.frozen[name][1] for key, record in everything.items()}
             sizes, cut, _, of_experts = _sizes_of_one(shapes)
-            parameters.append(Parameter(_short(name, module), sizes, end, end, cut, of_experts=of_experts))
+            parameters.append(Parameter(_name_in_layer(name, module), sizes, end, end, cut, of_experts=of_experts))
     return tuple(parameters)
 
 
@@ -222,7 +223,7 @@ def _sizes_of_one(shapes: Mapping[Shape, tuple[int, ...]]) -> tuple[tuple[int, .
     return sizes, cut, of_rank, by_experts is not None
 
 
-def _short(name: str, module: str) -> str:
+def _name_in_layer(name: str, module: str) -> str:
     """Return a parameter's name with `{}` in place of its layer's module."""
     return "{}" + name[len(module) :] if name.startswith(module + ".") else name
 
@@ -270,18 +271,22 @@ def fit_buffers(
         is_cached = alive.casts_parameter and ends_with_forward
         is_saved = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")
         of_own_backward = is_saved and alive.freed is not None and alive.freed[0] <= index
-        buffers.append(
-            Buffer(
-                born=_moment(alive.born, index),
-                freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(freed, index),
-                category=REPLACED if alive.replaced_next else "activations" if is_saved else "temporaries",
-                size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", terms),
-                fixed=alive.fixed,
-                casts_input=alive.casts_input and casts_again,
-                handed_on=_moment(alive.handed_on, index) if alive.handed_on and of_own_backward else None,
-                summed_in_place=all(record.alive[number].summed_in_place for record in everything.values()),
-            )
+        buffer = Buffer(
+            born=_moment(alive.born, index),
+            freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(freed, index),
+            category=REPLACED if alive.replaced_next else "activations" if is_saved else "temporaries",
+            size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", terms),
+            fixed=alive.fixed,
+            casts_input=alive.casts_input and casts_again,
+            handed_on=_moment(alive.handed_on, index) if alive.handed_on and of_own_backward else None,
+            summed_in_place=all(record.alive[number].summed_in_place for record in everything.values()),
         )
+        for part in range(len(alive.parts)):
+            sizes = {shape: record.alive[number].parts[part] for shape, record in everything.items()}
+            polynomial = fit_polynomial(sizes, checked, f"{name}: a part of a buffer", terms)
+            buffers.append(replace(buffer, size_bytes=polynomial, pages=True))
+        if not alive.parts:
+            buffers.append(buffer)
     return tuple(buffers)
 
 
@@ -335,7 +340,7 @@ def _inverse(sizes: tuple[tuple[int, ...], ...], powers: tuple[Powers, ...]) -> 
     return tuple(tuple(int(v * denominator) for v in row) for row in rows), denominator
 
 
-def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
+def merge_layers(layers: list[Layer]) -> tuple[Layer, ...]:
     """Merge adjacent layers that differ only in their module.
 
     Their partial costs, for steps in which other layers are frozen, are not compared: they differ at most in where

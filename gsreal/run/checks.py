@@ -2,7 +2,6 @@
 
 from importlib.util import find_spec
 
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gsreal.compiled import compiler
@@ -15,7 +14,6 @@ from gsreal.model_files.fake_module import fake_module, without_values
 from gssim.errors import UserError
 from gssim.scenario import Loaded, Scenario, routes_parts
 from gssim.scenario.support import predicted_only_reason
-from gssim.workload import unrolled
 
 
 def check_real(loaded: Loaded) -> None:
@@ -34,7 +32,6 @@ def check_real(loaded: Loaded) -> None:
     check_gloo_on_gpus(ours, where=where)
     check_samples(ours, where=where)
     check_norms(ours, where=where)
-    check_own_module(ours, where=where)
     check_compiled(ours, where=where)
     check_experts_in_fp64(ours, where=where)
 
@@ -176,67 +173,6 @@ def check_norms(scenario: Scenario, *, where: str) -> None:
             f"'{model.name}' then has one value per channel, which torch refuses; allowed: at least two samples "
             "in a micro-batch"
         ) from None
-
-
-def check_own_module(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if ranks cannot train the module of a factory, or would train it otherwise than one device does.
-
-    It is made of fake tensors, as for its trace. On the meta device, constructors that read a value could not make it,
-    as those of many image models do: `[rate.item() for rate in torch.linspace(0, most, depth)]`.
-    """
-    model = scenario.workload.model
-    if model.module.factory is None:
-        return
-    with without_values(model):
-        built = fake_module(model, where)
-    _check_shared_parameters(scenario, built, where)
-    _check_replaced_parameters(scenario, built, where)
-    for path, inner in built.named_modules() if scenario.ranks > 1 else ():
-        trained = any(parameter.requires_grad for parameter in inner.parameters(recurse=False))
-        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.max_norm is not None and trained:
-            raise UserError(
-                f"{where}: workload.model: '{path}' has max_norm: its forward changes parameters, on every rank those "
-                "of its own samples: it can be predicted, but not run on several ranks; leave it out"
-            )
-
-
-def _check_shared_parameters(scenario: Scenario, module: nn.Module, where: str) -> None:
-    """Raise UserError if blocks would be sharded one by one, by FSDP2 or gs_z3, that share parameters."""
-    if scenario.policies.gradients != "reduce-scatter" and scenario.policies.parameters != "sharded":
-        return
-    holders: dict[nn.Parameter, str] = {}
-    for layer in (each for each in unrolled(scenario.workload.model) if each.layer.block):
-        for name, parameter in module.get_submodule(layer.module).named_parameters():
-            if (first := holders.setdefault(parameter, layer.module)) != layer.module:
-                raise UserError(
-                    f"{where}: plan.method = '{scenario.plan.method}': shards '{first}' and '{layer.module}' one by "
-                    f"one, but they share '{name}': it can be predicted, but not run; allowed: ddp, zero1 or gs"
-                )
-
-
-def _check_replaced_parameters(scenario: Scenario, module: nn.Module, where: str) -> None:
-    """Raise UserError if parameters have hooks and are replaced by others, without: by FSDP2, or by parts of them; or
-    if FSDP2 cannot shard them.
-    """
-    policies = scenario.policies
-    fully_sharded = policies.gradients == "reduce-scatter" or (policies.sync_every_steps and policies.dp_shard > 1)
-    if fully_sharded:
-        said = f"plan.method = '{scenario.plan.method}'"
-    elif policies.tp > 1 or policies.ep > 1:
-        said = f"plan.tp = {policies.tp}" if policies.tp > 1 else f"plan.ep = {policies.ep}"
-    else:
-        return
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise UserError(
-                f"{where}: {said}: replaces parameters by parts of them, which do not have the hook (register_hook) of "
-                f"'{name}': it can be predicted, but not run; allowed: ddp, zero1 or gs, without plan.tp and plan.ep"
-            )
-        if fully_sharded and not parameter.is_contiguous():
-            raise UserError(
-                f"{where}: {said}: '{name}' is not contiguous, and FSDP2 shards no such parameter: it can be "
-                "predicted, but not run; allowed: ddp, zero1 or gs"
-            )
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:

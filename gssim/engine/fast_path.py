@@ -14,7 +14,7 @@ from gssim.engine.memory_tracker import RecordingTracker, allocates_beside_compu
 from gssim.engine.rendezvous import RunningCollectives
 from gssim.engine.state import MachineState, StreamTask
 from gssim.engine.symmetry import is_jittery
-from gssim.program import Program, each_once
+from gssim.program import Program, distinct_tasks
 
 
 def can_run_ahead(machine: MachineState, index: int) -> bool:
@@ -45,7 +45,7 @@ def _are_slowed_by_pauses(program: Program) -> bool:
 
 
 def _is_slowed_by_pauses(program: Program, role: int) -> bool:
-    return any(task.after_pauses for task in each_once(program.tasks[role]))
+    return any(task.after_pauses for task in distinct_tasks(program.tasks[role]))
 
 
 def run_ahead(

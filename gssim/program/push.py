@@ -49,7 +49,7 @@ def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
     *pushes, rest = _in_turn(low, rank, micro_batch)
     for place, push in zip(places, pushes, strict=True):
         parts.insert_after(place, push)
-    return [*parts.merged(), *rest]
+    return [*parts.all_tasks(), *rest]
 
 
 @once_a_run

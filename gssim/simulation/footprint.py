@@ -27,7 +27,7 @@ from typing import Any
 from gssim.cluster import DeviceType
 from gssim.engine import MEMORY_STEPS, MemoryTracker
 from gssim.memory.allocator import LARGE_SEGMENT_BYTES, rounded_bytes, segment_bytes
-from gssim.program import Chunk, Program, Task, each_once, unnumbered, without_messages
+from gssim.program import Chunk, Program, Task, distinct_tasks, template_tasks, without_messages
 from gssim.result import CATEGORIES
 from gssim.result.result import Fit, Margin
 from gssim.scenario import Scenario
@@ -53,7 +53,7 @@ def reservation(
     return program.once(_replay, role, expandable, None, range(0), many)
 
 
-def _without(program: Program, role: int, left_out: range) -> list[Task | Chunk]:
+def _parts_without(program: Program, role: int, left_out: range) -> list[Task | Chunk]:
     """Return the parts of a role's tasks that belong to none of the micro-batches in `left_out`."""
     parts = without_messages(program.tasks[role])
     numbers = (part.id.micro_batch if isinstance(part, Task) else part.micro_batch for part in parts)
@@ -63,7 +63,7 @@ def _without(program: Program, role: int, left_out: range) -> list[Task | Chunk]
 def _peak_without(program: Program, role: int, left_out: range) -> float:
     """Return the peak of requested bytes without some micro-batches, computed from footprints instead of a replay."""
     memory = MemoryTracker(dict(program.persistent[role]))
-    parts = _without(program, role, left_out)
+    parts = _parts_without(program, role, left_out)
     memory.run([part.need if isinstance(part, Task) else part.template.need for part in parts] * MEMORY_STEPS)
     return memory.peak_bytes
 
@@ -77,7 +77,7 @@ def _replay(
     many: bool = False,
 ) -> AllocatorPeaks:
     """Return the allocator's peaks over a role's steps, without the micro-batches in `left_out`; see [Note: middle]."""
-    parts = _without(program, role, left_out) if left_out else None
+    parts = _parts_without(program, role, left_out) if left_out else None
     return replay(program, role, parts=parts, limit_bytes=limit_bytes, expandable_segments=expandable, many=many)
 
 
@@ -208,8 +208,8 @@ def footprints_of(
         whole: dict[int, MemoryFootprint] = {}
         for place in places:
             if id(footprints[place]) not in whole:
-                with_overhead = _with_overhead(footprints[place], found)
-                whole[id(footprints[place])] = _under_limit(scenario, with_overhead, program)
+                with_overhead = _add_overhead(footprints[place], found)
+                whole[id(footprints[place])] = _footprint_under_limit(scenario, with_overhead, program)
             footprints[place] = whole[id(footprints[place])]
     if beside:
         for place, footprint in enumerate(footprints):
@@ -244,7 +244,7 @@ def _most_missing_bytes(program: Program, role: int) -> int:
 
     That is the largest segment that a request reserves: what was reserved before fits the device.
     """
-    needs = {id(task.need): task.need for task in unnumbered(program.tasks[role])}
+    needs = {id(task.need): task.need for task in template_tasks(program.tasks[role])}
     sizes = [size for need in needs.values() for event in need.events for size in event.tensors or (event.size_bytes,)]
     largest = max([*sizes, *program.persistent[role].values()], default=0.0)
     return max(LARGE_SEGMENT_BYTES, segment_bytes(rounded_bytes(largest)))
@@ -302,7 +302,7 @@ def _overheads(
     return found
 
 
-def _with_overhead(footprint: MemoryFootprint, overheads: Sequence[AllocatorOverhead]) -> MemoryFootprint:
+def _add_overhead(footprint: MemoryFootprint, overheads: Sequence[AllocatorOverhead]) -> MemoryFootprint:
     """Return a footprint with its allocator's overhead, interpolated between two known ones."""
     (largest_peak, *largest), (smallest_peak, *smallest) = overheads[0], overheads[-1]
     part = (
@@ -361,7 +361,7 @@ def _largest_sequence_bytes(program: Program) -> dict[int, float]:
     """Return the bytes of the largest gathered part of sequences of each rank; 0 for ranks that gather none."""
     size_bytes: dict[Sequence[Sequence[int]], float] = {}
     """Largest size by groups: very many layers gather in the same ones."""
-    for task in chain.from_iterable(map(each_once, program.tasks)):  # chunks repeat them for every micro-batch
+    for task in chain.from_iterable(map(distinct_tasks, program.tasks)):  # chunks repeat them for every micro-batch
         gather = task.exchange
         if gather is not None and task.communication is not None and task.communication.op == "gather-sequence":
             size_bytes[gather.groups] = max(size_bytes.get(gather.groups, 0.0), gather.size_bytes)
@@ -377,7 +377,7 @@ def _communicators(program: Program) -> Counter[int]:
     return Counter(chain.from_iterable(program.communicating_groups))
 
 
-def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Program) -> MemoryFootprint:
+def _footprint_under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Program) -> MemoryFootprint:
     """Return a rank's footprint if the allocator releases free segments once the device has no memory left."""
     room = footprint.memory_bytes - footprint.outside_bytes
     if footprint.reserved_bytes <= room or footprint.allocated_bytes > room:

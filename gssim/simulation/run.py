@@ -37,7 +37,7 @@ from gssim.result.result import Band
 from gssim.scenario import Loaded, Scenario
 from gssim.scenario.device_rates import check_rates
 from gssim.simulation.extrapolation import (
-    extrapolated,
+    extrapolate,
     further_peaks,
     is_settled,
     simulated_counts,
@@ -59,9 +59,9 @@ from gssim.simulation.periodic_run import (
     InnerStep,
     Period,
     Slowed,
-    alone_s,
-    carried_in,
     fragments_result,
+    inner_steps_s,
+    inner_traffic,
     periodic_result,
 )
 from gssim.simulation.report import (
@@ -71,11 +71,11 @@ from gssim.simulation.report import (
     collectives_of,
     cost_usd,
     energy_j,
-    in_step_of,
     links_of,
     mean_excess_bytes,
     mean_over_typical,
     rank_classes,
+    scale_utilisation,
     with_phases_of,
 )
 from gssim.simulation.steady_run import (
@@ -256,7 +256,7 @@ def simulate(
     try:
         with no_collection():
             check_rates(loaded.scenario.cluster, loaded.scenario.workload, ranks=loaded.scenario.ranks)
-            simulated = _simulated(subject, spread=spread, listed=listed, is_too_slow=is_too_slow)
+            simulated = _predict(subject, spread=spread, listed=listed, is_too_slow=is_too_slow)
             return _with_band(subject, simulated) if banded else simulated
     except UserError as error:  # not found by earlier checks: raised only when the network is built
         raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
@@ -274,8 +274,8 @@ def with_spread_and_band(loaded: Loaded, simulated: Simulated, shared: Shared) -
     with no_collection():
         if is_steady(loaded.scenario):
             steps = subject.steps()
-            lightest = _lightest(subject, steps, _median_step(subject, steps), simulated.typical)
-            p10_s = _tenth_percentile_s(simulated.typical, lightest)
+            light_run = _run_light_step(subject, steps, _median_step(subject, steps), simulated.typical)
+            p10_s = _tenth_percentile_s(simulated.typical, light_run)
             simulated = replace(simulated, result=replace(simulated.result, step_time_p10_s=p10_s))
         return _with_band(subject, simulated)
 
@@ -313,7 +313,7 @@ def _with_band(subject: _Subject, simulated: Simulated) -> Simulated:
         "ends of a band", Same(statistics), lambda: [at_end(statistics, high=high) for high in (False, True)]
     )
     ends = [replace(subject, loaded=replace(subject.loaded, gradients=end)) for end in both]
-    every = [result, *(_simulated(end, spread=False, listed=False, sizing=sizing).result for end in ends)]
+    every = [result, *(_predict(end, spread=False, listed=False, sizing=sizing).result for end in ends)]
 
     def between(values: Sequence[float | None]) -> tuple[float | None, float | None]:
         known = [value for value in values if value is not None]
@@ -351,7 +351,7 @@ LEAST_DENSITY = 1e-6
 """Lower densities count as this one when densities are compared."""
 
 
-def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
+def record_steady_step(simulated: Simulated, *, unfolded: bool = False) -> Step:
     """Return the steady step for a trace: it is simulated again, with memory recorded over time."""
     program, scenario = simulated.shown or simulated.typical.machine.program, simulated.typical.scenario
     if "simulated_micro_batches" in simulated.result.provenance:
@@ -364,7 +364,7 @@ def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
     return step_of(steady.machine, steady.number)
 
 
-def _simulated(
+def _predict(
     subject: _Subject,
     *,
     spread: bool,
@@ -374,37 +374,38 @@ def _simulated(
 ) -> Simulated:
     scenario = subject.scenario
     if scenario.policies.in_fragments:
-        return _in_fragments(subject)
+        return _predict_fragments(subject)
     if scenario.policies.sync_every_steps:
-        return _periodic(subject)
+        return _predict_periods(subject)
     if scenario.run.slowdowns or scenario.plan.shares.replan:
-        return _varying(subject)
+        return _predict_varying(subject)
     if scenario.run.extrapolate_micro_batches:
-        short = _extrapolated(subject, spread=spread)
+        short = _predict_by_extrapolation(subject, spread=spread)
         if short is not None:
             return short
-    return _steady(subject, spread=spread, listed=listed, sizing=sizing, is_too_slow=is_too_slow)
+    return _predict_steady(subject, spread=spread, listed=listed, sizing=sizing, is_too_slow=is_too_slow)
 
 
-def _extrapolated(subject: _Subject, *, spread: bool) -> Simulated | None:
-    """Return the prediction from steps of few micro-batches, or None if all have to be simulated."""
+def _predict_by_extrapolation(subject: _Subject, *, spread: bool) -> Simulated | None:
+    """Return the prediction extrapolated from steps of few micro-batches; None if all of them must be simulated."""
     scenario, longer, allocated = subject.scenario, 1, _Sizing(reserved=False)
     while (counts := simulated_counts(scenario, longer=longer)) is not None:
         *shorter, longest = (subject.under(with_micro_batches(scenario, count)) for count in counts)
         few = [  # the last but one is extrapolated from; the first only shows whether the pace has settled
-            _steady(each, spread=spread, listed=each is shorter[-1], sizing=allocated).result for each in shorter
+            _predict_steady(each, spread=spread, listed=each is shorter[-1], sizing=allocated).result
+            for each in shorter
         ]
         if is_settled(few):
             [step] = longest.distinct_steps
             further = further_peaks(longest.steps().program(step), _program_for_memory(subject))
-            more = _steady(longest, spread=spread, sizing=_Sizing(further=further))
+            more = _predict_steady(longest, spread=spread, sizing=_Sizing(further=further))
             if is_settled([*few, more.result]):
-                return Simulated(extrapolated(scenario, few[-1], more.result, counts[1:], subject.shared), more.typical)
+                return Simulated(extrapolate(scenario, few[-1], more.result, counts[1:], subject.shared), more.typical)
         longer *= 2
     return None
 
 
-def _steady(
+def _predict_steady(
     subject: _Subject,
     slowed: Slowed = (),
     *,
@@ -425,7 +426,7 @@ def _steady(
         subject,
         typical,
         traffic,
-        lightest=_lightest(subject, steps, median_step, typical) if spread else typical,
+        light_run=_run_light_step(subject, steps, median_step, typical) if spread else typical,
         first=subject.run(steps.program(numbers[0])) if median_step.first_thresholded else typical,
         excess_bytes=mean_excess_bytes(typical.machine.program, traffic, steps.traffic(median_step.number)),
         listed=listed,
@@ -456,16 +457,16 @@ def _median_step(subject: _Subject, steps: Steps) -> _MedianStep:
     return _MedianStep(middle, light, first_thresholded)
 
 
-def _lightest(subject: _Subject, steps: Steps, median_step: _MedianStep, typical: SteadyRun) -> SteadyRun:
-    """Return a run of the light step, for its times alone; `typical`, the median step's run, if it is equal."""
+def _run_light_step(subject: _Subject, steps: Steps, median_step: _MedianStep, typical: SteadyRun) -> SteadyRun:
+    """Return a run of `median_step.light`, without memory peaks; `typical`, the median step's run, if it is equal."""
     if steps.first_equal(median_step.light) == steps.first_equal(median_step.number):
         return typical
     return subject.run(steps.program(median_step.light), peaks=False)
 
 
-def _tenth_percentile_s(typical: SteadyRun, lightest: SteadyRun) -> float:
-    """Return the time that a tenth of the steps do not exceed."""
-    ordered_s = sorted(lightest.times_s)
+def _tenth_percentile_s(typical: SteadyRun, light_run: SteadyRun) -> float:
+    """Return the tenth percentile of step times: that of the light step, but never more than the median step's time."""
+    ordered_s = sorted(light_run.times_s)
     # a step that sends less may take longer, if more of it goes to the owner that others wait for
     return min(typical.time_s, ordered_s[len(ordered_s) // 10])
 
@@ -506,7 +507,7 @@ def _program_for_memory(subject: _Subject) -> Program:
     return shared.once("program for memory", key, new_program, most=MAX_CACHED_RUNS)
 
 
-def _varying(subject: _Subject) -> Simulated:
+def _predict_varying(subject: _Subject) -> Simulated:
     """Return the prediction where steps differ. Shares, memory and bytes are those at the end of the run; phases, and
     the step by which links are measured, are a median step's.
     """
@@ -516,7 +517,7 @@ def _varying(subject: _Subject) -> Simulated:
     def steady(segment: Segment) -> Simulated:
         if segment not in by_segment:
             with_shares = subject.under(scenario.with_shares(segment.samples, segment.shard_shares))
-            by_segment[segment] = _steady(with_shares, segment.slowed)
+            by_segment[segment] = _predict_steady(with_shares, segment.slowed)
         return by_segment[segment]
 
     def measure(segment: Segment, step: int) -> StepReport:
@@ -542,7 +543,7 @@ def _varying(subject: _Subject) -> Simulated:
             step_times_s=times_s,
             phases_s={name: value * scale for name, value in typical.result.phases_s.items()},
             ranks=with_phases_of(last.result.ranks, typical.result.ranks, scale=scale),
-            links=in_step_of(last.result.links, step_time_s / last.result.step_time_s),
+            links=scale_utilisation(last.result.links, step_time_s / last.result.step_time_s),
             fits=not misfits,
             does_not_fit=max(misfits, key=lambda fit: fit.excess_bytes, default=None),
             margin=min(margins, key=lambda margin: margin.margin_bytes, default=None),
@@ -555,7 +556,7 @@ def _varying(subject: _Subject) -> Simulated:
     )
 
 
-def _periodic(subject: _Subject) -> Simulated:
+def _predict_periods(subject: _Subject) -> Simulated:
     """Return the prediction where parameters are synchronized periodically; see [Note: periods simulated] in
     `periodic_run`.
     """
@@ -576,10 +577,10 @@ def _periodic(subject: _Subject) -> Simulated:
 
     def period_of(before: tuple[InnerStep, ...], slowed: Slowed) -> Period:
         steps = subject.steps(slowed)
-        apart_s = alone_s(before, ranks)
+        apart_s = inner_steps_s(before, ranks)
         program = after_inner_steps(steps.program(every - 1), apart_s, count=len(before))
         steady = subject.run(program)
-        traffic, beside = [steps.traffic(every - 1)], carried_in(before)
+        traffic, beside = [steps.traffic(every - 1)], inner_traffic(before)
         result = _result(subject, steady, traffic, beside=beside)
         period = Period(before, steady.time_s - apart_s, result, outer_bytes_sent(steady))
         runs[id(period)] = steady
@@ -589,12 +590,12 @@ def _periodic(subject: _Subject) -> Simulated:
     if not typical.inner:
         return Simulated(result, runs[id(typical)])
     steps = subject.steps()
-    apart_s = alone_s(typical.inner[:-1], ranks)
+    apart_s = inner_steps_s(typical.inner[:-1], ranks)
     shown = after_inner_steps(steps.program(every - 1), apart_s, count=len(typical.inner), shown=steps.program(0))
     return Simulated(result, runs[id(typical)], shown)
 
 
-def _in_fragments(subject: _Subject) -> Simulated:
+def _predict_fragments(subject: _Subject) -> Simulated:
     """Return the prediction where fragments of the parameters are synchronized; see [Note: periods simulated] in
     `periodic_run`.
     """
@@ -618,7 +619,7 @@ def _result(
     typical: SteadyRun,
     traffic: Sequence[StepTraffic],
     *,
-    lightest: SteadyRun | None = None,
+    light_run: SteadyRun | None = None,
     first: SteadyRun | None = None,
     excess_bytes: float = 0.0,
     listed: bool = True,
@@ -631,7 +632,7 @@ def _result(
         subject: the scenario, and how it is predicted.
         typical: the step that stands for all; of thresholded steps, the one with the median payload.
         traffic: traffic of every step of the run.
-        lightest: the step whose payload a tenth of the steps do not exceed, if it differs from `typical`.
+        light_run: the step whose payload a tenth of the steps do not exceed, if it differs from `typical`.
         first: the run's first step, if it differs from `typical`; the plan has to fit there as well.
         excess_bytes: see `mean_excess_bytes`.
         listed: see `simulate`.
@@ -655,7 +656,7 @@ def _result(
         calibration_id=subject.loaded.calibration(shared),
         scenario=scenario.resolved(shared),
         step_time_s=typical.time_s,
-        step_time_p10_s=_tenth_percentile_s(typical, lightest or typical),
+        step_time_p10_s=_tenth_percentile_s(typical, light_run or typical),
         phases_s=mean_phases(typical, phases),
         fits=fit is None,
         does_not_fit=fit,

@@ -30,7 +30,7 @@ from gssim.engine import Machine
 from gssim.errors import UserError
 from gssim.execution.cache import Shared
 from gssim.plan import METHODS
-from gssim.planner import FRONT_RATIO, Batches, Search, candidates, judged
+from gssim.planner import FRONT_RATIO, Batches, Search, candidates, predict_or_bound
 from gssim.planner.bounds import Bound, Bounds
 from gssim.planner.explore import Queue, TooSparse
 from gssim.planner.objectives import Limits
@@ -458,9 +458,11 @@ def test_a_plan_that_pushes_too_little_is_not_simulated(monkeypatch):
     """Before, every plan was simulated, and its density was looked at only then."""
     loaded = jittery()
     density = simulate(loaded).result.density.push
-    assert judged(loaded, UNBOUNDED, replace(NO_LIMITS, least_density=density), Shared()).density.push == density
+    assert (
+        predict_or_bound(loaded, UNBOUNDED, replace(NO_LIMITS, least_density=density), Shared()).density.push == density
+    )
     monkeypatch.setattr("gssim.planner.explore.simulate", None)
-    answer = judged(loaded, UNBOUNDED, replace(NO_LIMITS, least_density=density * (1 + 1e-9)), Shared())
+    answer = predict_or_bound(loaded, UNBOUNDED, replace(NO_LIMITS, least_density=density * (1 + 1e-9)), Shared())
     assert answer == TooSparse(density)
 
 
@@ -469,10 +471,10 @@ def test_steps_of_random_speed_are_run_only_until_their_median_rules_out_the_pla
     whole = simulate(loaded).result
     ruled_out = replace(NO_LIMITS, order=(0.98 * whole.step_time_s, 0))
     ruled_out = replace(ruled_out, front=((0.98 * whole.step_time_s, 0.0),))
-    bound = judged(loaded, UNBOUNDED, ruled_out, Shared())
+    bound = predict_or_bound(loaded, UNBOUNDED, ruled_out, Shared())
     assert isinstance(bound, Bound)
     assert 0.98 * whole.step_time_s <= bound.time_s <= whole.step_time_s
-    assert judged(loaded, UNBOUNDED, NO_LIMITS, Shared()) == whole
+    assert predict_or_bound(loaded, UNBOUNDED, NO_LIMITS, Shared()) == whole
 
     seen = []
     with pytest.raises(TooSlowError) as raised:

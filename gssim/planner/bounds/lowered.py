@@ -30,8 +30,20 @@ from gssim.collectives import Communication
 from gssim.engine import MEMORY_STEPS, Machine, allocates_beside_compute, memory_after
 from gssim.execution.cache import Shared
 from gssim.planner.bounds.collectives import CollectiveBounds
-from gssim.planner.bounds.compute import chance_of, least_chance
-from gssim.program import Chunk, MessageName, Name, Part, Posted, Program, Task, TaskId, name_of, parts_of, unnumbered
+from gssim.planner.bounds.compute import least_jitter_ratio, least_step_jitter_ratio
+from gssim.program import (
+    Chunk,
+    MessageName,
+    Name,
+    Part,
+    Posted,
+    Program,
+    Task,
+    TaskId,
+    name_of,
+    parts_of,
+    template_tasks,
+)
 from gssim.result import WAITING_PHASES
 from gssim.scenario import Scenario
 from gssim.simulation import outside_bytes
@@ -47,7 +59,7 @@ def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBou
         return collectives.alone_s(communication, program.role_of.index(role))
 
     links_s = float(collectives.links_s(program.exchanges).max(initial=0.0))
-    return least_chance(_devices(scenario)) * max(links_s, _longest_step_s(scenario, program, alone_s))
+    return least_step_jitter_ratio(_devices(scenario)) * max(links_s, _longest_step_s(scenario, program, alone_s))
 
 
 def met_step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds, shared: Shared) -> float:
@@ -85,7 +97,7 @@ def met_step_time_s(scenario: Scenario, program: Program, collectives: Collectiv
 
     if not any(is_longer(each) for each, _ in program.exchanges):
         return 0.0
-    return least_chance(_devices(scenario)) * _longest_step_s(scenario, program, alone_s)
+    return least_step_jitter_ratio(_devices(scenario)) * _longest_step_s(scenario, program, alone_s)
 
 
 def _devices(scenario: Scenario) -> list[DeviceType]:
@@ -313,10 +325,10 @@ def busy_s(scenario: Scenario, program: Program) -> list[float]:
     by_role = [
         sum(
             task.duration_s
-            for task in unnumbered(tasks)
+            for task in template_tasks(tasks)
             if task.stream == "compute" and task.communication is None and task.phase not in WAITING_PHASES
         )
         for tasks in program.tasks
     ]
-    chances = [chance_of(scenario.cluster.type_of(rank)) for rank in range(len(program.role_of))]
+    chances = [least_jitter_ratio(scenario.cluster.type_of(rank)) for rank in range(len(program.role_of))]
     return [chance * by_role[role] for chance, role in zip(chances, program.role_of, strict=True)]
