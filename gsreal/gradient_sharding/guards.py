@@ -348,7 +348,7 @@ def check_options(
     for unit in units:
         if not isinstance(unit, nn.Module):
             raise ValueError(f"units must be modules of the model, not {unit!r:.80}")
-        if type(unit).forward is nn.Module.forward:
+        if getattr(unit.forward, "__func__", None) is nn.Module.forward:  # torch.compile gives a module its own
             raise ValueError(
                 f"units has a {type(unit).__name__}, which is never called, so that its parameters would never be "
                 "gathered: list the modules that are called, as in units=model.blocks, not [model.blocks]"
