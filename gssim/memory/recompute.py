@@ -34,7 +34,7 @@ from dataclasses import replace
 from gssim.memory.lifetimes import FORWARD_END
 from gssim.units import Recompute
 from gssim.workload import Buffer, Layer, Moment, Polynomial, layer_output, passed_bytes
-from gssim.workload.layer import REPLACED
+from gssim.workload.layer import REPLACED, layer_input_gradient
 from gssim.workload.owned import LAST
 
 CPU_RANDOM_STATE_BYTES = 5056
@@ -60,7 +60,7 @@ def recomputed_buffers(
     again, after = layer.is_recomputed, following[0] if following else None
     handed = _input_of_block(layer, following)
     output = _own_output(layer) if again else None
-    passed = layer_output(layer.buffers, passed_bytes(layer, after))
+    passed = _passed_on(layer, after)
     releases = dict(zip(map(id, _saved_buffers(layer)), layer.recompute_releases or (), strict=False))
     positions = [each.born.position for each in layer.buffers if each.born.phase == "f"]
     last = max([*releases.values(), *positions], default=0)
@@ -120,6 +120,13 @@ def _around_recomputation(buffer: Buffer, layer: Layer, before: Layer | None) ->
     if freed is buffer.freed and not kept:
         return buffer
     return replace(buffer, freed=freed, category="activations" if kept else buffer.category)
+
+
+def _passed_on(layer: Layer, after: Layer | None) -> Buffer | None:
+    """Return what the layer passes to the next one: if several tensors are as large, one that its backward needs."""
+    size = passed_bytes(layer, after)
+    needed = [each for each in layer.buffers if each.size_bytes == size and _is_needed(each, 1)]
+    return layer_output(needed or layer.buffers, size)
 
 
 def _is_cached(buffer: Buffer, end: Moment, last: int) -> bool:
@@ -213,10 +220,14 @@ def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
 
     It does so if the model holds it to the end of its forward, or if the layers in between pass on something else
     (position codes) or their own input. It has the size of the layer's output. A block adds to its input, so the
-    block's output must be as large; otherwise the block takes something else (a part of the sequence).
+    block's output must be as large, or the gradient of its input where it is a stage that returns less; otherwise the
+    block takes something else (a part of the sequence).
     """
     size = layer.output_bytes
-    if not following or not following[-1].is_recomputed or following[-1].output_bytes != size:
+    if not following or not following[-1].is_recomputed:
+        return None
+    gradient = layer_input_gradient(following[-1].buffers)
+    if size != following[-1].output_bytes and (gradient is None or size != gradient.size_bytes):
         return None
     # a layer between may pass on what it is given, as a dropout of probability zero, and allocate nothing of this size
     as_large = [each for each in following[:-1] if each.output_bytes == size]
@@ -227,8 +238,15 @@ def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
         for buffer in layer.buffers
         if buffer.born.phase == "f" and buffer.freed.layer_offset >= 1 and buffer.size_bytes == size
     ]
-    output = max(crossing, key=lambda buffer: buffer.born.position, default=None)
+    output = max(crossing, key=lambda each: (_is_needed(each, len(following)), each.born.position), default=None)
     return output if output is not None and output.freed.layer_offset > 1 else None
+
+
+def _is_needed(buffer: Buffer, layer_offset: int) -> bool:
+    """Return whether the backward of a later layer needs a buffer of the forward. Others of its size may be results for
+    the caller alone, such as the copy of a stage's output in another layout.
+    """
+    return (buffer.born.phase, buffer.freed.phase, buffer.freed.layer_offset) == ("f", "b", layer_offset)
 
 
 def _is_argument(buffer: Buffer, layer: Layer, following: Sequence[Layer]) -> bool:
