@@ -133,7 +133,7 @@ class LoweredBounds:
         return is_steady(loaded.scenario)
 
     def allocated_bound(self) -> Bound:
-        """Return the bound by time and allocated memory."""
+        """Return the bound from the least step time and the allocated memory, without the allocator's overhead."""
         scenario = self.loaded.scenario
         full = 0.0 if self.peaks is None else lowered.full_ratio(scenario, self.program, self.peaks)
         return self.of_time(lowered.step_time_s(scenario, self.program, self.collectives), full)
