@@ -391,7 +391,8 @@ def check_model(model: Any, parameters: Mapping[str, nn.Parameter], *, threshold
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(f"the model is wrapped in {type(module).__name__}: give shard_gradients what is inside")
-        if getattr(module, "max_norm", None) is not None and any(p.requires_grad for p in module.parameters(False)):
+        limited = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if limited and any(p.requires_grad for p in module.parameters(False)):
             raise ValueError(
                 f"{name or 'the model'}: max_norm changes parameters in the forward, on every rank others: clamp them "
                 "after the step (and call take_parameters), or freeze them"

@@ -23,6 +23,7 @@ from gsreal.methods.experts import Splits, divided_reason, experts_of, replace_e
 from gsreal.methods.tensor_slices import SequenceParts, divide_sequences, end_of_parts, slice_block, whole_with_parts
 from gsreal.model_files.build import DTYPES, build_module, sequences_not_packed
 from gsreal.model_files.layers import layer_modules
+from gsreal.model_files.lstm import workspace_parts
 from gsreal.model_files.recorder import Record, Recorder
 from gssim.errors import UserError
 from gssim.workload import Model
@@ -111,7 +112,10 @@ class _FakeTensors(FakeTensorMode):
                 result.constant = func(*args, **kwargs)
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
             with self:  # empty where nothing is kept for a backward
-                return *result[:3], torch.empty(_lstm_workspace(func, args), dtype=torch.uint8)
+                return *result[:3], torch.empty(sum(workspace_parts(func, args)), dtype=torch.uint8)
+        if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            with self:  # torch's shape function returns one gradient for both biases, the kernel two
+                return *result[:4], result[3].clone(), *result[5:]
         if func is torch.ops.aten._scaled_dot_product_efficient_attention.default:
             with self:
                 return result[0], torch.empty(args[0].shape[:3], dtype=torch.float32), *result[2:]
@@ -183,44 +187,8 @@ LAYOUTS: dict[Any, Callable[..., Any]] = {
 A later view of the result is then a copy in the trace alone, or in the run alone."""
 
 
-def _lstm_workspace(func: Any, args: Any) -> int:
-    """Return the bytes that oneDNN keeps of an LSTM's layer for its backward, in proportion to the samples.
-
-    It is run on zeros to find out. oneDNN rounds parts up to pages, so as many samples are run as fill whole pages.
-    """
-    inputs, *others = args
-    length, samples = inputs.shape[:2]
-    whole = PAGE_BYTES // inputs.dtype.itemsize
-    key = (
-        inputs.dtype,
-        inputs.shape[2:],
-        *(each.shape if isinstance(each, Tensor) else str(each) for each in others[:4]),
-    )
-    if key not in _WORKSPACES:
-        sizes = []
-        with unset_fake_temporarily(), torch.enable_grad():  # without gradients nothing is kept
-            for steps in (1, 2):
-                real = [torch.zeros((steps, whole, *inputs.shape[2:]), dtype=inputs.dtype)]
-                real += [
-                    torch.zeros((whole, each.shape[-1]) if place in STATES else each.shape, dtype=each.dtype)
-                    if isinstance(each, Tensor)
-                    else each
-                    for place, each in enumerate(others, 1)
-                ]
-                workspace: Tensor | None = func(*real)[3]
-                sizes.append(0 if workspace is None else workspace.nbytes // whole)
-        _WORKSPACES[key] = (sizes[0], sizes[1] - sizes[0])
-    first, further = _WORKSPACES[key]
-    return int(samples * (first + further * (length - 1)))
-
-
 MOST_READ = 4096
 """Elements of the largest tensors of which a module's construction may read values."""
-PAGE_BYTES = 4096
-STATES = (5, 6)
-"""Places of an LSTM's states among its arguments."""
-_WORKSPACES: dict[tuple[Any, ...], tuple[int, int]] = {}
-"""Bytes of workspace for a sample's first step, and for each further one, by the layer's sizes."""
 
 
 @contextmanager

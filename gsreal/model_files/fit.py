@@ -170,6 +170,7 @@ def releases_of(record: Record, index: int) -> tuple[int, ...]:
     return tuple(
         counted[-1] if alive.unsaved is None else alive.unsaved
         for alive in record.alive
+        for _ in alive.parts or (alive.size_bytes,)
         if alive.born[:2] == (index, "f") and alive.freed is not None and alive.freed[1] == "b"
         if alive.freed[0] <= index and not alive.replaced_next
     )
@@ -270,18 +271,22 @@ def fit_buffers(
         is_cached = alive.casts_parameter and ends_with_forward
         is_saved = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")
         of_own_backward = is_saved and alive.freed is not None and alive.freed[0] <= index
-        buffers.append(
-            Buffer(
-                born=_moment(alive.born, index),
-                freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(freed, index),
-                category=REPLACED if alive.replaced_next else "activations" if is_saved else "temporaries",
-                size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", terms),
-                fixed=alive.fixed,
-                casts_input=alive.casts_input and casts_again,
-                handed_on=_moment(alive.handed_on, index) if alive.handed_on and of_own_backward else None,
-                summed_in_place=all(record.alive[number].summed_in_place for record in everything.values()),
-            )
+        buffer = Buffer(
+            born=_moment(alive.born, index),
+            freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(freed, index),
+            category=REPLACED if alive.replaced_next else "activations" if is_saved else "temporaries",
+            size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", terms),
+            fixed=alive.fixed,
+            casts_input=alive.casts_input and casts_again,
+            handed_on=_moment(alive.handed_on, index) if alive.handed_on and of_own_backward else None,
+            summed_in_place=all(record.alive[number].summed_in_place for record in everything.values()),
         )
+        for part in range(len(alive.parts)):
+            sizes = {shape: record.alive[number].parts[part] for shape, record in everything.items()}
+            polynomial = fit_polynomial(sizes, checked, f"{name}: a part of a buffer", terms)
+            buffers.append(replace(buffer, size_bytes=polynomial, pages=True))
+        if not alive.parts:
+            buffers.append(buffer)
     return tuple(buffers)
 
 

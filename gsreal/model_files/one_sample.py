@@ -95,7 +95,7 @@ def _saved(buffers: Sequence[Buffer]) -> list[Buffer]:
 
 def _buffer_key(buffer: Buffer) -> tuple[object, ...]:
     """Return what equal buffers of one sample have in common: moments, kind, marks, and bytes of one sample."""
-    marks = buffer.fixed, buffer.casts_input, buffer.summed_in_place, buffer.handed_on
+    marks = buffer.fixed, buffer.casts_input, buffer.summed_in_place, buffer.pages, buffer.handed_on
     return buffer.born, buffer.freed, buffer.category, marks, _of_one_sample(buffer.size_bytes)
 
 

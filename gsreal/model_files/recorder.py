@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import flop_registry
 
 from gsreal.methods.checkpointing import PRODUCTS, SELECTIVE, is_kept
+from gsreal.model_files.lstm import workspace_parts
 from gssim.units import Recompute
 
 aten = torch.ops.aten
@@ -180,6 +181,8 @@ class StorageLife:
     """Whether it is torch.autocast's copy of a parameter in 16 bits, which it keeps to the end of the forward."""
     summed_in_place: bool = False
     """Whether it is a gradient to which autograd adds another in place; the trace has the sum in a new storage."""
+    parts: tuple[int, ...] = ()
+    """Bytes of its parts, if a run rounds each of several parts up to pages; `size_bytes` is their sum."""
 
 
 @dataclass(frozen=True)
@@ -383,6 +386,8 @@ class Recorder(TorchDispatchMode):
             self._count(func, args, kwargs, result, inputs, outputs, place)
         for tensor in outputs:
             self._born(tensor)
+        if func is aten.mkldnn_rnn_layer.default:
+            self._note_parts(func, args, result[3])
         if func is aten._to_copy.default and self._is_cast(args[0], result):
             cast = self.live[result.untyped_storage()._cdata]
             cast.casts_input = args[0] is self.input()  # not a view of it
@@ -412,6 +417,11 @@ class Recorder(TorchDispatchMode):
         if storage._cdata not in self.live or torch._C._storage_Use_Count(storage._cdata) != STORAGE_HOLDERS:
             return False
         return gradient._use_count() <= TENSOR_HOLDERS and is_non_overlapping_and_dense_or_false(gradient)
+
+    def _note_parts(self, func: Any, args: Any, workspace: Tensor) -> None:
+        """Note the parts of the workspace that an LSTM's layer keeps."""
+        parts = workspace_parts(func, args)
+        self.live[workspace.untyped_storage()._cdata].parts = parts if len(parts) > 1 else ()
 
     def _is_cast(self, source: Tensor, copy: Tensor) -> bool:
         """Return whether a copy is one that autocast makes."""

@@ -354,13 +354,13 @@ def _execution_order(
     handles = [inner[name].register_forward_pre_hook(before(name), with_kwargs=True) for name in chosen]
     with _as_user_errors(where), _without_checkpoints(where):
         output = module(inputs)
-        logits = logits_of(output)
     if model.module.hugging_face is not None and not hasattr(output, "logits"):
         raise UserError(
             f"{where}: module.hugging_face.auto_class = '{model.module.hugging_face.auto_class}': has no head"
         )
-    _check_logits(logits, targets, model, where)
     with _as_user_errors(where):
+        logits = logits_of(output)
+        _check_logits(logits, targets, model, where)
         loss = loss_of(logits, targets)
     if not loss.requires_grad:
         raise UserError(f"{where}: the module has no parameters to train")

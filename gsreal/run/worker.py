@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
-from torch import Tensor, nn
+from torch import Tensor
 
 from gsreal.gradient_sharding import GradientSharding, Sent
 from gsreal.machine import device_name, settle
@@ -35,12 +35,12 @@ from gsreal.methods.training import Training, Weights
 from gsreal.model_files.build import module_on
 from gsreal.run.checkpoint import Checkpoints, Progress
 from gsreal.run.feed import Feed
+from gsreal.run.module_checks import check_module
 from gsreal.run.nodes import check_nodes
 from gsreal.run.progress import note_progress
 from gsreal.run.rank import gather_json, join, run_on_rank
 from gsreal.run.rank_speed import device_speed_ratio
 from gsreal.run.report import RankReport, RunRecorder, outer_steps, result_of
-from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.result import Span, chrome_trace, typical_phases
 from gssim.scenario import Loaded, Scenario, load_scenario
@@ -167,22 +167,10 @@ def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Train
     torch.manual_seed(scenario.run.seed)
     module = module_on(device, scenario.workload.precision, scenario.workload.model.module, where="workload.model")
     torch.backends.cuda.matmul.allow_tf32 = scenario.workload.tf32
-    check_parameters(scenario, module)
+    check_module(scenario, module)
     module.train()
     compile_blocks(scenario.workload.model, module)  # before blocks are wrapped, sharded and checkpointed
     return prepare(scenario, module, timeline, device)
-
-
-def check_parameters(scenario: Scenario, module: nn.Module) -> None:
-    """Raise UserError if the model file does not describe the module that its factory creates."""
-    real = sum(parameter.numel() for parameter in module.parameters())
-    model = scenario.workload.model
-    listed = model.elements + model.frozen_elements
-    if real != listed:
-        raise UserError(
-            f"workload.model: the file lists {listed} parameters, but the module has {real}; "
-            "trace it again with `gsreal trace`"
-        )
 
 
 def _sharding(training: Training) -> GradientSharding | None:

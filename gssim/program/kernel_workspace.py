@@ -41,12 +41,14 @@ def scratch_events(
 def unmeasured_workspace(scenario: Scenario) -> tuple[str, ...]:
     """Return a line for each type of CPU whose kernels take workspace that is in no profile, and so counts as 0.
 
-    On a CPU, convolutions take workspace, products in 16 bits, and under autocast operations on tensors of two
-    precisions. (LSTMs do too, but a model file does not tell which layers are LSTMs.)
+    On a CPU, convolutions and LSTMs take workspace, products in 16 bits, and under autocast operations on tensors of
+    two precisions.
     """
     workload = scenario.workload
     precision = workload.autocast or workload.precision
     kernels = ["convolutions"] if isinstance(workload.model.input, ImageInput) else []
+    # oneDNN keeps parts that are rounded up to pages of LSTMs alone
+    kernels += ["LSTMs"] if any(each.pages for layer in workload.model.layers for each in layer.buffers) else []
     kernels += [f"products in {precision}"] if PRECISION_BYTES[precision] == 2 else []
     messages = []
     for name in dict.fromkeys(scenario.cluster.devices[rank].type for rank in range(scenario.ranks)):

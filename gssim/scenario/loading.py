@@ -485,7 +485,7 @@ def _with_overrides(data: dict[str, Any], overrides: Sequence[str], folders: _Fo
 
 def _table(path: Path) -> dict[str, Any]:
     """Return the table in a TOML or JSON file."""
-    content = read_json(path) if path.suffix == ".json" else read_toml(path)[1]
+    content = read_json(path, by_hand=True) if path.suffix == ".json" else read_toml(path)[1]
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a table of keys")
     return content

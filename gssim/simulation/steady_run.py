@@ -81,7 +81,7 @@ class _Watch:
     def __call__(self, ends_s: Sequence[Sequence[float]]) -> bool:
         """Return whether the steps that all ranks have ended suffice; see `Stop` in `gssim.engine.machine`."""
         ended = min(map(len, ends_s))
-        if ended <= self._seen:
+        if not self._seen < ended <= self.steps:  # a step that is run beyond those does not count
             return False
         self._seen = ended
         latest_s = [max(ends[step] for ends in ends_s) for step in range(ended)]

@@ -31,6 +31,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from math import ceil
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
@@ -245,6 +246,9 @@ CASTS_INPUT = " casts-input"
 """End of the text of a buffer that is one of several casts of its layer's input."""
 SUMMED_IN_PLACE = " summed-in-place"
 """End of the text of a buffer to which autograd adds another gradient in place."""
+PAGES = " pages"
+"""End of the text of a buffer whose size is rounded up to pages."""
+PAGE_BYTES = 4096
 HANDED_ON = " handed-on="
 """In the text of a buffer, what comes before `Buffer.handed_on`."""
 ONE_SAMPLE, SEVERAL_SAMPLES = " samples=1", " samples>1"
@@ -266,6 +270,8 @@ class Buffer:
     `gssim.program.stage_boundary`."""
     summed_in_place: bool = False
     """Whether the operation that frees it adds another gradient to it in place; see [Note: sums in place]."""
+    pages: bool = False
+    """Whether its size is rounded up to pages, as are the parts of what oneDNN keeps of an LSTM's layer."""
     samples: str = ""
     """`ONE_SAMPLE` or `SEVERAL_SAMPLES` if it exists only for so many samples; see [Note: one sample]."""
     handed_on: Moment | None = None
@@ -287,6 +293,8 @@ class Buffer:
         'f4@+1'
         >>> Buffer.parse("b2 b5 temporaries 8*b*s summed-in-place").released_at
         4.75
+        >>> [Buffer.parse("f0 b3 activations 8*b*s pages").bytes_at(b=b, s=512, scale=1) for b in (1, 2)]
+        [4096, 8192]
         >>> [Buffer.parse("f0 b3 activations 8*b*s samples>1").bytes_at(b=b, s=3, scale=1) for b in (1, 2)]
         [0, 48]
         """
@@ -295,19 +303,19 @@ class Buffer:
         if not isinstance(text, str) or len(text.split(maxsplit=3)) != 4:
             raise ValueError(
                 'must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s", and may end in "fixed", '
-                '"casts-input" or "summed-in-place", after that in "handed-on=MOMENT", and after that in "samples=1" '
-                'or "samples>1"'
+                '"casts-input", "summed-in-place" or "pages", after that in "handed-on=MOMENT", and after that in '
+                '"samples=1" or "samples>1"'
             )
         born, freed, category, size = text.split(maxsplit=3)
         samples = next((end for end in (ONE_SAMPLE, SEVERAL_SAMPLES) if size.endswith(end)), "")
         size, _, handed_on = size.removesuffix(samples).partition(HANDED_ON)
-        fixed, casts_input, summed = (size.endswith(end) for end in (FIXED, CASTS_INPUT, SUMMED_IN_PLACE))
+        fixed, casts, summed, pages = (size.endswith(end) for end in (FIXED, CASTS_INPUT, SUMMED_IN_PLACE, PAGES))
         if category not in BUFFER_CATEGORIES:
             raise ValueError(f"has the category {category!r}; allowed: {', '.join(BUFFER_CATEGORIES)}")
         polynomial = Polynomial.parse(without_mark(size))
         outlives = Moment.parse(handed_on) if handed_on else None
         moments = Moment.parse(born), Moment.parse(freed)
-        return cls(*moments, category, polynomial, fixed, casts_input, summed, samples, outlives)
+        return cls(*moments, category, polynomial, fixed, casts, summed, pages, samples, outlives)
 
     def bytes_at(self, *, b: Samples, s: int, scale: float) -> float:
         """Return its size for b samples of s tokens, 0 if it does not exist then; `scale`: bytes of an element relative
@@ -316,6 +324,8 @@ class Buffer:
         if self.samples and not self.exists_at(b):
             return 0
         size = self.size_bytes.at(b=b, s=s)
+        if self.pages:
+            return ceil(scale * size / PAGE_BYTES) * PAGE_BYTES
         return size if self.fixed else scale * size
 
     def exists_at(self, samples: float) -> bool:
@@ -338,13 +348,14 @@ class Buffer:
 
     def __str__(self) -> str:
         end = FIXED if self.fixed else CASTS_INPUT if self.casts_input else ""
-        end = SUMMED_IN_PLACE if self.summed_in_place else end
+        end = SUMMED_IN_PLACE if self.summed_in_place else PAGES if self.pages else end
         end += f"{HANDED_ON}{self.handed_on}" if self.handed_on is not None else ""
         return f"{self.born} {self.freed} {self.category} {self.size_bytes}{end}{self.samples}"
 
 
 def without_mark(text: str) -> str:
-    """Return the text of a buffer, or of its size, without `fixed`, `casts-input`, `summed-in-place` and `handed-on`.
+    """Return the text of a buffer, or of its size, without `fixed`, `casts-input`, `summed-in-place`, `pages`
+    and `handed-on`.
 
     `text`: without `samples=1` or `samples>1`, which come last.
 
@@ -352,7 +363,7 @@ def without_mark(text: str) -> str:
     'b2 b5 temporaries 8*b*s'
     """
     text = text.partition(HANDED_ON)[0]
-    return text.removesuffix(FIXED).removesuffix(CASTS_INPUT).removesuffix(SUMMED_IN_PLACE)
+    return text.removesuffix(FIXED).removesuffix(CASTS_INPUT).removesuffix(SUMMED_IN_PLACE).removesuffix(PAGES)
 
 
 def layer_output(buffers: Sequence[Buffer], output_bytes: Quantity) -> Buffer | None:
@@ -716,8 +727,9 @@ class Layer:
     """Every tensor that the layer allocates: the moments of its allocation and release, its category and its size;
     `fixed`: it holds integers or truth values, which are as large in every precision; `casts-input`: it is one of
     several casts of the layer's input by torch.autocast; `summed-in-place`: autograd adds another gradient to it in
-    place, so that its memory passes to the sum; `handed-on`: it is one of several tensors that a block returns to later
-    layers, and would be freed at that moment if the block's backward did not need it. Tensors of the category
+    place, so that its memory passes to the sum; `pages`: its size is rounded up to 4096 bytes, as is each part of what
+    oneDNN keeps of an LSTM for its backward on a CPU; `handed-on`: it is one of several tensors that a block returns to
+    later layers, and would be freed at that moment if the block's backward did not need it. Tensors of the category
     `replaced` are kept by the module until its next forward."""
     module_buffer_bytes: Count = 0
     """Bytes of the module's buffers (not parameters), such as running means, in fp32."""

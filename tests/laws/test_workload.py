@@ -73,11 +73,11 @@ def test_what_is_no_moment_is_refused(text):
 
 
 @given(
-    *(MOMENTS, MOMENTS, st.sampled_from(["input", "activations", "temporaries"]), TERMS, st.integers(0, 3)),
+    *(MOMENTS, MOMENTS, st.sampled_from(["input", "activations", "temporaries"]), TERMS, st.integers(0, 4)),
     *(st.sampled_from(["", ONE_SAMPLE, SEVERAL_SAMPLES]), st.none() | MOMENTS),
 )
 def test_a_buffer_survives_its_text(born, freed, category, term, mark, samples, handed_on):
-    marks = dict.fromkeys(("", "fixed", "casts_input", "summed_in_place")[mark : mark + 1], True)
+    marks = dict.fromkeys(("", "fixed", "casts_input", "summed_in_place", "pages")[mark : mark + 1], True)
     marks.pop("", None)
     marks |= {"samples": samples, "handed_on": handed_on}
     buffer = Buffer(born, freed, category, Polynomial((term,)), **marks)
