@@ -15,7 +15,7 @@ sections between them are priced once. That is so where ranks of pipelines divid
 values a few times in each layer, over links that messages cross too, between many collectives of the tensor group.
 
 Like the vectorised walk, this is exact (but for rounding where collectives run beside tasks) if ranks are independent
-between collectives ([Note: ahead] in `fast_path`) and only compute streams allocate memory.
+between collectives ([Note: fast path] in `fast_path`) and only compute streams allocate memory.
 """
 
 from collections import defaultdict
