@@ -75,7 +75,7 @@ def layer_scratch(
         with cuda_kernels() if model.runs_fused_kernels else nullcontext():
             traced = _traced(as_run, ways, batches)
         for way, record in zip(ways, traced, strict=True):
-            seen = _seen(as_run, way, batches, counter, dtype)
+            seen = _measure_workspaces(as_run, way, batches, counter, dtype)
             places: dict[str, list[Place]] = defaultdict(list)
             for place in way.places:
                 places[instances[place[0]].layer.name].append(place)
@@ -138,7 +138,7 @@ def _prepared(module: nn.Module, model: Model, way: _Variant) -> nn.Module:
     return module
 
 
-def _seen(
+def _measure_workspaces(
     model: Model, way: _Variant, batches: Batches, counter: MemoryCounter, dtype: torch.dtype
 ) -> dict[int, Taken]:
     """Return the workspace of every operation by batch size."""

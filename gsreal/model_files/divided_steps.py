@@ -126,10 +126,10 @@ def sliced_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
 
 
 def _sliced_steps(lengths: Lengths, units: int, *, parts: tuple[int, int] | None = None) -> Steps:
-    """Return the steps to trace of blocks that tensor ranks slice; `parts`: two numbers of ranks that divide sequences.
+    """Return the steps to trace for blocks that tensor ranks slice.
 
-    Most steps are traced with the first number. With the second, one length suffices (for both batch sizes): the cost
-    of what runs on a part of a sequence depends only on how many positions the part has.
+    `parts`: two numbers of ranks that divide sequences, if any do. All sequence lengths are traced with the first. One
+    length suffices for the second, as costs of a part of a sequence depend only on its number of positions.
     """
     fewer, more = parts or (None, None)
     several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)

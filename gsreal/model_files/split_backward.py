@@ -75,7 +75,7 @@ class _Groups:
     removable: list[Any] = field(default_factory=list)
 
     def watch(self, outputs: Any, parameters: Any, graph: Any) -> list[dict[str, Any]]:
-        """Return torch's groups; note each one's layer when the first part reaches it."""
+        """Return torch's groups of parameters; hooks record the layer in which the first part reaches each."""
         groups = _GROUPS_OF(outputs, parameters, graph)
         for group in groups:
             for node in group["intermediates"]:

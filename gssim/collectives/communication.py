@@ -184,7 +184,7 @@ class Exchange(Hops):
         return (self.members, *self.beside)
 
     def in_groups(self, groups: tuple[Members, ...]) -> "Exchange":
-        """Return the same exchange in all of several groups."""
+        """Return this exchange as each of several groups carries it out, independently of the others."""
         return Exchange(groups[0], self.rows, self.kinds, groups[1:])
 
     @property

@@ -238,7 +238,7 @@ class Host:
             self.env.call(self.env.now, partial(self._go_on, compute))
 
     def _go_on(self, compute: _Compute, _event: object = None) -> None:
-        """Let the process go on that waits for compute."""
+        """Resume the process that waits for the end of a compute."""
         self.computing[compute.rank_class] -= 1
         if not self.computing[compute.rank_class]:
             del self.computing[compute.rank_class]

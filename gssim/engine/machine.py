@@ -188,7 +188,7 @@ class Machine(MachineState):
         return again
 
     def _run_vectorised(self, steps: int, *, peaks: bool) -> None:
-        """Execute the program for all classes at once; see [Note: lockstep] in `vectorised_walk`."""
+        """Execute the program for all classes at once; see [Note: vectorised walk] in `vectorised_walk`."""
         self.vectorised = vectorised_walk_of(self, steps)
         try:
             self.vectorised.run()

@@ -15,7 +15,7 @@ sections between them are priced once. That is so where ranks of pipelines divid
 values a few times in each layer, over links that messages cross too, between many collectives of the tensor group.
 
 Like the vectorised walk, this is exact (but for rounding where collectives run beside tasks) if ranks are independent
-between collectives ([Note: ahead] in `fast_path`) and only compute streams allocate memory.
+between collectives ([Note: fast path] in `fast_path`) and only compute streams allocate memory.
 """
 
 from collections import defaultdict
@@ -549,18 +549,19 @@ def _collectives_at_once(
         assert isinstance(tasks, Outline)
         going = dict(after.get(id(tasks.schedule), {}))
         if id(tasks.schedule) not in after:
-            yield from _joined_beside(tasks.schedule, going, counts)
+            yield from _overlapping_collectives(tasks.schedule, going, counts)
             after[id(tasks.schedule)] = dict(going)
-        yield from _joined_beside(tasks.further, going, counts)
+        yield from _overlapping_collectives(tasks.further, going, counts)
         yield from ((each, None) for each in going.values())
 
 
-def _joined_beside(
+def _overlapping_collectives(
     parts: Parts, going: dict[Name, Communication], counts: Callable[[Communication], bool]
 ) -> Iterator[tuple[Communication, Communication]]:
     """Yield each counted collective beside the compute stream, with every one that is joined before it is waited for.
 
-    `going`: those that are not waited for yet: at first before the parts, at last after them.
+    `going`: the collectives in flight, by name. The caller passes those in flight before the parts; when the iteration
+    ends, it holds those in flight after them.
     """
     met: set[tuple[int, int]] = set()
     for part in parts:

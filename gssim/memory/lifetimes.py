@@ -293,8 +293,8 @@ def gradient_events(
     `given_back`: how many gradients are released when one is ready: 0: none; 1: the new one, which is copied elsewhere
     or added to an earlier one; 2: the sum, too. `given_back_of_experts`: the same for divided experts; None: as for
     all. `copies_first`: whether autograd adds the gradient that is ready first to a sparse one: it allocates the sum,
-    and then frees the new one. `split`: whether the backward is; what its last layer would free in a later one is freed
-    at that layer's end.
+    and then frees the new one. `split`: whether the backward is split
+    (zero bubble). What the last layer to run would free in a later layer is freed at its own end.
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     by_parameter: dict[int, tuple[Event, list[Event]]] = {}

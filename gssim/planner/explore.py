@@ -266,7 +266,7 @@ class Queue:
         heappush(self._heap, Waiting(later, bound.objective, candidate.index, bound, candidate, True, True))
 
     def next_objective(self) -> float:
-        """Return the least lower bound in the queue."""
+        """Return the least lower bound of the objective among the plans in the queue; infinite if it is empty."""
         return self._heap[0].objective if self._heap else math.inf
 
     def look_ahead(self, rule_out: Callable[[Candidate, Bound], bool]) -> int:

@@ -711,10 +711,10 @@ def _tasks_of_any_batch_split(low: Lowering, rank: int, micro_batch: MicroBatch)
 def _tasks_of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:
     """Return forward and backward of a stage, copied from an equal stage and renamed to this stage's layers.
 
-    Two stages are equal if their layers are equal one by one, if the layers next to them are (see [Note: borders] in
-    `stage_boundary`), and if the whole-model layers that they are parts of are equal. Their tensor groups carry out
-    equal collectives. Programs that differ in their number of micro-batches share them: a prediction that extrapolates
-    lowers four.
+    Two stages are equal if their layers are equal one by one, if the layers next to them are (see [Note: stage
+    boundaries] in `stage_boundary`), and if the whole-model layers that they are parts of are equal. Their tensor
+    groups carry out equal collectives. Programs that differ in their number of micro-batches share them: a prediction
+    that extrapolates lowers four.
     """
     (stage,) = low.stages
     whole_layers = tuple(Same(low.whole_layer(each)) for each in low.layers)

@@ -1,12 +1,12 @@
 """Pipeline stages: their layers, their inputs and outputs, and the lifetimes of buffers that cross a stage boundary.
 
-[Note: borders] A trace shows the lifetime of a buffer in a whole model, where it may end in a neighbouring layer. At
-the boundary of two stages the neighbour is on another device, and torch.distributed.pipelining holds three tensors: the
-stage's input, received into a buffer that is allocated once for each micro-batch and kept; the stage's output; and the
-gradient of its input. The latter two live until the schedule drops the last reference (`gssim.plan.pipeline_schedule`,
-"release"). The last stage's logits are such an output as well. Every other buffer that would be freed in a layer beyond
-the boundary is freed when the stage's forward or backward returns. The parts of a split backward are no exception: what
-outlives the second part is freed when that returns.
+[Note: stage boundaries] A trace shows the lifetime of a buffer in a whole model, where it may end in a neighbouring
+layer. At the boundary of two stages the neighbour is on another device, and torch.distributed.pipelining holds three
+tensors: the stage's input, received into a buffer that is allocated once for each micro-batch and kept; the stage's
+output; and the gradient of its input. The latter two live until the schedule drops the last reference
+(`gssim.plan.pipeline_schedule`, "release"). The last stage's logits are such an output as well. Every other buffer that
+would be freed in a layer beyond the boundary is freed when the stage's forward or backward returns. The parts of a
+split backward are no exception: what outlives the second part is freed when that returns.
 
 [Note: cast once] torch.autocast keeps the 16-bit casts of leaves of autograd's graph that require gradients until its
 context ends (aten/src/ATen/autocast_mode.cpp, cached_cast). Parameters are such leaves, and so is the input that a
@@ -134,7 +134,7 @@ def output_buffer(layer: Layer) -> Buffer | None:
 def stage_timeline(
     stage: Stage, *, batch_size: int, sequence_length: int, scale: float, lives: Lives, input_is_leaf: bool = True
 ) -> Timeline:
-    """Return the memory events of a stage, by the number of the layer in the stage; see [Note: borders].
+    """Return the memory events of a stage, by the number of the layer in the stage; see [Note: stage boundaries].
 
     The stage's output and the gradient of its input are released by the schedule, so only their allocations are
     included. `input_is_leaf`: whether the first layer is given the received tensor itself; see [Note: cast once].

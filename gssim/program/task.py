@@ -635,7 +635,7 @@ class Outline(Sequence[Task]):
 
 
 def parts_of(tasks: Sequence[Task]) -> Sequence[Part]:
-    """Return the parts of an outline, or the tasks themselves if they are not one."""
+    """Return the parts of an outline; a plain sequence of tasks is returned as it is."""
     return tasks.parts if isinstance(tasks, Outline) else tasks
 
 

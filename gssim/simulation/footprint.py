@@ -9,8 +9,8 @@ release enough cached memory in time: the step is replayed with the device's mem
 memory alone exceeds the limit, nothing is replayed, since the step fails before its peak. On other devices the reserved
 memory is the allocated memory.
 
-[Note: alike] Among ranks with equally many tasks and equal allocator settings, two are replayed: those with the largest
-and the smallest peak (one, if these are nearly equal). The overhead of peaks in between is interpolated.
+[Note: comparable ranks] Among ranks with equally many tasks and equal allocator settings, two are replayed: those with
+the largest and the smallest peak (one, if these are nearly equal). The overhead of peaks in between is interpolated.
 
 [Note: middle] With many micro-batches, those in the middle of the schedule start and end in the same state as the one
 before, once the largest number is in flight. They are left out of the replay if the peak of requested bytes, which is
@@ -168,7 +168,7 @@ PeakOfRank = tuple[int, Peak]
 AllocatorOverhead = tuple[float, float, float]
 """A peak of requested bytes, how much the allocated blocks exceed it, and the reserved bytes beyond the blocks."""
 Alike = tuple[int, bool]
-"""What makes ranks comparable: number of tasks, and whether segments are expandable; see [Note: alike]."""
+"""What makes ranks comparable: number of tasks, and whether segments are expandable; see [Note: comparable ranks]."""
 Overheads = Mapping[Alike, Sequence[AllocatorOverhead]]
 """Overheads of the largest and smallest peak among comparable ranks (one if these are nearly equal)."""
 
@@ -182,7 +182,7 @@ def footprints_of(
     overheads: Overheads | None = None,
     beside: Mapping[int, Peak] | None = None,
 ) -> list[MemoryFootprint]:
-    """Return the memory footprints of ranks; see [Note: alike].
+    """Return the memory footprints of ranks; see [Note: comparable ranks].
 
     `reserved`: whether to compute the allocator's overhead; if not, the reserved memory is the allocated memory.
     `overheads`: known overheads of a program that differs only in the sizes of its messages, so that no step is
@@ -251,7 +251,7 @@ def _most_missing_bytes(program: Program, role: int) -> int:
 
 
 def allocator_overheads(scenario: Scenario, program: Program, peaks: Sequence[PeakOfRank]) -> Overheads:
-    """Return the allocator's overheads, computed once for each set of comparable ranks; see [Note: alike]."""
+    """Return the allocator's overheads, computed once for each set of ranks; see [Note: comparable ranks]."""
     footprints = footprints_of(scenario, program, peaks, reserved=False)
     comparable = _alike(scenario, program, footprints)
     many = len(comparable) >= MANY_REPLAYS
@@ -274,7 +274,7 @@ def _alike(
 def independent_peaks(
     scenario: Scenario, program: Program, peaks: Sequence[PeakOfRank]
 ) -> Sequence[Sequence[PeakOfRank]]:
-    """Return the peaks in sets whose footprints do not depend on each other, see [Note: alike]; the fullest first."""
+    """Return the peaks in sets of comparable ranks, the fullest first; see [Note: comparable ranks]."""
     footprints = footprints_of(scenario, program, peaks, reserved=False)
     sets = list(_alike(scenario, program, footprints).values())
     compared = {place for places in sets for place in places}

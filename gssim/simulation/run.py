@@ -134,7 +134,7 @@ class StepTimes:
 
 
 class _Sizing(NamedTuple):
-    """How the memory of ranks is computed."""
+    """Which parts of the ranks' memory are computed: reserved bytes, and what is known of them beforehand."""
 
     reserved: bool = True
     """Whether to compute reserved memory, with the allocator's overhead."""
@@ -149,7 +149,7 @@ RESERVED = _Sizing()
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is predicted, and how."""
+    """A loaded scenario, and the cache and options with which it is predicted."""
 
     loaded: Loaded
     shared: Shared
@@ -180,7 +180,7 @@ class _Subject:
         return steps if self.loaded.statistics_needed else steps[-1:]
 
     def under(self, scenario: Scenario) -> "_Subject":
-        """Return the same of a scenario that was made from this one."""
+        """Return the same cache and options for a scenario that was derived from this one."""
         return replace(self, loaded=replace(self.loaded, scenario=scenario))
 
     def steps(self, slowed: Slowed = (), slowed_steps: Sequence[Slowed] = ()) -> Steps:

@@ -133,16 +133,16 @@ class LoweredBounds:
         return is_steady(loaded.scenario)
 
     def allocated_bound(self) -> Bound:
-        """Return the bound by time and allocated memory."""
+        """Return the bound from the least step time and the allocated memory, without the allocator's overhead."""
         scenario = self.loaded.scenario
         full = 0.0 if self.peaks is None else lowered.full_ratio(scenario, self.program, self.peaks)
         return self.of_time(lowered.step_time_s(scenario, self.program, self.collectives), full)
 
     def with_shared_links(self, bound: Bound) -> Bound:
-        """Return a bound that includes the sharing of links by equal groups; see [Note: met] in `lowered`."""
+        """Return a bound that includes the sharing of links by equal groups; see [Note: shared links] in `lowered`."""
         if not any(each.beside for each, _ in self.program.exchanges):
             return bound
-        time_s = lowered.met_step_time_s(self.loaded.scenario, self.program, self.collectives, self.shared)
+        time_s = lowered.step_time_on_shared_links_s(self.loaded.scenario, self.program, self.collectives, self.shared)
         return bound if time_s <= bound.time_s else bound.with_(self.of_time(time_s, bound.full_ratio))
 
     def of_time(self, time_s: float, full_ratio: float) -> Bound:

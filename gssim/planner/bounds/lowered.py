@@ -5,8 +5,8 @@ Then it ends its step no later than in reality, as other ranks can only delay or
 streams that precede a wait for the step's compute may have run in the step before.) In the steady state, links carry
 during one step as many bytes as a step sends.
 
-[Note: met] Groups of equal ranks, such as those of all tensor slices, carry out a collective at the same time. The
-simulation has one instance for them, whose flows share links. To bound such an instance, all instances must be
+[Note: shared links] Groups of equal ranks, such as those of all tensor slices, carry out a collective at the same time.
+The simulation has one instance for them, whose flows share links. To bound such an instance, all instances must be
 arranged; that is done only for plans that no other bound rules out.
 
 [Note: followed] The step of a pipeline's first stage lasts until the last gradient has come back through all others.
@@ -62,8 +62,10 @@ def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBou
     return least_step_jitter_ratio(_devices(scenario)) * max(links_s, _longest_step_s(scenario, program, alone_s))
 
 
-def met_step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds, shared: Shared) -> float:
-    """Return the least step time if equal groups share one instance and so their links; see [Note: met].
+def step_time_on_shared_links_s(
+    scenario: Scenario, program: Program, collectives: CollectiveBounds, shared: Shared
+) -> float:
+    """Return the least step time if equal groups share one instance and so their links; see [Note: shared links].
 
     It is 0 if no collective takes longer for that: then `step_time_s` is as close.
     """
