@@ -320,6 +320,17 @@ class Recurrent(nn.Module):
         return self.head(states)
 
 
+class Transposed(nn.Module):
+    """Its first map takes a transposed tensor, so that torch adds the bias in an operation of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.head = nn.Linear(8, 256), nn.Linear(256, 10)
+
+    def forward(self, images):
+        return self.head(self.wide(images.squeeze(1).transpose(1, 2)).mean(1))
+
+
 class Unused(Shortcut):
     def __init__(self):
         super().__init__()
@@ -861,6 +872,13 @@ def test_the_peak_of_an_lstm_with_its_measured_workspace_is_the_counted_one(both
     batches = {shape[0]: example_batch(model, batch_size=shape[0], sequence_length=shape[1])}
     workspace = layer_scratch(model, batches, MemoryCounter(torch.device("cpu")), torch.float32)
     assert replayed_peak_bytes(model, shape, workspace=workspace) == counted
+
+
+def test_a_bias_is_added_to_the_product_of_a_transposed_tensor_in_place():
+    """The peak was predicted 75 % too high, and those of nn.RNN 0.4 to 4.8 %: the trace has the sum in a new tensor."""
+    model = made("Transposed")
+    assert [each.summed_in_place for layer in model.layers for each in layer.buffers].count(True) == 1
+    assert replayed_peak_bytes(model, (640, None)) == pytest.approx(counted_peak_bytes(model, (640, None)), rel=1e-3)
 
 
 @pytest.mark.parametrize(("samples", "length"), [(1, 1), (3, 24), (5, 7)])
