@@ -297,6 +297,32 @@ class Residuals(nn.Module):
         return self.head(x + residual)
 
 
+class Narrowing(nn.Module):
+    """Needs its input for no gradient, returns a narrower one, and a copy that its caller does nothing with."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.map, self.norm, self.down = nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width // 2)
+
+    def forward(self, x):
+        x = self.down(x + self.norm(self.map(x.roll(1, 0))))
+        return x, x.clone()
+
+
+class NarrowingStack(nn.Module):
+    def __init__(self, width=128):
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.steps = nn.ModuleList(Narrowing(width >> number) for number in range(3))
+        self.head = nn.Linear(width >> 3, 10)
+
+    def forward(self, images):
+        x = _first = self.first(images.flatten(1))
+        for step in self.steps:
+            x, _copy = step(x)
+        return self.head(x)
+
+
 class WeightNormed(Perceptrons):
     """The weights of its blocks are computed in each forward, and stay attributes of the maps until the next."""
 
@@ -894,7 +920,9 @@ def test_parts_of_an_lstms_workspace_each_fill_whole_pages(features, hidden, sam
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
-@pytest.mark.parametrize("factory", ["Shortcut", "Activated", "Perceptrons", "Residuals", "WeightNormed"])
+@pytest.mark.parametrize(
+    "factory", ["Shortcut", "Activated", "Perceptrons", "Residuals", "NarrowingStack", "WeightNormed"]
+)
 def test_the_replayed_peak_of_checkpointed_modules_of_the_users_own_is_the_counted_one(factory, recompute):
     model, shape = made(factory), (640, None)
     found = replayed_peak_bytes(model, shape, recompute=recompute)
