@@ -390,7 +390,7 @@ def select_time_s(device: DeviceType, *, elements: Amount, parts: Amount, value:
     """Return the time to select, of `elements` gradients in `parts` parts, those that reach the threshold of their
     part.
 
-    Without a measured cost: read the gradients, and write and read a one-byte flag for each (A.3, kappa).
+    Without a measured cost: read the gradients, and write and read a one-byte flag for each.
     """
     if not np.any(elements):
         return 0 * elements
@@ -433,7 +433,7 @@ def pack_time_s(
 def unpack_time_s(device: DeviceType, *, encoding: str, elements: Amount, entries: Amount, value: int) -> Amount:
     """Return the time to add a message's `entries` to an owner's gradient of `elements`.
 
-    Without measured costs: 64 bytes per entry, as a 32-byte sector is read and written (A.3). For a bitmap, also the
+    Without measured costs: 64 bytes per entry, as a 32-byte sector is read and written. For a bitmap, also the
     flags that its bits expand to, written and read. For a dense message: read both and write one.
     """
     if not np.any(elements):

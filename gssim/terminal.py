@@ -424,7 +424,7 @@ def folding(heads: Sequence[str], **settings: Any) -> Table:
 
 
 def _rank_cells(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and the rows of a table of ranks."""
+    """Return the column headings and the rows of a table of ranks."""
     reserves = any(entry.fragmentation_ratio for entry in result.ranks)
     constants = list(dict.fromkeys(name for entry in result.ranks for name in entry.outside_bytes))
     memory = ["peak allocated", *(["peak reserved", "unused of it"] if reserves else [])]

@@ -1,8 +1,8 @@
 """A measured Result from the profiler traces of all ranks of a job, and one step of it as a trace.
 
 A collective's transfer is the shortest time that any of its ranks spent in it: the last rank to arrive waits for none.
-What others spent beyond that is lateness: their waiting for it. Clocks of hosts differ, so ranks are aligned by the
-median difference of the ends of the collectives they share, which all members leave together.
+What another rank spent beyond that is lateness: its wait for the last one. Clocks of hosts differ, so ranks are aligned
+by the median difference of the ends of the collectives they share, which all members leave together.
 """
 
 from collections import Counter, defaultdict

@@ -13,7 +13,7 @@ gated, else by a product behind it, for which both factors are saved (core/trans
 
 [Note: dispatchers] `alltoall` sends each token to the ranks of its experts; there, the ranks that divide these experts
 gather each other's tokens. `allgather`, Megatron-LM's default, gathers all tokens among all of these ranks: each rank
-sends all of its tokens to every other one, which is as many bytes as an all-to-all in which rows are as wide as that.
+sends all of its tokens to every other one, as many bytes as an all-to-all in which every token goes to every rank.
 Each rank then picks the rows of its experts, and the results are reduce-scattered. If there are t tensor ranks, e of
 which divide an expert, each has one t-th of a sample's tokens (sequence parallelism, which Megatron-LM requires). So a
 row of a sample counts as 1 / t of a row in what is sent, and as e / t of a row in what is computed, of which each rank

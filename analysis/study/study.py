@@ -321,7 +321,7 @@ def train(loaded: LoadedStudy, out: Path, *, again: bool = False) -> list[Traine
         for variant in study.variants:
             density = results[variant.density_of, seed].density.push if variant.density_of else None
             what = f"{variant.name}, seed {seed}"
-            results[variant.name, seed] = _trained(
+            results[variant.name, seed] = _train_or_reuse(
                 loaded, variant, seed, density, inputs, out, progress, what, again=again
             )
     return [
@@ -410,7 +410,7 @@ class _Progress:
         self.ran += 1
 
 
-def _trained(
+def _train_or_reuse(
     loaded: LoadedStudy,
     variant: Variant,
     seed: int,

@@ -28,7 +28,7 @@ from gsreal.methods.tensor_slices import slice_block
 from gsreal.model_files.build import autocast, build_module, logits_of, loss_of
 from gsreal.model_files.divided_steps import TRACED_BATCH_SIZES, TRACED_UNITS
 from gsreal.model_files.fused_kernels import cuda_kernels
-from gsreal.model_files.partial_backward import FIRST, NOTHING, recorded
+from gsreal.model_files.partial_backward import FIRST, NOTHING, record_partial_step
 from gsreal.model_files.recorder import Record
 from gsreal.model_files.step import Step, layer_boundaries, record_step
 from gssim.cluster.measured import Scratch
@@ -75,7 +75,7 @@ def layer_scratch(
         with cuda_kernels() if model.runs_fused_kernels else nullcontext():
             traced = _traced(as_run, ways, batches)
         for way, record in zip(ways, traced, strict=True):
-            seen = _seen(as_run, way, batches, counter, dtype)
+            seen = _measure_workspaces(as_run, way, batches, counter, dtype)
             places: dict[str, list[Place]] = defaultdict(list)
             for place in way.places:
                 places[instances[place[0]].layer.name].append(place)
@@ -115,7 +115,7 @@ def _traced(model: Model, ways: Sequence[_Variant], batches: Batches) -> list[Re
         cut = record_step(model, replace(step, units=TRACED_UNITS[0]), where=model.name)
     layers = [replace(i.layer, name=i.module, modules=(i.module,) if i.layer.modules else ()) for i in unrolled(model)]
     steps = [way.step for way in ways if way.step is not None]
-    parts = recorded(model, layers, steps, step, model.name) if steps else {}
+    parts = record_partial_step(model, layers, steps, step, model.name) if steps else {}
     return [cut if way.units else whole if way.step is None else parts[way.step] for way in ways]
 
 
@@ -138,7 +138,7 @@ def _prepared(module: nn.Module, model: Model, way: _Variant) -> nn.Module:
     return module
 
 
-def _seen(
+def _measure_workspaces(
     model: Model, way: _Variant, batches: Batches, counter: MemoryCounter, dtype: torch.dtype
 ) -> dict[int, Taken]:
     """Return the workspace of every operation by batch size."""

@@ -141,14 +141,14 @@ def _in_turns(
     together: dict[int, list[_Step]] = defaultdict(list)
     for _ in range(bench.settings.rounds):
         for batch_size, batch in batches.items():
-            some_steps = partial(_timed, bench, module, optimizer, names, batch, STEPS_PER_ROUND)
+            some_steps = partial(_profile_steps, bench, module, optimizer, names, batch, STEPS_PER_ROUND)
             times[batch_size] += bench.alone(some_steps) or []
             if bench.ranks > 1 and batch_size == middle_batch_size(bench):
                 together[batch_size] += bench.together(partial(some_steps, together=True))
     return times, together
 
 
-def _timed(
+def _profile_steps(
     bench: Bench,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -163,7 +163,7 @@ def _timed(
     `together`: all ranks take part, and begin each step at the same time, as in training.
     """
     if bench.device.type == "cuda":
-        return _timed_on_gpu(bench, module, optimizer, names, batch, steps, together=together)
+        return _profile_gpu_steps(bench, module, optimizer, names, batch, steps, together=together)
     steps_done = []
     for step in range(steps + 1):
         seconds = _observed(bench, module, names, batch)
@@ -183,7 +183,7 @@ HEAD_START_RATIO = 1.5
 """Time for which a GPU is held, over the time that the host took to issue a step."""
 
 
-def _timed_on_gpu(
+def _profile_gpu_steps(
     bench: Bench,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -76,9 +76,9 @@ def shard_gradients(
     reduce-scattered inside the node first, and pushed across nodes. `parameters`: `sharded`: nothing is published;
     every rank keeps only its shard of the parameters, and those of each of `units` (modules in execution order, such as
     a transformer's blocks) are gathered just before the unit's forward, freed, and gathered again for its backward.
-    `gathered`: they stay from forward to backward. Parameters outside all units stay gathered throughout. Between steps
-    parameters have no values (they read as NaN, and must not be written to); `model.state_dict()`, called on all ranks,
-    has them.
+    `gathered`: the same, but parameters stay gathered from the forward to the backward. Parameters outside all units
+    stay gathered throughout. Between steps parameters have no values (they read as NaN, and must not be written to);
+    `model.state_dict()`, called on all ranks, has them.
 
     `shard_shares`: each rank's fraction of every bucket (even by default). `push`: which gradient elements are sent,
     and in which encoding; by default all, densely. `publish`: the same for updated parameters; with a threshold, owners

@@ -348,7 +348,7 @@ def check_options(
     for unit in units:
         if not isinstance(unit, nn.Module):
             raise ValueError(f"units must be modules of the model, not {unit!r:.80}")
-        if type(unit).forward is nn.Module.forward:
+        if getattr(unit.forward, "__func__", None) is nn.Module.forward:  # torch.compile gives a module its own
             raise ValueError(
                 f"units has a {type(unit).__name__}, which is never called, so that its parameters would never be "
                 "gathered: list the modules that are called, as in units=model.blocks, not [model.blocks]"
@@ -391,7 +391,8 @@ def check_model(model: Any, parameters: Mapping[str, nn.Parameter], *, threshold
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(f"the model is wrapped in {type(module).__name__}: give shard_gradients what is inside")
-        if getattr(module, "max_norm", None) is not None and any(p.requires_grad for p in module.parameters(False)):
+        limited = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if limited and any(p.requires_grad for p in module.parameters(False)):
             raise ValueError(
                 f"{name or 'the model'}: max_norm changes parameters in the forward, on every rank others: clamp them "
                 "after the step (and call take_parameters), or freeze them"

@@ -190,10 +190,12 @@ def all_gather_messages(
 ) -> int:
     """All-gather one message per rank of the group: the i-th rank's is `messages[i]`, on other ranks a buffer for it.
 
-    All ranks must agree on every size; `declared_bytes`: of all messages, were they dense. A ring, as `all_gather_v`:
-    the total is the same in any order, but on a ring no link carries more than all messages but one, while an owner
-    that sent its own to each rank would send it (ranks - 1) times. Returns the bytes that this rank sent, once all are
-    received.
+    All ranks must agree on every size; `declared_bytes`: total size of all messages if they were dense. Returns the
+    bytes that this rank sent, once it has received all messages.
+
+    Messages travel around a ring, as in `all_gather_v`. In total that is as many bytes as if every owner sent its
+    message to each rank; but then the owner's link would carry the message (ranks - 1) times, while a link of the ring
+    carries each message at most once.
     """
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     with announce(LogicalCollective("all-gather-v", ranks, declared_bytes, data_dependent=True)):

@@ -88,7 +88,7 @@ class Residual:
         return self.weight / weight if self.weight else 1.0
 
     def accumulate(self, gradient: Tensor, weight: float, scratch: Scratch) -> None:
-        """Add a bucket's gradient and the residual: in the residual, or in the gradient if that is more precise."""
+        """Add a bucket's gradient to the residual, or the residual to the gradient if that is the more precise one."""
         ratio = self._weight_ratio(weight)
         self.weight = weight
         in_residual = self.accumulates_in_residual(gradient.dtype)

@@ -376,8 +376,8 @@ class GradientSharding(torch.optim.Optimizer):
         """Change each rank's share of the parameters, with their optimizer state; return the bytes sent.
 
         To be called by all ranks alike, between `step` and the next backward. Training continues exactly as without it;
-        the error-feedback residual of a range that the rank now owns is added to its next gradient. Only if every rank
-        has a replica and pushes to all others.
+        the error-feedback residual of a range that the rank now owns is added to its next gradient. Raises RuntimeError
+        unless every rank keeps a replica and pushes to all others.
         """
         everywhere = all(bucket.is_replica and bucket.owners.ranks == len(self.ranks) for bucket in self.buckets)
         if not everywhere:

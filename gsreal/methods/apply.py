@@ -74,7 +74,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     training.autocast = scenario.workload.autocast
     _clip_and_scale(scenario, training, device)
     if scenario.plan.shares.replan:
-        training.follower = Rebalancer(scenario, device)
+        training.rebalancer = Rebalancer(scenario, device)
     if scenario.run.slowdowns:
         training.slow = SlowDevice(timeline, device)
     return training

@@ -51,26 +51,30 @@ class ContextParts:
 
         Shapes (batch, heads, sequence, width); every rank calls it (a collective).
         """
-        received = self.all_to_all(_copied(x.unflatten(1, (self.ranks, -1)).movedim(1, 0)))
-        return _copied(received.permute(1, 2, 0, 3, 4)).flatten(2, 3)
+        received = self.all_to_all(_contiguous_copy(x.unflatten(1, (self.ranks, -1)).movedim(1, 0)))
+        return _contiguous_copy(received.permute(1, 2, 0, 3, 4)).flatten(2, 3)
 
     def to_parts(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sequences with all heads: the reverse of `to_heads`.
 
         In its memory the heads of one position lie side by side, as the following linear map reads them.
         """
-        received = self.all_to_all(_copied(x.unflatten(2, (self.ranks, -1)).movedim(2, 0)))
-        return _copied(received.permute(1, 3, 0, 2, 4)).flatten(2, 3).transpose(1, 2)
+        received = self.all_to_all(_contiguous_copy(x.unflatten(2, (self.ranks, -1)).movedim(2, 0)))
+        return _contiguous_copy(received.permute(1, 3, 0, 2, 4)).flatten(2, 3).transpose(1, 2)
 
 
-def _copied(x: Tensor) -> Tensor:
+def _contiguous_copy(x: Tensor) -> Tensor:
+    """Return a copy of a tensor in contiguous memory, whatever the strides of `x`."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def _attend(
     parts: ContextParts, attention: Attention, query: Tensor, key: Tensor, value: Tensor, *others: Any, **settings: Any
 ) -> Tensor:
-    """Attend to whole sequences with a part of the heads, by torch's function `attention`; others: its arguments."""
+    """Return this rank's part of the attention's output: all-to-alls give it whole sequences of a part of the heads.
+
+    `attention`: torch's function; `others`, `settings`: its further arguments.
+    """
     mask = others[0] if others else settings.get("attn_mask")
     if mask is not None or query.shape[2] != key.shape[2]:
         raise UserError(
@@ -118,7 +122,7 @@ def divide_context(
     )
     attend = partial(_cast_before, attend)
 
-    def in_parts(forward: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    def with_divided_attention(forward: Callable[..., Any], *args: Any, **settings: Any) -> Any:
         """Run a block's forward with this attention in the place of torch's."""
         before = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = attend
@@ -128,7 +132,7 @@ def divide_context(
             F.scaled_dot_product_attention = before
 
     for block in blocks:
-        block.forward = partial(in_parts, block.forward)
+        block.forward = partial(with_divided_attention, block.forward)
     begin = _first_position(module)
 
     def with_positions(

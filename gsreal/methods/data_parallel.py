@@ -72,7 +72,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
                     handles.pop(each).remove()
                 seen.clear()
 
-    handles: dict[Tensor, Any] = {p: p.register_post_accumulate_grad_hook(note) for p in trained(module)}
+    handles: dict[Tensor, Any] = {p: p.register_post_accumulate_grad_hook(note) for p in trained_parameters(module)}
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
     options["process_group"] = data_group(scenario.policies, device, "dp_replicate")
@@ -116,7 +116,7 @@ def leave_experts(scenario: Scenario, module: nn.Module) -> None:
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, apart)
 
 
-def trained(module: nn.Module) -> list[nn.Parameter]:
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the module's parameters that are not frozen."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
@@ -196,7 +196,7 @@ def sharded_optimizer(
     workload, policies = scenario.workload, scenario.policies
     apart = [module.get_parameter(name) for name in trained_experts(module)] if policies.ep > 1 else []
     own = {id(parameter) for parameter in apart}
-    shared = [parameter for parameter in trained(module) if id(parameter) not in own]
+    shared = [parameter for parameter in trained_parameters(module) if id(parameter) not in own]
     dense = shard_optimizer_state(workload, shared, timeline, device, group=replicas)
     if not apart:
         return dense

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding.point_to_point import all_gather_in_turn, reduce_scatter_in_turn
 from gsreal.measure import Timeline
-from gsreal.methods.overlapped_sums import MapLayout, in_turn, layout_of, parameters_of
+from gsreal.methods.overlapped_sums import MapLayout, layout_of, parameters_in_order, parameters_of
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,10 @@ def multiply_while_gathered(
     """
     layouts = [(layout_of(module), parameters_of(module)[1] is not None) for module in maps.values()]
     for path, module in maps.items():
-        module.forward = partial(_taken, owner, path)
+        module.forward = partial(_take_output, owner, path)
 
     def gathered(part: Tensor) -> Tensor:
-        outputs = _GatheredLinears.apply(part, ring, layouts, *in_turn(maps.values()))
+        outputs = _GatheredLinears.apply(part, ring, layouts, *parameters_in_order(maps.values()))
         owner.__dict__["_gsreal_outputs"] = dict(zip(maps, outputs, strict=True))
         batch, positions, width = part.shape
         return part.new_full((), torch.nan).expand(batch, ring.ranks * positions, width)
@@ -148,7 +148,8 @@ def multiply_while_gathered(
     return gathered
 
 
-def _taken(owner: nn.Module, path: str, _x: Tensor) -> Tensor:
+def _take_output(owner: nn.Module, path: str, _x: Tensor) -> Tensor:
+    """Return the output of a map (at `path`), which was computed when the input of `owner` was gathered."""
     output: Tensor = owner.__dict__["_gsreal_outputs"].pop(path)
     return output
 
@@ -210,10 +211,11 @@ def scatter_while_multiplied(module: nn.Module, ring: PartsRing) -> None:
 
     The bias is added once; every rank has its whole gradient.
     """
-    module.forward = partial(_scattered, module, layout_of(module), ring)
+    module.forward = partial(_scatter_output, module, layout_of(module), ring)
 
 
-def _scattered(module: nn.Module, layout: MapLayout, ring: PartsRing, x: Tensor) -> Tensor:
+def _scatter_output(module: nn.Module, layout: MapLayout, ring: PartsRing, x: Tensor) -> Tensor:
+    """Return this rank's part of the sum over the ranks of a row-parallel map's outputs."""
     weight, bias = parameters_of(module)
     contexts: list[Any] = []
     saved = _SavedInput.apply(x, weight, bias, layout, contexts)

@@ -185,13 +185,13 @@ def gather_with_overlapped_sum(
     def gathered(x: Tensor) -> Tensor:
         deferred = _Deferred()
         owner.__dict__["_gsreal_deferred"] = deferred  # one for each forward, of a micro-batch or a recomputation
-        result: Tensor = _Gather.apply(x, whole, start, layouts, deferred, *in_turn(maps.values()))
+        result: Tensor = _Gather.apply(x, whole, start, layouts, deferred, *parameters_in_order(maps.values()))
         return result
 
     return gathered
 
 
-def in_turn(maps: Iterable[nn.Module]) -> list[Tensor]:
+def parameters_in_order(maps: Iterable[nn.Module]) -> list[Tensor]:
     """Return the parameters of maps as views, made so that autograd accumulates their gradients in this order.
 
     Autograd runs the node first that was created last, and each view has a node. The nodes that accumulate gradients

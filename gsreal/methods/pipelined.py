@@ -352,7 +352,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     numbers = range(mesh.place(rank).pp, len(stages), mesh.pp)
     last_gradient: list[Any] = []
     modules = _stage_modules(scenario, module, numbers, timeline, device, end=end)
-    divided, loss = _sliced(scenario, dict(zip(numbers, modules, strict=True)), end, timeline, device)
+    divided, loss = _slice_stages(scenario, dict(zip(numbers, modules, strict=True)), end, timeline, device)
     experts: list[ExpertGradients | ShardedExpertGradients | None] = []
     for part in modules:
         load_experts(scenario, part)
@@ -366,7 +366,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
             blocks = [inner[instance.module] for instance in stages[number] if instance.layer.block]
             fully_shard_module(scenario, part, blocks, timeline, device)
     if replicas is not None:
-        modules = [_replicated(scenario, part, replicas, timeline, last_gradient) for part in modules]
+        modules = [_in_ddp(scenario, part, replicas, timeline, last_gradient) for part in modules]
     observed = [
         ObservedStage(part, i, len(stages), device, group=group) for i, part in zip(numbers, modules, strict=True)
     ]
@@ -449,7 +449,7 @@ def _stage_modules(
     return modules
 
 
-def _sliced(
+def _slice_stages(
     scenario: Scenario, stages: Mapping[int, nn.Module], end: str | None, timeline: Timeline, device: torch.device
 ) -> tuple[PartialGradients | None, Loss]:
     """Reduce a rank's stages, by number, to its slices, if tensor-parallel ranks cut blocks.
@@ -520,7 +520,7 @@ def _schedule(scenario: Scenario, stages: list[ObservedStage], losses: Losses) -
     return {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name](stages[0], count, **settings)
 
 
-def _replicated(
+def _in_ddp(
     scenario: Scenario, module: nn.Module, group: dist.ProcessGroup, timeline: Timeline, last_gradient: list[Any]
 ) -> nn.Module:
     """Return a stage's module in DDP; PipelineStage synchronises gradients in the backward of the last micro-batch."""

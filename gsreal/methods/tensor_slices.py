@@ -198,7 +198,7 @@ def _exchange_around_products(
         f, g = (parts.whole, parts.summed), (parts.summed, parts.whole)
     for path in cut.columns if parts is None else cut.gathered:
         module = block.get_submodule(path)
-        change: Callable[[Tensor], Tensor] = partial(_mapped, *f)
+        change: Callable[[Tensor], Tensor] = partial(_map_with_gradient, *f)
         if start is not None and parts is None and can_overlap(module):
             overlap_sum(module, start)
             continue
@@ -208,7 +208,7 @@ def _exchange_around_products(
         module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
     for path in cut.rows:
         module = block.get_submodule(path)
-        module.forward = partial(_row_forward, module, partial(_mapped, *g), ranks)
+        module.forward = partial(_row_forward, module, partial(_map_with_gradient, *g), ranks)
         if (adapter := adapter_of(module)) is not None:
             adapter.added_by_hook = False
 
@@ -229,7 +229,7 @@ def _maps_below(block: nn.Module, cut: Cut, path: str) -> dict[str, nn.Module]:
     return {each: block.get_submodule(each) for each in reading}
 
 
-def _mapped(change: AllReduce, back: AllReduce, x: Tensor) -> Tensor:
+def _map_with_gradient(change: AllReduce, back: AllReduce, x: Tensor) -> Tensor:
     result: Tensor = Mapped.apply(x, change, back)
     return result
 
@@ -493,7 +493,7 @@ def observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
 
     def all_reduce(tensor: Tensor) -> Tensor:
         with timeline.span("all-reduce", "exposed_communication", mesh.get_group()):
-            return _released(functional.wait_tensor(functional.all_reduce(tensor, "sum", (mesh, 0))))
+            return _release_result(functional.wait_tensor(functional.all_reduce(tensor, "sum", (mesh, 0))))
 
     return all_reduce
 
@@ -504,7 +504,7 @@ def started_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> Start:
 
     def start(tensor: Tensor) -> Started:
         work = dist.all_reduce(tensor, group=group, async_op=True)
-        return partial(_awaited, [work], [tensor], "all-reduce", timeline, group)
+        return partial(_wait_for_result, [work], [tensor], "all-reduce", timeline, group)
 
     return start
 
@@ -520,12 +520,12 @@ def _started_reduce_scatter(mesh: DeviceMesh, timeline: Timeline) -> Start:
         part = whole.new_empty((len(whole) // ranks, *whole.shape[1:]))
         work = dist.reduce_scatter_tensor(part, whole, group=group, async_op=True)
         # gloo sends a copy, but NCCL reads `whole` until the collective ends
-        return partial(_awaited, [work], [whole, part], "reduce-scatter sequence", timeline, group)
+        return partial(_wait_for_result, [work], [whole, part], "reduce-scatter sequence", timeline, group)
 
     return start
 
 
-def _awaited(works: list[Any], tensors: list[Tensor], label: str, timeline: Timeline, group: Any) -> Tensor:
+def _wait_for_result(works: list[Any], tensors: list[Tensor], label: str, timeline: Timeline, group: Any) -> Tensor:
     """Wait for a collective and return its result, the last of `tensors`; empties both lists, to release the others."""
     with timeline.span(label, "exposed_communication", group):
         works.pop().wait()
@@ -535,8 +535,8 @@ def _awaited(works: list[Any], tensors: list[Tensor], label: str, timeline: Time
     return result
 
 
-def _released(result: Tensor) -> Tensor:
-    """Return the result of a collective once nothing but the caller holds it."""
+def _release_result(result: Tensor) -> Tensor:
+    """Wait until torch has released the result of a collective, so that only the caller holds it; return it."""
     wait_for_release(result)
     return result
 
@@ -553,11 +553,11 @@ def _observed_parts(mesh: DeviceMesh, timeline: Timeline) -> SequenceParts:
 
     def all_gather(part: Tensor) -> Tensor:
         with timeline.span("all-gather sequence", "exposed_communication", group):
-            return _released(functional.wait_tensor(gather(part, 0, (mesh, 0))))
+            return _release_result(functional.wait_tensor(gather(part, 0, (mesh, 0))))
 
     def reduce_scatter(whole: Tensor) -> Tensor:
         with timeline.span("reduce-scatter sequence", "exposed_communication", group):
-            return _released(functional.wait_tensor(scatter(whole, "sum", 0, (mesh, 0))))
+            return _release_result(functional.wait_tensor(scatter(whole, "sum", 0, (mesh, 0))))
 
     return SequenceParts(mesh.size(), mesh.get_local_rank(), all_gather, reduce_scatter)
 

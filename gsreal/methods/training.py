@@ -166,7 +166,7 @@ class Training:
     """Compresses gradients, if the plan does so beyond their precision."""
     slow: SlowDevice | None = None
     """Emulates a slower device for a while, if the run says so."""
-    follower: Rebalancer | None = None
+    rebalancer: Rebalancer | None = None
     """Rebalances shares by the measured rank speeds, if the plan says so."""
     clip_norm: float | None = None
     """Largest norm of all gradients together, to which they are scaled down before the update."""
@@ -218,8 +218,8 @@ class Training:
             self._update()
         if self.periods is not None:
             self.periods.after_step()
-        if self.follower is not None:
-            self.follower.share(self.timeline)
+        if self.rebalancer is not None:
+            self.rebalancer.exchange_times(self.timeline)
         self.timeline.end_step()
         return torch.stack(losses).sum()
 

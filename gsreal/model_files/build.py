@@ -47,7 +47,7 @@ def training_config(source: HuggingFace, where: str) -> Any:
     """
     transformers = _transformers(where)
     place = f"{where}: module.hugging_face"
-    for key, reason in _refused(source.settings):
+    for key, reason in _refusals(source.settings):
         raise UserError(f"{place}.config.{key}: {reason}")
     try:
         config = transformers.AutoConfig.for_model(source.model_type, **source.settings)
@@ -87,7 +87,7 @@ def _transformers(where: str) -> Any:
     return transformers
 
 
-def _refused(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _refusals(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield (key, reason) of a config and its nested ones that would load code or weights, or cannot be trained."""
     for key, value in config.items():
         if key in ("auto_map", "trust_remote_code"):
@@ -101,7 +101,7 @@ def _refused(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         elif key == "use_cache" and value:
             yield prefix + key, "training keeps no keys and values of earlier tokens; leave it out"
         elif isinstance(value, dict):
-            yield from _refused(value, f"{prefix}{key}.")
+            yield from _refusals(value, f"{prefix}{key}.")
 
 
 def _with_inner_configs(config: Any) -> Iterator[Any]:
@@ -162,7 +162,7 @@ def check_factory(module: Module, *, where: str) -> None:
         raise _refusal(module.factory, where)
 
 
-def imported_factory(module: Module, *, where: str) -> Any:
+def import_factory(module: Module, *, where: str) -> Any:
     """Return a module's factory, if it may run here; raise UserError otherwise."""
     check_factory(module, where=where)
     assert module.factory is not None
@@ -255,7 +255,7 @@ def module_on(device: torch.device, precision: str, module: Module, *, where: st
 def _without_adapters(module: Module, where: str) -> nn.Module:
     if module.hugging_face is not None:
         return _build_hugging_face(module.hugging_face, where)
-    factory = imported_factory(module, where=where)
+    factory = import_factory(module, where=where)
     try:
         built = factory(**module.arguments)
     except Exception as error:

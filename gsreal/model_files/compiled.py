@@ -123,7 +123,7 @@ class _Planner:
 
 
 @contextmanager
-def traced_as_compiled(
+def traced_by_inductor(
     blocks: Sequence[nn.Module],
     forward: Callable[[], object],
     plans: dict[int, KernelPlan],
@@ -144,7 +144,7 @@ def traced_as_compiled(
             mock.patch.object(memory, "reorder_for_peak_memory", planner.ordered),
             mock.patch.object(wrapper, "buffer_reuse_key", planner.size_key),
             mock.patch.object(AllocateLine, "plan", lambda line, state: planner.planned(line, state)),
-            mock.patch.object(CppScheduling, "define_kernel", _defined(CppScheduling.define_kernel)),
+            mock.patch.object(CppScheduling, "define_kernel", _with_kernel_sizes(CppScheduling.define_kernel)),
             mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=None),  # `_counting_module` sets it
             mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", list),  # it would ask the compiler; fusion is the same
             inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
@@ -162,28 +162,28 @@ def _run(
     programs: dict[Any, Callable[..., Any]], block: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any
 ) -> Any:
     """Run a block's program; it is lowered first unless an identical block was lowered for inputs of the same form."""
-    tensors = [tree_map(_form, each) for each in (args, named)]
+    tensors = [tree_map(_input_properties, each) for each in (args, named)]
     # without the index in the stack, which has no effect in training
     inside = [
         (path, type(inner), {key: value for key, value in plain_settings(inner).items() if key != "layer_idx"})
         for path, inner in block.named_modules()
     ]
-    own = [(name, _form(tensor)) for name, tensor in (*block.named_parameters(), *block.named_buffers())]
+    own = [(name, _input_properties(tensor)) for name, tensor in (*block.named_parameters(), *block.named_buffers())]
     key = repr((tensors, inside, own))
     if key not in programs:
         assert active_recorder() is None
-        programs[key] = _lowered(forward, args, named)
+        programs[key] = _lower(forward, args, named)
     return programs[key](block, *args, **named)
 
 
-def _form(value: Any) -> Any:
-    """Return the properties of a tensor that a program depends on, and any other value unchanged."""
+def _input_properties(value: Any) -> Any:
+    """Return the properties of a tensor on which a compiled program depends; any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     return value.dtype, tuple(value.shape), value.stride(), value.requires_grad
 
 
-def _lowered(forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any]:
+def _lower(forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any]:
     """Compile a method as torch.compile(fullgraph=True) does; the program is a function of its object and arguments."""
     with _disable_current_modes(), get_metrics_context(), set_enable_dynamic(False):
         captured = convert_frame.fullgraph_capture(forward, args, named)
@@ -201,7 +201,7 @@ def _lowered(forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str
     return program
 
 
-def _defined(original: Callable[..., str]) -> Callable[..., str]:
+def _with_kernel_sizes(original: Callable[..., str]) -> Callable[..., str]:
     """Wrap inductor's `define_kernel` so that it also notes the bytes that each loop of a kernel moves.
 
     On a CPU inductor puts all loops between two library calls into one function; on a GPU each is a kernel of its own.

@@ -122,14 +122,14 @@ def sliced_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
     The functions below return steps in the same way; each names the sizes that its layers are functions of.
     """
     units = fewest_units(model, where)
-    return _sliced(lengths, units) if units > 1 else None
+    return _sliced_steps(lengths, units) if units > 1 else None
 
 
-def _sliced(lengths: Lengths, units: int, *, parts: tuple[int, int] | None = None) -> Steps:
-    """Return the steps to trace of blocks that tensor ranks slice; `parts`: two numbers of ranks that divide sequences.
+def _sliced_steps(lengths: Lengths, units: int, *, parts: tuple[int, int] | None = None) -> Steps:
+    """Return the steps to trace for blocks that tensor ranks slice.
 
-    Most steps are traced with the first number. With the second, one length suffices (for both batch sizes): the cost
-    of what runs on a part of a sequence depends only on how many positions the part has.
+    `parts`: two numbers of ranks that divide sequences, if any do. All sequence lengths are traced with the first. One
+    length suffices for the second, as costs of a part of a sequence depend only on its number of positions.
     """
     fewer, more = parts or (None, None)
     several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
@@ -148,7 +148,7 @@ def sequence_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
     units, lengths = fewest_units(model, where), lengths.in_parts()
     if units < 2 or lengths.longest is None or not can_divide_sequences(model, where):
         return None
-    return _sliced(lengths, units, parts=TRACED_RANKS)
+    return _sliced_steps(lengths, units, parts=TRACED_RANKS)
 
 
 def context_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
@@ -207,7 +207,7 @@ def expert_sequence_steps(model: Model, lengths: Lengths, where: str) -> Steps |
     if not possible or not can_divide_sequences(model, where, beside_experts=True):
         return None
     first, more, last = TRACED_ROWS
-    parts = _sliced(lengths, units, parts=TRACED_RANKS)
+    parts = _sliced_steps(lengths, units, parts=TRACED_RANKS)
     traced = [replace(step, experts=2, rows=first) for step in parts.traced]
     again = [replace(step, experts=2, rows=first) for step in parts.of_second_rank]
     traced += [replace(traced[-1], rows=more), replace(traced[-1], experts=_more_than_two(experts))]

@@ -95,7 +95,7 @@ class _FakeTensors(FakeTensorMode):
             if kind in PLAIN:
                 result.append((kind, each))  # 1 and 1.0 are equal, but not what they give
             elif kind is FakeTensor and is_plain(each) and self.is_our_fake(each):
-                result.append(described(each))
+                result.append(metadata_key(each))
             elif kind in (list, tuple):
                 self._prep_args_for_hash(result, each, state, id_hashed_objects)
             else:
@@ -134,9 +134,10 @@ def is_plain(tensor: FakeTensor) -> bool:
     return tensor.layout is torch.strided and not tensor._has_symbolic_sizes_strides and tensor.constant is None
 
 
-def described(tensor: FakeTensor) -> tuple[Any, ...]:
-    """Return what an operation's result may depend on of a fake tensor that `is_plain`: as torch's TensorMetadata,
-    without what follows from this.
+def metadata_key(tensor: FakeTensor) -> tuple[Any, ...]:
+    """Return the metadata of a fake tensor that `is_plain` on which an operation's result may depend, as a cache key.
+
+    These are the fields of torch's TensorMetadata that do not follow from others.
     """
     return (
         tensor.dtype,

@@ -111,7 +111,7 @@ def fit_layers(records: Mapping[Shape, Record], check: Record, checked: Shape, t
             costs[f"{key}_bytes"] = fit(lambda r, p=place: r.bytes_moved[p], f"{name}: bytes")
             costs[f"{key}_streamed_bytes"] = fit(lambda r, p=place: r.streamed[p], f"{name}: streamed bytes")
         if name in first.blocks:
-            costs |= _recomputed(first, index, name, fit)
+            costs |= _recomputation_costs(first, index, name, fit)
         layers.append(
             Layer(
                 name=name,
@@ -135,7 +135,7 @@ def fit_layers(records: Mapping[Shape, Record], check: Record, checked: Shape, t
     return layers
 
 
-def _recomputed(
+def _recomputation_costs(
     first: Record, index: int, name: str, fit: Callable[[Callable[[Record], int], str], Polynomial]
 ) -> dict[str, Any]:
     """Return the costs of recomputing a block, fully or selectively, and the positions whose outputs are kept."""
@@ -186,7 +186,7 @@ def parameters_of(everything: Mapping[Shape, Record], index: int, module: str) -
             sizes, cut, of_rank, of_experts = _sizes_of_one(shapes)
             moments = _moment(born, index), _moment(ready, index)
             summed = name in first.summed
-            short = _short(name, module)
+            short = _name_in_layer(name, module)
             parameters.append(Parameter(short, sizes, *moments, cut, summed, of_experts=of_experts, of_rank=of_rank))
     return tuple(parameters)
 
@@ -199,7 +199,7 @@ def _frozen_parameters(everything: Mapping[Shape, Record], index: int, module: s
         if layer == index:
             shapes = {key: record.frozen[name][1] for key, record in everything.items()}
             sizes, cut, _, of_experts = _sizes_of_one(shapes)
-            parameters.append(Parameter(_short(name, module), sizes, end, end, cut, of_experts=of_experts))
+            parameters.append(Parameter(_name_in_layer(name, module), sizes, end, end, cut, of_experts=of_experts))
     return tuple(parameters)
 
 
@@ -223,7 +223,7 @@ def _sizes_of_one(shapes: Mapping[Shape, tuple[int, ...]]) -> tuple[tuple[int, .
     return sizes, cut, of_rank, by_experts is not None
 
 
-def _short(name: str, module: str) -> str:
+def _name_in_layer(name: str, module: str) -> str:
     """Return a parameter's name with `{}` in place of its layer's module."""
     return "{}" + name[len(module) :] if name.startswith(module + ".") else name
 
@@ -340,7 +340,7 @@ def _inverse(sizes: tuple[tuple[int, ...], ...], powers: tuple[Powers, ...]) -> 
     return tuple(tuple(int(v * denominator) for v in row) for row in rows), denominator
 
 
-def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
+def merge_layers(layers: list[Layer]) -> tuple[Layer, ...]:
     """Merge adjacent layers that differ only in their module.
 
     Their partial costs, for steps in which other layers are frozen, are not compared: they differ at most in where

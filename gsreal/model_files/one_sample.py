@@ -39,14 +39,14 @@ def with_one_sample(
         if first.modules != of_several.modules or any(len(r.alive) != len(first.alive) for r in everything.values()):
             return list(layers)
         return [
-            _marked(layer, index, everything, checked, without_samples, of_several)
+            _with_one_sample_buffers(layer, index, everything, checked, without_samples, of_several)
             for index, layer in enumerate(layers)
         ]
     except (NoPolynomialError, UserError):  # not a fault of the model: its steps of several samples were traced
         return list(layers)
 
 
-def _marked(
+def _with_one_sample_buffers(
     layer: Layer, index: int, everything: Mapping[Shape, Record], checked: Shape, terms: Terms, of_several: Record
 ) -> Layer:
     """Return the layer at `index` with its buffers, and those of one sample that it lacks, marked."""
@@ -67,10 +67,10 @@ def _marked(
 
     of_one: dict[tuple[object, ...], list[Buffer]] = defaultdict(list)
     for each in found:
-        of_one[_likeness(each)].append(each)
+        of_one[_buffer_key(each)].append(each)
     merged: list[Buffer] = []
     for buffer in layer.buffers:
-        alike = of_one[_likeness(buffer)]
+        alike = of_one[_buffer_key(buffer)]
         if alike:
             alike.pop()
             merged.append(buffer)
@@ -93,7 +93,7 @@ def _saved(buffers: Sequence[Buffer]) -> list[Buffer]:
     return [each for each in buffers if each.is_saved]
 
 
-def _likeness(buffer: Buffer) -> tuple[object, ...]:
+def _buffer_key(buffer: Buffer) -> tuple[object, ...]:
     """Return what equal buffers of one sample have in common: moments, kind, marks, and bytes of one sample."""
     marks = buffer.fixed, buffer.casts_input, buffer.summed_in_place, buffer.pages, buffer.handed_on
     return buffer.born, buffer.freed, buffer.category, marks, _of_one_sample(buffer.size_bytes)

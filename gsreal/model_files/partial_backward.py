@@ -43,11 +43,13 @@ def with_partial_costs(
     kinds: dict[int, Records] = {kind: {} for kind in (NOTHING, FIRST, *_representatives(layers).values())}
     likes: dict[int | None, Record] = {}
     for step in (*steps.traced, steps.checked):
-        for kind, record in recorded(model, layers, list(kinds), step, where, like=likes.get(step.context)).items():
+        for kind, record in record_partial_step(
+            model, layers, list(kinds), step, where, like=likes.get(step.context)
+        ).items():
             likes.setdefault(step.context, record)
             kinds[kind][step.shape] = record
     try:
-        return _fitted(layers, kinds, steps.checked.shape, terms)
+        return _fit_partial_costs(layers, kinds, steps.checked.shape, terms)
     except NoPolynomialError:
         return list(layers)
 
@@ -73,7 +75,7 @@ def _representatives(layers: Sequence[Layer]) -> dict[int, int]:
     return representatives
 
 
-def recorded(
+def record_partial_step(
     model: Model, layers: Sequence[Layer], kinds: Sequence[int], step: Step, where: str, like: Record | None = None
 ) -> dict[int, Record]:
     """Return the record of `step` in each of the `kinds` of which layers are trained; `layers`: one for each module."""
@@ -88,7 +90,9 @@ def recorded(
     return dict(zip(kinds, records, strict=True))
 
 
-def _fitted(layers: Sequence[Layer], kinds: Mapping[int, Records], checked: Shape, terms: Terms) -> list[Layer]:
+def _fit_partial_costs(
+    layers: Sequence[Layer], kinds: Mapping[int, Records], checked: Shape, terms: Terms
+) -> list[Layer]:
     """Return the layers with their partial costs, as functions of the shape."""
     likes = _representatives(layers)
     frozen = [None, *(_part(kinds[FIRST], checked, layers, k, terms) for k in range(1, len(layers)))]

@@ -43,7 +43,7 @@ def with_fewer_blocks(model: Model, where: str) -> tuple[Model, Stack] | None:
         if stack is None or stack.count <= KEPT:
             return None
         blocks = [whole.get_submodule(f"{stack.path}.{i}") for i in range(stack.count)]
-        if not all(_alike(block, blocks[0], i) for i, block in enumerate(blocks)):
+        if not all(_is_configured_like(block, blocks[0], i) for i, block in enumerate(blocks)):
             return None
         for module in _siblings(model.module, stack.count):
             short = replace(model, module=module)
@@ -77,7 +77,7 @@ def _siblings(module: Module, count: int) -> Iterator[Module]:
         yield replace(module, hugging_face=replace(source, config={**settings, key: KEPT}))
 
 
-def _alike(block: nn.Module, first: nn.Module, number: int) -> bool:
+def _is_configured_like(block: nn.Module, first: nn.Module, number: int) -> bool:
     """Return whether a block is configured like the stack's first, except for its own number."""
     modules, others = dict(block.named_modules()), dict(first.named_modules())
     if modules.keys() != others.keys() or _shapes(block) != _shapes(first):
@@ -110,7 +110,9 @@ def _is_sibling(made: nn.Module, whole: nn.Module, stack: Stack) -> bool:
     inside = f"{stack.path}."
     rest, other = ({k: v for k, v in _shapes(m).items() if not k.startswith(inside)} for m in (made, whole))
     block = whole.get_submodule(f"{stack.path}.0")
-    return rest == other and all(_alike(made.get_submodule(f"{stack.path}.{i}"), block, i) for i in range(KEPT))
+    return rest == other and all(
+        _is_configured_like(made.get_submodule(f"{stack.path}.{i}"), block, i) for i in range(KEPT)
+    )
 
 
 def repeat_blocks(layers: Sequence[Layer], stack: Stack, *, neighbours_differ: bool = False) -> list[Layer] | None:
@@ -134,8 +136,8 @@ def repeat_blocks(layers: Sequence[Layer], stack: Stack, *, neighbours_differ: b
         return None
     gap = _Gap(after=first + KEPT // 2, before_last=last, more=stack.count - KEPT)
     try:
-        ends = {i: _moved(layer, i, gap) for i, layer in enumerate(layers) if not first < i < last}
-        beside = [_moved(layer, None, gap) for layer in middle]
+        ends = {i: _shift_moments(layer, i, gap) for i, layer in enumerate(layers) if not first < i < last}
+        beside = [_shift_moments(layer, None, gap) for layer in middle]
     except _OutOfReachError:
         return None
     run = [beside[0], *[beside[1]] * (stack.count - 4), beside[2]]
@@ -173,14 +175,14 @@ class _Gap:
         return offset + (self.more if offset > 0 else -self.more) * crossed
 
 
-def _moved(value: T, layer: int | None, gap: _Gap) -> T:
+def _shift_moments(value: T, layer: int | None, gap: _Gap) -> T:
     """Return a layer (or part of one) with its moments at their positions in the whole model."""
     if isinstance(value, Moment):
         return replace(value, layer_offset=gap.offset(layer, value.layer_offset))
     if isinstance(value, tuple):
-        return tuple(_moved(each, layer, gap) for each in value)  # type: ignore[return-value]
+        return tuple(_shift_moments(each, layer, gap) for each in value)  # type: ignore[return-value]
     if isinstance(value, (Layer, PartialBackward, SplitBackward, Parameter, Buffer, Reduction)):
-        return replace(value, **{key: _moved(each, layer, gap) for key, each in _fields(value).items()})
+        return replace(value, **{key: _shift_moments(each, layer, gap) for key, each in _fields(value).items()})
     return value
 
 

@@ -79,7 +79,7 @@ class Request:
     """Whether the layers are traced with some of them frozen too, in each way in which ranks divide the model."""
 
 
-def completed(request: Request) -> Request:
+def fill_in_defaults(request: Request) -> Request:
     """Return a request in which its config.json, or else a default, fills in what the user left out.
 
     Raises UserError if the file cannot be read, or describes a model that cannot be traced.
@@ -119,16 +119,16 @@ def traced_model(
     was traced, `on_note` with a line about costs of the file that the new one does not have.
     """
     where = f"gsreal trace {request.model}"
-    request = completed(request)
-    model = load_model(Path(request.model)) if request.model.endswith(".toml") else _untraced(request, where)
+    request = fill_in_defaults(request)
+    model = load_model(Path(request.model)) if request.model.endswith(".toml") else _model_to_trace(request, where)
     unknown = {request.precision, *request.other_precisions} - {None, *DTYPES}
     if unknown:
         raise UserError(f"{where}: --precision {unknown.pop()}: allowed: {', '.join(DTYPES)}")
     if request.precision is not None:
         model = replace(model, traced_precision=cast(Precision, request.precision))
-    if request.compiled and (without := _beside_layers(model)):
+    if request.compiled and (without := _variant_names(model)):
         on_note(f"{where}: --compile: left out, as compiled blocks are traced without: {', '.join(without)}")
-    model = _compiled(model, request, where)
+    model = _with_compile_options(model, request, where)
     if model.traced_precision not in DTYPES:
         raise UserError(f"{where}: traced_precision = {model.traced_precision!r}: allowed: {', '.join(DTYPES)}")
     if set(request.autocast) - {"bf16", "fp16"}:
@@ -136,13 +136,13 @@ def traced_model(
     for each in request.adapters:  # a name that the module lacks is said before minutes of tracing
         maps_of_adapters(model, targets_of(each), where=where)
     _check_length(model, request, where)
-    traced = _traced(model, request, where, on_counted, on_note)
-    others = _others(model, _other_precisions(model, request), request, where, on_note)
+    traced = _trace_request(model, request, where, on_counted, on_note)
+    others = _trace_other_precisions(model, _other_precisions(model, request), request, where, on_note)
     traced = replace(traced, other_precisions=tuple(others))
-    return replace(traced, fused_kernels=_fused(model, traced, request, where))
+    return replace(traced, fused_kernels=_trace_fused_kernels(model, traced, request, where))
 
 
-def _fused(model: Model, traced: Model, request: Request, where: str) -> FusedKernels | None:
+def _trace_fused_kernels(model: Model, traced: Model, request: Request, where: str) -> FusedKernels | None:
     """Return the layers as a CUDA GPU runs them, in those ways in which `traced`, the CPU's trace, has others.
 
     Without any if a GPU runs the same ones, with attention as separate operations. None if it runs the same ones
@@ -169,10 +169,10 @@ def _fused(model: Model, traced: Model, request: Request, where: str) -> FusedKe
     with cuda_kernels():
         if own:
             without = replace(model, autocast=()), replace(request, autocast=())
-            gpu = _traced(*without, where, silent, silent)
+            gpu = _trace_request(*without, where, silent, silent)
             fields = {name: getattr(gpu, name) for name in (*LAYER_LISTS, "adapted", "partly_trained")}
         under = with_traced_autocast(replace(traced, autocast=()), autocast, where=where).autocast
-        others = tuple(_others(model, kinds, request, where, silent))
+        others = tuple(_trace_other_precisions(model, kinds, request, where, silent))
     return FusedKernels(autocast=under, other_precisions=others, **fields)
 
 
@@ -186,14 +186,16 @@ def _autocast(model: Model, request: Request) -> list[str]:
     return list(dict.fromkeys([*(each.precision for each in model.autocast), *request.autocast]))
 
 
-def _others(
+def _trace_other_precisions(
     model: Model, kinds: Sequence[str], request: Request, where: str, on_note: Callable[[str], None]
 ) -> Iterator[OtherPrecision]:
     """Yield the model's layers as traced in each of the precisions `kinds`."""
     for kind in kinds:
         twin = replace(model, traced_precision=cast(Precision, kind), autocast=())
         try:
-            found = _traced(twin, replace(request, autocast=()), where, lambda _counted: None, lambda _line: None)
+            found = _trace_request(
+                twin, replace(request, autocast=()), where, lambda _counted: None, lambda _line: None
+            )
         except UserError as error:
             if not request.only_where_possible:
                 raise
@@ -215,7 +217,7 @@ def _check_length(model: Model, request: Request, where: str) -> None:
         raise UserError(f"{where}: --sequence-length {request.sequence_length}: must be {allowed}")
 
 
-def _traced(
+def _trace_request(
     model: Model,
     request: Request,
     where: str,
@@ -230,7 +232,7 @@ def _traced(
     return _with_variants(model, traced, request, where, on_note)
 
 
-def _beside_layers(model: Model) -> list[str]:
+def _variant_names(model: Model) -> list[str]:
     """Return the names, for messages, of a file's further traces: adapters, frozen layers, autocast and precisions."""
     return [
         *(f"adapters at {each.role or ','.join(each.maps)}" for each in model.adapted),
@@ -258,7 +260,7 @@ def _with_variants(before: Model, traced: Model, request: Request, where: str, o
     return with_traced_adapters(replace(traced, adapted=()), list(adapters), where=where)
 
 
-def _compiled(model: Model, request: Request, where: str) -> Model:
+def _with_compile_options(model: Model, request: Request, where: str) -> Model:
     """Return the model with the request's compile options; raise UserError for options that exclude each other."""
     kind: Any = request.recompute
     if kind != "none" and (kind not in get_args(Recompute) or not request.compiled):
@@ -278,7 +280,7 @@ def _compiled(model: Model, request: Request, where: str) -> Model:
 
 def check_options(request: Request) -> None:
     """Raise UserError for an option of the command line that does not apply to such a model."""
-    states_longest, request = request.maximum_sequence_length is not None, completed(request)
+    states_longest, request = request.maximum_sequence_length is not None, fill_in_defaults(request)
     is_file, is_image = request.model.endswith(".toml"), request.image is not None
     is_text_classifier = request.task == CLASSIFICATION and not is_image
     without_effect = {
@@ -312,7 +314,8 @@ def _arguments(request: Request, where: str) -> dict[str, Any]:
     return arguments
 
 
-def _untraced(request: Request, where: str) -> Model:
+def _model_to_trace(request: Request, where: str) -> Model:
+    """Return the model that a request describes, without layers; raise UserError for unknown arguments."""
     given = _arguments(request, where)
     arguments = {**request.config, **given}
     if request.model.startswith("hf:"):

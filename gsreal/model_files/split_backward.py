@@ -45,14 +45,14 @@ def with_split_costs(
     if first is None or any(layer.frozen_parameters for layer in layers):
         return list(layers)
     try:
-        records = {shape: recorded(model, layers, first, shape, where) for shape in (*shapes, checked)}
+        records = {shape: record_stage_step(model, layers, first, shape, where) for shape in (*shapes, checked)}
         parts = [_part(records, checked, layers, index) for index in range(first, len(layers))]
     except (NoPolynomialError, RuntimeError):  # the latter from torch, of a module that it cannot split so
         return list(layers)
     return [*layers[:first], *(replace(each, split=part) for each, part in zip(layers[first:], parts, strict=True))]
 
 
-def recorded(model: Model, layers: Sequence[Layer], first: int, shape: Shape, where: str) -> Record:
+def record_stage_step(model: Model, layers: Sequence[Layer], first: int, shape: Shape, where: str) -> Record:
     """Return the record of a step at one shape whose stage begins with layer number `first`."""
     names = [layer.name for layer in layers if layer.modules]
     before = {each.name.replace("{}", layer.name) for layer in layers[:first] for each in layer.parameters}
@@ -75,7 +75,7 @@ class _Groups:
     removable: list[Any] = field(default_factory=list)
 
     def watch(self, outputs: Any, parameters: Any, graph: Any) -> list[dict[str, Any]]:
-        """Return torch's groups; note each one's layer when the first part reaches it."""
+        """Return torch's groups of parameters; hooks record the layer in which the first part reaches each."""
         groups = _GROUPS_OF(outputs, parameters, graph)
         for group in groups:
             for node in group["intermediates"]:
@@ -123,7 +123,11 @@ def record_split(
         if not in_second:  # operations that run again run their outputs' hooks again
             recorder.enter(layer, "i" if phase == "b" else phase)
 
-    with _received(module, names[first]) as received, recorder, layer_boundaries(module, names, enter=enter) as out:
+    with (
+        _receive_first_input(module, names[first]) as received,
+        recorder,
+        layer_boundaries(module, names, enter=enter) as out,
+    ):
         loss = loss_of(out(logits_of(module(inputs))), targets)
         recorder.enter(len(names), "i")
         with mock.patch.object(_backward, "get_param_groups", groups.watch):
@@ -141,7 +145,7 @@ def record_split(
 
 
 @contextmanager
-def _received(module: nn.Module, name: str) -> Iterator[list[Tensor]]:
+def _receive_first_input(module: nn.Module, name: str) -> Iterator[list[Tensor]]:
     """Let a layer's first input with a gradient be received from another device; yield the list that it is put in."""
     received: list[Tensor] = []
 

@@ -131,10 +131,12 @@ def record_step(
     record of compiled blocks, a record at another shape.
     """
     with without_values(model):
-        prepared = _prepared(model, step, where, like)
+        prepared = _prepare_step(model, step, where, like)
         record, module = prepared.record, prepared.module
         try:
-            with _compiled(model, module, record, prepared.inputs, apart, where) if model.compiled else nullcontext():
+            with (
+                _run_compiled(model, module, record, prepared.inputs, apart, where) if model.compiled else nullcontext()
+            ):
                 if like is None or model.compiled:
                     prepared.record_saved(where)
                 prepared.record_operations(where, None if model.compiled else like)
@@ -164,7 +166,7 @@ def record_partial_steps(
     Other arguments as of `record_step`. Only what a backward changes is recorded: work, storages and collectives.
     """
     with without_values(model):
-        prepared = _prepared(model, step, where, like)
+        prepared = _prepare_step(model, step, where, like)
         return [
             record_trained(
                 prepared.module,
@@ -212,7 +214,7 @@ def record_trained(
     return record
 
 
-def _prepared(model: Model, step: Step, where: str, like: Record | None) -> "_PreparedStep":
+def _prepare_step(model: Model, step: Step, where: str, like: Record | None) -> "_PreparedStep":
     """Return a step of the module, divided as one rank has it; arguments as of `record_step`. Needs fake tensors."""
     module = fake_module(model, where)
     module.train()
@@ -244,11 +246,11 @@ def _prepared(model: Model, step: Step, where: str, like: Record | None) -> "_Pr
 
 
 @contextmanager
-def _compiled(
+def _run_compiled(
     model: Model, module: nn.Module, record: Record, inputs: Tensor, apart: Record | None, where: str
 ) -> Iterator[None]:
     """Run the module's blocks as torch.compile does, for the duration of the context."""
-    from gsreal.model_files.compiled import traced_as_compiled  # inductor takes seconds to import
+    from gsreal.model_files.compiled import traced_by_inductor  # inductor takes seconds to import
 
     if not record.blocks:
         raise UserError(f"{where}: --compile: the module has no stack of blocks, which are compiled one by one")
@@ -256,9 +258,9 @@ def _compiled(
     for block in blocks if model.compiled_recompute != "none" else ():
         checkpoint_inside(block, model.compiled_recompute)
     with ExitStack() as stack:
-        with _explained(where):
+        with _as_user_errors(where):
             others = apart.kernel_plans if apart else {}
-            stack.enter_context(traced_as_compiled(blocks, lambda: module(inputs), record.kernel_plans, others))
+            stack.enter_context(traced_by_inductor(blocks, lambda: module(inputs), record.kernel_plans, others))
         yield
 
 
@@ -291,7 +293,7 @@ def _blocks_of_others(record: Record, module: nn.Module) -> set[str]:
 
 
 @contextmanager
-def _explained(where: str, what: str = "forward or loss") -> Iterator[None]:
+def _as_user_errors(where: str, what: str = "forward or loss") -> Iterator[None]:
     """Raise exceptions of a module's code, in `what` of a step, as UserErrors."""
     try:
         yield
@@ -350,15 +352,15 @@ def _execution_order(
         return hook
 
     handles = [inner[name].register_forward_pre_hook(before(name), with_kwargs=True) for name in chosen]
-    with _explained(where), _without_checkpoints(where):
+    with _as_user_errors(where), _without_checkpoints(where):
         output = module(inputs)
-        logits = logits_of(output)
     if model.module.hugging_face is not None and not hasattr(output, "logits"):
         raise UserError(
             f"{where}: module.hugging_face.auto_class = '{model.module.hugging_face.auto_class}': has no head"
         )
-    _check_logits(logits, targets, model, where)
-    with _explained(where):
+    with _as_user_errors(where):
+        logits = logits_of(output)
+        _check_logits(logits, targets, model, where)
         loss = loss_of(logits, targets)
     if not loss.requires_grad:
         raise UserError(f"{where}: the module has no parameters to train")
@@ -446,7 +448,7 @@ class _PreparedStep:
             self.module.get_submodule(name).register_forward_hook(partial(note, layer=layer))
             for layer, name in enumerate(self.record.modules)
         ]
-        with _explained(where):
+        with _as_user_errors(where):
             yield
         for handle in handles:
             handle.remove()
@@ -458,7 +460,7 @@ class _PreparedStep:
         """
         record, recorder = self.record, self.recorder(self.record)
         if like is None:
-            with _explained(where, "backward"):
+            with _as_user_errors(where, "backward"):
                 record_backward(recorder, self.module, self.inputs, self.targets)
         else:
             recorder.saved_after = record.saved_after = dict(like.saved_after)
@@ -513,7 +515,7 @@ class _PreparedStep:
         hooks = saved_tensors_hooks(lambda _tensor: None, lambda _nothing: _nothing)
         recorder, cast = self.recorder(seen), autocast(record.autocast)
         boundaries = layer_boundaries(self.module, record.modules, enter=recorder.enter)
-        with recorder, hooks, boundaries as out, self._noting_handed_on(recorder) as handed_on, cast:
+        with recorder, hooks, boundaries as out, self._handed_on_storages(recorder) as handed_on, cast:
             loss_of(out(logits_of(self.module(self.inputs))), self.targets)
         created = [alive for alive in record.alive if alive.born[1] == "f"]
         # positions differ by views, numbers of operations and collectives do not
@@ -535,7 +537,7 @@ class _PreparedStep:
                     alive.handed_on = freed
 
     @contextmanager
-    def _noting_handed_on(self, recorder: Recorder) -> Iterator[Mapping[int, AbstractSet[int]]]:
+    def _handed_on_storages(self, recorder: Recorder) -> Iterator[Mapping[int, AbstractSet[int]]]:
         """Yield, by layer, the storages that a block makes and hands on to later layers, if these are several.
 
         A storage is given by the `id` of its `StorageLife` in `recorder`. A block hands on what it returns; if the next

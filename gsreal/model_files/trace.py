@@ -29,7 +29,7 @@ from gsreal.model_files.divided_steps import (
     whole_steps,
 )
 from gsreal.model_files.fake_module import fake_module, uncut_reason, without_values
-from gsreal.model_files.fit import TERMS, TERMS_WITH_ADAPTERS, Terms, fit_layers, grouped
+from gsreal.model_files.fit import TERMS, TERMS_WITH_ADAPTERS, Terms, fit_layers, merge_layers
 from gsreal.model_files.fused_kernels import cuda_kernels
 from gsreal.model_files.one_sample import with_one_sample
 from gsreal.model_files.partial_backward import with_partial_costs
@@ -55,11 +55,11 @@ class OperationCounts:
     """Work by the operation's name."""
 
 
-def _ignored(_counted: OperationCounts) -> None:
+def _ignore_counts(_counted: OperationCounts) -> None:
     """Ignore the counts."""
 
 
-def trace(model: Model, *, where: str, on_counted: Callable[[OperationCounts], None] = _ignored) -> Model:
+def trace(model: Model, *, where: str, on_counted: Callable[[OperationCounts], None] = _ignore_counts) -> Model:
     """Return `model` (name, source, module, input; its layers are ignored) with its layers traced.
 
     `on_counted` is called with the operations of the largest step. Raises UserError if the module cannot be built, if
@@ -70,7 +70,7 @@ def trace(model: Model, *, where: str, on_counted: Callable[[OperationCounts], N
     if longest is not None:
         traced = tuple(sorted({max(8, longest // 8), max(12, longest // 4), max(16, longest // 2)}))
     try:
-        return _traced(model, Lengths(traced, longest), where, on_counted)
+        return _trace_layers(model, Lengths(traced, longest), where, on_counted)
     except NoPolynomialError as error:
         raise UserError(
             f"{where}: {error}; give one sequence length with --sequence-length to trace it there alone"
@@ -78,11 +78,11 @@ def trace(model: Model, *, where: str, on_counted: Callable[[OperationCounts], N
 
 
 def trace_at_length(
-    model: Model, sequence_length: int, *, where: str, on_counted: Callable[[OperationCounts], None] = _ignored
+    model: Model, sequence_length: int, *, where: str, on_counted: Callable[[OperationCounts], None] = _ignore_counts
 ) -> Model:
     """Return `model` traced at one sequence length only: its quantities depend on the batch size alone."""
     try:
-        traced = _traced(model, Lengths((sequence_length,), sequence_length), where, on_counted)
+        traced = _trace_layers(model, Lengths((sequence_length,), sequence_length), where, on_counted)
     except NoPolynomialError as error:
         raise UserError(f"{where}: {error}") from None
     return replace(traced, exact_sequence=False)
@@ -102,8 +102,8 @@ def runs_other_kernels(model: Model, sequence_length: int | None, *, where: str)
     return bool(replaced)
 
 
-def _traced(model: Model, lengths: Lengths, where: str, on_counted: Callable[[OperationCounts], None]) -> Model:
-    """Trace the model, of many equal blocks only a few, and return it with its layers."""
+def _trace_layers(model: Model, lengths: Lengths, where: str, on_counted: Callable[[OperationCounts], None]) -> Model:
+    """Return the model with its layers traced; of many equal blocks a few are traced, and repeated."""
     sibling = with_fewer_blocks(model, where)
     layers = None
     if sibling is not None:
@@ -119,7 +119,9 @@ def _traced(model: Model, lengths: Lengths, where: str, on_counted: Callable[[Op
         layers, largest = _layers(model, lengths, where)
         counted = _operations(largest, None)
     on_counted(OperationCounts(CHECKED_BATCH_SIZE, lengths.longest, counted))
-    fields: dict[str, Any] = {name: grouped(_with_module_buffers(each, model, where)) for name, each in layers.items()}
+    fields: dict[str, Any] = {
+        name: merge_layers(_with_module_buffers(each, model, where)) for name, each in layers.items()
+    }
     uncut = "compiled blocks are traced whole" if model.compiled else None
     if not model.compiled and not fields["sliced_layers"]:
         uncut = uncut_reason(model, where)
@@ -165,31 +167,31 @@ def _layers(model: Model, lengths: Lengths, where: str) -> tuple[dict[str, list[
     layers = {"layers": with_one_sample(model, split, steps, TERMS["layers"], first, where=where)}
     for name in DIVIDED_STEPS:
         needed = "sliced_layers" if name == "sequence_layers" else "layers"
-        layers[name] = _divided(name, model, lengths, where) if layers[needed] else []
+        layers[name] = _trace_divided_layers(name, model, lengths, where) if layers[needed] else []
     return layers, largest
 
 
-def _divided(name: str, model: Model, lengths: Lengths, where: str) -> list[Layer]:
+def _trace_divided_layers(name: str, model: Model, lengths: Lengths, where: str) -> list[Layer]:
     """Return the layers as divided for field `name`; empty if that is impossible, or costs are no polynomials."""
     not_so: tuple[type[Exception], ...] = (NoPolynomialError,)
     if name == "context_layers":  # from modules that cannot run on a part of a sequence
         not_so = (NoPolynomialError, UserError, RuntimeError, TypeError, ValueError)
     try:
         steps = DIVIDED_STEPS[name](model, lengths, where)
-        return _fitted(model, steps, TERMS[name], where) if steps is not None else []
+        return _fit_to_steps(model, steps, TERMS[name], where) if steps is not None else []
     except not_so:
         return []
 
 
-def _fitted(model: Model, steps: Steps, terms: Terms, where: str) -> list[Layer]:
+def _fit_to_steps(model: Model, steps: Steps, terms: Terms, where: str) -> list[Layer]:
     """Return the layers that are fitted to steps, with those buffers marked that depend on whether a step has one
     sample; raise NoPolynomialError where no polynomials are.
     """
-    layers, fitted, first = _fitted_to(model, steps, terms, where)
+    layers, fitted, first = _fit_with_records(model, steps, terms, where)
     return with_one_sample(model, layers, fitted, terms, first, where=where)
 
 
-def _fitted_to(model: Model, steps: Steps, terms: Terms, where: str) -> tuple[list[Layer], Steps, Record]:
+def _fit_with_records(model: Model, steps: Steps, terms: Terms, where: str) -> tuple[list[Layer], Steps, Record]:
     """Return the layers that are fitted to steps, these steps, and the record of the first of them.
 
     Where layers cannot be fitted, they are fitted to larger steps.
@@ -228,7 +230,7 @@ def traced_adapters(model: Model, targets: str | tuple[str, ...], lengths: Lengt
     adapted = replace(short, module=replace(short.module, adapters=adapters))
 
     def fitted(name: str, steps: Steps) -> list[Layer]:
-        return _fitted(adapted, steps.with_adapters(), TERMS_WITH_ADAPTERS[name], where)
+        return _fit_to_steps(adapted, steps.with_adapters(), TERMS_WITH_ADAPTERS[name], where)
 
     try:
         layers = fitted("layers", whole_steps(lengths))
@@ -246,7 +248,7 @@ def traced_adapters(model: Model, targets: str | tuple[str, ...], lengths: Lengt
             continue
         fields[name] = divided if stack is None else repeat_blocks(divided, stack, neighbours_differ=True) or []
     role: Any = targets if isinstance(targets, str) else None
-    grouped_fields = {name: grouped(_with_module_buffers(each, model, where)) for name, each in fields.items()}
+    grouped_fields = {name: merge_layers(_with_module_buffers(each, model, where)) for name, each in fields.items()}
     return AdaptedLayers(role=role, maps=tuple(sorted(maps)), **grouped_fields)
 
 
@@ -284,7 +286,7 @@ def with_traced_autocast(model: Model, precisions: Sequence[str], *, where: str)
         kind: Any = precision
         ours = replace(short, traced_precision="fp32", traced_autocast=kind, whole_layers=())
         try:
-            layers = _fitted(ours, steps, TERMS["layers"], where)
+            layers = _fit_to_steps(ours, steps, TERMS["layers"], where)
         except NoPolynomialError as error:
             raise UserError(f"{where}: {error}") from None
         whole = layers if stack is None else repeat_blocks(layers, stack)
@@ -292,11 +294,11 @@ def with_traced_autocast(model: Model, precisions: Sequence[str], *, where: str)
             raise UserError(f"{where}: blocks under autocast differ from one another; not supported")
         fields = {"layers": whole}
         for name in (name for name in DIVIDED_STEPS if getattr(model, name)):
-            divided = _divided(name, ours, lengths, where)
+            divided = _trace_divided_layers(name, ours, lengths, where)
             if stack is not None:
                 divided = repeat_blocks(divided, stack, neighbours_differ=name != "sliced_layers") or []
             fields[name] = divided
-        grouped_fields = {name: grouped(_with_module_buffers(each, model, where)) for name, each in fields.items()}
+        grouped_fields = {name: merge_layers(_with_module_buffers(each, model, where)) for name, each in fields.items()}
         found.append(AutocastLayers(precision=kind, **grouped_fields))
     return replace(model, autocast=tuple(found))
 
@@ -329,13 +331,13 @@ def with_traced_frozen(model: Model, *, where: str, on_impossible: Callable[[str
         steps = whole_steps(lengths) if name == "layers" else DIVIDED_STEPS[name](short, lengths, where)
         if steps is None:
             continue
-        layers, steps, _ = _fitted_to(short, steps, TERMS[name], where)
+        layers, steps, _ = _fit_with_records(short, steps, TERMS[name], where)
         layers = with_partial_costs(short, layers, steps, where=where, terms=TERMS[name], side_modules=True)
         if any(layer.untrained_buffers is None for layer in layers):
             continue
         differ = name not in ("layers", "sliced_layers")
         whole = layers if stack is None else repeat_blocks(layers, stack, neighbours_differ=differ) or []
-        if [layer.modules for layer in grouped(whole)] == [layer.modules for layer in listed]:
+        if [layer.modules for layer in merge_layers(whole)] == [layer.modules for layer in listed]:
             fields[name] = tuple(
                 LayerRoles(
                     untrained_buffers=each.untrained_buffers or (),
@@ -343,7 +345,7 @@ def with_traced_frozen(model: Model, *, where: str, on_impossible: Callable[[str
                     frozen=each.frozen,
                     deepest=each.deepest,
                 )
-                for each in grouped(whole)
+                for each in merge_layers(whole)
             )
     if missing and "layers" not in fields:
         return without("the operations of partly trained layers depend on the batch size or the sequence length")

@@ -319,7 +319,7 @@ class Checkpoints:
         if rank:
             return
         total = tuple(sum(each) for each in zip(*(part[0] for part in parts), strict=True))
-        shared = training.follower.shared if training.follower else ((), ())
+        shared = training.rebalancer.next_shares if training.rebalancer else ((), ())
         files = {name: digest for part in parts for name, digest in part[1].items()}
         progress = Progress(step, total, len(parts), identity(scenario), *shared, files=files)
         write_text(partial / PROGRESS, json.dumps(asdict(progress)))
@@ -537,11 +537,11 @@ def _state_of(training: Training) -> dict[str, Any]:
 
 def _restore_shares(training: Training, progress: Progress, step: int) -> None:
     """Restore the division of batch and shards at the checkpoint, if they follow the rank speeds."""
-    follower, optimizer = training.follower, training.optimizer
-    if follower is None or len(progress.samples) != dist.get_world_size():
+    rebalancer, optimizer = training.rebalancer, training.optimizer
+    if rebalancer is None or len(progress.samples) != dist.get_world_size():
         return
-    _, owned = follower.shared
-    follower.go_on(step, progress.samples, progress.shard_shares)
+    _, owned = rebalancer.next_shares
+    rebalancer.restore(step, progress.samples, progress.shard_shares)
     if isinstance(optimizer, GradientSharding) and progress.shard_shares != owned:
         optimizer.reshard(progress.shard_shares)
 

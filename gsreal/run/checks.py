@@ -2,8 +2,6 @@
 
 from importlib.util import find_spec
 
-import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gsreal.compiled import compiler
@@ -11,11 +9,11 @@ from gsreal.data.sources import check_data, check_held_out
 from gsreal.machine import check_machine
 from gsreal.methods.stage_modules import check_stages
 from gsreal.methods.tensor_slices import check_slices
-from gsreal.model_files.build import build_module, check_factory, example_batch
+from gsreal.model_files.build import check_factory, example_batch
+from gsreal.model_files.fake_module import fake_module, without_values
 from gssim.errors import UserError
 from gssim.scenario import Loaded, Scenario, routes_parts
 from gssim.scenario.support import predicted_only_reason
-from gssim.workload import unrolled
 
 
 def check_real(loaded: Loaded) -> None:
@@ -34,7 +32,6 @@ def check_real(loaded: Loaded) -> None:
     check_gloo_on_gpus(ours, where=where)
     check_samples(ours, where=where)
     check_norms(ours, where=where)
-    check_own_module(ours, where=where)
     check_compiled(ours, where=where)
     check_experts_in_fp64(ours, where=where)
 
@@ -157,19 +154,17 @@ def check_samples(scenario: Scenario, *, where: str) -> None:
 def check_norms(scenario: Scenario, *, where: str) -> None:
     """Raise UserError if a micro-batch of one sample leaves a batch norm one value per channel, without a variance.
 
-    That is found by the module's forward on the meta device, which computes nothing.
+    That is found by the module's forward on fake tensors, which computes nothing.
     """
     model, parts = scenario.workload.model, scenario.plan.micro_batches
     alone = [rank for rank, samples in enumerate(scenario.batch_sizes) if samples // parts == 1]
     if not alone or model.input.kind != "image":
         return
-    with torch.device("meta"):
-        module = build_module(model.module, where=where)
-    if not any(isinstance(each, _BatchNorm) for each in module.modules()):
-        return
-    inputs, _ = example_batch(model, batch_size=1, sequence_length=None)
     try:
-        module(inputs.to("meta"))
+        with without_values(model):
+            module = fake_module(model, where)
+            if any(isinstance(each, _BatchNorm) for each in module.modules()):
+                module(example_batch(model, batch_size=1, sequence_length=None)[0])
     except ValueError as error:
         if not str(error).startswith("Expected more than 1 value per channel"):
             raise
@@ -178,66 +173,6 @@ def check_norms(scenario: Scenario, *, where: str) -> None:
             f"'{model.name}' then has one value per channel, which torch refuses; allowed: at least two samples "
             "in a micro-batch"
         ) from None
-
-
-def check_own_module(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if ranks cannot train the module of a factory, or would train it otherwise than one device does.
-
-    It is made on the meta device, without values.
-    """
-    module = scenario.workload.model.module
-    if module.factory is None:
-        return
-    with torch.device("meta"):
-        built = build_module(module, where=where)
-    _check_shared_parameters(scenario, built, where)
-    _check_replaced_parameters(scenario, built, where)
-    for path, inner in built.named_modules() if scenario.ranks > 1 else ():
-        trained = any(parameter.requires_grad for parameter in inner.parameters(recurse=False))
-        if getattr(inner, "max_norm", None) is not None and trained:
-            raise UserError(
-                f"{where}: workload.model: '{path}' has max_norm: its forward changes parameters, on every rank those "
-                "of its own samples: it can be predicted, but not run on several ranks; leave it out"
-            )
-
-
-def _check_shared_parameters(scenario: Scenario, module: nn.Module, where: str) -> None:
-    """Raise UserError if blocks would be sharded one by one, by FSDP2 or gs_z3, that share parameters."""
-    if scenario.policies.gradients != "reduce-scatter" and scenario.policies.parameters != "sharded":
-        return
-    holders: dict[nn.Parameter, str] = {}
-    for layer in (each for each in unrolled(scenario.workload.model) if each.layer.block):
-        for name, parameter in module.get_submodule(layer.module).named_parameters():
-            if (first := holders.setdefault(parameter, layer.module)) != layer.module:
-                raise UserError(
-                    f"{where}: plan.method = '{scenario.plan.method}': shards '{first}' and '{layer.module}' one by "
-                    f"one, but they share '{name}': it can be predicted, but not run; allowed: ddp, zero1 or gs"
-                )
-
-
-def _check_replaced_parameters(scenario: Scenario, module: nn.Module, where: str) -> None:
-    """Raise UserError if parameters have hooks and are replaced by others, without: by FSDP2, or by parts of them; or
-    if FSDP2 cannot shard them.
-    """
-    policies = scenario.policies
-    fully_sharded = policies.gradients == "reduce-scatter" or (policies.sync_every_steps and policies.dp_shard > 1)
-    if fully_sharded:
-        said = f"plan.method = '{scenario.plan.method}'"
-    elif policies.tp > 1 or policies.ep > 1:
-        said = f"plan.tp = {policies.tp}" if policies.tp > 1 else f"plan.ep = {policies.ep}"
-    else:
-        return
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise UserError(
-                f"{where}: {said}: replaces parameters by parts of them, which do not have the hook (register_hook) of "
-                f"'{name}': it can be predicted, but not run; allowed: ddp, zero1 or gs, without plan.tp and plan.ep"
-            )
-        if fully_sharded and not parameter.is_contiguous():
-            raise UserError(
-                f"{where}: {said}: '{name}' is not contiguous, and FSDP2 shards no such parameter: it can be "
-                "predicted, but not run; allowed: ddp, zero1 or gs"
-            )
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:

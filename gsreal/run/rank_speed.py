@@ -85,15 +85,15 @@ class SlowDevice:
         before_s = self.own_s.get(phase)
         if self.ratio > 1 and before_s is not None:
             with self.timeline.span(f"slowed down {phase} (emulated)", phase):
-                work((self.ratio - 1) * before_s * units, self.device)
+                multiply_matrices((self.ratio - 1) * before_s * units, self.device)
         since = self.timeline.spans_so_far
         yield
         taken_s = self.timeline.phases_since(since)[phase] / max(1, units)
         self.own_s[phase] = taken_s if before_s is None else (before_s + taken_s) / 2
 
 
-def work(seconds: float, device: torch.device) -> None:
-    """Multiply matrices for this long."""
+def multiply_matrices(seconds: float, device: torch.device) -> None:
+    """Keep a device busy with matrix products for this many seconds."""
     end_s = time.perf_counter() + seconds
     matrix = torch.ones(WORK, WORK, device=device)
     while time.perf_counter() < end_s:
@@ -109,13 +109,13 @@ class Rebalancer:
     """
 
     def __init__(self, scenario: Scenario, device: torch.device) -> None:
-        self.following, self.device = begin(scenario), device
+        self.state, self.device = begin(scenario), device
         self.compute_s: tuple[float, ...] = ()
         self.update_s: tuple[float, ...] = ()
         """Time of every rank's update in the last step."""
 
-    def share(self, timeline: Timeline) -> None:
-        """Exchange with all ranks the time that each has worked since the end of its last step."""
+    def exchange_times(self, timeline: Timeline) -> None:
+        """Gather from all ranks the seconds of compute and of updates since the end of the last step (a collective)."""
         phases = timeline.phases_since(timeline.step_mark)
         with timeline.span("share compute times", "exposed_communication", dist.group.WORLD):
             mine = [sum(phases[name] for name in names) for names in (COMPUTE_PHASES, UPDATE_PHASES)]
@@ -125,27 +125,27 @@ class Rebalancer:
             self.compute_s, self.update_s = (tuple(each) for each in gathered.view(-1, len(mine)).T.tolist())
 
     @property
-    def shared(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Samples of every rank in the next step, and its share of the parameters."""
-        return self.following.samples, self.following.shard_shares
+    def next_shares(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Samples of each rank in the next step, and the fraction of the parameters that each rank owns."""
+        return self.state.samples, self.state.shard_shares
 
-    def go_on(self, step: int, samples: tuple[int, ...], shard_shares: tuple[float, ...]) -> None:
-        """Restore the shares of a saved training from `step` on; speeds are measured anew."""
-        if (samples, shard_shares) == self.shared:
+    def restore(self, step: int, samples: tuple[int, ...], shard_shares: tuple[float, ...]) -> None:
+        """Restore batch split and shard sizes of a checkpoint, for steps from `step` on; speeds are measured anew."""
+        if (samples, shard_shares) == self.next_shares:
             return
-        most = tuple(map(max, self.following.most_samples, samples))
+        most = tuple(map(max, self.state.most_samples, samples))
         division = Division(first_step=step, samples=samples, shard_shares=shard_shares)
-        self.following = replace(
-            self.following,
+        self.state = replace(
+            self.state,
             watch=Watch(samples),
             shard_shares=shard_shares,
             most_samples=most,
             divisions=(division,),
         )
 
-    def follow(self, step: int) -> Division | None:
-        """Return the new division from the step after `step` on, if there is one."""
-        known = len(self.following.divisions)
-        self.following = after_step(self.following, step=step, compute_s=self.compute_s, update_s=self.update_s)
-        new = self.following.divisions[known:]
+    def rebalance(self, step: int) -> Division | None:
+        """Rebalance after a step; return the division that applies from the next step on, None if it stays the same."""
+        known = len(self.state.divisions)
+        self.state = after_step(self.state, step=step, compute_s=self.compute_s, update_s=self.update_s)
+        new = self.state.divisions[known:]
         return new[0] if new else None

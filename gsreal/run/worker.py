@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
-from torch import Tensor, nn
+from torch import Tensor
 
 from gsreal.gradient_sharding import GradientSharding, Sent
 from gsreal.machine import device_name, settle
@@ -35,12 +35,12 @@ from gsreal.methods.training import Training, Weights
 from gsreal.model_files.build import module_on
 from gsreal.run.checkpoint import Checkpoints, Progress
 from gsreal.run.feed import Feed
+from gsreal.run.module_checks import check_module
 from gsreal.run.nodes import check_nodes
 from gsreal.run.progress import note_progress
 from gsreal.run.rank import gather_json, join, run_on_rank
 from gsreal.run.rank_speed import device_speed_ratio
 from gsreal.run.report import RankReport, RunRecorder, outer_steps, result_of
-from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.result import Span, chrome_trace, typical_phases
 from gssim.scenario import Loaded, Scenario, load_scenario
@@ -95,8 +95,8 @@ def measure(
     feed = Feed(scenario, rank, device)
     course = RunRecorder(scenario, training, rank, device)
     resumed = checkpoints.resume(scenario, training) if checkpoints else Progress()
-    if training.follower is not None:
-        feed.divide(training.follower.following.samples)
+    if training.rebalancer is not None:
+        feed.divide(training.rebalancer.state.samples)
     speed_ratio = partial(device_speed_ratio, scenario.cluster, rank, device, steps=scenario.run.steps)
     speed_before = None if scenario.cluster.type_of(rank).lab else speed_ratio()
     losses = _timed_steps(training, feed, course, resumed, checkpoints)
@@ -123,7 +123,7 @@ def measure(
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         seen=seen,
-        divisions=training.follower.following.divisions if training.follower else (),
+        divisions=training.rebalancer.state.divisions if training.rebalancer else (),
         pushed=pushed,
         published=published,
         memory_counter=counter.method,
@@ -167,22 +167,10 @@ def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Train
     torch.manual_seed(scenario.run.seed)
     module = module_on(device, scenario.workload.precision, scenario.workload.model.module, where="workload.model")
     torch.backends.cuda.matmul.allow_tf32 = scenario.workload.tf32
-    check_parameters(scenario, module)
+    check_module(scenario, module)
     module.train()
     compile_blocks(scenario.workload.model, module)  # before blocks are wrapped, sharded and checkpointed
     return prepare(scenario, module, timeline, device)
-
-
-def check_parameters(scenario: Scenario, module: nn.Module) -> None:
-    """Raise UserError if the model file does not describe the module that its factory creates."""
-    real = sum(parameter.numel() for parameter in module.parameters())
-    model = scenario.workload.model
-    listed = model.elements + model.frozen_elements
-    if real != listed:
-        raise UserError(
-            f"workload.model: the file lists {listed} parameters, but the module has {real}; "
-            "trace it again with `gsreal trace`"
-        )
 
 
 def _sharding(training: Training) -> GradientSharding | None:
@@ -222,7 +210,7 @@ def _timed_steps(
         inputs, targets, weights = feed.at(step)
         training.slow_down(run.slowed(step - run.warmup_steps).get(rank, 1.0))
         loss = training.step(inputs, targets, weights, rank)
-        _follow(training, feed, step - run.warmup_steps)
+        _rebalance(training, feed, step - run.warmup_steps)
         if step >= run.warmup_steps:
             own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
@@ -243,12 +231,12 @@ def losses_so_far(resumed: Progress, losses: Sequence[Tensor], rank: int) -> lis
     return [*before, *(float(loss) for loss in losses)]
 
 
-def _follow(training: Training, feed: Feed, step: int) -> None:
-    """Rebalance batch and shards after a step, if they follow the rank speeds and these have changed."""
-    if training.follower is None:
+def _rebalance(training: Training, feed: Feed, step: int) -> None:
+    """Rebalance batch and shards after a step, if they follow the rank speeds, and these have changed enough."""
+    if training.rebalancer is None:
         return
-    owned = training.follower.following.shard_shares
-    division = training.follower.follow(step)
+    owned = training.rebalancer.state.shard_shares
+    division = training.rebalancer.rebalance(step)
     if division is None:
         return
     feed.divide(division.samples)

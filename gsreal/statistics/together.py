@@ -1,8 +1,8 @@
 """Trains all ranks of a scenario in one process, in turn and without messages, for studies of losses over many seeds.
 
-The arithmetic is that of the real methods: Gradient Sharding's as `gsreal.statistics.training` has it; compressors and
-periodic synchronizations are the real classes, one for each rank, whose collectives are summed here. Step times, memory
-and collectives are not measured: they are a simulation's.
+The arithmetic is that of the real methods. Gradient Sharding is trained by `gsreal.statistics.training`; compressors
+and periodic synchronizations by the classes of real runs, one object for each rank, whose collectives are summed here.
+Step times, memory and collectives are not measured: they are a simulation's.
 """
 
 import json

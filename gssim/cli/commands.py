@@ -27,7 +27,7 @@ from gssim.result import chrome_trace, file_name
 from gssim.scenario import load_scenario
 from gssim.scenario.support import supported
 from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
-from gssim.simulation import program_of, simulate, traced
+from gssim.simulation import program_of, record_steady_step, simulate
 from gssim.sweeps import TABLES, check_table_place, parts_folder, points_in, predict, tabulate
 from gssim.terminal import AsJson, Only, Overrides, ScenarioFile, activity, idle_list, progress_bar, run_command_line
 from gssim.units import whole_number
@@ -85,7 +85,7 @@ def run_command(
         advised_s = time.perf_counter()
         if trace is not None:
             doing(f"writing {trace}")
-            write_text(trace, chrome_trace(traced(simulated, unfolded=unfold), result))
+            write_text(trace, chrome_trace(record_steady_step(simulated, unfolded=unfold), result))
     if out is not None:
         write_text(out / name, result.to_json())
     if as_json:

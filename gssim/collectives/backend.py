@@ -167,7 +167,7 @@ def _by_kind(values: Mapping[str, float], kind: str, half_precision: str) -> flo
 def measured_s(cluster: Cluster, communication: Communication) -> float | None:
     """Return the measured time of a collective of all ranks, if the cluster file has a table for its kind.
 
-    Log-log interpolation: a table of nccl-tests spans six decades (D.1).
+    Log-log interpolation, because sizes in a table of nccl-tests span six decades.
     """
     table = cluster.backend_cost.measured_s.get(communication.carried_kind) if cluster.backend_cost else None
     if table is None or len(communication.group) != len(cluster.devices):

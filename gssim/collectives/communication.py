@@ -60,7 +60,15 @@ class Pairs(Sequence[tuple[float, ...]]):
         return (self[member] for member in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+        if not isinstance(other, Pairs):
+            return isinstance(other, Sequence) and tuple(self) == tuple(other)
+        if self is other or len(self) != len(other):
+            return self is other
+        (rows, kinds), (other_rows, other_kinds) = self.arrays, other.arrays
+        alike, first = kinds_of_rows(np.column_stack([kinds, other_kinds]))
+        differs = rows[kinds[first]] != other_rows[other_kinds[first]]
+        members = np.arange(len(kinds))
+        return bool((differs.sum(axis=1)[alike] == differs[alike, members]).all())  # but for a sender's own entry
 
     def __hash__(self) -> int:
         return hash(tuple(self))
@@ -176,7 +184,7 @@ class Exchange(Hops):
         return (self.members, *self.beside)
 
     def in_groups(self, groups: tuple[Members, ...]) -> "Exchange":
-        """Return the same exchange in all of several groups."""
+        """Return this exchange as each of several groups carries it out, independently of the others."""
         return Exchange(groups[0], self.rows, self.kinds, groups[1:])
 
     @property

@@ -145,7 +145,7 @@ def arrange(
     new: list[Network] = []
 
     def arranged() -> _Shared:
-        found, network = _arranged(env, cluster, program, router, conditions, shared, unfolded)
+        found, network = _arrangement(env, cluster, program, router, conditions, shared, unfolded)
         new.append(network)
         return found
 
@@ -179,7 +179,7 @@ class _Shared:
     """Instances of the collectives that are not matrices, by value."""
 
 
-def _arranged(
+def _arrangement(
     env: simpy.Environment,
     cluster: Cluster,
     program: Program,

@@ -1,8 +1,8 @@
 """The fast path of one rank: between collectives, streams compute their own times, without a SimPy event per task.
 
-[Note: ahead] Between two collectives, no other rank changes when a rank's tasks end. This holds if devices of a host do
-not slow each other down, and if nothing varies randomly or after pauses. A rank's streams then do not wait for the
-clock after each task, but keep a time of their own. They synchronise with the clock where they meet other ranks: a
+[Note: fast path] Between two collectives, no other rank changes when a rank's tasks end. This holds if devices of a
+host do not slow each other down, and if nothing varies randomly or after pauses. A rank's streams then do not wait for
+the clock after each task, but keep a time of their own. They synchronise with the clock where they meet other ranks: a
 collective is joined at its exact time. A task on which other streams of the rank depend reports its end as soon as that
 is known. Memory is added up in the order of the compute stream, which must be the only stream that allocates.
 """
@@ -14,11 +14,11 @@ from gssim.engine.memory_tracker import RecordingTracker, allocates_beside_compu
 from gssim.engine.rendezvous import RunningCollectives
 from gssim.engine.state import MachineState, StreamTask
 from gssim.engine.symmetry import is_jittery
-from gssim.program import Program, each_once
+from gssim.program import Program, distinct_tasks
 
 
 def can_run_ahead(machine: MachineState, index: int) -> bool:
-    """Return whether a class's streams can use the fast path; see [Note: ahead]."""
+    """Return whether a class's streams can use the fast path; see [Note: fast path]."""
     beside = machine.program.once(allocates_beside_compute, machine.roles[index])
     return is_independent(machine, index) and not beside
 
@@ -45,13 +45,13 @@ def _are_slowed_by_pauses(program: Program) -> bool:
 
 
 def _is_slowed_by_pauses(program: Program, role: int) -> bool:
-    return any(task.after_pauses for task in each_once(program.tasks[role]))
+    return any(task.after_pauses for task in distinct_tasks(program.tasks[role]))
 
 
 def run_ahead(
     machine: MachineState, running: RunningCollectives, index: int, stream: str, steps: int
 ) -> Generator[Any, Any, None]:
-    """Execute a stream's tasks on a clock of its own, ahead of the simulated clock; see [Note: ahead]."""
+    """Execute a stream's tasks on a clock of its own, ahead of the simulated clock; see [Note: fast path]."""
     tasks, env, now_s = machine.tasks_of(index, stream), machine.env, machine.env.now
     for step in range(steps):
         for each in tasks:

@@ -5,6 +5,7 @@ ends that are planned together only the first is scheduled: when it comes, the l
 anew before they come.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -36,6 +37,7 @@ class Clock(simpy.Environment):
     `timeout(time - now)` may miss `time` in the last digit.
     """
 
+    _generators: weakref.WeakSet[Any] | None = None
     now = property(attrgetter("_now"))  # faster than SimPy's, which is read all the time
 
     def at(self, time_s: float) -> simpy.Event:
@@ -76,9 +78,25 @@ class Clock(simpy.Environment):
             raise RuntimeError("no events are left")
         return until.value
 
-    def drop_events(self) -> None:
-        """Drop the scheduled events, which form reference cycles with the clock."""
+    def keep_track(self) -> None:
+        """Note the generators of all processes from now on, so that `drop` ends them."""
+        self._generators = weakref.WeakSet()
+
+    def process(self, generator: Any) -> simpy.Process:
+        """Return a process that runs a generator, as SimPy does."""
+        if self._generators is not None:
+            self._generators.add(generator)
+        return super().process(generator)
+
+    def drop(self) -> None:
+        """Drop what forms reference cycles with the clock: the scheduled events, and the processes kept track of.
+
+        In a run that is ended early, those wait for events that never come.
+        """
         self._queue.clear()
+        generators, self._generators = list(self._generators or ()), None
+        for generator in generators:
+            generator.close()
 
 
 class Load(NamedTuple):
@@ -220,7 +238,7 @@ class Host:
             self.env.call(self.env.now, partial(self._go_on, compute))
 
     def _go_on(self, compute: _Compute, _event: object = None) -> None:
-        """Let the process go on that waits for compute."""
+        """Resume the process that waits for the end of a compute."""
         self.computing[compute.rank_class] -= 1
         if not self.computing[compute.rank_class]:
             del self.computing[compute.rank_class]

@@ -110,11 +110,13 @@ class Machine(MachineState):
         out. `stop`: asked whenever a class ends a step; the walks, which take few steps, do not ask.
         """
         self.steps, self._stop = steps, stop
+        if stop is not None:
+            self.env.keep_track()
         try:
             self._execute(steps, peaks=peaks)
         finally:
             self._stop = None
-            self.env.drop_events()
+            self.env.drop()
 
     def _execute(self, steps: int, *, peaks: bool) -> None:
         if self._outlined and can_walk_outlines(self):
@@ -186,7 +188,7 @@ class Machine(MachineState):
         return again
 
     def _run_vectorised(self, steps: int, *, peaks: bool) -> None:
-        """Execute the program for all classes at once; see [Note: lockstep] in `vectorised_walk`."""
+        """Execute the program for all classes at once; see [Note: vectorised walk] in `vectorised_walk`."""
         self.vectorised = vectorised_walk_of(self, steps)
         try:
             self.vectorised.run()

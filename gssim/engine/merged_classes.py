@@ -120,7 +120,7 @@ def _colours(operations: OutlineOperations, *, merges_classes: bool) -> Sequence
         unlike.update(id(joined[each]) for each in _collectives_after(role, unequal))
         for index in role.priced:
             first[index], role_of[index] = (first_role, times[index]), number
-    colours, distinct = _numbered(first), {id(each): each for each in joined}
+    colours, distinct = _numbers_of_values(first), {id(each): each for each in joined}
     if max(colours) + 1 == len(colours):
         return colours  # each class differs
     shapes = dict.fromkeys((_shape(operations, each), key in unlike) for key, each in distinct.items())
@@ -132,7 +132,7 @@ def _colours(operations: OutlineOperations, *, merges_classes: bool) -> Sequence
                 members = frozenset(joining), kind
                 for index in indices:
                     met[index].append(members)
-        finer = _numbered(map(tuple, met))
+        finer = _numbers_of_values(map(tuple, met))
         if max(finer) == max(colours):
             return finer
         colours = finer
@@ -155,11 +155,11 @@ def _shape(
         sizes = None if prepared.sizes is None else prepared.sizes.tobytes()
         times.append((delays_s, sizes, prepared.processor_s, reduction_s))
     classes = [tuple([each.index for each in instance.classes]) for instance in instances.values()]
-    return tuple(zip(classes, _numbered(times), strict=True))
+    return tuple(zip(classes, _numbers_of_values(times), strict=True))
 
 
-def _numbered(values: Iterable[Hashable]) -> list[int]:
-    """Return the number of each value among the distinct ones."""
+def _numbers_of_values(values: Iterable[Hashable]) -> list[int]:
+    """Return for each value its index among the distinct values, which are in order of appearance."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values]
 
@@ -212,9 +212,11 @@ def _times_of_classes(roles: Sequence[RoleOperations]) -> Mapping[int, int]:
     indices = [index for role in roles for index in role.priced]
     distinct = {id(each.seconds): each for role in roles for own in role.priced.values() for each in own}
     values = [(each.delays_s, tuple(each.seconds.items()), each.pieces) for each in distinct.values()]
-    number_of = dict(zip(distinct, _numbered(values), strict=True))  # classes share most times: these are hashed once
+    number_of = dict(
+        zip(distinct, _numbers_of_values(values), strict=True)
+    )  # classes share most times: these are hashed once
     times = (tuple([number_of[id(each.seconds)] for each in own]) for role in roles for own in role.priced.values())
-    return dict(zip(indices, _numbered(times), strict=True))
+    return dict(zip(indices, _numbers_of_values(times), strict=True))
 
 
 def _alike(roles: Sequence[RoleOperations], times: Mapping[int, int]) -> Sequence[tuple[int, Collection[int]]]:

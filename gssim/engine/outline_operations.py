@@ -15,7 +15,7 @@ sections between them are priced once. That is so where ranks of pipelines divid
 values a few times in each layer, over links that messages cross too, between many collectives of the tensor group.
 
 Like the vectorised walk, this is exact (but for rounding where collectives run beside tasks) if ranks are independent
-between collectives ([Note: ahead] in `fast_path`) and only compute streams allocate memory.
+between collectives ([Note: fast path] in `fast_path`) and only compute streams allocate memory.
 """
 
 from collections import defaultdict
@@ -215,7 +215,7 @@ class _Role:
         """Whether another stream waits for a task that is not the last of its chunk."""
 
     def operations(
-        self, chunks: "_PricedChunks", number: Callable[[Task | Posted], int], known: "dict[Hashable, _Written]"
+        self, chunks: "_PricedChunks", number: Callable[[Task | Posted], int], known: "dict[Hashable, _OperationWriter]"
     ) -> tuple[dict[str, list[Operation]], int]:
         """Return the operations of each stream, and the number of slots.
 
@@ -225,12 +225,12 @@ class _Role:
         further = tuple(islice(self._all.slot_of.items(), len(self._first.slot_of), None))
         key = (id(self.schedule), chunks.key, further)
         if key not in known:
-            written = _Written(defaultdict(list), dict(self._all.slot_of), dict(self._all.stream_of))
+            written = _OperationWriter(defaultdict(list), dict(self._all.slot_of), dict(self._all.stream_of))
             written.streams["compute"] = []
             for part in self.schedule:
                 written.add(part, chunks, number)
             known[key] = written
-        written = known[key].continued(self._all.stream_of)
+        written = known[key].copy_for_role(self._all.stream_of)
         for part in self.further:
             written.add(part, chunks, number)
         return written.streams, len(written.slots)
@@ -255,17 +255,17 @@ class _PricedChunks(NamedTuple):
         return frozenset(self.whole), frozenset(self.idle), cut, tuple(self.numbers.items())
 
 
-class _Written(NamedTuple):
-    """Operations of a role's streams as far as they are written."""
+class _OperationWriter(NamedTuple):
+    """The operations of a role's streams, which `add` appends part by part."""
 
     streams: dict[str, list[Operation]]
     slots: dict[Name, int]
     stream_of: dict[TaskId, str]
 
-    def continued(self, stream_of: Mapping[TaskId, str]) -> "_Written":
+    def copy_for_role(self, stream_of: Mapping[TaskId, str]) -> "_OperationWriter":
         """Return a copy, to be continued with the tasks of another role, whose streams are given."""
         streams = defaultdict(list, {name: list(operations) for name, operations in self.streams.items()})
-        return _Written(streams, dict(self.slots), {**self.stream_of, **stream_of})
+        return _OperationWriter(streams, dict(self.slots), {**self.stream_of, **stream_of})
 
     def add(self, part: Part, chunks: _PricedChunks, number: Callable[[Task | Posted], int]) -> None:
         """Add the operations of a part."""
@@ -365,7 +365,7 @@ class OutlineOperations(PartOfMachine):
         """`_joined_by` of each template, by `id`."""
         self._kept: list[Sequence[_Section]] = []
         """All sections, to whose templates operations refer by `id`."""
-        self._written: dict[Hashable, _Written] = {}
+        self._written: dict[Hashable, _OperationWriter] = {}
         """Operations of the schedules of roles."""
         by_role: dict[int, list[int]] = defaultdict(list)
         for each in machine.classes:
@@ -549,18 +549,19 @@ def _collectives_at_once(
         assert isinstance(tasks, Outline)
         going = dict(after.get(id(tasks.schedule), {}))
         if id(tasks.schedule) not in after:
-            yield from _joined_beside(tasks.schedule, going, counts)
+            yield from _overlapping_collectives(tasks.schedule, going, counts)
             after[id(tasks.schedule)] = dict(going)
-        yield from _joined_beside(tasks.further, going, counts)
+        yield from _overlapping_collectives(tasks.further, going, counts)
         yield from ((each, None) for each in going.values())
 
 
-def _joined_beside(
+def _overlapping_collectives(
     parts: Parts, going: dict[Name, Communication], counts: Callable[[Communication], bool]
 ) -> Iterator[tuple[Communication, Communication]]:
     """Yield each counted collective beside the compute stream, with every one that is joined before it is waited for.
 
-    `going`: those that are not waited for yet: at first before the parts, at last after them.
+    `going`: the collectives in flight, by name. The caller passes those in flight before the parts; when the iteration
+    ends, it holds those in flight after them.
     """
     met: set[tuple[int, int]] = set()
     for part in parts:
@@ -592,7 +593,7 @@ def _times_of(template: Template, delays_s: Sequence[tuple[float, ...]], *, adde
     pieces = _pieces_of(template, dict(zip(exchanges, delays_s, strict=True)))
     if pieces is None:
         return None
-    in_all_s, seconds = _added_up(pieces)
+    in_all_s, seconds = _total_delays_and_times(pieces)
     if not added_up or any(piece.host_s is not None for piece in pieces):
         return (), seconds, pieces
     return in_all_s, seconds, ()
@@ -621,12 +622,12 @@ def _pieces_of(template: Template, delays_s: Mapping[int, tuple[float, ...]]) ->
     return tuple(pieces)
 
 
-def _added_up(pieces: Iterable[Piece]) -> tuple[tuple[float, ...], Mapping[str, float]]:
+def _total_delays_and_times(pieces: Iterable[Piece]) -> tuple[tuple[float, ...], Mapping[str, float]]:
     """Return the delays of pieces in sequence, and their time by phase, without host times.
 
     >>> work = Piece((2.0,), None, False, "forward")
     >>> gather = Piece((3.0,), None, False, "exposed_communication", "begins")
-    >>> _added_up([gather, work, gather._replace(delays_s=(), beside="ends"), work])
+    >>> _total_delays_and_times([gather, work, gather._replace(delays_s=(), beside="ends"), work])
     ((2.0, 1.0, 2.0), {'forward': 4.0, 'exposed_communication': 1.0})
     """
     delays_s: list[float] = []

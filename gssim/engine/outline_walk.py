@@ -315,7 +315,7 @@ class OutlineWalk(PartOfMachine):
             self._further_s = min(self._further_s, start_s if known is not None else 0.0)  # it rules out repetition
         if known is None:
             self._counted[joint] += not step
-            ended = self._ended_one(joint, streams)
+            ended = self._completion_callback(joint, streams)
             for each in joint.instances:
                 self.env.process(self._carry_out(each, start_s, ended))
             return
@@ -336,15 +336,15 @@ class OutlineWalk(PartOfMachine):
             carried = _Carried(streams, len(joint.instances))
             self.machine.network.start_joint(sessions, partial(self._end_some, carried))
             return
-        ended = self._ended_one(joint, streams)
+        ended = self._completion_callback(joint, streams)
         for each in joint.instances:
             known = self._operations.transfer(each)
             assert known is not None
             _, prepared, reduction_s = known
             carry_prepared(self.machine, prepared, reduction_s, ended)
 
-    def _ended_one(self, joint: JointInstances, streams: Sequence[_Stream]) -> Callable[[], None]:
-        """Return what is called at the end of each of joint instances."""
+    def _completion_callback(self, joint: JointInstances, streams: Sequence[_Stream]) -> Callable[[], None]:
+        """Return the callback for the end of one of the joint instances; that of the last one ends the collective."""
         if len(joint.instances) == 1:
             return partial(self._end, streams)
         return partial(self._end_some, _Carried(streams, len(joint.instances)), 1)

@@ -268,7 +268,9 @@ class Scheduler:
             spread = tuple(order[host] for host in members.hosts.tolist())
             inside = members.inside
             rings = None if inside is None else tuple(map(tuple, (inside.source, inside.target, inside.weight)))
-            found.append((spread, members.shape, rings, repr(_rounded(self._group(members))) if self.tuning else ""))
+            found.append(
+                (spread, members.shape, rings, repr(_round_rates(self._group(members))) if self.tuning else "")
+            )
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(found))}
         return np.array([numbers[kind] for kind in found], dtype=np.int64)
 
@@ -299,7 +301,7 @@ class Scheduler:
             )
             distinct_rates, of_rates = np.unique(rates, axis=0, return_inverse=True)
             for place, (inside, between) in enumerate(distinct_rates.tolist()):
-                own = number, _rounded(_group_with(members, inside, between))
+                own = number, _round_rates(_group_with(members, inside, between))
                 kind[which[of_rates.ravel() == place]] = kinds.setdefault(own, len(kinds))
         numbers = {each: number for number, each in enumerate(dict.fromkeys(kind.tolist()))}
         return np.array([numbers[each] for each in kind.tolist()], dtype=np.int64)
@@ -341,7 +343,7 @@ class Scheduler:
 
     def _candidates(self, communication: Communication) -> tuple[CollectiveSchedule, ...]:
         if communication.kind in COPIES:
-            return (self._copied(communication),)
+            return (self._host_copy_schedule(communication),)
         if len(communication.group) == 1:
             return (CollectiveSchedule("none", (), 0.0),)
         members = self.members(communication.group, communication.root)
@@ -360,7 +362,7 @@ class Scheduler:
         except ValueError as error:
             raise UserError(f"cluster.algorithms.{communication.carried_kind} = {named!r}: {error}") from None
 
-    def _copied(self, communication: Communication) -> CollectiveSchedule:
+    def _host_copy_schedule(self, communication: Communication) -> CollectiveSchedule:
         """Return the schedule of a copy between a rank's device and its host's memory; the backend adds no time."""
         (rank,) = communication.group
         key = (communication.kind, rank)
@@ -435,7 +437,7 @@ def _group_with(members: Members, inside: float, between: float) -> Group:
     )
 
 
-def _rounded(group: Group) -> Group:
+def _round_rates(group: Group) -> Group:
     """Return a group with rates rounded to twelve digits, because sums of the same numbers may differ by their
     order.
     """

@@ -72,8 +72,8 @@ class SharedCore(Host):
                 yield env.timeout(owed_s)
                 self._debt_s[rank_class], woken = 0.0, True
             asked_s = env.now
-            if not (woken and self._takes_at_once()):
-                yield self._asked_turn()
+            if not (woken and self._begins_turn_at_once()):
+                yield self._request_turn()
             self._debt_s[rank_class] = max(self._debt_s[rank_class] - (env.now - asked_s), -MOST_CREDIT_S)
             if self._latest not in (None, rank_class):
                 emptied_s = TURN_S * (1 - 1 / device.neighbour_slowdown_ratio)
@@ -92,14 +92,14 @@ class SharedCore(Host):
             left_s -= max(0.0, turn_s - refill_s) / slowdown
             self._end_turn()
 
-    def _takes_at_once(self) -> bool:
+    def _begins_turn_at_once(self) -> bool:
         """Begin a turn without an event if the core is free and no event is due now; return whether it has begun."""
         if self._is_taken or self._waiting or not self.env.is_idle_now:
             return False
         self._is_taken = True
         return True
 
-    def _asked_turn(self) -> simpy.Event:
+    def _request_turn(self) -> simpy.Event:
         """Return the event with which a turn of the calling device begins, which is queued."""
         turn = self.env.event()
         self._waiting.append(turn)

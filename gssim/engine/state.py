@@ -221,7 +221,7 @@ class MachineState:
 
     def begin_events(self, index: int, steps: int) -> None:
         """Create the events at the ends of a class's tasks that others wait for."""
-        awaited = self.program.once(_awaited, self.roles[index])
+        awaited = self.program.once(_awaited_numbers, self.roles[index])
         for step in range(steps):
             for number in awaited.values():
                 self.finished[index, step, number] = self.env.event()
@@ -291,15 +291,15 @@ def _places(program: Program, role: int) -> dict[int, int]:
     return {id(task): place for place, task in enumerate(program.tasks[role])}
 
 
-def _awaited(program: Program, role: int) -> Mapping[TaskId, int]:
-    """Return a number for each task of a role that others wait for."""
+def _awaited_numbers(program: Program, role: int) -> Mapping[TaskId, int]:
+    """Return, by identity, a consecutive number for each task of a role that other tasks wait for."""
     awaited = dict.fromkeys(each for task in program.tasks[role] for each in task.after)
     return {each: number for number, each in enumerate(awaited)}
 
 
 def _tasks_by_stream(program: Program, role: int) -> Mapping[str, Sequence[StreamTask]]:
     """Return the tasks of a role by stream."""
-    numbers, streams = program.once(_awaited, role), defaultdict[str, list[StreamTask]](list)
+    numbers, streams = program.once(_awaited_numbers, role), defaultdict[str, list[StreamTask]](list)
     for task in program.tasks[role]:
         after = tuple([numbers[each] for each in task.after])
         streams[task.stream].append(StreamTask(task, numbers.get(task.id), after))

@@ -1,10 +1,11 @@
 """The vectorised walk: executes many rank classes at once, with one vector of times per group of roles with equal
 tasks.
 
-[Note: lockstep] With thresholds, hardly two ranks are equal: all execute the same tasks, but each in its own times. If
-ranks run ahead of the clock between collectives ([Note: ahead] in `fast_path`), only collectives synchronise them, so
-only collectives run in simulated time. Between collectives, times are added up in one vector for all ranks of a task
-group that left the same collective. Every sum is made in the same order as for one rank alone, to the last digit.
+[Note: vectorised walk] With thresholds, hardly two ranks are equal: all execute the same tasks, but each in its own
+times. If ranks run ahead of the clock between collectives ([Note: fast path] in `fast_path`), only collectives
+synchronise them, so only collectives run in simulated time. Between collectives, times are added up in one vector for
+all ranks of a task group that left the same collective. Every sum is made in the same order as for one rank alone, to
+the last digit.
 
 If no other traffic can cross a collective's links meanwhile (see `links_used_in_turn`), its duration is known
 beforehand, and it ends that long after its last arrival. Such collectives are added up as vectors too, ahead of the

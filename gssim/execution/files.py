@@ -26,12 +26,12 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from gssim.errors import UserError, nearest_name
+from gssim.errors import UserError, nearest_name, one_line
 from gssim.units import LIMITS, excess, is_lifted
 
 try:
@@ -494,15 +494,34 @@ def is_nested_too_deep(value: object) -> bool:
     return bool(level)
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of the JSON file `path`; raise UserError where it is missing or invalid."""
-    return parsed_json(read_text(path), file=str(path))
+def read_json(path: Path, *, by_hand: bool = False) -> Any:
+    """Return the content of the JSON file `path`; raise UserError where it is missing or invalid.
+
+    `by_hand`: people write such files, and a key that is given twice in one table is a mistake.
+    """
+    return parsed_json(read_text(path), file=str(path), by_hand=by_hand)
 
 
-def parsed_json(content: str | bytes, *, file: str) -> Any:
-    """Return the parsed content of a JSON file; raise UserError where it is invalid."""
+def keys_once(file: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return what makes a table of a JSON object's keys and values; it raises UserError for a key that occurs twice."""
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [key for key, _ in pairs]
+            twice = next(key for key in names if names.count(key) > 1)
+            raise UserError(f"{file}: {one_line(twice, 60)}: is given twice in one table")
+        return found
+
+    return table
+
+
+def parsed_json(content: str | bytes, *, file: str, by_hand: bool = False) -> Any:
+    """Return the parsed content of a JSON file; raise UserError where it is invalid. `by_hand`: see `read_json`."""
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=keys_once(file) if by_hand else None)
+    except UserError:  # a ValueError too
+        raise
     except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, brackets nested too deep
         raise UserError(f"{file}: not a JSON file: {error}") from None
 

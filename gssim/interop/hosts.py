@@ -37,6 +37,17 @@ CAPABILITY_OF_CARD = {"rtx3090": 86, "a40": 86, "rtxa6000": 86}
 """Compute capability of cards that are not in `GPU_OF_CAPABILITY`, and that NVLinks can join in pairs."""
 CARDS_WITHOUT_NVLINKS = ("t4", "a10", "l4", "l40s", "rtx4090", "rtx6000ada")
 """Source: NVIDIA's data sheets, which list PCIe as their only interconnect."""
+CAPABILITIES = {
+    "v100": 70,
+    "t4": 75,
+    "a100": 80,
+    **CAPABILITY_OF_CARD,
+    "a10": 86,
+    **dict.fromkeys(("l4", "l40s", "rtx4090", "rtx6000ada"), 89),
+    **dict.fromkeys(("h100", "h200", "h20"), 90),
+    **dict.fromkeys(("b200", "gb200"), 100),
+}
+"""Compute capability of NVIDIA's GPUs, whose presets begin with these names. Source: NVIDIA, CUDA GPUs."""
 NCCL_OF_CAPABILITY = {
     70: "volta",
     75: "volta",
@@ -205,8 +216,14 @@ def _nets(root: Element) -> list[Element]:
 
 
 def _gpu_of(capability: int, gpu: str | None, file: str) -> tuple[str, list[str]]:
+    """Return the device that is named, or that alone has the file's capability, and what is assumed of it."""
     if gpu is not None:
-        return server_of(gpu).device, []
+        device = server_of(gpu).device
+        others = [name for name, each in CAPABILITIES.items() if each == capability]
+        if others and device.partition("-")[0] not in others:
+            of_others = "NVLinks and constants of NCCL are as the file's GPUs have them"
+            return device, [f"device = {device}: named, but sm = {capability} is of {', '.join(others)}: {of_others}"]
+        return device, []
     if capability not in GPU_OF_CAPABILITY:
         why = "several GPUs have it" if capability in NCCL_OF_CAPABILITY else "no preset has it"
         ask = "yours" if capability in NCCL_OF_CAPABILITY else "the nearest"
@@ -413,7 +430,7 @@ def _join_gpus(
         cell = rows[gpus[a]][names.index(gpus[b])]
         if rows[gpus[b]][names.index(gpus[a])] != cell:
             raise UserError(f"{file}: GPU{a} and GPU{b}: the matrix is not symmetric")
-        if match := re.fullmatch(r"NV([0-9]{1,2})", cell):
+        if match := re.fullmatch(r"NV([1-9][0-9]?)", cell):
             links[a, b] = int(match[1])
         elif cell not in ("PIX", "PXB", "PHB", "NODE", "SYS"):
             raise UserError(f"{file}: GPU{a} and GPU{b}: {one_line(cell, 20)!r}: no such connection")

@@ -4,12 +4,13 @@ size in its name, and its compilation.
 
 import difflib
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gssim.errors import MistakenNameError, UserError
-from gssim.interop.reading import Keys, Value, parsed_json, read_bounded
+from gssim.interop.reading import Keys, Value, parsed_json, read_bounded, shown
 from gssim.interop.training import Training
 from gssim.scenario import load_model
 from gssim.scenario.vocabulary_slices import (
@@ -51,6 +52,8 @@ class ModelFile:
     model: Model
     path: Path
     written: str
+    listed: tuple[tuple[str, str], ...] = ()
+    """Keys of a config without an effect on the model, each with the reason."""
 
 
 def find_model(name: str) -> ModelFile:
@@ -85,14 +88,19 @@ def _of_config(path: Path) -> ModelFile:
 
     Of models that differ in their longest sequence alone, it is the shortest that takes the config's, or the longest.
     """
-    config: Any = parsed_json(read_bounded(path), file=str(path))
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    config = config_in(path)
+    if not isinstance(config.get("model_type"), str):
         raise UserError(f"{path}: model_type: missing; this is no config of a Hugging Face model")
-    asked, kind = sizes_in(config), config["model_type"]
+    asked, kind = _sizes_asked(config), config["model_type"]
+    if config.get("quantization_config"):
+        raise UserError(
+            f"{path}: quantization_config: weights in few bits are a frozen model's: say workload.frozen_precision and "
+            "workload.adapters by --set, and give the config of the model that was quantized"
+        )
     lacking = [name for name in TOLD_BY_ALL if name not in asked]
     if lacking:
         raise UserError(f"{path}: names no number of {lacking[0]}; trace it: gsreal trace {path} --out FILE")
-    found = []
+    found, others = [], []
     for name, place in shipped_models().items():
         model = load_model(place)
         source = model.module.hugging_face
@@ -100,18 +108,88 @@ def _of_config(path: Path) -> ModelFile:
             continue
         known = sizes_of(model)
         ties = config.get("tie_word_embeddings", shares_embedding(model))
-        if all(known.get(size, value) == value for size, value in asked.items()) and ties == shares_embedding(model):
-            found.append(ModelFile(model, place, name))
+        if any(known.get(size, value) != value for size, value in asked.items()) or ties != shares_embedding(model):
+            continue
+        others = _other_keys(config, source.config, kind)
+        if not others:
+            found.append(ModelFile(model, place, name, tuple(_dropouts(config, source.config, path))))
     longest = config.get("max_position_embeddings")
     if found:
         return min(found, key=lambda each: _distance(each.model, longest))
-    sizes = ", ".join(f"{size} {value}" for size, value in asked.items())
+    sizes = ", ".join([*(f"{size} {value}" for size, value in asked.items()), *others])
     raise UserError(
         f"{path}: no shipped model is a {kind} of {sizes}; trace it (`gsreal trace {path} --out FILE`), and give that "
         "file in its place"
     )
 
 
+def config_in(path: Path) -> dict[str, Any]:
+    """Return the keys of a model's config.json; raise UserError where it is no JSON file of a table."""
+    config = parsed_json(read_bounded(path), file=str(path))
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: must hold a table of keys and values; this is no config of a Hugging Face model")
+    return config
+
+
+def _sizes_asked(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of a config, with transformers' defaults where it leaves them out."""
+    kind = config["model_type"]
+    given = {key: value for key, value in config.items() if value is not None or key == "num_key_value_heads"}
+    found = sizes_in(SIZES_LEFT_OUT.get(kind, {}) | given)
+    if kind in SIZES_LEFT_OUT and "heads" in found:
+        found.setdefault("key-value heads", found["heads"])
+    return found
+
+
+def _other_keys(config: Mapping[str, Any], traced: Mapping[str, Any], kind: str) -> list[str]:
+    """Return the keys in which a config differs from that of a traced model, beside its sizes, with their values."""
+    found = []
+    for key, default in OTHER_KEYS.get(kind, {}).items():
+        asked, known = (default if (value := each.get(key)) is None else value for each in (config, traced))
+        if key == "head_dim" and isinstance(asked, int):  # absent: the heads together are as wide as the model
+            known = known or traced["hidden_size"] // traced["num_attention_heads"]
+        elif key == "head_dim":
+            continue
+        if asked != known:
+            found.append(f"{key} = {shown(config.get(key))}")
+    return found
+
+
+def _dropouts(config: Mapping[str, Any], traced: Mapping[str, Any], path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the dropouts of a config that the traced model does not have."""
+    for key, value in config.items():
+        if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float) and value and not traced.get(key):
+            yield f"{path.name}: {key} = {shown(value)}", "approximated: the model was traced without dropout"
+
+
+SIZES_LEFT_OUT: dict[str, dict[str, int]] = {
+    "llama": {"intermediate_size": 11008},
+    "mixtral": {"intermediate_size": 14336, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+}
+"""Sizes that configs of these types may leave out, as transformers then has them; of a null number of key-value heads,
+or one that a llama leaves out, it has as many as heads."""
+OTHER_KEYS: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": None},
+    "mixtral": {"hidden_act": "silu", "sliding_window": None, "head_dim": None},
+    "qwen3_moe": {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "head_dim": None,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "gpt2": {"activation_function": "gelu_new", "n_positions": 1024, "add_cross_attention": False},
+    "bert": {
+        "hidden_act": "gelu",
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+        "is_decoder": False,
+        "add_cross_attention": False,
+    },
+}
+"""Keys of configs that change parameters or operations, beside sizes, with transformers' defaults."""
 ARCHITECTURE: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "layers"),
     "width": ("hidden_size", "n_embd", "d_model", "width"),
@@ -263,7 +341,7 @@ def sizes_of(model: Model) -> dict[str, int]:
     return found
 
 
-def sizes_in(config: dict[str, Any]) -> dict[str, int]:
+def sizes_in(config: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes that a config names.
 
     >>> sizes_in({"n_embd": 768, "n_layer": 12})

@@ -67,6 +67,8 @@ def _rows_of_log(text: str, file: str) -> list[tuple[float, float]]:
     return [(float(size), float(time_us) * 1e-6) for size, _, _, time_us, *_ in rows]
 
 
+MOST_BYTES, MOST_S = 2**60, 1e6
+"""Limits of a CSV file's sizes and times: beyond them they are in another unit, or wrong."""
 LEAST_GB_PER_S = 0.5
 """Least rate whose two decimals in a log say how much less the bus reaches."""
 LEAST_BUS = 0.95
@@ -75,8 +77,8 @@ that of reduce-scatters and all-gathers is (n-1)/n."""
 
 
 def _rows_of_csv(text: str, file: str) -> list[tuple[float, float]]:
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    header = next(csv.reader(lines[:1]), [])
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
+    header = next(csv.reader(line for _, line in lines), [])
     in_bytes = re.compile(r"size(\W*_?\(?(b|bytes?)\)?)?")  # a size in MB is decimal to some, binary to others
     size = next((i for i, name in enumerate(header) if in_bytes.fullmatch(name.strip().lower())), None)
     units = [re.fullmatch(r"time\W*_?\(?(ns|us|ms|s)\)?", name.strip().lower()) for name in header]
@@ -90,14 +92,16 @@ def _rows_of_csv(text: str, file: str) -> list[tuple[float, float]]:
     unit = units[time]
     assert unit is not None
     rows = []
-    for number, row in enumerate(csv.reader(lines[1:]), start=2):
+    for number, line in lines[1:]:
+        row = next(csv.reader([line]), [])
+        where = f"{file}: line {number}: {one_line(','.join(row), 60)!r}"
         try:
             rows.append((float(row[size]), float(row[time]) * SECONDS[unit[1]]))
         except (ValueError, IndexError):
-            raise UserError(
-                f"{file}: line {number}: {one_line(','.join(row), 60)!r}: size and time are numbers"
-            ) from None
-    return [row for row in rows if 0 < row[0] < 2**60 and 0 < row[1] < 1e6]
+            raise UserError(f"{where}: size and time are numbers") from None
+        if not (0 <= rows[-1][0] < MOST_BYTES and 0 <= rows[-1][1] < MOST_S):
+            raise UserError(f"{where}: sizes are from 0 to 2^60 bytes, times from 0 to {MOST_S:g} s")
+    return [row for row in rows if all(row)]  # a log's row of 0 bytes has no time to fit
 
 
 def fitted_constants(cluster: Cluster, table: NcclTable, generation: str) -> tuple[dict[str, Any], str]:

@@ -11,7 +11,7 @@ rest. Refused keys are collected, so that all of them are reported at once.
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 import tomli
 
 from gssim.errors import UserError, one_line
+from gssim.execution.files import keys_once
 
 MOST_BYTES = 4 * 2**20
 """Size of the largest file that is read: topologies of thousands of hosts stay below it."""
@@ -61,17 +62,10 @@ def standard_input() -> str:
 
 def parsed_json(text: str, *, file: str) -> Any:
     """Return the content of a JSON file; raise UserError where it is invalid, or names a key twice."""
-
-    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [key for key, _ in pairs]
-            twice = next(key for key in names if names.count(key) > 1)
-            raise UserError(f"{file}: {one_line(twice, SHOWN_VALUE)}: is given twice in one table")
-        return found
-
     try:
-        return json.loads(text, object_pairs_hook=table)
+        return json.loads(text, object_pairs_hook=keys_once(file))
+    except UserError:  # a ValueError too
+        raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not valid JSON: {_reason(error)}") from None
 
@@ -85,8 +79,13 @@ def parsed_toml(text: str, *, file: str) -> Any:
 
 
 def parsed_yaml(text: str, *, file: str) -> Any:
-    """Return the content of a YAML file of plain data; raise UserError where it is invalid or expands too far."""
+    """Return the content of a YAML file of plain data; raise UserError where it is invalid, expands too far, or names a
+    key twice in one table: PyYAML would take the last one without a word.
+    """
     import yaml  # here, as the commands that read no YAML need not wait for it
+
+    seen: dict[int, Any] = {}
+    """Mappings by identity: those that `<<` was merged into have keys twice, of which their own ones count."""
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc] # yaml has no annotations here
         """PyYAML's safe loader, with a limit on the expansion of merge keys."""
@@ -94,6 +93,12 @@ def parsed_yaml(text: str, *, file: str) -> Any:
         merged = 0
 
         def flatten_mapping(self, node: Any) -> None:
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and id(node) not in seen]
+            names = [key.value for key in keys if key.tag != "tag:yaml.org,2002:merge"]
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise UserError(f"{file}: {one_line(twice, SHOWN_VALUE)}: is given twice in one table")
+            seen[id(node)] = node
             super().flatten_mapping(node)
             self.merged += len(node.value)
             if self.merged > MOST_VALUES:
@@ -103,6 +108,8 @@ def parsed_yaml(text: str, *, file: str) -> Any:
         raise UserError(f"{file}: is larger than {MOST_YAML_BYTES} bytes, the most that is read of a YAML file")
     try:
         return yaml.load(text, Loader)  # a subclass of the safe loader
+    except UserError:  # a ValueError too
+        raise
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}" if mark is not None else ""
@@ -286,6 +293,11 @@ class Keys:
 
         `sets`: the scenario key that the value is for. Texts of numbers count as numbers: YAML reads `1e-4` as a text.
         """
+        return self._first_number(names, sets, f"a number from {least:g} to 1e18", lambda number: number >= least)
+
+    def _first_number(
+        self, names: Sequence[str], sets: str, allowed: str, is_allowed: Callable[[float], bool]
+    ) -> Value | None:
         for name in names:
             value = self.raw(name, sets=sets)
             if value is None or name in self._refused_names():
@@ -295,8 +307,7 @@ class Keys:
                 self.refuse(name, "what it becomes is not in the file", replaced_by=[sets] if sets else [])
             elif isinstance(value, str) and "$" in value:
                 self.refuse(name, "the file does not say what this variable is", replaced_by=[sets] if sets else [])
-            elif number is None or number < least:
-                allowed = f"a number of at least {least:g}" if least else "a number"
+            elif number is None or not is_allowed(number):
                 self.refuse(name, f"must be {allowed}", replaced_by=[sets] if sets else [])
             else:
                 return Value(number, self.line(name))
@@ -304,14 +315,11 @@ class Keys:
 
     def integer(self, *names: str, sets: str = "", least: int = 1) -> Value | None:
         """Return `number` as a whole number of at least `least`."""
-        found = self.number(*names, sets=sets, least=-1)
-        if found is None:
-            return None
-        if found.value != int(found.value) or not least <= found.value <= 10**15:
-            name = next(name for name in names if self.has(name))
-            self.refuse(name, f"must be a whole number of at least {least}", replaced_by=[sets] if sets else [])
-            return None
-        return Value(int(found.value), found.origin)
+        allowed = f"a whole number of at least {least}, and at most 1e15"
+        found = self._first_number(
+            names, sets, allowed, lambda number: number == int(number) and least <= number <= 10**15
+        )
+        return None if found is None else Value(int(found.value), found.origin)
 
     def seed(self, *names: str) -> Value | None:
         """Return the seed; one that a script leaves open, such as $RANDOM, is listed: it changes no prediction."""

@@ -95,6 +95,7 @@ def import_scenario(
             raise UserError(f"--set {key} = {value!r:.40}: allowed: a whole number from 1 to {MOST}")
     keys = Keys(str(path), values, frozenset(replaced), ignored)
     model_file = find_model(model)
+    keys.listed += model_file.listed
     its_cluster = load_cluster(cluster)
     training = _read(name, keys, its_cluster, model_file.model)
     entries = _entries(training, keys, model_file.model, its_cluster, replaced)

@@ -50,7 +50,7 @@ class ExitError(Exception):
 
 
 class LeftError(Exception):
-    """A function or an included file ends here (return), or a loop (break), or one pass of it (continue)."""
+    """The script leaves a function or an included file (return), a loop (break) or one pass of it (continue)."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)

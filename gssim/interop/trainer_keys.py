@@ -7,7 +7,7 @@ from typing import Any
 from gssim.cluster import Cluster
 from gssim.interop.accelerate import SHARDINGS, UNITS, accelerate, read_fsdp, shard_by, under_autocast
 from gssim.interop.deepspeed import OF_ENGINE, deepspeed_file
-from gssim.interop.models import sizes_in
+from gssim.interop.models import config_in, sizes_in
 from gssim.interop.reading import Keys, Value, flattened, named_file, parsed_json, parsed_yaml, read_bounded
 from gssim.interop.training import PRECISIONS, PURE_16_BIT, Training
 
@@ -43,7 +43,11 @@ def base_model_in(keys: Keys, training: Training, key: str) -> None:
     if config is None:
         keys.note(key, "the model is --model, of as many parameters where the name says how many")
         return
-    for size, value in sizes_in(parsed_json(read_bounded(config), file=str(config))).items():
+    stated = config_in(config)
+    if stated.get("quantization_config"):
+        reason = f"{config} has quantization_config: weights in few bits"
+        keys.refuse(key, reason, replaced_by=["workload.frozen_precision"])
+    for size, value in sizes_in(stated).items():
         training.architecture[size] = Value(value, line)
 
 

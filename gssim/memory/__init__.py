@@ -10,7 +10,6 @@ from gssim.memory.lifetimes import (
     Lives,
     Timeline,
     activation_timeline,
-    as_traced,
     following,
     footprint,
     gradient_events,
@@ -20,8 +19,9 @@ from gssim.memory.lifetimes import (
     release_of,
     replaced_bytes,
     scratch_bytes,
+    split_backward_buffers,
+    traced_buffers,
     with_scratch,
-    with_split_backward,
 )
 from gssim.memory.recompute import CPU_RANDOM_STATE_BYTES, recomputation_begin, recomputed_buffers, rerun_positions
 from gssim.workload.owned import LAST

@@ -164,13 +164,13 @@ class KnownRequests:
         effect = repeated.effects.get(tuple(key))
         if effect is None:
             repeated.misses += 1
-            repeated.effects[tuple(key)] = self._served_one_by_one(case, addresses)
+            repeated.effects[tuple(key)] = self._serve_one_by_one(case, addresses)
         else:
             repeated.misses = 0
             self._apply(effect, case, addresses)
         return True
 
-    def _served_one_by_one(self, case: _Case, addresses: Sequence[Sequence[int]]) -> _Effect:
+    def _serve_one_by_one(self, case: _Case, addresses: Sequence[Sequence[int]]) -> _Effect:
         """Serve the requests one by one, and return their effect; `addresses`: those of the key's blocks, by pool."""
         allocator, pools = self._allocator, self._pools
         before = allocator.requested_bytes, allocator.allocated_bytes

@@ -179,12 +179,12 @@ Lives = Callable[[Layer, Layer | None, Sequence[Layer]], Sequence[Buffer]]
 block."""
 
 
-def as_traced(layer: Layer, before: Layer | None, following: Sequence[Layer]) -> Sequence[Buffer]:
+def traced_buffers(layer: Layer, before: Layer | None, following: Sequence[Layer]) -> Sequence[Buffer]:
     """Return the buffers of a layer as traced, without recomputation."""
     return layer.buffers
 
 
-def with_split_backward(layer: Layer, before: Layer | None, following: Sequence[Layer]) -> Sequence[Buffer]:
+def split_backward_buffers(layer: Layer, before: Layer | None, following: Sequence[Layer]) -> Sequence[Buffer]:
     """Return the buffers of a layer whose backward is split.
 
     What a layer without a backward keeps for another's (rotary angles) is freed at the end of the second part.
@@ -208,7 +208,7 @@ def activation_timeline(
     batch_size: int,
     sequence_length: int,
     scale: float = 1.0,
-    lives: Lives = as_traced,
+    lives: Lives = traced_buffers,
 ) -> Timeline:
     """Return the lifetimes of activations and temporaries, without parameter gradients.
 
@@ -222,7 +222,7 @@ def activation_timeline(
     followers = following([instance.layer for instance in layers])
     for before, instance, after in zip([None, *layers], layers, followers, strict=False):
         layer, previous = instance.layer, before.layer if before else None
-        key = (id(layer),) if lives is as_traced else tuple(map(id, (previous, layer, *after)))
+        key = (id(layer),) if lives is traced_buffers else tuple(map(id, (previous, layer, *after)))
         if key not in by_layers:  # repetitions share their events
             relative: dict[tuple[int, str], list[Event]] = defaultdict(list)
             for number, buffer in _with_joined_sums(lives(layer, previous, after)).items():
@@ -293,8 +293,8 @@ def gradient_events(
     `given_back`: how many gradients are released when one is ready: 0: none; 1: the new one, which is copied elsewhere
     or added to an earlier one; 2: the sum, too. `given_back_of_experts`: the same for divided experts; None: as for
     all. `copies_first`: whether autograd adds the gradient that is ready first to a sparse one: it allocates the sum,
-    and then frees the new one. `split`: whether the backward is; what its last layer would free in a later one is freed
-    at that layer's end.
+    and then frees the new one. `split`: whether the backward is split
+    (zero bubble). What the last layer to run would free in a later layer is freed at its own end.
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     by_parameter: dict[int, tuple[Event, list[Event]]] = {}

@@ -55,19 +55,19 @@ def recomputed_buffers(
     `before`: the layer before it; `following`: those after it, up to the next block. `recompute`: what runs again; see
     [Note: selective]. `autocast`: whether the forward runs under torch.autocast; see [Note: casts].
     """
-    moved = _replaced(layer)
+    moved = _replaced_buffers(layer)
     kept = layer.kept_positions(recompute) or ()
     again, after = layer.is_recomputed, following[0] if following else None
     handed = _input_of_block(layer, following)
     output = _own_output(layer) if again else None
     passed = _passed_on(layer, after)
-    releases = dict(zip(map(id, _saved(layer)), layer.recompute_releases or (), strict=False))
+    releases = dict(zip(map(id, _saved_buffers(layer)), layer.recompute_releases or (), strict=False))
     positions = [each.born.position for each in layer.buffers if each.born.phase == "f"]
     last = max([*releases.values(), *positions], default=0)
     for buffer in (each for each in layer.buffers if each.category != REPLACED):
         is_forward = buffer.born.phase == "f"
         if layer.block and is_forward and buffer.born.position in kept:
-            moved.append(replace(buffer, freed=_kept_until(buffer, layer, before), category="activations"))
+            moved.append(replace(buffer, freed=_replacement_release(buffer, layer, before), category="activations"))
         elif again and buffer.is_saved and is_forward and buffer.born.position >= _positions(layer):
             moved.append(buffer)  # saved by an operation between the blocks, outside of the checkpoint
         elif again and buffer.is_saved:
@@ -77,24 +77,26 @@ def recomputed_buffers(
             end = FORWARD_END if autocast and _is_cached(buffer, end, last) else end
             moved += [replace(buffer, freed=end), replace(buffer, born=replace(buffer.born, phase="r"))]
         elif _is_argument(buffer, layer, following):
-            moved.append(replace(buffer, freed=Moment("b", _released(following[-1], None), len(following))))
+            moved.append(replace(buffer, freed=Moment("b", _placeholder_release(following[-1], None), len(following))))
         elif handed is not None and buffer is handed:
-            released = Moment("b", _released(following[-1], None), len(following))  # by the last of them, the block
+            released = Moment(
+                "b", _placeholder_release(following[-1], None), len(following)
+            )  # by the last of them, the block
             own = (-buffer.freed.layer_offset, buffer.freed.position)
             is_later = buffer.freed.phase == "b" and own > (-len(following), released.position)
             moved.append(replace(buffer, freed=buffer.freed if is_later else released))
         else:
             # beside its output, a layer may leave a tensor to the caller, who drops it once the next block has run
             dropped = buffer.freed.phase == "f" and buffer is not passed
-            end = buffer.freed if dropped else _moved(buffer.freed, layer, after)
+            end = buffer.freed if dropped else _release_moment(buffer.freed, layer, after)
             end = FORWARD_END if again and autocast and _is_cached(buffer, end, last) else end
             moved.append(replace(buffer, freed=end))
             if again and is_forward and buffer.born.position < _positions(layer):  # recomputed too
-                freed = _freed_again(buffer, layer)
+                freed = _second_forward_release(buffer, layer)
                 moved.append(replace(buffer, born=replace(buffer.born, phase="r"), freed=freed, category="temporaries"))
     if layer.block and random_state_bytes:
         size = Polynomial(((random_state_bytes, 0, 0),))
-        moved.append(Buffer(Moment("f"), _frame_released(layer, before), "activations", size))
+        moved.append(Buffer(Moment("f"), _frame_release(layer, before), "activations", size))
         if again:
             moved.append(Buffer(Moment("r"), Moment("r", LAST), "temporaries", size))
     return tuple(_around_recomputation(buffer, layer, before) for buffer in moved)
@@ -139,11 +141,12 @@ def _is_cached(buffer: Buffer, end: Moment, last: int) -> bool:
     return constant and buffer.born.phase == end.phase == "f" and end.layer_offset == 0 and end.position >= last
 
 
-def _saved(layer: Layer) -> list[Buffer]:
+def _saved_buffers(layer: Layer) -> list[Buffer]:
+    """Return the buffers that a layer's forward saves for its backward."""
     return [buffer for buffer in layer.buffers if buffer.is_saved]
 
 
-def _replaced(layer: Layer) -> list[Buffer]:
+def _replaced_buffers(layer: Layer) -> list[Buffer]:
     """Return the buffers that a layer's module keeps until its next forward; a second forward replaces them as well."""
     kept = [buffer for buffer in layer.buffers if buffer.category == REPLACED]
     if not layer.is_recomputed:
@@ -161,7 +164,7 @@ def _positions(layer: Layer) -> int:
     """Return the number of positions of the second forward, which stops after the last saved buffer."""
     if layer.recompute_positions is not None:
         return layer.recompute_positions
-    return 1 + max((buffer.born.position for buffer in _saved(layer)), default=-1)
+    return 1 + max((buffer.born.position for buffer in _saved_buffers(layer)), default=-1)
 
 
 def rerun_positions(layer: Layer, recompute: Recompute) -> tuple[int, int]:
@@ -179,20 +182,20 @@ def recomputation_begin(layer: Layer) -> float:
     return (layer.recompute_after or 0) - 0.5
 
 
-def _freed_again(buffer: Buffer, layer: Layer) -> Moment:
-    """Return when a second forward frees a buffer that it does not save."""
+def _second_forward_release(buffer: Buffer, layer: Layer) -> Moment:
+    """Return the moment at which a second forward frees a buffer that it does not save."""
     inside = buffer.freed.phase == "f" and buffer.freed.layer_offset == 0
     position = buffer.freed.position if inside and buffer.freed.position < _positions(layer) else LAST
     return Moment("r", position)
 
 
-def _kept_until(buffer: Buffer, layer: Layer, before: Layer | None) -> Moment:
-    """Return when a buffer is freed that is kept from the first forward until the second takes it over."""
+def _replacement_release(buffer: Buffer, layer: Layer, before: Layer | None) -> Moment:
+    """Return the moment at which a buffer is freed that the first forward keeps until the second replaces it."""
     if buffer.freed.phase == "end" or (buffer.freed.layer_offset > 0 and not layer.is_recomputed):
         return buffer.freed
     if not layer.is_recomputed or buffer.born.position >= _positions(layer):
-        return _frame_released(layer, before)
-    return buffer.freed if buffer.is_saved else _freed_again(buffer, layer)
+        return _frame_release(layer, before)
+    return buffer.freed if buffer.is_saved else _second_forward_release(buffer, layer)
 
 
 def _own_output(layer: Layer) -> Buffer | None:
@@ -200,13 +203,13 @@ def _own_output(layer: Layer) -> Buffer | None:
     traced.
     """
     size = layer.output_bytes
-    if any(buffer.size_bytes == size and _crosses(buffer) for buffer in layer.buffers):
+    if any(buffer.size_bytes == size and _reaches_next_layer(buffer) for buffer in layer.buffers):
         return None
-    candidates = [buffer for buffer in _saved(layer) if buffer.size_bytes == size]
+    candidates = [buffer for buffer in _saved_buffers(layer) if buffer.size_bytes == size]
     return max(candidates, key=lambda buffer: buffer.born.position, default=None)
 
 
-def _crosses(buffer: Buffer) -> bool:
+def _reaches_next_layer(buffer: Buffer) -> bool:
     """Return whether a buffer is allocated in the forward and last used by the next layer."""
     return buffer.born.phase == "f" and buffer.freed.layer_offset == 1
 
@@ -263,8 +266,11 @@ def _is_argument(buffer: Buffer, layer: Layer, following: Sequence[Layer]) -> bo
     return buffer.born.phase == buffer.freed.phase == "f" and buffer.freed.layer_offset > len(following)
 
 
-def _moved(freed: Moment, layer: Layer, after: Layer | None) -> Moment:
-    """Return when a buffer is freed. Inputs of a checkpointed block are kept until its placeholders are released."""
+def _release_moment(freed: Moment, layer: Layer, after: Layer | None) -> Moment:
+    """Return the moment at which a buffer is freed that is freed at `freed` without checkpoints.
+
+    Inputs of a checkpointed block are kept until its placeholders are released.
+    """
     if after is None or not after.is_recomputed or freed.layer_offset != 1:
         return freed
     return _last_use(layer, after)
@@ -279,7 +285,7 @@ def _last_use(layer: Layer, after: Layer | None) -> Moment:
     if after is None:
         return Moment("end")
     if after.is_recomputed:
-        position = _released(after, layer)
+        position = _placeholder_release(after, layer)
     else:
         moments = [moment for buffer in after.buffers for moment in (buffer.born, buffer.freed)]
         moments += [moment for parameter in after.parameters for moment in (parameter.born, parameter.ready)]
@@ -287,13 +293,15 @@ def _last_use(layer: Layer, after: Layer | None) -> Moment:
     return Moment("b", position, 1)
 
 
-def _frame_released(layer: Layer, before: Layer | None) -> Moment:
-    """Return when a block's placeholders are released. Without recomputation that is when the forward ends."""
-    return Moment("b", _released(layer, before)) if layer.is_recomputed else Moment("f", LAST)
+def _frame_release(layer: Layer, before: Layer | None) -> Moment:
+    """Return the moment at which a block's placeholders are released: without recomputation, the end of the forward."""
+    return Moment("b", _placeholder_release(layer, before)) if layer.is_recomputed else Moment("f", LAST)
 
 
-def _released(layer: Layer, before: Layer | None) -> int:
-    """Return the position of the backward at which the last of a block's placeholders is released."""
-    own = [buffer.freed.position for buffer in _saved(layer) if buffer.freed.layer_offset == 0]
-    inputs = [b.freed.position for b in before.buffers if _crosses(b) and b.freed.phase == "b"] if before else []
+def _placeholder_release(layer: Layer, before: Layer | None) -> int:
+    """Return the position in a block's backward at which the last of its placeholders is released."""
+    own = [buffer.freed.position for buffer in _saved_buffers(layer) if buffer.freed.layer_offset == 0]
+    inputs = (
+        [b.freed.position for b in before.buffers if _reaches_next_layer(b) and b.freed.phase == "b"] if before else []
+    )
     return max([*own, *inputs], default=0)

@@ -288,7 +288,7 @@ class ShareRules:
     """`even`, `throughput` (in proportion to the ranks' speeds: samples per second of forward and backward, by the
     device's profile of the model or by a roofline), or each part's fraction."""
     shards: Literal["even", "compute", "memory", "cost"] | Shares = "even"
-    """Shard sizes: `even`, in proportion to `compute` (the paper; speeds as of `throughput`), `memory` (all devices
+    """Shard sizes: `even`, in proportion to `compute` (speeds as of `throughput`), `memory` (all devices
     equally full), `cost` (least time of pushes, updates and publications, within memory), or each rank's fraction."""
     replan: bool = False
     """Rebalance the batch at run time as measured speeds change."""

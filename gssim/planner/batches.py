@@ -68,7 +68,7 @@ class Batches:
         else:
             for ratio in USABLE_RATIOS:
                 for unit in dict.fromkeys((1, plan.micro_batches)):
-                    sizes = self._fitted(plan, policies, ratio, unit)
+                    sizes = self._sizes_that_fit(plan, policies, ratio, unit)
                     if sizes is not None:
                         yield [size / self.total for size in sizes], sizes
 
@@ -83,7 +83,7 @@ class Batches:
 
         return self.bounds.parts.once(("alike parts", policies.mesh), found)
 
-    def _fitted(self, plan: Plan, policies: Policies, ratio: float, unit: int) -> tuple[int, ...] | None:
+    def _sizes_that_fit(self, plan: Plan, policies: Policies, ratio: float, unit: int) -> tuple[int, ...] | None:
         """Return batch sizes that fit memory, in multiples of `unit` with at least one sample per micro-batch; None if
         there are none.
 
@@ -102,7 +102,7 @@ class Batches:
                 for part in parts
             ],
         )
-        max_samples = self._room(plan, policies, ratio)
+        max_samples = self._most_samples(plan, policies, ratio)
         max_units = [min(max_samples[rank] for rank in part) // unit for part in parts]
         min_units = plan.micro_batches // unit if unit > 1 else plan.micro_batches
         if (
@@ -119,7 +119,7 @@ class Batches:
         )
         return tuple(unit * each for each in sizes)
 
-    def _room(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
+    def _most_samples(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
         """Return the largest number of samples that fits the given fraction of each rank's memory."""
         key = ("rooms", Same(policies), plan.shares.shards, plan.micro_batches, plan.recompute, plan.offload, ratio)
-        return self.bounds.parts.once(key, lambda: self.bounds.memory.rooms(plan, policies, ratio))
+        return self.bounds.parts.once(key, lambda: self.bounds.memory.most_samples(plan, policies, ratio))

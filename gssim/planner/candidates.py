@@ -93,7 +93,7 @@ def loss_changes(file: Path, kind: str) -> dict[float, float]:
     return found
 
 
-def allowed(
+def allowed_thresholds(
     file: Path, kind: str, *, most_loss_change: float, thresholds: tuple[float, ...], own: float | None, scenario: str
 ) -> tuple[float, ...]:
     """Return the thresholds that may be searched: of those asked for (or of all in the study), those within the bound.
@@ -188,7 +188,7 @@ def candidates(
     yield Candidate(0, _plan_table(scenario.plan), scenario.plan)
     own = _plan_table(scenario.plan)
     kept = {key: value for key, value in own.items() if key in KEPT_KEYS}
-    seen = {_likeness(scenario.plan, batches)}
+    seen = {_resolved_key(scenario.plan, batches)}
     for table in _tables(scenario, space, batches, left_out):
         whole = kept | _push_table(own, table) | table
         for key in ("zero1_implementation", "zero2_implementation"):
@@ -214,7 +214,7 @@ def candidates(
         if not whole.get("sequence_parallel"):
             whole = {key: value for key, value in whole.items() if key not in OF_SEQUENCE_PARTS}
         plan = PLAN.validate_python(whole)
-        if (alike := _likeness(plan, batches)) not in seen:
+        if (alike := _resolved_key(plan, batches)) not in seen:
             seen.add(alike)
             yield Candidate(len(seen) - 1, whole, plan)
 
@@ -224,9 +224,9 @@ SIZED = ("ranks", *AXES)
 _sizes_of, _rest_of = attrgetter(*SIZED), attrgetter(*(each.name for each in fields(Plan) if each.name not in SIZED))
 
 
-def _likeness(plan: Plan, batches: Batches) -> Hashable:
-    """Return what is equal for plans that come to the same: the sizes of all axes, whether given or resolved, and every
-    other key.
+def _resolved_key(plan: Plan, batches: Batches) -> Hashable:
+    """Return a key that is equal for plans that resolve to the same: the resolved sizes of all axes, and all other keys
+    as they are set.
     """
     try:
         sizes = _sizes_of(batches.bounds.parts.policies(plan).mesh)

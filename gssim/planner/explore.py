@@ -52,21 +52,23 @@ class Request:
     """What the plan must beat."""
 
 
-def answered(request: Request) -> Answer:
-    """Return the answer for a plan, in a worker whose state is its cache."""
+def answer_of(request: Request) -> Answer:
+    """Return a worker's answer for a plan: its Result, its bound, its density, or the error for which it is refused."""
     assert request.source is not None
     shared: Shared = worker_state()
     try:
         overrides = [*request.source.overrides, request.override]
         loaded = load_scenario(request.source.path, overrides, shared=shared)
-        return judged(loaded, request.bound, request.limits, shared)
+        return predict_or_bound(loaded, request.bound, request.limits, shared)
     except (UserError, RunFailedError) as error:
         return error
 
 
-def judged(loaded: Loaded, known: Bound, limits: Limits, shared: Shared) -> Result | Bound | TooSparse:
-    """Return the prediction of a scenario, or only its bound if that rules the plan out or lets other plans go first,
-    or only its density if that is too low.
+def predict_or_bound(loaded: Loaded, known: Bound, limits: Limits, shared: Shared) -> Result | Bound | TooSparse:
+    """Return the Result of a scenario, or its bound alone, or its density alone.
+
+    Its bound, if that rules the plan out, or if the plan takes long to simulate and another one's bound is lower. Its
+    density, if that is too low.
 
     `known`: the plan's bound so far; it includes the fill and drain of a pipeline, which the program's bounds do not.
     """
@@ -75,10 +77,10 @@ def judged(loaded: Loaded, known: Bound, limits: Limits, shared: Shared) -> Resu
         if density is not None and limits.least_density is not None and density < limits.least_density:
             return TooSparse(density)
         if not LoweredBounds.apply_to(loaded):
-            return _as_shown(loaded, simulate(loaded, shared=shared, spread=False, banded=False), limits, shared)
+            return _with_range(loaded, simulate(loaded, shared=shared, spread=False, banded=False), limits, shared)
         bounds = LoweredBounds(loaded, limits.objective, shared)
-        bound = bounds.allocated().with_(known)
-        for closer in (bounds.met, partial(bounds.reserved, rule_out=limits.rule_out)):
+        bound = bounds.allocated_bound().with_(known)
+        for closer in (bounds.with_shared_links, partial(bounds.with_allocator_overhead, rule_out=limits.rule_out)):
             if limits.rule_out(bound):
                 return bound
             bound = closer(bound)
@@ -98,10 +100,10 @@ def judged(loaded: Loaded, known: Bound, limits: Limits, shared: Shared) -> Resu
             )
         except TooSlowError as error:
             return bound_of(error.time_s)
-        return _as_shown(loaded, simulated, limits, shared)
+        return _with_range(loaded, simulated, limits, shared)
 
 
-def _as_shown(loaded: Loaded, simulated: Simulated, limits: Limits, shared: Shared) -> Result:
+def _with_range(loaded: Loaded, simulated: Simulated, limits: Limits, shared: Shared) -> Result:
     """Return a prediction; a thresholded plan that may be shown has `step_time_p10_s` and a band, which take further
     simulations.
     """
@@ -264,7 +266,7 @@ class Queue:
         heappush(self._heap, Waiting(later, bound.objective, candidate.index, bound, candidate, True, True))
 
     def next_objective(self) -> float:
-        """Return the least lower bound in the queue."""
+        """Return the least lower bound of the objective among the plans in the queue; infinite if it is empty."""
         return self._heap[0].objective if self._heap else math.inf
 
     def look_ahead(self, rule_out: Callable[[Candidate, Bound], bool]) -> int:
@@ -365,7 +367,7 @@ class Explorer:
                 least = math.inf if first.is_lowered else self.queue.next_objective()
                 limits = replace(limits, next_objective=least, least_density=self.least_density)
                 request = Request(self.source, first.candidate.override, first.bound, limits)
-                self._in_progress[workers.submit(answered, request)] = first.candidate
+                self._in_progress[workers.submit(answer_of, request)] = first.candidate
 
     def _take(self, workers: Workers, ended: Iterable[Any]) -> None:
         """Take the answers of plans that are judged."""

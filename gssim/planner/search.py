@@ -22,7 +22,7 @@ from gssim.plan.shard_sizing import import_solver
 from gssim.planner.advice import with_suggested_changes
 from gssim.planner.batches import PLAN, Batches
 from gssim.planner.bounds import Bound, Bounds
-from gssim.planner.candidates import Candidate, RefusedPlans, allowed, candidates
+from gssim.planner.candidates import Candidate, RefusedPlans, allowed_thresholds, candidates
 from gssim.planner.explore import Answer, Exploration, Explorer, Outcome, RankedSet, TooSparse, front
 from gssim.planner.objectives import objective_of
 from gssim.planner.reasons import full_ratio, reason, why_worse
@@ -145,7 +145,7 @@ class Found:
         """
         others = [each for each in self.front if each not in self.best]
         ranked = [*enumerate(self.best, start=1), *((None, each) for each in others)]
-        return [self._placed(each, rank) for rank, each in ranked]
+        return [self._with_rank(each, rank) for rank, each in ranked]
 
     def comparisons(self, best: Outcome) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield comparisons with the best plan by name: the other plan, its objective, why it is worse, if known."""
@@ -156,17 +156,17 @@ class Found:
             if rival is None:
                 yield name, {"why": "none so far that fits" if self.counts.left else "none fits"}
             else:
-                yield name, _compared(best, rival.candidate, rival.result, rival.objective)
+                yield name, _comparison(best, rival.candidate, rival.result, rival.objective)
         for each in self.counterparts:
             if each.result is None:
                 yield each.name, {"plan": each.candidate.override, "why": f"cannot run: {each.refusal}"}
             else:
                 value = objective_of(each.result, self.space.objective)
                 same = each.result.scenario_id == best.result.scenario_id and each.name != OWN
-                found = _compared(best, each.candidate, each.result, value)
+                found = _comparison(best, each.candidate, each.result, value)
                 yield each.name, found | ({"why": "the same: these shares are its own"} if same else {})
 
-    def _placed(self, outcome: Outcome, rank: int | None) -> Result:
+    def _with_rank(self, outcome: Outcome, rank: int | None) -> Result:
         place: dict[str, Any] = {
             "rank": rank,
             "objective": self.space.objective,
@@ -181,7 +181,7 @@ class Found:
         return replace(outcome.result, provenance=outcome.result.provenance | {"search": place})
 
 
-def _compared(best: Outcome, candidate: Candidate, other: Result, objective: float) -> dict[str, Any]:
+def _comparison(best: Outcome, candidate: Candidate, other: Result, objective: float) -> dict[str, Any]:
     """Return how much worse a plan is than the best, and why."""
     if other.scenario_id == best.result.scenario_id:
         return {"plan": candidate.override, "why": "it is the first"}
@@ -307,7 +307,7 @@ def _with_allowed_thresholds(loaded: Loaded, space: SearchSpace) -> SearchSpace:
     if space.study is None or space.most_loss_change is None:
         return space
     push = loaded.scenario.plan.push
-    found = allowed(
+    found = allowed_thresholds(
         Path(space.study),
         push.kind,
         most_loss_change=space.most_loss_change,

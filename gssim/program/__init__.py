@@ -20,11 +20,11 @@ from gssim.program.task import (
     Task,
     TaskId,
     Template,
-    each_once,
+    distinct_tasks,
     name_of,
     needs_of,
     parts_of,
-    unnumbered,
+    template_tasks,
     without_messages,
 )
 from gssim.program.tensor_slices import unmeasured_host_time

@@ -137,19 +137,19 @@ def _send_factors(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
 
     rest = float(others * value) if count else 0.0
     left, right = float(tensors.left * value), 0.0 if options.warm_start else float(tensors.right * value)
-    compress = _computed(TaskId("compress", bucket=bucket.index), begin_s, rest, right, left)
+    compress = _compression_task(TaskId("compress", bucket=bucket.index), begin_s, rest, right, left)
     sums = [
         _collective(low, "all-reduce", name, elements * value, after=compress, number=2 * bucket.index + place)
         for place, (name, elements) in enumerate((("rest", others), ("P", tensors.left)))
         if elements
     ]
-    waits = _waits(low, sums)
+    waits = _wait_tasks(low, sums)
     if not count:
         return [compress, *sums], waits, []
-    factor = _computed(TaskId("factor", bucket=bucket.index), factor_s, -rest)
+    factor = _compression_task(TaskId("factor", bucket=bucket.index), factor_s, -rest)
     total = _collective(low, "all-reduce", "Q", tensors.right * value, after=factor, number=bucket.index)
-    decompress = _computed(TaskId("decompress", bucket=bucket.index), end_s, -right, -left)
-    return [compress, *sums], [*waits, factor, total], [*_waits(low, [total]), decompress]
+    decompress = _compression_task(TaskId("decompress", bucket=bucket.index), end_s, -right, -left)
+    return [compress, *sums], [*waits, factor, total], [*_wait_tasks(low, [total]), decompress]
 
 
 def _send_largest(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[list[Task], list[Task], list[Task]]:
@@ -190,11 +190,13 @@ def _send_largest(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
     if not low.scenario.plan.overlap:  # both are posted before either is done; with overlap each has its own stream
         staged[0] = (*staged[0], *staged[1])
     gathers = [replace(gather, need=footprint(need)) for gather, need in zip(gathers, staged, strict=True)]
-    decompress = _computed(TaskId("decompress", bucket=bucket.index), end_s, *(-each for each in (*sent, *received)))
-    return [compress, *gathers], [*_waits(low, gathers), decompress], []
+    decompress = _compression_task(
+        TaskId("decompress", bucket=bucket.index), end_s, *(-each for each in (*sent, *received))
+    )
+    return [compress, *gathers], [*_wait_tasks(low, gathers), decompress], []
 
 
-def _computed(name: TaskId, duration_s: float, *changes_bytes: float) -> Task:
+def _compression_task(name: TaskId, duration_s: float, *changes_bytes: float) -> Task:
     """Return a task of the compute stream that allocates or releases messages."""
     need = footprint([Event(0, size, "communication") for size in changes_bytes if size])
     return Task(name, "compression", duration_s=duration_s, need=need)
@@ -210,7 +212,7 @@ def _collective(
     return collective_task(name, Communication(kind, low.group, size, half_precision=half), stream, after=(after.id,))
 
 
-def _waits(low: Lowering, collectives: Sequence[Task]) -> list[Task]:
+def _wait_tasks(low: Lowering, collectives: Sequence[Task]) -> list[Task]:
     """Return the task that waits for collectives of another stream."""
     if not low.scenario.plan.overlap:
         return []

@@ -19,13 +19,13 @@ from gssim.memory import (
     Lives,
     Timeline,
     activation_timeline,
-    as_traced,
     footprint,
     gradient_events,
     recomputation_begin,
     recomputed_buffers,
+    split_backward_buffers,
+    traced_buffers,
     with_scratch,
-    with_split_backward,
 )
 from gssim.program.kernel_workspace import scratch_events
 from gssim.program.lowering import Lowering, once_a_run
@@ -47,10 +47,14 @@ PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward", "i": "backward"
 """Phase of a step in which forward (f), recomputation (r) and backward (b; its parts: i, w) of a layer are counted."""
 
 
-def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
-    """Return the positions at which each layer's backward is split: where a bucket becomes complete inside it."""
+def backward_split_positions(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
+    """Return, by layer index, the positions inside its backward at which a gradient bucket becomes complete.
+
+    The backward is lowered to one task for each part between these positions. Empty where nothing is sent or freed
+    before a layer's backward ends.
+    """
     frees_units = low.policies.gradients == "push" and low.policies.parameters != "replicated"
-    return _completions(low) if frees_units or _sends_in_buckets(low, micro_batch) else {}
+    return _completions(low) if frees_units or _copies_into_buckets(low, micro_batch) else {}
 
 
 @once_a_run
@@ -71,7 +75,7 @@ def _completions(low: Lowering) -> dict[int, list[int]]:
     return positions
 
 
-def _sends_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
+def _copies_into_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
     """Return whether gradients are copied into buckets, and then freed, as soon as they are ready."""
     policies = low.policies
     return (
@@ -92,7 +96,7 @@ def _bucket_events(low: Lowering, micro_batch: MicroBatch) -> dict[tuple[int, st
     events: dict[tuple[int, str], list[Event]] = {}
     if low.frees_gradients and (micro_batch.first or micro_batch.sent_before) and not low.stages:
         events[low.layers[-1].index, "b"] = [Event(0, low.freed_buffers_bytes, "buckets")]
-    pushed = low.policies.gradients == "push" and _sends_in_buckets(low, micro_batch)
+    pushed = low.policies.gradients == "push" and _copies_into_buckets(low, micro_batch)
     for bucket in low.buckets if pushed else ():
         layer, position = bucket.started
         size = float(bucket.elements * low.value_bytes)
@@ -156,13 +160,13 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     """
     samples, own = low.samples(rank, micro_batch), low.layers_of(rank)
     shared_layers = own.layers if low.policies.ep > 1 else low.layers
-    traced = timeline = _timeline(low, samples, shared_layers, as_traced)
+    traced = timeline = _timeline(low, samples, shared_layers, traced_buffers)
     if low.splits_backward:  # without recomputation, or layers of the rank's own
-        timeline = _timeline(low, samples, own.layers, with_split_backward)
+        timeline = _timeline(low, samples, own.layers, split_backward_buffers)
     elif low.recomputes or own.layers is not shared_layers:
-        timeline = _timeline(low, samples, own.layers, _checkpointed(low, rank) if low.recomputes else as_traced)
+        timeline = _timeline(low, samples, own.layers, _checkpointed(low, rank) if low.recomputes else traced_buffers)
 
-    in_buckets = _sends_in_buckets(low, micro_batch)
+    in_buckets = _copies_into_buckets(low, micro_batch)
     autograd_adds = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds up gradients that it casts
     given_back = autograd_adds + in_buckets
     of_experts = given_back if low.policies.gradients == "push" else int(autograd_adds)  # else no bucket takes them
@@ -184,7 +188,9 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     buckets = _bucket_events(low, micro_batch)
 
     hook_s = hook_time_s(low, rank) if in_buckets else 0.0
-    of_phase = _PhaseTasks(low, rank, samples, cuts(low, micro_batch), autograd_adds=autograd_adds, hook_s=hook_s)
+    of_phase = _PhaseTasks(
+        low, rank, samples, backward_split_positions(low, micro_batch), autograd_adds=autograd_adds, hook_s=hook_s
+    )
     tasks = []
     for instance in own.layers:
         tasks += of_phase(instance, "f", timeline.at(instance.index, "f"), traced.at(instance.index, "f"))
@@ -202,13 +208,13 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         again: Sequence[Task] = ()
         if low.recomputes and instance.layer.is_recomputed:
             again = of_phase(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
-        tasks += _issued_in_turn(first, again, rest) if first else [*again, *rest]
+        tasks += _order_host_issues(first, again, rest) if first else [*again, *rest]
     tasks.append(Task(TaskId("backward-end"), "backward", need=footprint(timeline.end)))
     return tasks
 
 
-def _issued_in_turn(first: Sequence[Task], again: Sequence[Task], rest: Sequence[Task]) -> list[Task]:
-    """Return the tasks of a backward (`first`, `rest`) around those of the forward that runs again between them.
+def _order_host_issues(first: Sequence[Task], again: Sequence[Task], rest: Sequence[Task]) -> list[Task]:
+    """Return the tasks of a recomputed block's backward in order: `first`, the second forward (`again`), `rest`.
 
     The host issues the second forward right after `first`, and `rest` right after the second forward. Where a task's
     duration includes the host's time (it has no `issue`), the host goes on when that task ends.
@@ -305,7 +311,7 @@ class _PhaseTasks:
         """Return the parts of a phase that is split at the places `cut`, and the place at which each ends."""
         low, rank, layer = self.low, self.rank, instance.layer
         taken, scratch = scratch_events(low, rank, instance, phase, self.samples, kept)
-        events = _held_while_sent(events, copied_positions(layer, phase, low.scenario.plan.recompute))
+        events = _delay_releases(events, copied_positions(layer, phase, low.scenario.plan.recompute))
         last = max((event.position for event in events), default=0)
         ends = sorted({min(position, last) for position in cut} | {last})
         timing = _timing(low, rank, instance, phase, self.samples, hook_s=self.hook_s)
@@ -357,7 +363,7 @@ def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], live
     is_leaf = not low.reduces_after_schedule
     return low.shared.once(
         "timelines of stages",
-        (stage.likeness, samples, length, scale, _settings(lives), is_leaf),
+        (stage.structure_key, samples, length, scale, _settings(lives), is_leaf),
         lambda: stage_timeline(
             stage, batch_size=samples, sequence_length=length, scale=scale, lives=lives, input_is_leaf=is_leaf
         ),
@@ -365,8 +371,8 @@ def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], live
 
 
 def _settings(lives: Lives) -> tuple[tuple[str, object], ...]:
-    """Return the settings of a function of lifetimes, as a part of a key; () of `as_traced`."""
-    if lives is with_split_backward:
+    """Return the settings of a function of lifetimes, as a part of a key; () of `traced_buffers`."""
+    if lives is split_backward_buffers:
         return (("backward", "split"),)
     return tuple(sorted(lives.keywords.items())) if isinstance(lives, partial) else ()
 
@@ -482,8 +488,8 @@ def _operation_shares(events: Sequence[Event], ends: Sequence[float]) -> list[fl
     return [(end - before) / (bounds[-1] + 1) for before, end in pairwise(bounds)]
 
 
-def _held_while_sent(events: Sequence[Event], positions: Collection[int]) -> Sequence[Event]:
-    """Return a phase's events, with what is released at collectives at these positions released after them.
+def _delay_releases(events: Sequence[Event], positions: Collection[int]) -> Sequence[Event]:
+    """Return a phase's memory events; what is freed at the position of a collective is freed half a position later.
 
     The backend may copy what a collective sends, and its caller holds that until the collective returns.
     """
@@ -541,7 +547,11 @@ class BackwardParts:
         layer, position = place
         instance = low.layers[layer]
         own = _backward_cuts(low, instance.layer, _completions(low).get(layer, ()))
-        cuts = {*own, *sum_positions(instance.layer, "b", "none"), *await_positions(instance.layer, "b")}
+        cuts = {
+            *own,
+            *sum_positions(instance.layer, "b", "none"),
+            *await_positions(instance.layer, "b"),
+        }
         part = sum(1 for cut in cuts if cut < position)
         while backward_id(instance, part) not in self._index:
             part -= 1
@@ -557,7 +567,7 @@ class BackwardParts:
         """Insert tasks after a part of the backward, its collectives over ranks, and tasks inserted there before."""
         self._behind[index] += new
 
-    def merged(self) -> list[Task]:
+    def all_tasks(self) -> list[Task]:
         """Return all tasks."""
         merged: list[Task] = []
         pending: list[Task] = []

@@ -78,7 +78,7 @@ def copy(
     return collective_task(own, exchange, stream, after=after, need=need)
 
 
-def around_update(low: Lowering, rank: int, update: Task, owned_of: Callable[[int], Sequence[int]]) -> list[Task]:
+def offloaded_update(low: Lowering, rank: int, update: Task, owned_of: Callable[[int], Sequence[int]]) -> list[Task]:
     """Return the update of an offloaded optimizer between the copies of its gradients and of updated parameters.
 
     `owned_of`: elements of every tensor that a rank updates. Gradients of shards are on the host already.

@@ -11,8 +11,8 @@ from gssim.program.compressed import compressor_tensors
 from gssim.program.compute import forward_id
 from gssim.program.lowering import Lowering, once_a_run, once_a_step
 from gssim.program.messages import threshold_memory
-from gssim.program.offload import around_update, copy_buffer_bytes, host_bytes, updating_device
-from gssim.program.parameter_gathers import gathered_when_read
+from gssim.program.offload import copy_buffer_bytes, host_bytes, offloaded_update, updating_device
+from gssim.program.parameter_gathers import gather_before_reads
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
 from gssim.program.publish import publish
 from gssim.program.sharded import insert_beside, owned_rows, units
@@ -39,13 +39,15 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
     owned = owned_tensors(low, rank)
     workload = low.scenario.workload
     own = len(low.matrices(rank))  # Muon's matrices come first; AdamW updates the rest
-    counters = len(owned) - own if workload.optimizer in (*COUNTS_STEPS, "muon") and not in_few_bits(low) else 0
+    counters = (
+        len(owned) - own if workload.optimizer in (*COUNTS_STEPS, "muon") and not has_quantized_moments(low) else 0
+    )
     fused = implementation_on(low.device(rank).kind, workload.optimizer_implementation) == "fused"
     on_device = [4.0] * counters if fused else []
     on_host = 0.0 if fused else 4.0 * counters
     sizes_of: dict[str, Callable[[], Sequence[float]]] = {  # evaluated only for categories that the rank holds
         "parameters": lambda: _parameters(low, owned),
-        "master_copy": lambda: [elements * low.master_bytes for elements in _copied(low, owned)],
+        "master_copy": lambda: [elements * low.master_bytes for elements in _master_copy_elements(low, owned)],
         "buckets": lambda: [bucket.elements * low.buffer_value_bytes for bucket in _buffers(low)],
         "outer_parameters": lambda: outer_tensors(low, rank),
         "outer_momentum": lambda: outer_tensors(low, rank),
@@ -60,13 +62,15 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         ],
     }
     return {
-        category: _fill(size - (on_host if category == "optimizer" else 0.0), sizes_of.get(category, tuple)())
+        category: _parts_that_sum_to(
+            size - (on_host if category == "optimizer" else 0.0), sizes_of.get(category, tuple)()
+        )
         for category, size in held.items()
         if size
     }
 
 
-def in_few_bits(low: Lowering) -> bool:
+def has_quantized_moments(low: Lowering) -> bool:
     """Return whether the optimizer keeps its moments in 8 or 4 bits; its step counters are then on the host."""
     return low.scenario.workload.optimizer_state_precision is not None
 
@@ -100,13 +104,17 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
     pushes = low.policies.gradients == "push"
     if holds_shards(low):
         if pushes:  # what is not trained has no owner
-            return [*(elements * low.master_bytes for elements in owned), *_whole_units(low), *_frozen(low)]
+            return [
+                *(elements * low.master_bytes for elements in owned),
+                *_whole_units(low),
+                *_frozen_tensor_bytes(low),
+            ]
         return [size for unit in units(low) for size in unit.tensors.shard_tensors]
     if pushes:
-        return [*(bucket.elements * low.value_bytes for bucket in low.buckets), *_frozen(low)]
+        return [*(bucket.elements * low.value_bytes for bucket in low.buckets), *_frozen_tensor_bytes(low)]
     if low.flat_part:
-        return [elements * low.value_bytes for elements in _flat_elements(low)] + _frozen(low)
-    return [*(parameter.elements * low.value_bytes for _, parameter in low.parameters), *_frozen(low)]
+        return [elements * low.value_bytes for elements in _flat_elements(low)] + _frozen_tensor_bytes(low)
+    return [*(parameter.elements * low.value_bytes for _, parameter in low.parameters), *_frozen_tensor_bytes(low)]
 
 
 def _whole_units(low: Lowering) -> list[int]:
@@ -126,7 +134,7 @@ def _buffers(low: Lowering) -> Sequence[Bucket]:
     return (*low.buckets, *(low.expert_buckets if low.has_one_gradient_buffer else ()))
 
 
-def _frozen(low: Lowering) -> list[int]:
+def _frozen_tensor_bytes(low: Lowering) -> list[int]:
     """Return the bytes of each tensor that is not trained: of parameters, and of scales of quantized ones."""
     precision = low.scenario.workload.frozen_precision
     return [
@@ -134,10 +142,10 @@ def _frozen(low: Lowering) -> list[int]:
     ]
 
 
-def _fill(size: float, parts: Sequence[float]) -> tuple[float, ...]:
-    """Return parts that add up to `size`: the given ones as far as they fit, then the remainder as one more part.
+def _parts_that_sum_to(size: float, parts: Sequence[float]) -> tuple[float, ...]:
+    """Return tensor sizes that add up to `size`: the given ones as far as they fit, then the remainder as one more.
 
-    >>> _fill(10.0, [4.0, 4.0]), _fill(7.0, [4.0, 4.0])
+    >>> _parts_that_sum_to(10.0, [4.0, 4.0]), _parts_that_sum_to(7.0, [4.0, 4.0])
     ((4.0, 4.0, 2.0), (4.0, 3.0))
     """
     filled = []
@@ -175,12 +183,12 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     update = _whole_update(low, rank)
     if low.policies.gradients == "push":
         return publish(low, rank, [*tasks, *summed, *unscaled, *clipped], update)
-    updated = around_update(low, rank, update, partial(owned_tensors, low))
+    updated = offloaded_update(low, rank, update, partial(owned_tensors, low))
     if low.policies.publish_overlaps:
         if not low.stages:  # gathers of stages are among the schedule's tasks
             number = low.micro_batches[0].number
             forwards = [forward_id(layer).at(micro_batch=number) for layer in low.layers]
-            tasks = insert_beside(tasks, before=gathered_when_read(low, forwards), behind={})
+            tasks = insert_beside(tasks, before=gather_before_reads(low, forwards), behind={})
         return [*tasks, *summed, *unscaled, *clipped, *updated]
     tasks = [*tasks, *summed, *unscaled, *clipped, *updated, *_publish_replicas(low)]
     return [*tasks, *synchronize_parameters(low, rank)]
@@ -363,7 +371,7 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     return [low.parameters[place][1].elements for place in sorted(places, key=lambda place: not low.matrices_at(place))]
 
 
-def _copied(low: Lowering, owned: Sequence[int]) -> Sequence[int]:
+def _master_copy_elements(low: Lowering, owned: Sequence[int]) -> Sequence[int]:
     """Return the elements of the tensors of which a rank keeps a master copy; `owned`: those that it updates.
 
     If publishing is thresholded, the copies hold what is not published yet: experts of one rank alone need none.
@@ -413,7 +421,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     total = sum(parameter.elements for _, parameter in low.parameters)
     if low.flat_part:
         total = sum(_flat_elements(low))
-    at_rest_bytes = sum(_frozen(low))
+    at_rest_bytes = sum(_frozen_tensor_bytes(low))
     parameters = float(total * low.value_bytes + at_rest_bytes)
     if holds_shards(low):  # these are the master copy
         pushes = policies.gradients == "push"
@@ -427,7 +435,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         "workspace": low.device(rank).workspace_bytes,
         "buffers": sum(buffers) + _replaced_bytes(low, rank),
         "optimizer": sum(_state_tensors(low, owned, workload.optimizer))
-        if in_few_bits(low)
+        if has_quantized_moments(low)
         else optimizer_state_bytes(
             workload.optimizer,
             elements=sum(owned),
@@ -443,7 +451,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         ),
     }
     if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish or low.copies_part:
-        held["master_copy"] = float(sum(_copied(low, owned)) * low.master_bytes)
+        held["master_copy"] = float(sum(_master_copy_elements(low, owned)) * low.master_bytes)
     if policies.gradients == "all-reduce" and not low.frees_gradients:
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
     if workload.gradient_precision is not None and not low.has_one_gradient_buffer:

@@ -39,7 +39,7 @@ class _Gather(NamedTuple):
     take: Task
 
 
-def gathered_when_read(low: Lowering, forwards: Sequence[TaskId], *, at_once: bool = False) -> Waits:
+def gather_before_reads(low: Lowering, forwards: Sequence[TaskId], *, at_once: bool = False) -> Waits:
     """Return the tasks that precede forwards: issues of gathers, the gathers, and waits for them.
 
     The first layer that reads a bucket waits for it, and the gather of the next bucket is issued then; the first gather
@@ -47,28 +47,28 @@ def gathered_when_read(low: Lowering, forwards: Sequence[TaskId], *, at_once: bo
     buckets are gathered as one.
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
-    for gathers in _chains(low, at_once=at_once):
+    for gathers in _gathers_in_bucket_order(low, at_once=at_once):
         issued_at, latest = 0, None
         for each in _in_order_of_reads(gathers):
             index = each.first_read
             before[forwards[index if latest is None else issued_at]] += [each.issue, each.own]
-            before[_reader(forwards, index, latest)].append(each.take)
+            before[_waiting_forward(forwards, index, latest)].append(each.take)
             issued_at = latest = index
     return before
 
 
-def gathered_ahead(low: Lowering, forwards: Sequence[TaskId], *, at_once: bool) -> tuple[Sequence[Task], Waits]:
+def gather_ahead(low: Lowering, forwards: Sequence[TaskId], *, at_once: bool) -> tuple[Sequence[Task], Waits]:
     """Return the issues and gathers of all buckets, in the buckets' order, and the waits for them before forwards.
 
-    `forwards`, `at_once`: as in `gathered_when_read`.
+    `forwards`, `at_once`: as in `gather_before_reads`.
     """
     begun: list[Task] = []
     before: dict[TaskId, list[Task]] = defaultdict(list)
-    for gathers in _chains(low, at_once=at_once):
+    for gathers in _gathers_in_bucket_order(low, at_once=at_once):
         begun += [task for each in gathers for task in (each.issue, each.own)]
         latest = None
         for each in _in_order_of_reads(gathers):
-            before[_reader(forwards, each.first_read, latest)].append(each.take)
+            before[_waiting_forward(forwards, each.first_read, latest)].append(each.take)
             latest = each.first_read
     return begun, before
 
@@ -78,12 +78,15 @@ def _in_order_of_reads(gathers: Sequence[_Gather]) -> list[_Gather]:
     return sorted(reversed(gathers), key=lambda gather: gather.first_read)
 
 
-def _reader(forwards: Sequence[TaskId], index: int, latest: int | None) -> TaskId:
-    """Return the forward that waits for a bucket of layer `index`; `latest`: layer of the bucket before."""
+def _waiting_forward(forwards: Sequence[TaskId], index: int, latest: int | None) -> TaskId:
+    """Return the forward that waits for a bucket of layer `index`; `latest`: layer of the bucket before it, or None.
+
+    Of two buckets that one layer reads, the next layer's forward waits for the second.
+    """
     return forwards[min(index + (index == latest), len(forwards) - 1)]
 
 
-def _chains(low: Lowering, *, at_once: bool) -> list[list[_Gather]]:
+def _gathers_in_bucket_order(low: Lowering, *, at_once: bool) -> list[list[_Gather]]:
     """Return the gathers among the ranks that hold equal layers, and those of divided experts, in buckets' order."""
     chains = []
     for buckets, groups in ((low.buckets, [low.group]), (low.expert_buckets, low.expert_replicas)):

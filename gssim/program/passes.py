@@ -57,7 +57,7 @@ from gssim.program.task import (
     Task,
     TaskId,
     collective_task,
-    expanded,
+    tasks_of,
     with_ids,
 )
 from gssim.program.tensor_slices import CONTEXT_OPERATIONS
@@ -338,7 +338,7 @@ class Steps:
         if not low.stages:
             return [_tasks(low, rank, alike, named) for rank in ranks]
         outlines = [_outline(low, rank, alike, named, chunked=chunked) for rank in ranks]
-        return [outline if chunked else tuple(expanded(outline.parts)) for outline in outlines]
+        return [outline if chunked else tuple(tasks_of(outline.parts)) for outline in outlines]
 
     def _named(self, low: Lowering) -> Named:
         """Return what names the collectives; programs that differ in their number of micro-batches share it."""
@@ -568,11 +568,11 @@ def _with_host_waits(tasks: Sequence[Task]) -> list[Task]:
     issued = [place for place, task in enumerate(compute) if task.issue is not None]
     if not issued:
         return [*tasks]
-    waits = any(map(_holds_host, compute[issued[-1] + 1 :]))
+    waits = any(map(_blocks_host, compute[issued[-1] + 1 :]))
     found = []
     for task in tasks:
         if task.stream == "compute":
-            waits = waits or _holds_host(task)
+            waits = waits or _blocks_host(task)
             if task.issue is not None:
                 task = replace(task, issue=replace(task.issue, goes_on=task.issue.goes_on and not waits))
                 waits = False
@@ -580,7 +580,7 @@ def _with_host_waits(tasks: Sequence[Task]) -> list[Task]:
     return found
 
 
-def _holds_host(task: Task) -> bool:
+def _blocks_host(task: Task) -> bool:
     return task.communication is not None or bool(task.after) or task.phase in HOLDING_PHASES
 
 
@@ -686,9 +686,9 @@ def _all_passes(low: Lowering, rank: int, micro_batch: MicroBatch, gathered: Gat
     computed = low.compute_kind(rank, micro_batch)
     if computed not in low.computed:
         if low.stages and low.policies.ep == 1:  # with experts, equal layers may exchange different numbers of rows
-            low.computed[computed] = _of_equal_stage(low, rank, micro_batch)
+            low.computed[computed] = _tasks_of_equal_stage(low, rank, micro_batch)
         else:
-            low.computed[computed] = _of_any_shares(low, rank, micro_batch)
+            low.computed[computed] = _tasks_of_any_batch_split(low, rank, micro_batch)
     tasks = list(low.computed[computed])
     if gathered is not None:
         return run_stage(low, rank, tasks, micro_batch, gathered)
@@ -697,7 +697,7 @@ def _all_passes(low: Lowering, rank: int, micro_batch: MicroBatch, gathered: Gat
     return HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks)
 
 
-def _of_any_shares(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:
+def _tasks_of_any_batch_split(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:
     """Return forward and backward of the whole depth of the model; plans share them that differ only in how the batch,
     or the state, is divided among ranks, which decides how many samples a rank has, but not what it does with them.
     """
@@ -708,27 +708,27 @@ def _of_any_shares(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequenc
     return low.shared.once("computed", key, lambda: compute(low, rank, micro_batch))
 
 
-def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:
+def _tasks_of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:
     """Return forward and backward of a stage, copied from an equal stage and renamed to this stage's layers.
 
-    Two stages are equal if their layers are equal one by one, if the layers next to them are (see [Note: borders] in
-    `stage_boundary`), and if the whole-model layers that they are parts of are equal. Their tensor groups carry out
-    equal collectives. Programs that differ in their number of micro-batches share them: a prediction that extrapolates
-    lowers four.
+    Two stages are equal if their layers are equal one by one, if the layers next to them are (see [Note: stage
+    boundaries] in `stage_boundary`), and if the whole-model layers that they are parts of are equal. Their tensor
+    groups carry out equal collectives. Programs that differ in their number of micro-batches share them: a prediction
+    that extrapolates lowers four.
     """
     (stage,) = low.stages
     whole_layers = tuple(Same(low.whole_layer(each)) for each in low.layers)
     kind, scenario = low.compute_kind(rank, micro_batch), Same(low.scenario)
     if len(set(low.batch_sizes)) == 1:  # so that the groups are the same, however many samples that are
         kind, scenario = kind._replace(batch_size=0), _first_of_any_count(low.scenario, low.shared)
-    key = (scenario, low.tensor_part, kind, whole_layers, stage.likeness, low.slowed.get(rank))
+    key = (scenario, low.tensor_part, kind, whole_layers, stage.structure_key, low.slowed.get(rank))
     names = tuple(each.module for each in low.layers)
     first, tasks = low.shared.once("stages", key, lambda: (names, compute(low, rank, micro_batch)))
     if first == names:
         return tasks
     return low.shared.large.once(
         ("renamed stage", key, stage.number),
-        lambda: _renamed(low, rank, tasks, dict(zip(first, names, strict=True))),
+        lambda: _rename_to_stage(low, rank, tasks, dict(zip(first, names, strict=True))),
         weight=lambda renamed: ELEMENTS_PER_TASK * len(renamed),
     )
 
@@ -744,7 +744,7 @@ def _first_of_any_count(scenario: Scenario, shared: Shared, *, any_shares: bool 
     return shared.once(f"scenarios {of_any}", Same(scenario), first)
 
 
-def _renamed(low: Lowering, rank: int, tasks: Sequence[Task], own: Mapping[str, str]) -> Sequence[Task]:
+def _rename_to_stage(low: Lowering, rank: int, tasks: Sequence[Task], own: Mapping[str, str]) -> Sequence[Task]:
     """Return the tasks of an equal stage with this stage's layers and groups; `own`: its layers' names, by theirs."""
     exchanges: dict[int, Communication] = {}
     result: list[Task] = []
@@ -754,9 +754,9 @@ def _renamed(low: Lowering, rank: int, tasks: Sequence[Task], own: Mapping[str, 
             if id(exchange) not in exchanges:
                 exchanges[id(exchange)] = _own_exchange(low, rank, task, exchange)
             exchange = exchanges[id(exchange)]
-        joined = None if task.communication is None else _of_layer(task.communication, own)
-        after = tuple(_of_layer(each, own) for each in task.after)
-        result.append(task.renamed(_of_layer(task.id, own), joined, after, exchange))
+        joined = None if task.communication is None else _rename_layer(task.communication, own)
+        after = tuple(_rename_layer(each, own) for each in task.after)
+        result.append(task.renamed(_rename_layer(task.id, own), joined, after, exchange))
     return result
 
 
@@ -770,6 +770,6 @@ def _own_exchange(low: Lowering, rank: int, task: Task, exchange: Communication)
     return replace(exchange, group=group, beside=tuple(groups))
 
 
-def _of_layer(name: TaskId, layers: Mapping[str, str]) -> TaskId:
+def _rename_layer(name: TaskId, layers: Mapping[str, str]) -> TaskId:
     """Return an identity with the layer renamed."""
     return name.of_layer(layers[name.layer]) if name.layer in layers else name

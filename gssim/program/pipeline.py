@@ -19,7 +19,7 @@ from gssim.program.collective_names import Named
 from gssim.program.compressed import HALF_BYTES
 from gssim.program.compute import forward_id
 from gssim.program.lowering import Lowering, once_a_run
-from gssim.program.parameter_gathers import Waits, aligned_starts, gathered_ahead, gathered_when_read
+from gssim.program.parameter_gathers import Waits, aligned_starts, gather_ahead, gather_before_reads
 from gssim.program.push import push_accumulated
 from gssim.program.replicated import is_reduction
 from gssim.program.sharded import Gathered, insert_beside, reduce_stage_gradients, reshard_stage, unshard_stage
@@ -254,10 +254,10 @@ class _ScheduleWriter:
         for number, stage in self.stages.items():
             forwards = [forward_id(layer) for layer in stage.layers]
             if number in aligned:
-                gathers, self.awaited[number] = gathered_ahead(stage, forwards, at_once=number > 0)
+                gathers, self.awaited[number] = gather_ahead(stage, forwards, at_once=number > 0)
                 self.gathers[aligned[number]] += self.numbered(gathers, first, self.stage_in_ids(number))
             else:
-                self.awaited[number] = gathered_when_read(stage, forwards, at_once=number > 0)
+                self.awaited[number] = gather_before_reads(stage, forwards, at_once=number > 0)
         self.add(*self.gathers.pop(0, ()))
 
     def add_compute(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:

@@ -46,10 +46,10 @@ def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
         return tasks
     collecting, places = _collecting(low, low.compute_kind(rank, micro_batch))
     parts = collecting.without_inserted()
-    *pushes, rest = _in_turn(low, rank, micro_batch)
+    *pushes, rest = _pushes_by_bucket(low, rank, micro_batch)
     for place, push in zip(places, pushes, strict=True):
         parts.insert_after(place, push)
-    return [*parts.merged(), *rest]
+    return [*parts.all_tasks(), *rest]
 
 
 @once_a_run
@@ -77,12 +77,12 @@ def push_accumulated(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[
         moving_s = cost.copy_time_s(low.device(rank), size) + len(tensors) * hook_time_s(low, rank)
         name = TaskId("collect", bucket=bucket.index)
         tasks.append(Task(name, "idle", duration_s=moving_s, need=footprint(moved)))
-    pushes = _in_turn(low, rank, micro_batch)
+    pushes = _pushes_by_bucket(low, rank, micro_batch)
     return [*tasks, *chain.from_iterable(pushes)]
 
 
-def _in_turn(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[list[Task]]:
-    """Return the tasks that follow each bucket's completion, and those after the last bucket's.
+def _pushes_by_bucket(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[list[Task]]:
+    """Return the tasks to insert where each bucket is complete, in the order of buckets, and last those at the end.
 
     A push is waited for when the next one begins.
     """

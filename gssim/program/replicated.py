@@ -86,10 +86,10 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
         parts.insert_after(index, reduction)
         reductions.append(reduction[-1].id)
     if low.policies.compressor:
-        return [*parts.merged(), *rounds[0], *rounds[1]]
+        return [*parts.all_tasks(), *rounds[0], *rounds[1]]
     reductions += _reduce_experts(low, device, parts, precision, casts=casts)
     wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(reductions))
-    return [*parts.merged(), wait]
+    return [*parts.all_tasks(), wait]
 
 
 def _reduce_and_free(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
@@ -107,7 +107,7 @@ def _reduce_and_free(low: Lowering, rank: int, tasks: list[Task], micro_batch: M
     freed = [(low.freed_buffers_bytes, "buckets", False), (added_bytes, "gradients", True)]
     need = footprint([Event(0, -size, what, latest=latest) for size, what, latest in freed if size])
     wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(ends), need=need)
-    return [*parts.merged(), *after_backward, wait]
+    return [*parts.all_tasks(), *after_backward, wait]
 
 
 def _adds_to_part(micro_batch: MicroBatch) -> bool:

@@ -59,7 +59,7 @@ PRODUCTS = {"f": 2, "r": 2, "b": 5}
 def attention_ratio(low: Lowering, instance: LayerInstance, phase: str, reduction: Reduction, samples: int) -> float:
     """Return the fraction of a layer's FLOP in a pass that belongs to its attention."""
     layer, length = instance.layer, low.scenario.workload.sequence_length or 1
-    born = _born(low, instance, reduction, samples)  # outputs, or gradients of queries, and others
+    born = _allocated_tensor_bytes(low, instance, reduction, samples)  # outputs, or gradients of queries, and others
     elements = max(born) / attention_value_bytes(low)
     flop = layer.backward_flop if phase == "b" else layer.forward_flop
     whole = flop.at(b=samples, s=length)
@@ -96,22 +96,24 @@ def ring_attention(
     # however the work is divided, all ranks together do that of whole sequences
     mean_work = policies.cp * (0.5 if causal else 1.0)
     size = low.traced_scale * reduction.size_bytes.at(b=samples, s=1)
-    out, *others = sorted(_born(low, instance, reduction, samples), reverse=True)
+    out, *others = sorted(_allocated_tensor_bytes(low, instance, reduction, samples), reverse=True)
     exchange = ring_exchange(low, low.batch_sizes[rank], policies.cp * size)
     device = low.device(rank)
     gradient_bytes = size * gradient_width(device.kind, attention_value_bytes(low))
     returning = ring_exchange(low, low.batch_sizes[rank], policies.cp * gradient_bytes)
     copies_rows = device.kind == "cpu" and samples > 1
-    value, waits = attention_value_bytes(low), not policies.ring_overlaps
-    moved_bytes = merged_bytes if device.kind == "cpu" else partial(merged_in_float_bytes, value=value, compiled=waits)
+    value_bytes, waits = attention_value_bytes(low), not policies.ring_overlaps
+    moved_bytes = (
+        merge_bytes if device.kind == "cpu" else partial(float_merge_bytes, value_bytes=value_bytes, compiled=waits)
+    )
     tasks: list[Task] = []
     last = len(blocks) - 1
     own = TaskId("attend", layer=instance.module, during=PASSES[phase])
     turn = own._replace(op="rotate", samples=samples_of_group)
-    keys_of = partial(_rotated, exchange, turn, last=last, size=size)
+    keys_of = partial(_keys_from_ring, exchange, turn, last=last, size=size)
     if policies.gathers_keys:
         gathering = gathering_exchange(low, low.batch_sizes[rank], policies.cp * size)
-        keys_of = partial(_gathered, gathering, turn._replace(op="gather-keys"), last=last, size=size)
+        keys_of = partial(_keys_from_gather, gathering, turn._replace(op="gather-keys"), last=last, size=size)
     for step, block in enumerate(blocks):
         attend, shift = own._replace(part=step or None), turn._replace(part=step or None)
         keys = keys_of(step, before=before)
@@ -157,84 +159,93 @@ class _Keys(NamedTuple):
     """Bytes freed at its end, negative."""
 
 
-def _rotated(exchange: Communication, turn: TaskId, step: int, *, last: int, size: float, before: TaskId) -> _Keys:
-    """Return the keys of a step in a ring: those of the next step arrive meanwhile; its own are then freed."""
+def _keys_from_ring(
+    exchange: Communication, turn: TaskId, step: int, *, last: int, size: float, before: TaskId
+) -> _Keys:
+    """Return the keys and values of a step of a ring: the next step's arrive meanwhile; its own are then freed."""
     posted = (_shift(exchange, turn._replace(part=step or None), after=before),) if step < last else ()
     awaited = (turn._replace(part=step - 1 or None),) if step else ()
     return _Keys(posted, awaited, [size] if step < last else [], [-size] if step else [])
 
 
-def _gathered(gathering: Communication, gather: TaskId, step: int, *, last: int, size: float, before: TaskId) -> _Keys:
-    """Return the keys of a step among those that are gathered during the first one, and freed after the last."""
+def _keys_from_gather(
+    gathering: Communication, gather: TaskId, step: int, *, last: int, size: float, before: TaskId
+) -> _Keys:
+    """Return the keys and values of a step where all are gathered during the first step, and freed after the last."""
     held = gathering.size_bytes
     posted = (_shift(gathering, gather, after=before),) if not step else ()
     return _Keys(posted, (gather,) if step == 1 else (), [] if step else [held], [-held] if step == last else [])
 
 
-def merged_bytes(phase: str, step: int, last: int, block: Block | None, size: float, out: float) -> float:
+def merge_bytes(phase: str, step: int, last: int, block: Block | None, keys_bytes: float, output_bytes: float) -> float:
     """Return the bytes read and written to merge a block of a ring on CPUs; see [Note: merging].
 
-    `size`: bytes of a rank's keys and values; `out`: bytes of its output, or of its queries. The first step copies the
-    keys and values that it sends, and in a forward the queries. A merge of outputs weighs and adds both; a merge of
-    gradients only adds them.
+    `keys_bytes`: bytes of a rank's keys and values; `output_bytes`: bytes of its output, or of its queries. The first
+    step copies the keys and values that it sends, and in a forward the queries. A merge of outputs weighs and adds
+    both; a merge of gradients only adds them.
 
     >>> block = Block(1, 2, causal=False)  # of the second half of the queries
-    >>> merged_bytes("f", 0, 1, None, 10, 100), merged_bytes("f", 1, 1, block, 10, 100)
+    >>> merge_bytes("f", 0, 1, None, 10, 100), merge_bytes("f", 1, 1, block, 10, 100)
     (220, 350.0)
-    >>> merged_bytes("b", 0, 1, None, 10, 100), merged_bytes("b", 1, 1, block, 10, 100)
+    >>> merge_bytes("b", 0, 1, None, 10, 100), merge_bytes("b", 1, 1, block, 10, 100)
     (20, 180.0)
     """
     if step == 0:
-        return 2 * size + (0 if phase == "b" else 2 * out)
+        return 2 * keys_bytes + (0 if phase == "b" else 2 * output_bytes)
     if block is None:
         return 0.0
-    of_queries, of_keys = (2 - block.first_half) / 2 * out, block.key_halves / 2 * size
+    of_queries, of_keys = (2 - block.first_half) / 2 * output_bytes, block.key_halves / 2 * keys_bytes
     return 3 * (of_queries + of_keys) if phase == "b" else 7 * of_queries
 
 
-def merged_in_float_bytes(
+def float_merge_bytes(
     phase: str,
     step: int,
     last: int,
     block: Block | None,
-    size: float,
-    out: float,
+    keys_bytes: float,
+    output_bytes: float,
     *,
-    value: int,
+    value_bytes: int,
     compiled: bool = False,
 ) -> float:
     """Return the bytes read and written to merge a block of a ring on GPUs; see [Note: merging].
 
-    `value`: bytes of an element of `size` and `out`. `compiled`: whether one kernel merges a block.
+    `value_bytes`: bytes of an element of `keys_bytes` and `output_bytes`. `compiled`: whether one kernel merges a
+    block.
 
     >>> block = Block(0, 1, causal=False)  # to the first half of the keys
-    >>> merged_in_float_bytes("f", 1, 2, block, 10, 100, value=2)
+    >>> float_merge_bytes("f", 1, 2, block, 10, 100, value_bytes=2)
     1900.0
-    >>> merged_in_float_bytes("b", 1, 2, block, 10, 100, value=2)
+    >>> float_merge_bytes("b", 1, 2, block, 10, 100, value_bytes=2)
     605.0
-    >>> merged_in_float_bytes("f", 1, 2, block, 10, 100, value=2, compiled=True)
+    >>> float_merge_bytes("f", 1, 2, block, 10, 100, value_bytes=2, compiled=True)
     500.0
     """
-    wide = PRECISION_BYTES["fp32"] / value
+    wide = PRECISION_BYTES["fp32"] / value_bytes
     cast = 1 + wide if wide > 1 else 0.0
-    sent = 2 * size if step == 0 < last else 0.0
-    of_queries, of_keys = ((2 - block.first_half) / 2 * out, block.key_halves / 2 * size) if block else (0.0, 0.0)
+    sent = 2 * keys_bytes if step == 0 < last else 0.0
+    of_queries, of_keys = (
+        ((2 - block.first_half) / 2 * output_bytes, block.key_halves / 2 * keys_bytes) if block else (0.0, 0.0)
+    )
     halves_queries, halves_keys = (block.first_half == 1, block.key_halves == 1) if block else (False, False)
     if compiled:
         if phase != "b":
-            merged = 2 * wide * out + of_queries if step and block else 0.0
-            return sent + merged + cast * out * (step == last)
-        merged = (2 if step else 1) * wide * (out + size) + of_queries + of_keys if block else 0.0
-        return sent + merged + cast * (out + size) * (step == last)
+            merged = 2 * wide * output_bytes + of_queries if step and block else 0.0
+            return sent + merged + cast * output_bytes * (step == last)
+        merged = (2 if step else 1) * wide * (output_bytes + keys_bytes) + of_queries + of_keys if block else 0.0
+        return sent + merged + cast * (output_bytes + keys_bytes) * (step == last)
     if phase != "b":
-        merged = 8 * wide * of_queries + 2 * wide * out * halves_queries if step else 0.0
-        return sent + cast * of_queries + merged + cast * out * (step == last)
-    merged = (1 + 2 * wide) * (of_queries + of_keys) + 2 * wide * (out * halves_queries + size * halves_keys)
-    zeros = wide * (out + size) if step == 0 else 0.0
-    return sent + zeros + merged + 2 * wide * size + cast * (out + size) * (step == last)
+        merged = 8 * wide * of_queries + 2 * wide * output_bytes * halves_queries if step else 0.0
+        return sent + cast * of_queries + merged + cast * output_bytes * (step == last)
+    merged = (1 + 2 * wide) * (of_queries + of_keys) + 2 * wide * (
+        output_bytes * halves_queries + keys_bytes * halves_keys
+    )
+    zeros = wide * (output_bytes + keys_bytes) if step == 0 else 0.0
+    return sent + zeros + merged + 2 * wide * keys_bytes + cast * (output_bytes + keys_bytes) * (step == last)
 
 
-def _born(low: Lowering, instance: LayerInstance, reduction: Reduction, samples: int) -> list[float]:
+def _allocated_tensor_bytes(low: Lowering, instance: LayerInstance, reduction: Reduction, samples: int) -> list[float]:
     """Return the bytes of each tensor that an attention allocates: output and logarithms, or its inputs' gradients."""
     length = low.scenario.workload.sequence_length or 1
     buffers = [buffer for buffer in instance.layer.buffers if buffer.born == reduction.moment]

@@ -366,7 +366,7 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     at_end: list[Task] = []
     block_ends = pass_ends(tasks, "backward")
     first_trained, without_hook = _first_trained(low), _without_input_gradient(low)
-    prefetched = _prefetched_unused(low, first_trained)
+    prefetched = _unused_prefetches(low, first_trained)
     buffered: tuple[Unit, ...] = ()
     """Units whose reduce-scatter buffers are still allocated."""
     # blocks from the last to the first, experts before the rest of their block, and the root; a block without a hook
@@ -407,7 +407,7 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     return [*insert_beside(tasks, before={}, behind=after_block), *at_end, _callback(low, buffered, micro_batch)]
 
 
-def _prefetched_unused(low: Lowering, first_trained: int) -> list[Unit]:
+def _unused_prefetches(low: Lowering, first_trained: int) -> list[Unit]:
     """Return the units below the first trained layer that the backward gathers ahead, though it never reaches them.
 
     They belong to the block just below, and are as many as the first trained block has units.
@@ -556,7 +556,7 @@ def _reduce_scatter(
     copy_in = Task(
         reduce.serving("copy-in"),
         "backward",
-        **_wrapping(low, rank, phase="b", tensors=len(unit.tensors.trained), copied_bytes=copied_bytes),
+        **_unit_overhead(low, rank, phase="b", tensors=len(unit.tensors.trained), copied_bytes=copied_bytes),
         after=tuple(_reduce_id(each) for each in freed if overlaps and each.ranks > 1),
         need=_need(
             unit.gathered(0, sign=-1),
@@ -804,7 +804,7 @@ def _fetch_id(unit: Unit, phase: str) -> TaskId:
     return TaskId(COPY_TO_DEVICE, layer=unit.name, during="backward" if phase == "backward" else "")
 
 
-def _wrapping(low: Lowering, rank: int, *, phase: str, tensors: int, copied_bytes: float) -> dict[str, Any]:
+def _unit_overhead(low: Lowering, rank: int, *, phase: str, tensors: int, copied_bytes: float) -> dict[str, Any]:
     """Return the duration of FSDP2's own work for a unit (host time and copies), as fields of a task."""
     device = low.device(rank)
     copy_s = cost.sharded_unit_copy_s(device, copied_bytes)
@@ -835,7 +835,7 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
     return Task(
         gather.serving("copy-out"),
         phase,
-        **_wrapping(
+        **_unit_overhead(
             low,
             rank,
             phase="f",

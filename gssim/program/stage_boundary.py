@@ -1,12 +1,12 @@
 """Pipeline stages: their layers, their inputs and outputs, and the lifetimes of buffers that cross a stage boundary.
 
-[Note: borders] A trace shows the lifetime of a buffer in a whole model, where it may end in a neighbouring layer. At
-the boundary of two stages the neighbour is on another device, and torch.distributed.pipelining holds three tensors: the
-stage's input, received into a buffer that is allocated once for each micro-batch and kept; the stage's output; and the
-gradient of its input. The latter two live until the schedule drops the last reference (`gssim.plan.pipeline_schedule`,
-"release"). The last stage's logits are such an output as well. Every other buffer that would be freed in a layer beyond
-the boundary is freed when the stage's forward or backward returns. The parts of a split backward are no exception: what
-outlives the second part is freed when that returns.
+[Note: stage boundaries] A trace shows the lifetime of a buffer in a whole model, where it may end in a neighbouring
+layer. At the boundary of two stages the neighbour is on another device, and torch.distributed.pipelining holds three
+tensors: the stage's input, received into a buffer that is allocated once for each micro-batch and kept; the stage's
+output; and the gradient of its input. The latter two live until the schedule drops the last reference
+(`gssim.plan.pipeline_schedule`, "release"). The last stage's logits are such an output as well. Every other buffer that
+would be freed in a layer beyond the boundary is freed when the stage's forward or backward returns. The parts of a
+split backward are no exception: what outlives the second part is freed when that returns.
 
 [Note: cast once] torch.autocast keeps the 16-bit casts of leaves of autograd's graph that require gradients until its
 context ends (aten/src/ATen/autocast_mode.cpp, cached_cast). Parameters are such leaves, and so is the input that a
@@ -67,13 +67,13 @@ class Stage:
         allocates = [any(buffer.born.phase == "f" for buffer in each.buffers) for each in layers]
         while place > self.shared and (of_no_sample(layers[place]) or not allocates[place]):
             place -= 1
-        buffer = passed_on(self.layers[place].layer)
+        buffer = output_buffer(self.layers[place].layer)
         if place < last and (buffer is None or place + buffer.freed.layer_offset < last):
             return last, None
         return place, buffer
 
     @cached_property
-    def likeness(self) -> tuple[object, ...]:
+    def structure_key(self) -> tuple[object, ...]:
         """Key of stages that are equal but for names: equal layers, and equal layers next to them."""
         beside = (None if each is None else Same(each.layer) for each in (self.before, self.after))
         place, output = self.output_place
@@ -115,7 +115,7 @@ def stages_of(layers: Sequence[Sequence[LayerInstance]]) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def passed_on(layer: Layer) -> Buffer | None:
+def output_buffer(layer: Layer) -> Buffer | None:
     """Return the buffer that holds a layer's output for the next layer; None where the trace does not show it.
 
     The buffer outlives the layer, or it is an output that the layer's own backward needs as well (a ReLU's). Operations
@@ -134,7 +134,7 @@ def passed_on(layer: Layer) -> Buffer | None:
 def stage_timeline(
     stage: Stage, *, batch_size: int, sequence_length: int, scale: float, lives: Lives, input_is_leaf: bool = True
 ) -> Timeline:
-    """Return the memory events of a stage, by the number of the layer in the stage; see [Note: borders].
+    """Return the memory events of a stage, by the number of the layer in the stage; see [Note: stage boundaries].
 
     The stage's output and the gradient of its input are released by the schedule, so only their allocations are
     included. `input_is_leaf`: whether the first layer is given the received tensor itself; see [Note: cast once].
@@ -154,7 +154,7 @@ def stage_timeline(
         if receives:
             buffers = _with_input_cast_once(buffers)
         for place, buffer in enumerate(buffers):
-            freed = _freed(stage, number, buffer, output)
+            freed = _release_moment(stage, number, buffer, output)
             # repetitions share their events; a moment's fields are hashed in a third of the time of its own hash
             key = (context, place, freed.phase, freed.position, freed.layer_offset)
             if key not in cached:
@@ -195,7 +195,7 @@ def _with_input_cast_once(buffers: Sequence[Buffer]) -> list[Buffer]:
     return found
 
 
-def _freed(stage: Stage, number: int, buffer: Buffer, output: Buffer | None) -> Moment:
+def _release_moment(stage: Stage, number: int, buffer: Buffer, output: Buffer | None) -> Moment:
     """Return the moment at which a buffer of the stage's layer `number` is freed."""
     freed, target = buffer.freed, number + buffer.freed.layer_offset
     if output is not None and (buffer.born, buffer.size_bytes) == (output.born, output.size_bytes):  # also recomputed

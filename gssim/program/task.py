@@ -535,12 +535,12 @@ Name = TaskId | Chunk | Posted | Awaited
 
 
 def name_of(part: Part) -> Name:
-    """Return the name by which others wait for a part of an outline."""
+    """Return the name by which other tasks wait for a part of an outline: a task's identity, or the part itself."""
     return part.id if isinstance(part, Task) else part
 
 
-def expanded(parts: Iterable[Part]) -> Iterator[Task]:
-    """Yield the tasks of parts."""
+def tasks_of(parts: Iterable[Part]) -> Iterator[Task]:
+    """Yield the tasks of parts of an outline, one after another."""
     for part in parts:
         if isinstance(part, Task):
             yield part
@@ -616,7 +616,7 @@ class Outline(Sequence[Task]):
 
     @cached_property
     def _tasks(self) -> tuple[Task, ...]:
-        return tuple(expanded(self.parts))
+        return tuple(tasks_of(self.parts))
 
     def __len__(self) -> int:
         return self.schedule.task_count + self.further.task_count
@@ -635,7 +635,7 @@ class Outline(Sequence[Task]):
 
 
 def parts_of(tasks: Sequence[Task]) -> Sequence[Part]:
-    """Return the parts of an outline, or the tasks themselves if they are not one."""
+    """Return the parts of an outline; a plain sequence of tasks is returned as it is."""
     return tasks.parts if isinstance(tasks, Outline) else tasks
 
 
@@ -653,7 +653,7 @@ def needs_of(tasks: Sequence[Task]) -> Sequence[Footprint]:
     return [task.need for task in tasks if task.need.peak_bytes or task.need.kept]
 
 
-def unnumbered(tasks: Sequence[Task]) -> Iterator[Task]:
+def template_tasks(tasks: Sequence[Task]) -> Iterator[Task]:
     """Yield the tasks of an outline without a pipeline's messages.
 
     Tasks of chunks are those of the template, without micro-batch and stage, as it is much faster not to make others.
@@ -665,8 +665,8 @@ def unnumbered(tasks: Sequence[Task]) -> Iterator[Task]:
             yield from part.template.tasks
 
 
-def each_once(tasks: Sequence[Task]) -> Iterable[Task]:
-    """Return the tasks of an outline, those of each template only once, and without a pipeline's messages."""
+def distinct_tasks(tasks: Sequence[Task]) -> Iterable[Task]:
+    """Return the distinct tasks of an outline: each template's once, and none of the messages between stages."""
     if not isinstance(tasks, Outline):
         return tasks
     templates = tasks.schedule.templates | tasks.further.templates
@@ -731,7 +731,7 @@ class Collectives(Mapping[TaskId, Communication]):
         If two templates have only some of their names in common, all tasks are counted one by one.
         """
         if not any(isinstance(tasks, Outline) for tasks in self._by_rank):
-            return _counted(self._all.values())
+            return _count_distinct(self._all.values())
         plain: dict[TaskId | MessageName, Communication] = {}
         order: dict[int, Communication] = {}
         chunks: dict[tuple[TaskId, ...], _Repeated] = {}
@@ -752,7 +752,7 @@ class Collectives(Mapping[TaskId, Communication]):
                 plain[name] = part.exchange
                 order[id(part.exchange)] = part.exchange
         if _overlap((name for name in plain if isinstance(name, TaskId)), chunks.values()):
-            return _counted(self._all.values())
+            return _count_distinct(self._all.values())
         counts: Counter[int] = Counter(map(id, plain.values()))
         for repeated in chunks.values():
             for communication in repeated.collectives.values():
@@ -779,7 +779,7 @@ def _overlap(plain: Iterable[TaskId], chunks: Iterable[_Repeated]) -> bool:
     return any(name in known and place in known[name] for name, place in places)
 
 
-def _counted(communications: Iterable[Communication]) -> Sequence[tuple[Communication, int]]:
+def _count_distinct(communications: Iterable[Communication]) -> Sequence[tuple[Communication, int]]:
     """Return distinct communications, compared by identity, and the number of each."""
     several = list(communications)
     distinct = {id(each): each for each in several}
@@ -823,7 +823,7 @@ class Program:
     def exchanges(self) -> Sequence[tuple[Communication, int]]:
         """Distinct collectives, compared by identity, and the number of each in a step."""
         named = self.communications
-        return named.counted if isinstance(named, Collectives) else _counted(named.values())
+        return named.counted if isinstance(named, Collectives) else _count_distinct(named.values())
 
     @cached_property
     def communicating_groups(self) -> Collection[frozenset[int]]:

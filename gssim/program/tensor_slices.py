@@ -213,7 +213,7 @@ def _with_overlapped_products(tasks: Sequence[Task], products: Mapping[int, "_Pr
     gather: Task | None = None
     for task in tasks:
         if gather is not None and _is_part(task):
-            overlap, rest = _divided(task, products[gather.id.part or 0])
+            overlap, rest = _split_at_overlap(task, products[gather.id.part or 0])
             found += [replace(overlap, issue=task.issue), _wait_for(gather.id), replace(rest, issue=None)]
             gather = None
             continue
@@ -226,13 +226,13 @@ def _with_overlapped_products(tasks: Sequence[Task], products: Mapping[int, "_Pr
             found.append(gather)
         else:
             place = next(i for i in reversed(range(len(found))) if found[i].exchange is None and not found[i].id.action)
-            overlap, found[place] = _divided(found[place], product)
+            overlap, found[place] = _split_at_overlap(found[place], product)
             found += [replace(task, stream="slices", after=(found[-1].id,)), overlap, _wait_for(task.id)]
     assert gather is None, "products follow the gather of their input"
     return found
 
 
-def _divided(part: Task, product: "_Product") -> tuple[Task, Task]:
+def _split_at_overlap(part: Task, product: "_Product") -> tuple[Task, Task]:
     """Split a part of a pass in two: the time that runs beside an exchange, at most all of it, and the rest."""
     whole_s = part.duration_s + product.copies_s
     overlap_s = min(product.beside_s, whole_s)

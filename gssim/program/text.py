@@ -89,9 +89,9 @@ def _fields_of(identity: TaskId) -> dict[str, Any]:
 def _line(task: Task) -> str:
     words = [f"phase={task.phase}", f"stream={_quoted(task.stream)}", f"duration_s={task.duration_s!r}"]
     if task.communication is not None:
-        words.append(f"collective={_listed([task.communication])}")
+        words.append(f"collective={_identities_text([task.communication])}")
     if task.after:
-        words.append(f"after={_listed(task.after)}")
+        words.append(f"after={_identities_text(task.after)}")
     for name, sizes in (("peak", task.need.peak), ("kept", task.need.kept)):
         if sizes:
             words.append(f"{name}={_pairs(sizes)}")
@@ -115,7 +115,7 @@ def _identity(identity: TaskId) -> str:
     if identity.group is not None:
         words.append(f"group={_ranks(identity.group)}")
     if identity.messages:
-        words.append(f"messages={_listed(identity.messages)}")
+        words.append(f"messages={_identities_text(identity.messages)}")
     return " ".join(words)
 
 
@@ -123,7 +123,7 @@ def _quoted(text: str) -> str:
     return text if PLAIN.fullmatch(text) else json.dumps(text)
 
 
-def _listed(identities: Iterable[TaskId]) -> str:
+def _identities_text(identities: Iterable[TaskId]) -> str:
     return f"[{'; '.join(map(_identity, identities))}]"
 
 
@@ -142,10 +142,10 @@ def _ranks(group: Sequence[int]) -> str:
 
 
 def _task(line: str) -> Task:
-    identity, *rest = _divided(line, "|")
+    identity, *rest = _split_outside_quotes(line, "|")
     if not rest:
         raise ValueError("there is no bar behind its identity")
-    given = dict(_settings(_divided("|".join(rest), " ")))
+    given = dict(_settings(_split_outside_quotes("|".join(rest), " ")))
     points = [(float(size), float(value)) for size, value in _read_pairs(given.get("after_pauses", ""))]
     curve = Curve(sizes=tuple(s for s, _ in points), values=tuple(v for _, v in points)) if points else None
     issue = Issue(float(given["host_s"]), given["goes_on"] == "1") if "host_s" in given else None
@@ -164,7 +164,7 @@ def _task(line: str) -> Task:
 
 
 def _read_identity(text: str) -> TaskId:
-    first, *words = _divided(text, " ")
+    first, *words = _split_outside_quotes(text, " ")
     op, _, action = first.partition("/")
     if op not in get_args(Operation) or action not in get_args(Action):
         raise ValueError(f"unknown operation {first!r}")
@@ -188,7 +188,7 @@ def _settings(words: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _read_list(text: str) -> tuple[TaskId, ...]:
-    return tuple(map(_read_identity, _divided(text[1:-1], ";")))
+    return tuple(map(_read_identity, _split_outside_quotes(text[1:-1], ";")))
 
 
 def _read_pairs(text: str) -> Iterator[tuple[str, str]]:
@@ -213,10 +213,10 @@ def _unquoted(text: str) -> str:
     return str(json.loads(text)) if text.startswith('"') else text
 
 
-def _divided(text: str, separator: str) -> list[str]:
+def _split_outside_quotes(text: str, separator: str) -> list[str]:
     """Split a text at separators outside quotes and brackets; return the non-empty parts.
 
-    >>> _divided('a=[b c; d] e="f g"', " ")
+    >>> _split_outside_quotes('a=[b c; d] e="f g"', " ")
     ['a=[b c; d]', 'e="f g"']
     """
     parts, depth, quoted, begin = [], 0, False, 0

@@ -148,7 +148,22 @@ def uncombined_reason(model: Model, cut: Sequence[Layer]) -> str | None:
     for layers in (model.layers, model.context_layers, cut):
         if any(layer.block and Attention.of(layer) is None for layer in layers):
             return "has a block without one attention of its own, or is traced without its compute-heavy operations"
+    if any(layer.block and _pads_heads(layer) for layer in model.context_layers):
+        return (
+            "has heads that GPUs pad in 16 bits; what their exchanges free beside cut blocks or divided experts is not "
+            "known yet; allowed: workload.precision = 'fp32' without workload.autocast, or plan.cp = 1"
+        )
     return None
+
+
+def _pads_heads(layer: Layer) -> bool:
+    """Return whether what a backward's exchanges send are not the gradients that the attention makes, as of heads that
+    are padded for its kernel.
+    """
+    at = Attention.of(layer)
+    assert at is not None
+    made = {each.freed for each in layer.buffers if _is_input_gradient(each, at)}
+    return any(each.received.freed not in made for each in _exchanges(layer, "b")[1:])
 
 
 def on_positions(quantity: Polynomial, positions: int) -> Polynomial:

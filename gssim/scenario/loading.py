@@ -49,16 +49,16 @@ def load_scenario(
     shared = shared or Shared()
     asked = tuple(overrides)
 
-    def loaded() -> _Known:
-        return _loaded(path, asked, tables, shared, gradients_needed=gradients_needed, searched=searched)
+    def load() -> _CachedScenario:
+        return _load(path, asked, tables, shared, gradients_needed=gradients_needed, searched=searched)
 
     if tables is not None:
-        return loaded().loaded
+        return load().loaded
     key = (os.fspath(path), tuple(map(_without_rate, asked)), gradients_needed, searched)
-    known = shared.once("alike scenarios", key, loaded)
-    if known.overrides == asked:  # it was loaded just now, or is asked for again
-        return known.loaded if known.is_current else loaded().loaded
-    return (known.with_rates(asked, shared) if known.is_current else None) or loaded().loaded
+    cached = shared.once("alike scenarios", key, load)
+    if cached.overrides == asked:  # it was loaded just now, or is asked for again
+        return cached.loaded if cached.is_current else load().loaded
+    return (cached.with_rates(asked, shared) if cached.is_current else None) or load().loaded
 
 
 class _Folders(dict[str, Path]):
@@ -73,8 +73,8 @@ class _Folders(dict[str, Path]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """A loaded scenario, from which others are derived that differ from it only in their names and rates of links."""
+class _CachedScenario:
+    """A loaded scenario, from which those are derived that differ from it only in name or in the rates of links."""
 
     loaded: Loaded
     path: Path
@@ -88,7 +88,7 @@ class _Known:
     @property
     def is_current(self) -> bool:
         """Whether all files are as they were."""
-        return all(_version(path) == version for path, version in self.versions)
+        return all(_file_version(path) == version for path, version in self.versions)
 
     def with_rates(self, overrides: tuple[str, ...], shared: Shared) -> Loaded | None:
         """Return the scenario under overrides that set other rates of links; None if more than these may differ.
@@ -107,7 +107,7 @@ class _Known:
         scenario = validated(Scenario, tables, file=file)
         resolved = vars(first)
         vars(scenario).update({name: resolved[name] for name in RESOLVED if name in resolved})
-        vars(scenario)["source"] = Source(self.path, overrides, None, load=_loaded_from)
+        vars(scenario)["source"] = Source(self.path, overrides, None, load=_load_source)
         return Loaded(file=file, scenario=scenario, gradients=self.loaded.gradients)
 
 
@@ -130,7 +130,7 @@ def _without_rate(override: str) -> str:
     return key if key == "name" or (key.startswith(LINKS) and key.endswith(RATES)) else override
 
 
-def _loaded(
+def _load(
     path: Path,
     overrides: tuple[str, ...],
     tables: Mapping[str, Any] | None,
@@ -138,45 +138,45 @@ def _loaded(
     *,
     gradients_needed: bool,
     searched: bool,
-) -> _Known:
-    """Return a scenario, and what it was loaded from; see `load_scenario`."""
+) -> _CachedScenario:
+    """Load a scenario and return it with the files that were read; see `load_scenario`."""
     folders = _Folders(path.parent)
     text, content = _content(path, shared) if tables is None else ("", _with_own_layers(tables, shared))
-    data = _copied(content)
+    data = _copy_of_tables(content)
     file = str(path)
     check_kind(data, "scenario", file)
     data.setdefault("name", path.stem)
     data.setdefault("question", first_comment(text))
     changes = _with_overrides(data, overrides, folders)
     named = data.get("cluster")
-    data["cluster"] = _part(data, "cluster", changes, file, folders, shared)
-    cluster = _find(named, "cluster", file, folders) if isinstance(named, str) else None
+    data["cluster"] = _load_part(data, "cluster", changes, file, folders, shared)
+    cluster = _find_file(named, "cluster", file, folders) if isinstance(named, str) else None
     workload = data.get("workload")
     if isinstance(workload, dict):
         # under autocast, layers are those of a file that is traced in fp32
         use = _Use(str(workload.get("precision", "fp32")), "autocast" in workload, _has_only_gpus(data["cluster"]))
-        workload["model"] = _part(workload, "workload.model", changes, file, folders, shared, use=use)
+        workload["model"] = _load_part(workload, "workload.model", changes, file, folders, shared, use=use)
         if isinstance(workload["model"], Model):
-            workload["model"] = _as_devices_run_it(workload["model"], data["cluster"], file)
+            workload["model"] = _as_run_on_devices(workload["model"], data["cluster"], file)
         load = workload.get("expert_load")
         if isinstance(load, str) and load != "balanced":
-            workload["expert_load"] = _table(_find(load, "workload.expert_load", file, folders))
+            workload["expert_load"] = _table(_find_file(load, "workload.expert_load", file, folders))
         if isinstance(workload.get("data"), dict):
             workload["data"] = _with_paths(workload["data"], folders)
     if isinstance(data.get("search"), dict) and isinstance(data["search"].get("study"), str):
-        study = _find(data["search"]["study"], "search.study", file, folders)
+        study = _find_file(data["search"]["study"], "search.study", file, folders)
         data["search"] = data["search"] | {"study": str(study)}
     scenario = validated(Scenario, _with_known_tables(data, shared), file=file)
-    vars(scenario)["source"] = Source(path, tuple(overrides), tables, load=_loaded_from)
+    vars(scenario)["source"] = Source(path, tuple(overrides), tables, load=_load_source)
     check(scenario, file=file)
     wanted = scenario.plan.sends_by_data or (searched and scenario.search.searches_thresholds)
     statistics = _statistics(scenario, file, folders, shared) if gradients_needed and wanted else None
-    versions = tuple((each, _version(each)) for each in (path, *folders.tried))
+    versions = tuple((each, _file_version(each)) for each in (path, *folders.tried))
     found = Loaded(file=file, scenario=scenario, gradients=statistics)
-    return _Known(found, path, overrides, folders, cluster, versions)
+    return _CachedScenario(found, path, overrides, folders, cluster, versions)
 
 
-def _as_devices_run_it(model: Model, cluster: Any, file: str) -> Model:
+def _as_run_on_devices(model: Model, cluster: Any, file: str) -> Model:
     """Return a model with the layers that all devices of a cluster run, see [Note: fused kernels] in `workload.model`.
 
     A Result of GPUs holds the layers of these and of its model's file, which are taken if the cluster is another one.
@@ -269,7 +269,7 @@ def _with_known_tables(data: dict[str, Any], shared: Shared) -> dict[str, Any]:
     return known
 
 
-def _loaded_from(source: Source) -> Scenario:
+def _load_source(source: Source) -> Scenario:
     return load_scenario(source.path, source.overrides, tables=source.tables, gradients_needed=False).scenario
 
 
@@ -308,14 +308,14 @@ def _model(path: Path, changes: Changes, shared: Shared, *, use: _Use | None = N
     `use`: the only use for which it is needed, if there is one; None: the whole model.
     """
     if not changes:
-        data = _model_tables(shared.once("text", _version(path), lambda: read_text(path)), path, use)
+        data = _model_tables(shared.once("text", _file_version(path), lambda: read_text(path)), path, use)
         check_kind(data, "model", str(path))
         return _unchanged_model(path, Same(data))
     data = _content(path, shared)[1]
     check_kind(data, "model", str(path))
     key = (path, Same(data), repr(changes))
     return shared.once(
-        "model", key, lambda: validated(Model, _changed(data, "workload.model", changes), file=str(path))
+        "model", key, lambda: validated(Model, _with_changes(data, "workload.model", changes), file=str(path))
     )
 
 
@@ -385,23 +385,23 @@ def _cluster(path: Path, changes: Changes, file: str, folders: _Folders, shared:
     data = _content(path, shared)[1]
     check_kind(data, "cluster", str(path))
     own = _Folders(path.parent)
-    found = {key: _find(data[key], key, str(path), own) for key in IN_FILES if isinstance(data.get(key), str)}
+    found = {key: _find_file(data[key], key, str(path), own) for key in IN_FILES if isinstance(data.get(key), str)}
     folders.tried |= own.tried
     named = {key: value for key, value in changes if key in IN_FILES and isinstance(value, str)}
-    found |= {key: _find(value, f"cluster.{key}", file, folders) for key, value in named.items()}
+    found |= {key: _find_file(value, f"cluster.{key}", file, folders) for key, value in named.items()}
     tables = {key: _content(each, shared)[1] for key, each in found.items()}
     changes = tuple((key, value) for key, value in changes if key not in named)
     key = (str(path), Same(data), *map(Same, tables.values()), repr(changes))
     return shared.once(
-        "cluster", key, lambda: validated(Cluster, _changed(data | tables, "cluster", changes), file=str(path))
+        "cluster", key, lambda: validated(Cluster, _with_changes(data | tables, "cluster", changes), file=str(path))
     )
 
 
-def _changed(data: dict[str, Any], under: str, changes: Changes) -> dict[str, Any]:
+def _with_changes(data: dict[str, Any], under: str, changes: Changes) -> dict[str, Any]:
     """Return the content of a file with overrides applied."""
-    changed: dict[str, Any] = _copied(data) if changes else data
+    changed: dict[str, Any] = _copy_of_tables(data) if changes else data
     for key, value in changes:
-        put(changed, key, _copied(value), under=f"{under}.")
+        put(changed, key, _copy_of_tables(value), under=f"{under}.")
     return changed
 
 
@@ -409,7 +409,7 @@ IN_FILES = ("device_types", "backend_cost")
 """Tables of a cluster file that may be in separate files, which several clusters share."""
 
 
-def _version(path: Path) -> tuple[str, int, int, int] | None:
+def _file_version(path: Path) -> tuple[str, int, int, int] | None:
     """Return a cache key for the content of a file: path, number, modification time and size; None where there is no
     file. The number differs where a relative path is that of another file in another working directory.
     """
@@ -428,7 +428,7 @@ def _content(path: Path, shared: Shared) -> tuple[str, dict[str, Any]]:
         text = read_text(path)
         return text, _tables_of(text, path)
 
-    return shared.once("file", _version(path), read)
+    return shared.once("file", _file_version(path), read)
 
 
 @lru_cache(maxsize=MOST_READ)
@@ -445,17 +445,17 @@ def _tables_of(text: str, path: Path) -> dict[str, Any]:
     return tables
 
 
-def _copied(value: Any) -> Any:
+def _copy_of_tables(value: Any) -> Any:
     """Return a deep copy of the tables and arrays of a TOML value."""
     if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+        return {key: _copy_of_tables(item) for key, item in value.items()}
+    return [_copy_of_tables(item) for item in value] if isinstance(value, list) else value
 
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the text and the parsed content of a TOML file; raise UserError where it is missing or invalid."""
     text = read_text(path)
-    return text, _copied(_tables_of(text, path))
+    return text, _copy_of_tables(_tables_of(text, path))
 
 
 def first_comment(text: str) -> str:
@@ -485,7 +485,7 @@ def _with_overrides(data: dict[str, Any], overrides: Sequence[str], folders: _Fo
 
 def _table(path: Path) -> dict[str, Any]:
     """Return the table in a TOML or JSON file."""
-    content = read_json(path) if path.suffix == ".json" else read_toml(path)[1]
+    content = read_json(path, by_hand=True) if path.suffix == ".json" else read_toml(path)[1]
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a table of keys")
     return content
@@ -495,7 +495,7 @@ PARTS = ("cluster", "workload.model")
 """Parts of a scenario that may be in files of their own."""
 
 
-def _part(
+def _load_part(
     data: dict[str, Any],
     part: str,
     changes: Mapping[str, Changes],
@@ -512,7 +512,7 @@ def _part(
     """
     value = data.get(part.rpartition(".")[2])
     if isinstance(value, dict):
-        cls, table = Cluster if part == "cluster" else Model, _changed(value, part, changes[part])
+        cls, table = Cluster if part == "cluster" else Model, _with_changes(value, part, changes[part])
         try:
             return shared.once(f"inline {cls.__name__}", repr(table), lambda: validated(cls, table, file=""))
         except UserError:
@@ -521,13 +521,13 @@ def _part(
         raise UserError(f"{file}: {part}: missing; name a file or give the table")
     if not isinstance(value, str):
         return value
-    path = _find(value, part, file, folders)
+    path = _find_file(value, part, file, folders)
     if part == "cluster":
         return _cluster(path, changes[part], file, folders, shared)
     return _model(path, changes[part], shared, use=use)
 
 
-def _find(name: str, key: str, file: str, folders: _Folders) -> Path:
+def _find_file(name: str, key: str, file: str, folders: _Folders) -> Path:
     candidates = []
     for folder in (folders.get(key), folders[""]):
         if folder is not None:
@@ -572,9 +572,9 @@ def _statistics(scenario: Scenario, file: str, folders: _Folders, shared: Shared
     if name is None and not scenario.plan.sends_by_data:
         return None  # the search will report it
     if name is None or name == TRANSFERRED:
-        return _transferred(scenario, shared)
-    path = _find(name, "workload.gradients", file, folders)
-    statistics = shared.once("gradients", _version(path), lambda: read_gradients(path), most=8)
+        return _transferred_statistics(scenario, shared)
+    path = _find_file(name, "workload.gradients", file, folders)
+    statistics = shared.once("gradients", _file_version(path), lambda: read_gradients(path), most=8)
     workload, run = scenario.workload, scenario.run
     publishes = scenario.plan.publish.threshold is not None
     key = (Same(workload), Same(statistics), run.warmup_steps + run.steps, scenario.push.error_feedback, publishes)
@@ -582,7 +582,7 @@ def _statistics(scenario: Scenario, file: str, folders: _Folders, shared: Shared
     return statistics
 
 
-def _transferred(scenario: Scenario, shared: Shared) -> GradientStatistics:
+def _transferred_statistics(scenario: Scenario, shared: Shared) -> GradientStatistics:
     """Return a scenario's gradient statistics as transferred from a family of small models shipped with the package."""
     workload, steps = scenario.workload, scenario.run.warmup_steps + scenario.run.steps
 

@@ -38,22 +38,22 @@ def begin(scenario: Scenario) -> RebalancingState:
 
 
 def after_step(
-    following: RebalancingState, *, step: int, compute_s: Sequence[float], update_s: Sequence[float]
+    state: RebalancingState, *, step: int, compute_s: Sequence[float], update_s: Sequence[float]
 ) -> RebalancingState:
     """Return the state after a counted step (negative in the warm-up), with the shares of the next step.
 
     `compute_s`, `update_s`: times of every rank in that step.
     """
-    scenario, before = following.scenario, following
+    scenario, before = state.scenario, state
     settings, least = scenario.plan.shares.replanning, scenario.plan.micro_batches
-    watch = rebalancing.observe(following.watch, compute_s, settings, least=least, most=following.most_samples)
-    whole_s = [s / share if share and s else None for s, share in zip(update_s, following.shard_shares, strict=True)]
-    updates = (*following.updates, tuple(whole_s))[-settings.minimum_steps :]
-    following = replace(following, watch=watch, updates=updates)
+    watch = rebalancing.observe(state.watch, compute_s, settings, least=least, most=state.most_samples)
+    whole_s = [s / share if share and s else None for s, share in zip(update_s, state.shard_shares, strict=True)]
+    updates = (*state.updates, tuple(whole_s))[-settings.minimum_steps :]
+    state = replace(state, watch=watch, updates=updates)
     if watch.settled:
         moved = scenario.moved_shards(
             samples=watch.batch,
-            owned=following.shard_shares,
+            owned=state.shard_shares,
             update_s=[
                 median(known_s) if (known_s := [s for s in rank_s if s is not None]) else None
                 for rank_s in zip(*updates, strict=True)
@@ -62,8 +62,8 @@ def after_step(
         )
         if moved is not None:
             room = replace(scenario, plan=scenario.with_shares(before.samples, moved).plan).most_samples
-            following = replace(following, shard_shares=moved, most_samples=tuple(map(max, room, watch.batch)))
-    if (following.samples, following.shard_shares) == (before.samples, before.shard_shares):
-        return following
-    new = Division(first_step=step + 1, samples=following.samples, shard_shares=following.shard_shares)
-    return replace(following, divisions=(*following.divisions, new))
+            state = replace(state, shard_shares=moved, most_samples=tuple(map(max, room, watch.batch)))
+    if (state.samples, state.shard_shares) == (before.samples, before.shard_shares):
+        return state
+    new = Division(first_step=step + 1, samples=state.samples, shard_shares=state.shard_shares)
+    return replace(state, divisions=(*state.divisions, new))

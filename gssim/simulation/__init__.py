@@ -19,8 +19,8 @@ from gssim.simulation.run import (
     is_steady,
     program_of,
     push_density,
+    record_steady_step,
     simulate,
-    traced,
     with_spread_and_band,
 )
 from gssim.simulation.steady_run import TooSlowError

@@ -257,7 +257,7 @@ class _LiveTensors:
 
         def in_turn() -> Iterator[Request]:
             for need, kept in part.needs:
-                own = self.needed(need) if kept is None else self._with_kept(need, kept)
+                own = self.requests_of_task(need) if kept is None else self._with_kept(need, kept)
                 made.extend(own)
                 yield from own
 
@@ -290,7 +290,7 @@ class _LiveTensors:
         """Return all blocks, allocated and free: equal requests have equal effects in equal states."""
         return self.allocator.state(), [list(blocks) for blocks in self.alive.values()]
 
-    def needed(self, need: Footprint) -> list[Request]:
+    def requests_of_task(self, need: Footprint) -> list[Request]:
         """Return the allocations and frees of a task, cached by its footprint."""
         requests = self._needed.get(id(need))
         if requests is None:

@@ -101,7 +101,7 @@ def further_peaks(simulated: Program, whole: Program) -> Mapping[int, Peak]:
     return further
 
 
-def extrapolated(scenario: Scenario, few: Result, more: Result, counts: tuple[int, int], shared: Shared) -> Result:
+def extrapolate(scenario: Scenario, few: Result, more: Result, counts: tuple[int, int], shared: Shared) -> Result:
     """Return the Result of all micro-batches of a scenario.
 
     Args:
@@ -151,10 +151,10 @@ def extrapolated(scenario: Scenario, few: Result, more: Result, counts: tuple[in
 def _collectives(few: Sequence[Collective], more: Sequence[Collective], periods: int) -> tuple[Collective, ...]:
     """Return the collectives of all micro-batches: each further period adds the same ones."""
     before = {(each.kind, each.group, each.bytes): each for each in few}
-    return tuple(_with_further(before.get((each.kind, each.group, each.bytes)), each, periods) for each in more)
+    return tuple(_add_periods(before.get((each.kind, each.group, each.bytes)), each, periods) for each in more)
 
 
-def _with_further(before: Collective | None, after: Collective, periods: int) -> Collective:
+def _add_periods(before: Collective | None, after: Collective, periods: int) -> Collective:
     """Return a collective's calls, and what routers let these carry, after so many further periods."""
     count, carried_bytes = (0, 0.0) if before is None else (before.count, before.payload_bytes)
     payload_bytes = after.payload_bytes

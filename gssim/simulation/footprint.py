@@ -9,8 +9,8 @@ release enough cached memory in time: the step is replayed with the device's mem
 memory alone exceeds the limit, nothing is replayed, since the step fails before its peak. On other devices the reserved
 memory is the allocated memory.
 
-[Note: alike] Among ranks with equally many tasks and equal allocator settings, two are replayed: those with the largest
-and the smallest peak (one, if these are nearly equal). The overhead of peaks in between is interpolated.
+[Note: comparable ranks] Among ranks with equally many tasks and equal allocator settings, two are replayed: those with
+the largest and the smallest peak (one, if these are nearly equal). The overhead of peaks in between is interpolated.
 
 [Note: middle] With many micro-batches, those in the middle of the schedule start and end in the same state as the one
 before, once the largest number is in flight. They are left out of the replay if the peak of requested bytes, which is
@@ -27,7 +27,7 @@ from typing import Any
 from gssim.cluster import DeviceType
 from gssim.engine import MEMORY_STEPS, MemoryTracker
 from gssim.memory.allocator import LARGE_SEGMENT_BYTES, rounded_bytes, segment_bytes
-from gssim.program import Chunk, Program, Task, each_once, unnumbered, without_messages
+from gssim.program import Chunk, Program, Task, distinct_tasks, template_tasks, without_messages
 from gssim.result import CATEGORIES
 from gssim.result.result import Fit, Margin
 from gssim.scenario import Scenario
@@ -53,7 +53,7 @@ def reservation(
     return program.once(_replay, role, expandable, None, range(0), many)
 
 
-def _without(program: Program, role: int, left_out: range) -> list[Task | Chunk]:
+def _parts_without(program: Program, role: int, left_out: range) -> list[Task | Chunk]:
     """Return the parts of a role's tasks that belong to none of the micro-batches in `left_out`."""
     parts = without_messages(program.tasks[role])
     numbers = (part.id.micro_batch if isinstance(part, Task) else part.micro_batch for part in parts)
@@ -63,7 +63,7 @@ def _without(program: Program, role: int, left_out: range) -> list[Task | Chunk]
 def _peak_without(program: Program, role: int, left_out: range) -> float:
     """Return the peak of requested bytes without some micro-batches, computed from footprints instead of a replay."""
     memory = MemoryTracker(dict(program.persistent[role]))
-    parts = _without(program, role, left_out)
+    parts = _parts_without(program, role, left_out)
     memory.run([part.need if isinstance(part, Task) else part.template.need for part in parts] * MEMORY_STEPS)
     return memory.peak_bytes
 
@@ -77,7 +77,7 @@ def _replay(
     many: bool = False,
 ) -> AllocatorPeaks:
     """Return the allocator's peaks over a role's steps, without the micro-batches in `left_out`; see [Note: middle]."""
-    parts = _without(program, role, left_out) if left_out else None
+    parts = _parts_without(program, role, left_out) if left_out else None
     return replay(program, role, parts=parts, limit_bytes=limit_bytes, expandable_segments=expandable, many=many)
 
 
@@ -168,7 +168,7 @@ PeakOfRank = tuple[int, Peak]
 AllocatorOverhead = tuple[float, float, float]
 """A peak of requested bytes, how much the allocated blocks exceed it, and the reserved bytes beyond the blocks."""
 Alike = tuple[int, bool]
-"""What makes ranks comparable: number of tasks, and whether segments are expandable; see [Note: alike]."""
+"""What makes ranks comparable: number of tasks, and whether segments are expandable; see [Note: comparable ranks]."""
 Overheads = Mapping[Alike, Sequence[AllocatorOverhead]]
 """Overheads of the largest and smallest peak among comparable ranks (one if these are nearly equal)."""
 
@@ -182,7 +182,7 @@ def footprints_of(
     overheads: Overheads | None = None,
     beside: Mapping[int, Peak] | None = None,
 ) -> list[MemoryFootprint]:
-    """Return the memory footprints of ranks; see [Note: alike].
+    """Return the memory footprints of ranks; see [Note: comparable ranks].
 
     `reserved`: whether to compute the allocator's overhead; if not, the reserved memory is the allocated memory.
     `overheads`: known overheads of a program that differs only in the sizes of its messages, so that no step is
@@ -208,8 +208,8 @@ def footprints_of(
         whole: dict[int, MemoryFootprint] = {}
         for place in places:
             if id(footprints[place]) not in whole:
-                with_overhead = _with_overhead(footprints[place], found)
-                whole[id(footprints[place])] = _under_limit(scenario, with_overhead, program)
+                with_overhead = _add_overhead(footprints[place], found)
+                whole[id(footprints[place])] = _footprint_under_limit(scenario, with_overhead, program)
             footprints[place] = whole[id(footprints[place])]
     if beside:
         for place, footprint in enumerate(footprints):
@@ -244,14 +244,14 @@ def _most_missing_bytes(program: Program, role: int) -> int:
 
     That is the largest segment that a request reserves: what was reserved before fits the device.
     """
-    needs = {id(task.need): task.need for task in unnumbered(program.tasks[role])}
+    needs = {id(task.need): task.need for task in template_tasks(program.tasks[role])}
     sizes = [size for need in needs.values() for event in need.events for size in event.tensors or (event.size_bytes,)]
     largest = max([*sizes, *program.persistent[role].values()], default=0.0)
     return max(LARGE_SEGMENT_BYTES, segment_bytes(rounded_bytes(largest)))
 
 
 def allocator_overheads(scenario: Scenario, program: Program, peaks: Sequence[PeakOfRank]) -> Overheads:
-    """Return the allocator's overheads, computed once for each set of comparable ranks; see [Note: alike]."""
+    """Return the allocator's overheads, computed once for each set of ranks; see [Note: comparable ranks]."""
     footprints = footprints_of(scenario, program, peaks, reserved=False)
     comparable = _alike(scenario, program, footprints)
     many = len(comparable) >= MANY_REPLAYS
@@ -274,7 +274,7 @@ def _alike(
 def independent_peaks(
     scenario: Scenario, program: Program, peaks: Sequence[PeakOfRank]
 ) -> Sequence[Sequence[PeakOfRank]]:
-    """Return the peaks in sets whose footprints do not depend on each other, see [Note: alike]; the fullest first."""
+    """Return the peaks in sets of comparable ranks, the fullest first; see [Note: comparable ranks]."""
     footprints = footprints_of(scenario, program, peaks, reserved=False)
     sets = list(_alike(scenario, program, footprints).values())
     compared = {place for places in sets for place in places}
@@ -302,7 +302,7 @@ def _overheads(
     return found
 
 
-def _with_overhead(footprint: MemoryFootprint, overheads: Sequence[AllocatorOverhead]) -> MemoryFootprint:
+def _add_overhead(footprint: MemoryFootprint, overheads: Sequence[AllocatorOverhead]) -> MemoryFootprint:
     """Return a footprint with its allocator's overhead, interpolated between two known ones."""
     (largest_peak, *largest), (smallest_peak, *smallest) = overheads[0], overheads[-1]
     part = (
@@ -361,7 +361,7 @@ def _largest_sequence_bytes(program: Program) -> dict[int, float]:
     """Return the bytes of the largest gathered part of sequences of each rank; 0 for ranks that gather none."""
     size_bytes: dict[Sequence[Sequence[int]], float] = {}
     """Largest size by groups: very many layers gather in the same ones."""
-    for task in chain.from_iterable(map(each_once, program.tasks)):  # chunks repeat them for every micro-batch
+    for task in chain.from_iterable(map(distinct_tasks, program.tasks)):  # chunks repeat them for every micro-batch
         gather = task.exchange
         if gather is not None and task.communication is not None and task.communication.op == "gather-sequence":
             size_bytes[gather.groups] = max(size_bytes.get(gather.groups, 0.0), gather.size_bytes)
@@ -377,7 +377,7 @@ def _communicators(program: Program) -> Counter[int]:
     return Counter(chain.from_iterable(program.communicating_groups))
 
 
-def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Program) -> MemoryFootprint:
+def _footprint_under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Program) -> MemoryFootprint:
     """Return a rank's footprint if the allocator releases free segments once the device has no memory left."""
     room = footprint.memory_bytes - footprint.outside_bytes
     if footprint.reserved_bytes <= room or footprint.allocated_bytes > room:

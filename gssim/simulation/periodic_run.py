@@ -23,7 +23,7 @@ from gssim.execution.cache import Shared
 from gssim.plan.buckets import fragment_steps
 from gssim.result import PHASES, Collective, Periods, Result, fragment_periods
 from gssim.scenario import Scenario
-from gssim.simulation.report import Carried, cost_usd, energy_j, in_step_of
+from gssim.simulation.report import Carried, cost_usd, energy_j, scale_utilisation
 from gssim.simulation.varying_run import comparable_s
 from gssim.units import Floats
 
@@ -56,12 +56,12 @@ class Period:
     """Bytes that a rank sends to other replicas, for the rank that sends the most."""
 
 
-def alone_s(inner: Sequence[InnerStep], ranks: int) -> Floats:
-    """Return the total time of each rank's inner steps in a period, in seconds."""
+def inner_steps_s(inner: Sequence[InnerStep], ranks: int) -> Floats:
+    """Return each rank's time in all inner steps of a period, in seconds (shape: ranks)."""
     return np.sum([step.times_s for step in inner], axis=0) if inner else np.zeros(ranks)
 
 
-def carried_in(inner: Sequence[InnerStep]) -> Carried | None:
+def inner_traffic(inner: Sequence[InnerStep]) -> Carried | None:
     """Return the total bytes of a period's inner steps; None if there are none, or if a replica is a single rank."""
     each = [step.carried for step in inner if step.carried is not None]
     return Carried(*(np.sum(column, axis=0) for column in zip(*each, strict=True))) if each else None
@@ -125,7 +125,7 @@ def periodic_result(
         outer_bytes_sent=typical.outer_bytes_sent,
     )
     by_rank = [_phases(each.phases_s, typical, each.ranks[0], periods.step_time_s) for each in result.ranks]
-    return _of_mean_step(scenario, result, by_slowed, periods, by_rank, times_s, shared), typical
+    return _mean_step_result(scenario, result, by_slowed, periods, by_rank, times_s, shared), typical
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,11 @@ def fragments_result(
         outer_bytes=outer_bytes(scenario, result.collectives),
         outer_bytes_sent=typical.outer_bytes_sent,
     )
-    by_rank = [_scaled(each.phases_s, periods.step_time_s) for each in result.ranks]
-    return _of_mean_step(scenario, result, by_slowed, periods, by_rank, times_s, shared), typical
+    by_rank = [_scale_phases(each.phases_s, periods.step_time_s) for each in result.ranks]
+    return _mean_step_result(scenario, result, by_slowed, periods, by_rank, times_s, shared), typical
 
 
-def _of_mean_step(
+def _mean_step_result(
     scenario: Scenario,
     whole: Result,
     by_slowed: Mapping[tuple[Slowed, ...], Period | FragmentPeriod],
@@ -204,7 +204,7 @@ def _of_mean_step(
     """
     every, step_time_s = periods.every_steps, periods.step_time_s
     varies = len(by_slowed) > 1 or any(any(key) for key in by_slowed)
-    links = in_step_of(whole.links, every * step_time_s / whole.step_time_s)  # other periods may have slow ranks
+    links = scale_utilisation(whole.links, every * step_time_s / whole.step_time_s)  # other periods may have slow ranks
     ranks = tuple(
         replace(
             each,
@@ -247,10 +247,10 @@ def _phases(whole: Mapping[str, float], period: Period, rank: int, step_time_s: 
     for step in period.inner:
         for name in PHASES:
             phases[name] += float(step.phases_s[name][rank])
-    return _scaled(phases, step_time_s)
+    return _scale_phases(phases, step_time_s)
 
 
-def _scaled(phases_s: Mapping[str, float], step_time_s: float) -> dict[str, float]:
+def _scale_phases(phases_s: Mapping[str, float], step_time_s: float) -> dict[str, float]:
     """Return the phases, scaled so that they add up to the step time."""
     scale = step_time_s / sum(phases_s.values())
     return {name: value * scale for name, value in phases_s.items()}

@@ -133,7 +133,7 @@ def links_of(
     """
     network, wiring = machine.network, machine.network.wiring
     of_link = network.folded.link_class
-    shown = zip(*(column.tolist() for column in _listed(of_link)), strict=True)
+    shown = zip(*(column.tolist() for column in _reported_links(of_link)), strict=True)
     names, source, target = wiring.names, wiring.source.tolist(), wiring.target.tolist()
     carried_bytes, rates = network.carried.tolist(), wiring.bandwidth_bytes_per_s.tolist()
     uses = []
@@ -146,9 +146,10 @@ def links_of(
     return tuple(uses)
 
 
-def _listed(of_link: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the links that are listed, their classes, and how many links each stands for; `of_link`: every link's
-    class.
+def _reported_links(of_link: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the links that a Result lists, their classes, and how many equal links each stands for.
+
+    `of_link`: class of every link, -1 if nothing crosses it. Of many links only the first of each class is listed.
     """
     if len(of_link) <= MAX_LISTED_LINKS:
         return np.arange(len(of_link)), of_link, np.ones(len(of_link), np.int64)
@@ -162,7 +163,7 @@ def busiest_of(machine: Machine, step_time_s: float, *, mean_ratio: float = 1.0)
     Empty if no link carries anything.
     """
     network, wiring = machine.network, machine.network.wiring
-    links, classes, counts = _listed(network.folded.link_class)
+    links, classes, counts = _reported_links(network.folded.link_class)
     carried_bytes = network.carried[classes] if len(network.carried) else np.zeros(len(links))
     size_bytes = np.where(classes >= 0, carried_bytes, 0.0) / machine.steps
     busy_ratios = size_bytes / wiring.bandwidth_bytes_per_s[links] / step_time_s
@@ -177,8 +178,8 @@ def busiest_of(machine: Machine, step_time_s: float, *, mean_ratio: float = 1.0)
     return (LinkUse(name=name, count=int(counts[place]), bytes=carried, utilisation_ratio=highest),)
 
 
-def in_step_of(links: Sequence[LinkUse], ratio: float) -> tuple[LinkUse, ...]:
-    """Return what links carry, as a part of what they could in a step that takes `ratio` times as long."""
+def scale_utilisation(links: Sequence[LinkUse], ratio: float) -> tuple[LinkUse, ...]:
+    """Return the links with their utilisation in a step that takes `ratio` times as long, with the same bytes."""
     return tuple(replace(link, utilisation_ratio=link.utilisation_ratio / ratio) for link in links)
 
 

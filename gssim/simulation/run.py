@@ -37,7 +37,7 @@ from gssim.result.result import Band
 from gssim.scenario import Loaded, Scenario
 from gssim.scenario.device_rates import check_rates
 from gssim.simulation.extrapolation import (
-    extrapolated,
+    extrapolate,
     further_peaks,
     is_settled,
     simulated_counts,
@@ -59,9 +59,9 @@ from gssim.simulation.periodic_run import (
     InnerStep,
     Period,
     Slowed,
-    alone_s,
-    carried_in,
     fragments_result,
+    inner_steps_s,
+    inner_traffic,
     periodic_result,
 )
 from gssim.simulation.report import (
@@ -71,11 +71,11 @@ from gssim.simulation.report import (
     collectives_of,
     cost_usd,
     energy_j,
-    in_step_of,
     links_of,
     mean_excess_bytes,
     mean_over_typical,
     rank_classes,
+    scale_utilisation,
     with_phases_of,
 )
 from gssim.simulation.steady_run import (
@@ -91,7 +91,7 @@ from gssim.simulation.steady_run import (
 from gssim.simulation.timeline import step_of
 from gssim.simulation.varying_run import Segment, StepReport, simulate_steps
 from gssim.units import Floats
-from gssim.workload.gradient_statistics import at_end
+from gssim.workload.gradient_statistics import GradientStatistics, at_end
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class StepTimes:
 
 
 class _Sizing(NamedTuple):
-    """How the memory of ranks is computed."""
+    """Which parts of the ranks' memory are computed: reserved bytes, and what is known of them beforehand."""
 
     reserved: bool = True
     """Whether to compute reserved memory, with the allocator's overhead."""
@@ -145,6 +145,88 @@ class _Sizing(NamedTuple):
 
 
 RESERVED = _Sizing()
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A loaded scenario, and the cache and options with which it is predicted."""
+
+    loaded: Loaded
+    shared: Shared
+    """Cache shared with other predictions."""
+    unfolded: bool = False
+    """Whether equal ranks, links and flows are not merged."""
+
+    @property
+    def scenario(self) -> Scenario:
+        """The scenario."""
+        return self.loaded.scenario
+
+    @property
+    def statistics(self) -> GradientStatistics | None:
+        """Gradient statistics, if messages depend on them."""
+        return self.loaded.gradients if self.loaded.statistics_needed else None
+
+    @property
+    def distinct_steps(self) -> Sequence[int]:
+        """The run's steps with distinct programs: the last step, or all steps if messages depend on the data.
+
+        Where parameters are synchronized periodically: one outer step.
+        """
+        run = self.scenario.run
+        if every := self.scenario.policies.sync_every_steps:
+            return [every - 1]  # an outer step: it contains everything that inner steps do
+        steps = range(run.warmup_steps, run.warmup_steps + run.steps)
+        return steps if self.loaded.statistics_needed else steps[-1:]
+
+    def under(self, scenario: Scenario) -> "_Subject":
+        """Return the same cache and options for a scenario that was derived from this one."""
+        return replace(self, loaded=replace(self.loaded, scenario=scenario))
+
+    def steps(self, slowed: Slowed = (), slowed_steps: Sequence[Slowed] = ()) -> Steps:
+        """Return the programs of a run, shared by all scenarios with the same lowering key.
+
+        `slowed`: slow ranks with their compute time ratios. `slowed_steps`: those of every step of a period, if a
+        program covers a whole period.
+        """
+        settings = (self.unfolded, tuple(sorted(slowed)), tuple(slowed_steps))
+
+        def first_steps() -> Steps:
+            return Steps(
+                self.scenario,
+                self.statistics,
+                unfolded=self.unfolded,
+                slowed=dict(slowed),
+                slowed_steps=list(map(dict, slowed_steps)),
+                shared=self.shared,
+            )
+
+        def new_steps() -> Steps:
+            key = (*lowering_key(self.scenario, None, self.shared, any_threshold=True), *settings)
+            first = self.shared.once("steps of any densities", key, first_steps, most=1)
+            return first.under(self.scenario, self.statistics)
+
+        key = (*lowering_key(self.scenario, self.statistics, self.shared), *settings)
+        return self.shared.once("steps", key, new_steps, most=_cached_runs(self.scenario))
+
+    def run(
+        self,
+        program: Program,
+        *,
+        peaks: bool = True,
+        replicas: int = 1,
+        is_too_slow: Callable[[float], bool] | None = None,
+    ) -> SteadyRun:
+        """Return a run of the program until its steps are steady; see `run_until_steady`."""
+        return run_until_steady(
+            self.scenario,
+            program,
+            self.unfolded,
+            self.shared,
+            peaks=peaks,
+            replicas=replicas,
+            is_too_slow=is_too_slow,
+        )
 
 
 def simulate(
@@ -170,17 +252,17 @@ def simulate(
     stands for all thresholded steps, while density, payloads and bytes sent are means over exactly the run's steps.
     Whether the plan fits also depends on the dense steps at the start.
     """
-    used = shared or Shared()
+    subject = _Subject(loaded, shared or Shared(), unfolded)
     try:
         with no_collection():
             check_rates(loaded.scenario.cluster, loaded.scenario.workload, ranks=loaded.scenario.ranks)
-            simulated = _simulated(loaded, unfolded, used, spread=spread, listed=listed, is_too_slow=is_too_slow)
-            return _with_band(loaded, simulated, unfolded, used) if banded else simulated
+            simulated = _predict(subject, spread=spread, listed=listed, is_too_slow=is_too_slow)
+            return _with_band(subject, simulated) if banded else simulated
     except UserError as error:  # not found by earlier checks: raised only when the network is built
         raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
     finally:
         if shared is None:
-            used.clear()
+            subject.shared.clear()
 
 
 def with_spread_and_band(loaded: Loaded, simulated: Simulated, shared: Shared) -> Simulated:
@@ -188,14 +270,14 @@ def with_spread_and_band(loaded: Loaded, simulated: Simulated, shared: Shared) -
 
     Nothing that the prediction took is simulated again.
     """
-    scenario, typical = loaded.scenario, simulated.typical
+    subject = _Subject(loaded, shared)
     with no_collection():
-        if is_steady(scenario):
-            steps = _steps(loaded, False, shared, {})
-            lightest = _lightest(steps, _median_step(loaded, steps), typical, False, shared)
-            p10_s = _tenth_percentile_s(typical, lightest)
+        if is_steady(loaded.scenario):
+            steps = subject.steps()
+            light_run = _run_light_step(subject, steps, _median_step(subject, steps), simulated.typical)
+            p10_s = _tenth_percentile_s(simulated.typical, light_run)
             simulated = replace(simulated, result=replace(simulated.result, step_time_p10_s=p10_s))
-        return _with_band(loaded, simulated, False, shared)
+        return _with_band(subject, simulated)
 
 
 def is_steady(scenario: Scenario) -> bool:
@@ -210,30 +292,28 @@ def push_density(loaded: Loaded, shared: Shared) -> float | None:
     """
     if not is_steady(loaded.scenario):
         return None
-    steps = _steps(loaded, False, shared, {})
-    return _mean([steps.push_density(number) for number in _distinct_steps(loaded)])
+    subject = _Subject(loaded, shared)
+    steps = subject.steps()
+    return _mean([steps.push_density(number) for number in subject.distinct_steps])
 
 
-def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Shared) -> Simulated:
+def _with_band(subject: _Subject, simulated: Simulated) -> Simulated:
     """Return a prediction with its range, if its gradient statistics were transferred from other models.
 
     Both ends of the range reuse the prediction's allocator overhead, since only message sizes differ: their peaks are
     within 0.2 % of those of replayed steps.
     """
-    statistics, result = loaded.gradients, simulated.result
-    if statistics is None or statistics.transfer is None or not loaded.statistics_needed:
+    statistics, result = subject.statistics, simulated.result
+    if statistics is None or statistics.transfer is None:
         return simulated
     machine = simulated.typical.machine
-    sizing = _Sizing(overheads=allocator_overheads(loaded.scenario, machine.program, _peaks(machine)))
+    sizing = _Sizing(overheads=allocator_overheads(subject.scenario, machine.program, _peaks(machine)))
     # the statistics of both ends are created once, because densities are cached by statistics object
-    both = shared.once(
+    both = subject.shared.once(
         "ends of a band", Same(statistics), lambda: [at_end(statistics, high=high) for high in (False, True)]
     )
-    ends = [
-        _simulated(replace(loaded, gradients=end), unfolded, shared, spread=False, listed=False, sizing=sizing).result
-        for end in both
-    ]
-    every = [result, *ends]
+    ends = [replace(subject, loaded=replace(subject.loaded, gradients=end)) for end in both]
+    every = [result, *(_predict(end, spread=False, listed=False, sizing=sizing).result for end in ends)]
 
     def between(values: Sequence[float | None]) -> tuple[float | None, float | None]:
         known = [value for value in values if value is not None]
@@ -271,7 +351,7 @@ LEAST_DENSITY = 1e-6
 """Lower densities count as this one when densities are compared."""
 
 
-def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
+def record_steady_step(simulated: Simulated, *, unfolded: bool = False) -> Step:
     """Return the steady step for a trace: it is simulated again, with memory recorded over time."""
     program, scenario = simulated.shown or simulated.typical.machine.program, simulated.typical.scenario
     if "simulated_micro_batches" in simulated.result.provenance:
@@ -284,55 +364,50 @@ def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
     return step_of(steady.machine, steady.number)
 
 
-def _simulated(
-    loaded: Loaded,
-    unfolded: bool,
-    shared: Shared,
+def _predict(
+    subject: _Subject,
     *,
     spread: bool,
     listed: bool,
     sizing: _Sizing = RESERVED,
     is_too_slow: Callable[[float], bool] | None = None,
 ) -> Simulated:
-    scenario = loaded.scenario
+    scenario = subject.scenario
     if scenario.policies.in_fragments:
-        return _in_fragments(loaded, unfolded, shared)
+        return _predict_fragments(subject)
     if scenario.policies.sync_every_steps:
-        return _periodic(loaded, unfolded, shared)
+        return _predict_periods(subject)
     if scenario.run.slowdowns or scenario.plan.shares.replan:
-        return _varying(loaded, unfolded, shared)
+        return _predict_varying(subject)
     if scenario.run.extrapolate_micro_batches:
-        short = _extrapolated(loaded, unfolded, shared, spread=spread)
+        short = _predict_by_extrapolation(subject, spread=spread)
         if short is not None:
             return short
-    return _steady(loaded, unfolded, shared, spread=spread, listed=listed, sizing=sizing, is_too_slow=is_too_slow)
+    return _predict_steady(subject, spread=spread, listed=listed, sizing=sizing, is_too_slow=is_too_slow)
 
 
-def _extrapolated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) -> Simulated | None:
-    """Return the prediction from steps of few micro-batches, or None if all have to be simulated."""
-    scenario, longer, allocated = loaded.scenario, 1, _Sizing(reserved=False)
+def _predict_by_extrapolation(subject: _Subject, *, spread: bool) -> Simulated | None:
+    """Return the prediction extrapolated from steps of few micro-batches; None if all of them must be simulated."""
+    scenario, longer, allocated = subject.scenario, 1, _Sizing(reserved=False)
     while (counts := simulated_counts(scenario, longer=longer)) is not None:
-        *shorter, longest = (replace(loaded, scenario=with_micro_batches(scenario, count)) for count in counts)
+        *shorter, longest = (subject.under(with_micro_batches(scenario, count)) for count in counts)
         few = [  # the last but one is extrapolated from; the first only shows whether the pace has settled
-            _steady(each, unfolded, shared, spread=spread, listed=each is shorter[-1], sizing=allocated).result
+            _predict_steady(each, spread=spread, listed=each is shorter[-1], sizing=allocated).result
             for each in shorter
         ]
         if is_settled(few):
-            further = further_peaks(
-                program_of(longest, shared, unfolded=unfolded), _program_for_memory(loaded, shared, unfolded=unfolded)
-            )
-            more = _steady(longest, unfolded, shared, spread=spread, sizing=_Sizing(further=further))
+            [step] = longest.distinct_steps
+            further = further_peaks(longest.steps().program(step), _program_for_memory(subject))
+            more = _predict_steady(longest, spread=spread, sizing=_Sizing(further=further))
             if is_settled([*few, more.result]):
-                return Simulated(extrapolated(scenario, few[-1], more.result, counts[1:], shared), more.typical)
+                return Simulated(extrapolate(scenario, few[-1], more.result, counts[1:], subject.shared), more.typical)
         longer *= 2
     return None
 
 
-def _steady(
-    loaded: Loaded,
-    unfolded: bool,
-    shared: Shared,
-    slowed: Mapping[int, float] | None = None,
+def _predict_steady(
+    subject: _Subject,
+    slowed: Slowed = (),
     *,
     spread: bool = True,
     listed: bool = True,
@@ -341,28 +416,19 @@ def _steady(
 ) -> Simulated:
     """Return the prediction where all steps are equal; `spread`, `listed` and `is_too_slow`: see `simulate`.
 
-    `slowed`: compute time ratio of slow ranks.
+    `slowed`: slow ranks with their compute time ratios.
     """
-    scenario = loaded.scenario
-    steps = _steps(loaded, unfolded, shared, slowed or {})
-    numbers = _distinct_steps(loaded)
-    median_step = _median_step(loaded, steps)
-    program = steps.program(median_step.number)
-    typical = run_until_steady(scenario, program, unfolded, shared, is_too_slow=is_too_slow)
+    steps, numbers = subject.steps(slowed), subject.distinct_steps
+    median_step = _median_step(subject, steps)
+    typical = subject.run(steps.program(median_step.number), is_too_slow=is_too_slow)
     traffic = [steps.traffic(number) for number in numbers]
-    lightest = _lightest(steps, median_step, typical, unfolded, shared) if spread else typical
-    first = typical
-    if median_step.first_thresholded:
-        first = run_until_steady(scenario, steps.program(numbers[0]), unfolded, shared)
-    excess_bytes = mean_excess_bytes(typical.machine.program, traffic, steps.traffic(median_step.number))
     result = _result(
-        loaded,
+        subject,
         typical,
         traffic,
-        shared,
-        lightest=lightest,
-        first=first,
-        excess_bytes=excess_bytes,
+        light_run=_run_light_step(subject, steps, median_step, typical) if spread else typical,
+        first=subject.run(steps.program(numbers[0])) if median_step.first_thresholded else typical,
+        excess_bytes=mean_excess_bytes(typical.machine.program, traffic, steps.traffic(median_step.number)),
         listed=listed,
         sizing=sizing,
     )
@@ -380,8 +446,8 @@ class _MedianStep(NamedTuple):
     """Number of dense steps of the run before thresholding begins."""
 
 
-def _median_step(loaded: Loaded, steps: Steps) -> _MedianStep:
-    scenario, numbers = loaded.scenario, _distinct_steps(loaded)
+def _median_step(subject: _Subject, steps: Steps) -> _MedianStep:
+    scenario, numbers = subject.scenario, subject.distinct_steps
     if len(numbers) == 1:
         steps.program(numbers[0])  # which also has its traffic
     sent_bytes = [steps.sent_bytes(number) for number in numbers]
@@ -391,16 +457,16 @@ def _median_step(loaded: Loaded, steps: Steps) -> _MedianStep:
     return _MedianStep(middle, light, first_thresholded)
 
 
-def _lightest(steps: Steps, median_step: _MedianStep, typical: SteadyRun, unfolded: bool, shared: Shared) -> SteadyRun:
-    """Return a run of the light step, for its times alone; `typical`, the median step's run, if it is equal."""
+def _run_light_step(subject: _Subject, steps: Steps, median_step: _MedianStep, typical: SteadyRun) -> SteadyRun:
+    """Return a run of `median_step.light`, without memory peaks; `typical`, the median step's run, if it is equal."""
     if steps.first_equal(median_step.light) == steps.first_equal(median_step.number):
         return typical
-    return run_until_steady(typical.scenario, steps.program(median_step.light), unfolded, shared, peaks=False)
+    return subject.run(steps.program(median_step.light), peaks=False)
 
 
-def _tenth_percentile_s(typical: SteadyRun, lightest: SteadyRun) -> float:
-    """Return the time that a tenth of the steps do not exceed."""
-    ordered_s = sorted(lightest.times_s)
+def _tenth_percentile_s(typical: SteadyRun, light_run: SteadyRun) -> float:
+    """Return the tenth percentile of step times: that of the light step, but never more than the median step's time."""
+    ordered_s = sorted(light_run.times_s)
     # a step that sends less may take longer, if more of it goes to the owner that others wait for
     return min(typical.time_s, ordered_s[len(ordered_s) // 10])
 
@@ -420,71 +486,38 @@ def _cached_runs(scenario: Scenario) -> int:
     return max(MAX_CACHED_RUNS, MAX_CACHED_LAYERS // layers)
 
 
-def _steps(
-    loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, float], slowed_steps: Sequence[Slowed] = ()
-) -> Steps:
-    """Return the programs of a run, shared by all scenarios with the same lowering key.
-
-    `slowed_steps`: slow ranks of every step of a period, if a program covers a whole period.
-    """
-    scenario, statistics = loaded.scenario, loaded.gradients if loaded.statistics_needed else None
-    settings = (unfolded, tuple(sorted(slowed.items())), tuple(slowed_steps))
-
-    def first_steps() -> Steps:
-        by_step = list(map(dict, slowed_steps))
-        return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, slowed_steps=by_step, shared=shared)
-
-    def new_steps() -> Steps:
-        key = (*lowering_key(scenario, None, shared, any_threshold=True), *settings)
-        return shared.once("steps of any densities", key, first_steps, most=1).under(scenario, statistics)
-
-    key = (*lowering_key(scenario, statistics, shared), *settings)
-    return shared.once("steps", key, new_steps, most=_cached_runs(scenario))
-
-
-def program_of(loaded: Loaded, shared: Shared, *, unfolded: bool = False, step: int | None = None) -> Program:
+def program_of(loaded: Loaded, shared: Shared, *, step: int | None = None) -> Program:
     """Return the program of a given step, or of the one that stands for all; it is cached in `shared` for the
     simulation.
     """
-    steps = _steps(loaded, unfolded, shared, {})
-    return steps.program(_median_step(loaded, steps).number if step is None else step)
+    subject = _Subject(loaded, shared)
+    steps = subject.steps()
+    return steps.program(_median_step(subject, steps).number if step is None else step)
 
 
-def _program_for_memory(loaded: Loaded, shared: Shared, *, unfolded: bool) -> Program:
-    """Return the same program for the memory of its ranks alone."""
-    scenario, statistics = loaded.scenario, loaded.gradients if loaded.statistics_needed else None
+def _program_for_memory(subject: _Subject) -> Program:
+    """Return the program of the last step for the memory of its ranks alone."""
+    scenario, statistics, shared = subject.scenario, subject.statistics, subject.shared
 
     def new_program() -> Program:
-        steps = Steps(scenario, statistics, unfolded=unfolded, shared=shared, for_memory=True)
-        return steps.program(_distinct_steps(loaded)[-1])
+        steps = Steps(scenario, statistics, unfolded=subject.unfolded, shared=shared, for_memory=True)
+        return steps.program(subject.distinct_steps[-1])
 
-    key = (*lowering_key(scenario, statistics, shared), unfolded)
+    key = (*lowering_key(scenario, statistics, shared), subject.unfolded)
     return shared.once("program for memory", key, new_program, most=MAX_CACHED_RUNS)
 
 
-def _distinct_steps(loaded: Loaded) -> Sequence[int]:
-    """Return the run's steps with distinct programs: the last step, or all steps if messages depend on the data.
-
-    Where parameters are synchronized periodically: one outer step.
-    """
-    run = loaded.scenario.run
-    if every := loaded.scenario.policies.sync_every_steps:
-        return [every - 1]  # an outer step: it contains everything that inner steps do
-    steps = range(run.warmup_steps, run.warmup_steps + run.steps)
-    return steps if loaded.statistics_needed else steps[-1:]
-
-
-def _varying(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
+def _predict_varying(subject: _Subject) -> Simulated:
     """Return the prediction where steps differ. Shares, memory and bytes are those at the end of the run; phases, and
     the step by which links are measured, are a median step's.
     """
-    scenario = loaded.scenario
+    scenario, shared = subject.scenario, subject.shared
     by_segment: dict[Segment, Simulated] = {}
 
     def steady(segment: Segment) -> Simulated:
         if segment not in by_segment:
-            with_shares = replace(loaded, scenario=scenario.with_shares(segment.samples, segment.shard_shares))
-            by_segment[segment] = _steady(with_shares, unfolded, shared, dict(segment.slowed))
+            with_shares = subject.under(scenario.with_shares(segment.samples, segment.shard_shares))
+            by_segment[segment] = _predict_steady(with_shares, segment.slowed)
         return by_segment[segment]
 
     def measure(segment: Segment, step: int) -> StepReport:
@@ -510,7 +543,7 @@ def _varying(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
             step_times_s=times_s,
             phases_s={name: value * scale for name, value in typical.result.phases_s.items()},
             ranks=with_phases_of(last.result.ranks, typical.result.ranks, scale=scale),
-            links=in_step_of(last.result.links, step_time_s / last.result.step_time_s),
+            links=scale_utilisation(last.result.links, step_time_s / last.result.step_time_s),
             fits=not misfits,
             does_not_fit=max(misfits, key=lambda fit: fit.excess_bytes, default=None),
             margin=min(margins, key=lambda margin: margin.margin_bytes, default=None),
@@ -523,22 +556,17 @@ def _varying(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
     )
 
 
-def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
+def _predict_periods(subject: _Subject) -> Simulated:
     """Return the prediction where parameters are synchronized periodically; see [Note: periods simulated] in
     `periodic_run`.
     """
-    scenario, every = loaded.scenario, loaded.scenario.policies.sync_every_steps or 1
+    scenario, every = subject.scenario, subject.scenario.policies.sync_every_steps or 1
     ranks = scenario.ranks
     runs: dict[int, SteadyRun] = {}
     """By identity of the period."""
 
-    def programs(slowed: Slowed) -> Steps:
-        return _steps(loaded, unfolded, shared, dict(slowed))
-
     def inner(slowed: Slowed) -> InnerStep:
-        steady = run_until_steady(
-            scenario, programs(slowed).program(0), unfolded, shared, replicas=scenario.policies.dp_replicate
-        )
+        steady = subject.run(subject.steps(slowed).program(0), replicas=scenario.policies.dp_replicate)
         times_s, phases_s = np.zeros(ranks), {name: np.zeros(ranks) for name in PHASES}
         for each, phases in zip(steady.machine.classes, phases_of(steady), strict=True):
             times_s[each.members] = median(end - start for start, end in pairwise(steady.ends_s[each.index]))
@@ -548,52 +576,50 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
         return InnerStep(times_s, phases_s, carried)
 
     def period_of(before: tuple[InnerStep, ...], slowed: Slowed) -> Period:
-        steps = programs(slowed)
-        apart_s = alone_s(before, ranks)
+        steps = subject.steps(slowed)
+        apart_s = inner_steps_s(before, ranks)
         program = after_inner_steps(steps.program(every - 1), apart_s, count=len(before))
-        steady = run_until_steady(scenario, program, unfolded, shared)
-        traffic, beside = [steps.traffic(every - 1)], carried_in(before)
-        result = _result(loaded, steady, traffic, shared, beside=beside)
+        steady = subject.run(program)
+        traffic, beside = [steps.traffic(every - 1)], inner_traffic(before)
+        result = _result(subject, steady, traffic, beside=beside)
         period = Period(before, steady.time_s - apart_s, result, outer_bytes_sent(steady))
         runs[id(period)] = steady
         return period
 
-    result, typical = periodic_result(scenario, inner, period_of, shared)
+    result, typical = periodic_result(scenario, inner, period_of, subject.shared)
     if not typical.inner:
         return Simulated(result, runs[id(typical)])
-    steps = programs(())
-    apart_s = alone_s(typical.inner[:-1], ranks)
+    steps = subject.steps()
+    apart_s = inner_steps_s(typical.inner[:-1], ranks)
     shown = after_inner_steps(steps.program(every - 1), apart_s, count=len(typical.inner), shown=steps.program(0))
     return Simulated(result, runs[id(typical)], shown)
 
 
-def _in_fragments(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
+def _predict_fragments(subject: _Subject) -> Simulated:
     """Return the prediction where fragments of the parameters are synchronized; see [Note: periods simulated] in
     `periodic_run`.
     """
-    scenario = loaded.scenario
     runs: dict[int, SteadyRun] = {}
     """By identity of the period."""
 
     def period_of(slowed: tuple[Slowed, ...]) -> FragmentPeriod:
-        steps = _steps(loaded, unfolded, shared, {}, slowed if any(slowed) else ())
-        steady = run_until_steady(scenario, steps.program(0), unfolded, shared)
-        result = _result(loaded, steady, [steps.traffic(0)], shared)
+        steps = subject.steps(slowed_steps=slowed if any(slowed) else ())
+        steady = subject.run(steps.program(0))
+        result = _result(subject, steady, [steps.traffic(0)])
         period = FragmentPeriod(times_of_steps(steady).tolist(), result, outer_bytes_sent(steady))
         runs[id(period)] = steady
         return period
 
-    result, typical = fragments_result(scenario, period_of, shared)
+    result, typical = fragments_result(subject.scenario, period_of, subject.shared)
     return Simulated(result, runs[id(typical)])
 
 
 def _result(
-    loaded: Loaded,
+    subject: _Subject,
     typical: SteadyRun,
     traffic: Sequence[StepTraffic],
-    shared: Shared,
     *,
-    lightest: SteadyRun | None = None,
+    light_run: SteadyRun | None = None,
     first: SteadyRun | None = None,
     excess_bytes: float = 0.0,
     listed: bool = True,
@@ -603,18 +629,17 @@ def _result(
     """Return the Result of a run whose typical step is simulated.
 
     Args:
-        loaded: the scenario.
+        subject: the scenario, and how it is predicted.
         typical: the step that stands for all; of thresholded steps, the one with the median payload.
         traffic: traffic of every step of the run.
-        shared: cache shared with other scenarios.
-        lightest: the step whose payload a tenth of the steps do not exceed, if it differs from `typical`.
+        light_run: the step whose payload a tenth of the steps do not exceed, if it differs from `typical`.
         first: the run's first step, if it differs from `typical`; the plan has to fit there as well.
         excess_bytes: see `mean_excess_bytes`.
         listed: see `simulate`.
         beside: bytes of other steps of the period, in which parameters are synchronized once.
         sizing: how the memory of `typical` is computed.
     """
-    scenario, machine = loaded.scenario, typical.machine
+    scenario, shared, machine = subject.scenario, subject.shared, typical.machine
     phases = settled_phases(typical)
     footprints = _footprints(scenario, typical, shared, sizing)
     first_footprints = footprints
@@ -628,10 +653,10 @@ def _result(
     return Result(
         source="simulated",
         scenario_id=scenario.identity(shared),
-        calibration_id=loaded.calibration(shared),
+        calibration_id=subject.loaded.calibration(shared),
         scenario=scenario.resolved(shared),
         step_time_s=typical.time_s,
-        step_time_p10_s=_tenth_percentile_s(typical, lightest or typical),
+        step_time_p10_s=_tenth_percentile_s(typical, light_run or typical),
         phases_s=mean_phases(typical, phases),
         fits=fit is None,
         does_not_fit=fit,

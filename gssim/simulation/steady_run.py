@@ -81,7 +81,7 @@ class _Watch:
     def __call__(self, ends_s: Sequence[Sequence[float]]) -> bool:
         """Return whether the steps that all ranks have ended suffice; see `Stop` in `gssim.engine.machine`."""
         ended = min(map(len, ends_s))
-        if ended <= self._seen:
+        if not self._seen < ended <= self.steps:  # a step that is run beyond those does not count
             return False
         self._seen = ended
         latest_s = [max(ends[step] for ends in ends_s) for step in range(ended)]
@@ -127,20 +127,20 @@ def run_until_steady(
         if watch is not None and machine.is_stopped:
             raise TooSlowError(watch.least_s)
         if jittery:  # the median over many steps hardly depends on the last one
-            return _counted(scenario, machine, 0, steps, jittery=True)
+            return _counted_run(scenario, machine, 0, steps, jittery=True)
         ends_s = np.array([ends[steps - 2 : steps] for ends in machine.ends_s])
         if replicas > 1:
             ends_s = ends_s[machine.class_of_rank].reshape(replicas, -1, 2).swapaxes(0, 1)
         latest_s = ends_s.max(axis=0)
         moved_s = np.abs(np.diff(ends_s - latest_s)).max()
         if moved_s <= SETTLED * np.diff(latest_s).min():
-            return _counted(scenario, machine, steps - 2, steps)
+            return _counted_run(scenario, machine, steps - 2, steps)
         if steps >= MOST_STEPS:
-            return _counted(scenario, machine, steps // 2 - 1, steps)
+            return _counted_run(scenario, machine, steps // 2 - 1, steps)
         steps *= 2
 
 
-def _counted(scenario: Scenario, machine: Machine, first: int, last: int, *, jittery: bool = False) -> SteadyRun:
+def _counted_run(scenario: Scenario, machine: Machine, first: int, last: int, *, jittery: bool = False) -> SteadyRun:
     """Return a run in which the steps after step `first`, up to step `last - 1`, are counted."""
     ends_s = tuple(tuple(ends[first:last]) for ends in machine.ends_s)
     latest = [max(ends) for ends in zip(*ends_s, strict=True)]
@@ -156,7 +156,7 @@ def settled_phases(steady: SteadyRun) -> list[dict[str, float]]:
     if steady.jittery:
         return phases
     if not policies.sync_every_steps:
-        return [_settled(each, steady.time_s) for each in phases]
+        return [_adjust_waiting(each, steady.time_s) for each in phases]
     if not policies.in_fragments:
         return phases
     waits_s = [max(0.0, steady.time_s - sum(each.values())) for each in phases]  # as in `times_of_steps`
@@ -200,7 +200,7 @@ UNSETTLED = 1e-9
 """Relative difference beyond which a rank's second step counts as unequal to the steady step of all ranks."""
 
 
-def _settled(phases: dict[str, float], step_time_s: float) -> dict[str, float]:
+def _adjust_waiting(phases: dict[str, float], step_time_s: float) -> dict[str, float]:
     """Return a rank's phases, with waiting adjusted so that they add up to the steady step, equally long for all ranks.
 
     If offsets between ranks never settle, the median step of some ranks is shorter or longer than the mean step of all.

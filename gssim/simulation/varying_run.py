@@ -76,13 +76,13 @@ def simulate_steps(scenario: Scenario, measure: Callable[[Segment, int], StepRep
     `measure`: function that returns a step's report, given its conditions and its number.
     """
     run = scenario.run
-    following = begin(scenario)
+    state = begin(scenario)
     steps = []
     for step in range(-run.warmup_steps, run.steps):
-        segment = Segment(following.samples, following.shard_shares, tuple(sorted(run.slowed(step).items())))
+        segment = Segment(state.samples, state.shard_shares, tuple(sorted(run.slowed(step).items())))
         report = measure(segment, step + run.warmup_steps)
         if step >= 0:
             steps.append(CountedStep(segment, report.time_s))
         if scenario.plan.shares.replan:
-            following = after_step(following, step=step, compute_s=report.compute_s, update_s=report.update_s)
-    return VaryingRun(tuple(steps), following.divisions)
+            state = after_step(state, step=step, compute_s=report.compute_s, update_s=report.update_s)
+    return VaryingRun(tuple(steps), state.divisions)

@@ -282,7 +282,7 @@ def predict(
                         results[i] = kept
             on_progress(len(results), len(points))
             left = [i for i in order if i not in results]
-            with _keeping(store) as keep:
+            with _background_writer(store) as keep:
                 for place, result in answers(points, left, predicted, workers):
                     if isinstance(result, Fault):
                         raise type(result)(f"{sweep}: {points[place].name}: {result}")
@@ -297,11 +297,11 @@ WRITERS = 8
 
 
 @contextmanager
-def _keeping(store: FileStore[Result] | None) -> Iterator[Callable[[str, Result], None]]:
+def _background_writer(store: FileStore[Result] | None) -> Iterator[Callable[[str, Result], None]]:
     """Yield a function that writes a Result to the store in another thread; without a store, it does nothing.
 
-    At the end of the context all Results are on disk. If one cannot be written, a later call, or the end, raises
-    UserError.
+    When the context ends, all Results have been written to disk. If one cannot be written, a later call, or the end of
+    the context, raises UserError.
     """
     if store is None:
         yield lambda name, result: None

@@ -635,6 +635,19 @@ class Checkpointed(nn.Module):
             return checkpoint(self.second, hidden, use_reentrant=False)
 
 
+def compiled_block():
+    """Return a model with a block that is compiled by itself, as many trainings have all of them."""
+    torch._dynamo.reset()
+    model = mlp()
+    model[0] = torch.compile(model[0], backend="aot_eager")
+    return model
+
+
+def compiled_units():
+    """Torch keeps the forward of a compiled module in the object: such units were refused as never called."""
+    train_units(("sharded", compiled_block, lambda model: [model[0], model[3]]))
+
+
 def units_of_all_kinds():
     """Units that return dataclasses, and that are checkpointed without an early stop."""
     train_units(
@@ -1124,6 +1137,7 @@ CHECKS = {
         batch_norm,
         backwards_of_all_kinds,
         compiled,
+        compiled_units,
         units_of_all_kinds,
         units_of_all_kinds_in_both_forms,
         autocast,

@@ -445,6 +445,8 @@ def _memory(scenario: Scenario, result: Result) -> Iterator[str]:
     value, master = PRECISION_BYTES[workload.precision], max(4, PRECISION_BYTES[workload.precision])
     precision = workload.optimizer_state_precision
     kept = state_element_bytes(workload.optimizer, value_bytes=master, precision=precision)
+    if scenario.plan.offload is not None:  # the host's memory holds states, and with `parameters` the shards too
+        value, kept = value * (scenario.plan.offload != "parameters"), 0
     elements, data = workload.model.elements, policies.mesh.data_ranks
     if policies.ep > 1:
         elements -= expert_elements(scenario) * (policies.ep - 1) // policies.ep

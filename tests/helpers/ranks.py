@@ -198,7 +198,7 @@ def all_steps_are_alike(case: dict[str, Any], publish_overlaps: bool, training: 
     """
     late = case.get("plant") or case.get("same_peak_ratio", SAME_PEAK) != SAME_PEAK
     scaled = training.scaler is not None and training.scaler.dynamic
-    varied = training.follower is not None or training.compressor is not None
+    varied = training.rebalancer is not None or training.compressor is not None
     return not (late or scaled or varied or publish_overlaps or training.periods is not None)
 
 

@@ -11,7 +11,7 @@ from strategies import device_type, loaded_of, scenario_of, star
 
 from gssim.errors import UserError
 from gssim.execution.cache import Shared
-from gssim.planner import PLAN, Search, full_ratio, judged
+from gssim.planner import PLAN, Search, full_ratio, predict_or_bound
 from gssim.planner.bounds import Bounds, LoweredBounds
 from gssim.result import Result
 from gssim.scenario import SearchSpace, check
@@ -37,7 +37,7 @@ class InThisProcess:
     def answer(self, request):
         plan = PLAN.validate_python(tomllib.loads(request.override)["plan"])
         try:
-            answer = judged(self.with_plan(plan), request.bound, request.limits, self.shared)
+            answer = predict_or_bound(self.with_plan(plan), request.bound, request.limits, self.shared)
         except UserError as error:
             answer = error.with_traceback(None)  # whose frames would keep this
         self.simulated += isinstance(answer, Result)
@@ -119,12 +119,12 @@ def check_bounds(workers, bounds, candidate, result):
     plan, objective = candidate.plan, bounds.objective
     first = bounds.of(plan)
     last = LoweredBounds(workers.with_plan(plan), objective, workers.shared)
-    allocated = last.allocated()
-    for bound in (first, bounds.closer(plan, first), allocated, last.met(allocated)):
+    allocated = last.allocated_bound()
+    for bound in (first, bounds.closer(plan, first), allocated, last.with_shared_links(allocated)):
         assert bound.time_s <= result.step_time_s * (1 + 1e-9), candidate.override
         assert bound.objective <= value_of(result, objective) * (1 + 1e-9), candidate.override
         assert bound.full_ratio <= fullest(workers.loaded, result) * (1 + 1e-9), candidate.override
-    full = last.reserved(allocated).full_ratio
+    full = last.with_allocator_overhead(allocated).full_ratio
     assert full == pytest.approx(fullest(workers.loaded, result) if result.fits else math.inf), candidate.override
 
 

@@ -43,7 +43,7 @@ def paces(case: dict[str, Any]) -> dict[str, Any]:
     course = RunRecorder(scenario, training, dist.get_rank(), CPU)
     losses = _timed_steps(training, feed, course, Progress(), None)
     spans, ends_s = training.timeline.read()
-    divisions = training.follower.following.divisions if training.follower else ()
+    divisions = training.rebalancer.state.divisions if training.rebalancer else ()
     inputs, targets, weights = feed.at(scenario.run.steps)
     with CollectiveRecorder() as recorder:
         training.step(inputs, targets, weights, dist.get_rank())

@@ -106,6 +106,13 @@ def test_a_config_json_is_not_read_as_toml(refusal, tmp_path):
     assert f"`gsreal trace {tmp_path / 'config.json'} --out FILE.toml` makes a model file" in said
 
 
+def test_a_key_that_a_json_file_gives_twice_is_refused(refusal, tmp_path):
+    """TOML refuses it; of JSON, the last one counted without a word."""
+    (tmp_path / "load.json").write_text('{"skew": 0.5, "skew": 0.6}')
+    said = refusal(write_files(tmp_path), "workload.expert_load=load.json")
+    assert said == f"{tmp_path / 'load.json'}: skew: is given twice in one table"
+
+
 def test_sweeps_and_scenarios_are_told_apart(refusal, tmp_path):
     path = write_files(tmp_path)
     (tmp_path / "many.toml").write_text(f'scenario = "{path.name}"\n[axes]\n"run.seed" = [1, 2]\n')

@@ -101,6 +101,20 @@ def test_nccl_xml_gives_the_shipped_server(tmp_path, shipped, options):
     assert not any("--gpu" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("cell", ["NV0", "NV100", "NVX"])
+def test_a_matrix_of_no_nvlinks_is_refused_by_its_cell(tmp_path, cell):
+    cells = dict.fromkeys(combinations(range(4), 2), cell)
+    with pytest.raises(UserError, match=f"topo.txt: GPU0 and GPU1: '{cell}': no such connection"):
+        made(tmp_path, {"topo.txt": smi_matrix(cells)}, gpu="h100")
+
+
+def test_a_gpu_that_is_named_and_is_not_the_files_is_noted(tmp_path):
+    """A DGX H100 whose GPUs were named V100 became V100s on NVLinks of an H100 without a word."""
+    notes = {gpu: made(tmp_path, {"host.xml": nccl_xml()}, gpu=gpu)[1].notes for gpu in ("v100", "h200", "H100 PCIe")}
+    assert [note for note in notes["v100"] if "sm = 90 is of h100, h200, h20: NVLinks" in note]
+    assert not [note for gpu in ("h200", "H100 PCIe") for note in notes[gpu] if "sm = 90" in note]
+
+
 def test_slower_cards_are_not_for_training(tmp_path):
     cluster, found = made(tmp_path, {"host.xml": nccl_xml(more=2)})
     assert len([name for name in cluster.switches if "nic" in name]) == 8

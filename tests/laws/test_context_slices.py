@@ -296,3 +296,16 @@ def test_seventy_billion_parameters_take_the_time_of_their_products_and_little_m
     assert least_s < computing_s < 1.25 * least_s
     assert computing_s < result.step_time_s < 1.15 * computing_s
     assert result.fits
+
+
+@pytest.mark.parametrize("kind", [{"precision": "bf16"}, {"precision": "fp16"}, {"autocast": "bf16"}])
+@pytest.mark.parametrize("plan", [{}, {"sequence_parallel": True, "recompute": "full"}])
+def test_padded_heads_are_not_combined_with_cut_blocks(kind, plan):
+    """What is exchanged of heads that GPUs pad in 16 bits is not what the attention makes: it was a KeyError."""
+    workload = {"model": "gpt-byte-1m", "global_batch_size": SAMPLES, "sequence_length": LENGTH} | kind
+    cluster = str(FOLDER / "scenarios/clusters/dgx-h100.toml")
+    tables = {"cluster": cluster, "workload": workload, "plan": BOTH | {"ranks": 4} | plan}
+    with pytest.raises(UserError, match=r"plan\.cp = 2 beside plan\.tp = 2: .* has heads that GPUs pad in 16 bits"):
+        load_scenario(FOLDER / "padded.toml", tables=tables)
+    tables["workload"] = {key: value for key, value in workload.items() if key not in kind}
+    assert simulate(load_scenario(FOLDER / "padded.toml", tables=tables)).result.step_time_s > 0

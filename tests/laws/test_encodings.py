@@ -27,7 +27,7 @@ def size(encoding: str, density: float, value_bytes: int) -> float:
     ],
 )
 def test_the_break_even_densities_are_those_of_the_theory(smaller, larger, value_bytes, break_even):
-    """Gradient-sharding A.3: fp32 50 %, 3.1 % and 96.9 %; bf16 33 %, 3.1 % and 93.8 %."""
+    """In fp32 50 %, 3.1 % and 96.9 %; in bf16 33 %, 3.1 % and 93.8 %."""
     assert size(smaller, 0.999 * break_even, value_bytes) < size(larger, 0.999 * break_even, value_bytes)
     assert size(smaller, 1.001 * break_even, value_bytes) > size(larger, 1.001 * break_even, value_bytes)
     assert size(smaller, break_even, value_bytes) == pytest.approx(size(larger, break_even, value_bytes))

@@ -8,6 +8,7 @@ import pytest
 from importing import AUTOMODEL, AXOLOTL, DEEPSPEED, EIGHT, FSDP, MEGATRON, ROOT, TITAN, imported, refused
 
 from gssim.errors import UserError
+from gssim.interop import find_model
 from gssim.interop import reading as limits
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")
@@ -80,15 +81,7 @@ def test_a_program_that_does_not_compile_takes_no_compiled_model(tmp_path):
 
 
 def test_a_config_of_hugging_face_names_the_shipped_model(tmp_path):
-    config = {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    }
+    config = LLAMA3_8B
     (tmp_path / "config.json").write_text(json.dumps(config))
     tables, _ = imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
     assert tables["workload"]["model"] == "llama3-8b"
@@ -102,6 +95,51 @@ def test_a_config_of_hugging_face_names_the_shipped_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 33}))
     with pytest.raises(UserError, match=r"gsreal trace \S*config\.json --out FILE"):
         imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
+
+
+LLAMA3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (LLAMA3_8B | {"num_key_value_heads": None}, "key-value heads 32"),  # as many as heads, says transformers
+        ({key: value for key, value in LLAMA3_8B.items() if key != "num_key_value_heads"}, "key-value heads 32"),
+        ({key: value for key, value in LLAMA3_8B.items() if key != "intermediate_size"}, "perceptron 11008"),
+        (LLAMA3_8B | {"attention_bias": True}, "attention_bias = true"),
+        (LLAMA3_8B | {"mlp_bias": True}, "mlp_bias = true"),
+        (LLAMA3_8B | {"head_dim": 64}, "head_dim = 64"),
+        (LLAMA3_8B | {"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
+        (LLAMA3_8B | {"quantization_config": {"load_in_4bit": True}}, "quantization_config: weights in few bits"),
+        (GPT2 | {"n_positions": 2048}, "n_positions = 2048"),
+    ],
+)
+def test_a_config_of_another_model_than_the_shipped_one_is_refused(tmp_path, config, said):
+    """They were taken for Llama 3 8B and GPT-2: with a quarter of the keys and values, or without the biases."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=said) as caught:
+        find_model(str(tmp_path / "config.json"))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_config_says_of_its_shipped_model_is_compared_and_dropout_listed(tmp_path):
+    path = tmp_path / "config.json"
+    stated = {"head_dim": 128, "attention_bias": False, "hidden_act": "silu", "quantization_config": None}
+    path.write_text(json.dumps(LLAMA3_8B | stated | {"attention_dropout": 0.0}))
+    assert find_model(str(path)).written == "llama3-8b"
+    assert find_model(str(path)).listed == ()
+    path.write_text(json.dumps(GPT2 | {"n_positions": 1024, "activation_function": "gelu_new", "resid_pdrop": 0.1}))
+    reason = "approximated: the model was traced without dropout"
+    assert find_model(str(path)).listed == (("config.json: resid_pdrop = 0.1", reason),)
 
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
@@ -131,6 +169,47 @@ def test_hostile_files_are_one_line(tmp_path, name):
         imported(tmp_path, HOSTILE[name], name=name)
     assert "\n" not in str(caught.value)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("ds.json", '{"train_batch_size": 8, "train_batch_size": 16}', "ds.json: train_batch_size: is given twice in"),
+        ("a.yaml", FSDP.format(reshard="true", more="num_processes: 2\n"), "a.yaml: num_processes: is given twice in"),
+        (
+            "a.yaml",
+            FSDP.format(reshard="true\n  fsdp_reshard_after_forward: false", more=""),
+            "forward: is given twice",
+        ),
+    ],
+)
+def test_a_key_that_is_given_twice_in_one_table_is_refused(tmp_path, name, text, said):
+    with pytest.raises(UserError, match=said) as caught:
+        imported(tmp_path, text, name=name)
+    assert "not valid" not in str(caught.value)
+
+
+def test_keys_that_yaml_merges_are_replaced_by_own_ones_however_often_they_are_merged():
+    text = "a: &a {k: 1, m: 0}\nb: &b {<<: *a, k: 2}\nc: {<<: *b, k: 3}\nd: {<<: [*b, *a], m: 4}\n"
+    found = limits.parsed_yaml(text, file="x")
+    assert found["b"] == {"k": 2, "m": 0}
+    assert found["c"] == {"k": 3, "m": 0}
+    assert found["d"] == {"k": 2, "m": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"train_batch_size": -64}, "train_batch_size = -64: must be a whole number of at least 1, and at most 1e15"),
+        ({"train_batch_size": 10**30}, "000: must be a whole number of at least 1, and at most 1e15"),
+        ({"train_batch_size": True}, "train_batch_size = true: must be a whole number of at least 1"),
+        ({"gradient_clipping": -1}, "gradient_clipping = -1: must be a number from 0 to 1e18"),
+        ({"gradient_clipping": float("inf")}, "gradient_clipping = Infinity: must be a number from 0 to 1e18"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_range(tmp_path, change, said):
+    with pytest.raises(UserError, match=said):
+        imported(tmp_path, DEEPSPEED | change, name="ds.json")
 
 
 def test_large_files_are_not_read(tmp_path):

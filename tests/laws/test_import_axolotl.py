@@ -3,7 +3,9 @@
 import json
 
 import pytest
-from importing import AXOLOTL, imported, refused
+from importing import AXOLOTL, ROOT, imported, refused
+
+from gssim.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")
 
@@ -20,6 +22,23 @@ def test_axolotls_base_model_must_be_of_the_models_size(tmp_path):
     assert "the model 'llama3-8b' has layers = 32" in refused(tmp_path, here, name="x.yml")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 32}))
     imported(tmp_path, here, name="x.yml")
+
+
+@pytest.mark.parametrize("program", ["axolotl", "trainer"])
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("[1]", r"own/config\.json: must hold a table of keys and values"),  # an AttributeError
+        ("null", r"own/config\.json: must hold a table of keys and values"),
+        ('{"model_type": "llama", "quantization_config": {"load_in_4bit": true}}', "has quantization_config: weights"),
+    ],
+)
+def test_a_base_models_config_that_is_none_or_of_few_bits_is_refused(tmp_path, program, config, said):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/config.json").write_text(config)
+    text = AXOLOTL if program == "axolotl" else (ROOT / "scenarios/imports/trainer.yaml").read_text()
+    with pytest.raises(UserError, match=said):
+        imported(tmp_path, text.replace("NousResearch/Meta-Llama-3-8B", "own"), name="x.yml")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from gssim.errors import UserError
 from gssim.program import Steps, Task, lower
 from gssim.result import Result
 from gssim.scenario import Scenario, load_model, load_scenario
-from gssim.simulation import simulate, traced
+from gssim.simulation import record_steady_step, simulate
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 GPT = load_model(SCENARIOS / "models" / "gpt-byte-1m.toml")
@@ -219,7 +219,7 @@ def test_a_trace_needs_all_micro_batches():
     run = replace(scenario.run, extrapolate_micro_batches=True)
     simulated = simulate(loaded_of(replace(scenario, run=run)))
     with pytest.raises(UserError, match=r"run\.extrapolate_micro_batches = true"):
-        traced(simulated)
+        record_steady_step(simulated)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -77,6 +77,12 @@ def test_a_csv_file_gives_what_its_log_gives(tmp_path):
         ("size,bandwidth\n1,2\n", "columns 'size, bandwidth'"),
         ("size,time_us\n8,1\n16,2\n32,3\n", "3 sizes with a time: four constants need at least four"),
         ("size,time_us\n8,1\n16,fast\n", "line 3: '16,fast': size and time are numbers"),
+        ("# by hand\n\nsize,time_us\n8,1\n16,fast\n", "line 5: '16,fast': size and time are numbers"),
+        # they were left out without a word
+        *(
+            (f"size,time_us\n8,1\n16,2\n32,3\n64,4\n{row}\n", f"line 6: '{row}': sizes are from 0 to 2.60 bytes, times")
+            for row in ("-5,3", "5,-3", "5,nan", "1e400,3", "5,1e13")
+        ),
         (HEAD.format(ranks=""), "0 sizes with a time"),
         ("size_MB,time_us\n1,10\n2,20\n4,40\n8,80\n", "columns 'size_MB, time_us'"),
         ("size (KiB),time_us\n1,10\n2,20\n4,40\n8,80\n", "columns 'size .KiB., time_us'"),

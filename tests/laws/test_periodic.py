@@ -13,7 +13,7 @@ from analysis.compare.timeline import read_step
 from analysis.study.rows import sent_bytes
 from gssim.errors import UserError
 from gssim.result import chrome_trace
-from gssim.simulation import simulate, traced
+from gssim.simulation import record_steady_step, simulate
 
 BANDWIDTH = 1e5
 METHODS = ("local_sgd", "diloco")
@@ -146,7 +146,7 @@ def test_a_slow_step_lengthens_its_own_period_alone(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_trace_shows_an_inner_and_an_outer_step(method):
-    spans = traced(simulated(method, sync_every_steps=4)).spans
+    spans = record_steady_step(simulated(method, sync_every_steps=4)).spans
     labels = [span.label for span in spans if span.rank == 0]
     assert labels[0] == "inner steps 2"
     assert sum("(inner step)" in label for label in labels) > 1
@@ -162,7 +162,7 @@ def test_a_trace_shows_an_inner_and_an_outer_step(method):
 def test_a_step_that_is_read_from_a_trace_is_as_long_as_what_the_trace_shows(tmp_path, method, slowdowns):
     periods = {} if method == "ddp" else {"sync_every_steps": 4}
     found = simulated(method, run={"slowdowns": slowdowns}, **periods)
-    step = traced(found)
+    step = record_steady_step(found)
     (tmp_path / "trace.json").write_text(chrome_trace(step, found.result))
     read = read_step(tmp_path / "trace.json")
     assert read.time_s == pytest.approx(max(end_s for _, end_s in step.bounds_s.values()), rel=1e-5)

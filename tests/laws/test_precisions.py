@@ -171,6 +171,8 @@ def test_layers_of_gpus_are_read_where_they_are_needed(both):
             gpus.with_(changes).scenario_id
             == replace(gpus.with_(changes), workload=cpus.with_(changes).workload).scenario_id
         )
+    narrow = cpus.with_(wide)  # a Result is the same of a file that was read as a whole
+    assert replace(narrow, workload=replace(narrow.workload, model=file)).resolved() == narrow.resolved()
     assert gpus.with_(wide).workload.model == replace(file, fused_kernels=None, other_precisions=())
     assert gpus.with_(BF16).workload.model.layers == file.fused_kernels.other_precisions[0].layers
     assert gpus.with_(autocast).workload.model.layers == file.fused_kernels.autocast[1].layers

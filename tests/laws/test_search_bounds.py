@@ -275,7 +275,7 @@ def test_copies_for_communication_need_no_more_energy_in_bounds_than_in_predicti
     made = scenario_of(cluster, plan, model=mixture, sequence_length=48, global_batch_size=8)
     last = LoweredBounds(loaded_of(made), "energy", Shared())
     energy_j = simulate(loaded_of(made)).result.energy_j_per_step
-    assert 0.9 * energy_j < last.met(last.allocated()).objective <= energy_j
+    assert 0.9 * energy_j < last.with_shared_links(last.allocated_bound()).objective <= energy_j
 
 
 def test_an_exchange_of_rows_takes_a_late_rank_no_less_than_the_rows_that_it_receives():
@@ -412,7 +412,7 @@ def test_groups_that_meet_as_one_share_their_links(method, mesh):
         result = workers.answer_of(each.plan)
         if not isinstance(result, UserError):
             last = LoweredBounds(workers.with_plan(each.plan), "step-time", workers.shared)
-            more.append(last.met(last.allocated()).time_s / last.allocated().time_s)
+            more.append(last.with_shared_links(last.allocated_bound()).time_s / last.allocated_bound().time_s)
             check_bounds(workers, bounds, each, result)
         if len(more) == 4:
             break
@@ -438,7 +438,7 @@ def test_the_first_stage_waits_for_all_others_in_its_bound(mesh, ratio):
     loaded, shared = load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", [plan]), Shared()
     bounds = LoweredBounds(loaded, "step-time", shared)
     step_time_s = simulate(loaded, shared=shared, spread=False, banded=False).result.step_time_s
-    assert ratio * step_time_s <= bounds.met(bounds.allocated()).time_s <= step_time_s * (1 + 1e-9)
+    assert ratio * step_time_s <= bounds.with_shared_links(bounds.allocated_bound()).time_s <= step_time_s * (1 + 1e-9)
 
 
 TIED = ("workload.model='models/gpt2-124m.toml'", "workload.optimizer='sgd'")
@@ -476,7 +476,7 @@ def test_stages_hold_no_less_than_their_bound_and_hardly_more(changes, recompute
             several += [replace(plan, zero1_implementation=each) for each in ("deepspeed", "megatron")]
         for each in several:
             try:
-                last = LoweredBounds(workers.with_plan(each), "step-time", workers.shared).allocated()
+                last = LoweredBounds(workers.with_plan(each), "step-time", workers.shared).allocated_bound()
                 found = bounds.closer(each, bounds.of(each))
             except UserError:
                 continue
@@ -507,7 +507,7 @@ def test_communicators_of_a_pipeline_are_in_its_bound(method, mesh, changes):
     plan = PLAN.validate_python({"method": method, **mesh, "micro_batches": 4, "recompute": "full"})
     workers, bounds = InThisProcess(loaded), Bounds(loaded.scenario)
     try:
-        last = LoweredBounds(workers.with_plan(plan), "step-time", workers.shared).allocated()
+        last = LoweredBounds(workers.with_plan(plan), "step-time", workers.shared).allocated_bound()
     except UserError:
         assert changes  # some methods take no adapters
         return
@@ -564,7 +564,7 @@ def test_no_thresholded_plan_is_better_than_its_bounds_and_the_best_is_found(see
         second = bounds.closer(each.plan, first)
         assert second.time_s <= result.step_time_s * (1 + 1e-9), each.override
         lowered_plan = LoweredBounds(workers.with_plan(each.plan), "step-time", workers.shared)
-        third = lowered_plan.reserved(lowered_plan.met(lowered_plan.allocated()))
+        third = lowered_plan.with_allocator_overhead(lowered_plan.with_shared_links(lowered_plan.allocated_bound()))
         assert third.time_s <= result.step_time_s * (1 + 1e-9), each.override
         full = fullest(workers.loaded, result) if result.fits else math.inf
         assert third.full_ratio <= full * (1 + 1e-9), each.override

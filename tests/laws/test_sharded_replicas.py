@@ -15,7 +15,7 @@ from gssim.planner import Batches, candidates
 from gssim.planner.bounds import Bounds
 from gssim.result import Result, chrome_trace
 from gssim.scenario import SearchSpace
-from gssim.simulation import simulate, traced
+from gssim.simulation import record_steady_step, simulate
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 METHODS = ("local_sgd", "diloco", "streaming_diloco", "sparse_loco")
@@ -164,11 +164,11 @@ def test_uneven_shards_are_exchanged_as_they_are(method):
 
 def test_a_trace_shows_the_collectives_of_an_inner_step():
     shown = simulated()
-    labels = [span.label for span in traced(shown).spans if span.rank == 0]
+    labels = [span.label for span in record_steady_step(shown).spans if span.rank == 0]
     assert labels[0] == "inner steps 2"
     assert "all-gather h.0 (inner step)" in labels
     assert "outer step bucket 0" in labels
-    json.loads(chrome_trace(traced(shown), shown.result))
+    json.loads(chrome_trace(record_steady_step(shown), shown.result))
 
 
 WHOLE = {"parameters": "replicated", "gradients": "periodic", "optimizer_state": "replicated"}

@@ -18,7 +18,7 @@ from gssim.collectives import Communication
 from gssim.engine import Machine
 from gssim.engine.host import Clock, Load
 from gssim.engine.shared_core import LEAST_SLEEP_S, MOST_CREDIT_S, TURN_S, SharedCore
-from gssim.planner.bounds.compute import chance_of
+from gssim.planner.bounds.compute import least_jitter_ratio
 from gssim.scenario import load_scenario
 from gssim.scenario.device_rates import with_profile_slowdowns
 from gssim.simulation import simulate
@@ -135,7 +135,7 @@ def test_less_than_a_turn_takes_its_cpu_time_or_a_sleep_more():
         machine.run(1)
         taken_s.add(round(machine.env.now, 9))
     assert taken_s == {0.0004, 0.0019}  # the thread computes for 0.4 ms; its sleep is 1.5 ms
-    assert chance_of(lab(0.4, jitter=NEXT_TO_NONE).type_of(0)) * 0.001 <= min(taken_s)
+    assert least_jitter_ratio(lab(0.4, jitter=NEXT_TO_NONE).type_of(0)) * 0.001 <= min(taken_s)
 
 
 def test_in_turns_two_alike_slow_each_other_by_the_ratio():
@@ -239,10 +239,10 @@ class Queued(SharedCore):
         super().__init__(env, members, **options)
         self._resource, self._requests = simpy.Resource(env), {}
 
-    def _takes_at_once(self):
+    def _begins_turn_at_once(self):
         return False
 
-    def _asked_turn(self):
+    def _request_turn(self):
         request = self._resource.request()
         self._requests[self.env.active_process] = request
         return request

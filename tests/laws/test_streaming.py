@@ -12,7 +12,7 @@ from gssim.plan import METHODS
 from gssim.plan.buckets import fragments_of
 from gssim.result import chrome_trace
 from gssim.scenario import load_model
-from gssim.simulation import simulate, traced
+from gssim.simulation import record_steady_step, simulate
 
 SIZE = 4 * tiny_model().elements
 WAITED_FOR = {"fragments": 1, "delay_steps": 0, "local_ratio": 0.0}
@@ -186,7 +186,7 @@ def test_a_folded_period_is_the_unfolded_one(settings):
 
 def test_a_trace_shows_a_whole_period():
     found = simulated(bucket_bytes=100)
-    shown = traced(found)
+    shown = record_steady_step(found)
     spans, about = shown.spans, json.loads(chrome_trace(shown, found.result))["otherData"]
     assert about["step_time_s"] == pytest.approx(4 * found.result.step_time_s)
     assert about["step_time_s"] == pytest.approx(max(end for _, end in shown.bounds_s.values()))

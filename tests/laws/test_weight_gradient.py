@@ -189,7 +189,7 @@ def test_what_a_rank_owns_is_part_of_who_the_scenario_is():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_the_speed_up_of_equal_layers_on_equal_devices_is_the_bound(ranks):
-    # A.3 C: F + D + W / M, with F = D = W, is 3 / (2 + 1/M) times as fast as one device
+    # forward, input and weight gradients take as long as each other: F + D + W / M is 3 / (2 + 1/M) times as fast
     alone = result_of(scenario_of(star(1), {"method": "single"}, model=stack(12)))
     assert alone.step_time_s == pytest.approx(12 * 3 * ONE_S + optimizer_s(12), rel=1e-6)
     found = result_of(dealt_out(ranks, stack(12)))

@@ -10,7 +10,7 @@ from real_runs import star
 
 import gssim
 from gssim.errors import UserError
-from gssim.memory import LAST, activation_timeline, as_traced, recomputed_buffers
+from gssim.memory import LAST, activation_timeline, recomputed_buffers, traced_buffers
 from gssim.program.stage_boundary import stage_timeline, stages_of
 from gssim.scenario import load_model
 from gssim.scenario.device_rates import achieved_flop_per_s
@@ -84,7 +84,7 @@ def test_a_stage_casts_what_it_receives_once(recompute: Any) -> None:
     """
     first, *_, block, head, loss = unrolled(under_autocast(load_model(SMALL / "divided-autocast-bert.toml"), "bf16"))
     stages = stages_of([[first], [block, head, loss]])
-    lives = as_traced if recompute == "none" else partial(recomputed_buffers, recompute=recompute, autocast=True)
+    lives = traced_buffers if recompute == "none" else partial(recomputed_buffers, recompute=recompute, autocast=True)
     shape: dict[str, Any] = {"batch_size": BATCH, "sequence_length": LENGTH, "scale": 1.0}
     whole, once = (stage_timeline(stages[1], lives=lives, input_is_leaf=is_leaf, **shape) for is_leaf in (False, True))
     cast_bytes = block.layer.output_bytes.at(b=BATCH, s=LENGTH) / 2

@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from gsreal.model_files.build import build_module, training_config  # noqa: E402
 from gsreal.model_files.config_file import unused_keys  # noqa: E402
-from gsreal.model_files.request import Request, check_options, completed, traced_model  # noqa: E402
+from gsreal.model_files.request import Request, check_options, fill_in_defaults, traced_model  # noqa: E402
 from gsreal.model_files.trace import write_model  # noqa: E402
 from gssim.errors import UserError  # noqa: E402
 from gssim.scenario import load_model  # noqa: E402
@@ -65,11 +65,13 @@ def test_it_is_the_class_that_it_names_of_its_sizes(tmp_path, monkeypatch, kind)
 
 def test_what_the_user_gives_goes_before_the_file(tmp_path):
     path = written(tmp_path, "llama")
-    found = completed(asked(path, arguments=("hidden_size=64",), maximum_sequence_length=64, task="masked-token"))
+    found = fill_in_defaults(
+        asked(path, arguments=("hidden_size=64",), maximum_sequence_length=64, task="masked-token")
+    )
     assert (found.maximum_sequence_length, found.vocabulary, found.task) == (64, 60, "masked-token")
     assert "hidden_size" not in found.config
-    assert completed(asked(path, vocabulary=50)).vocabulary == 50
-    assert completed(found) == found
+    assert fill_in_defaults(asked(path, vocabulary=50)).vocabulary == 50
+    assert fill_in_defaults(found) == found
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_null_is_none_where_the_default_is_another(tmp_path, monkeypatch):
 def test_code_of_a_hub_is_left_out_where_transformers_has_its_classes(tmp_path):
     """Files of Phi-3 and DeepSeek have such code. Classes that transformers lacks are refused."""
     own = {"AutoConfig": "configuration_llama.LlamaConfig", "AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
-    assert "auto_map" not in completed(asked(written(tmp_path, "llama", {"auto_map": own}))).config
+    assert "auto_map" not in fill_in_defaults(asked(written(tmp_path, "llama", {"auto_map": own}))).config
     assert unused_keys(written(tmp_path, "llama", {"auto_map": own})) == ["auto_map (its code is not run)"]
 
 
@@ -132,7 +134,7 @@ def test_keys_that_only_the_code_of_the_architecture_reads_have_an_effect(tmp_pa
 
 def test_a_null_that_the_user_replaces_is_no_longer_one(tmp_path):
     path = written(tmp_path, "llama", {"rms_norm_eps": None})
-    assert "rms_norm_eps" not in completed(asked(path, arguments=("rms_norm_eps=1e-5",))).config
+    assert "rms_norm_eps" not in fill_in_defaults(asked(path, arguments=("rms_norm_eps=1e-5",))).config
 
 
 @pytest.mark.parametrize(

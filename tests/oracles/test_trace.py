@@ -41,11 +41,11 @@ from gssim.memory import (
     CPU_RANDOM_STATE_BYTES,
     Event,
     activation_timeline,
-    as_traced,
     gradient_events,
     recomputation_begin,
     recomputed_buffers,
     replaced_bytes,
+    traced_buffers,
 )
 from gssim.scenario import load_model
 from gssim.scenario.checks.consistency import check
@@ -527,7 +527,7 @@ def real_step(model, shape, *, recompute="none"):
 def lives_of(recompute):
     """Return what recomputing makes of a layer's buffers."""
     if recompute == "none":
-        return as_traced
+        return traced_buffers
     return partial(recomputed_buffers, recompute=recompute, random_state_bytes=CPU_RANDOM_STATE_BYTES)
 
 

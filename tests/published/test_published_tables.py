@@ -371,6 +371,27 @@ def test_rows_of_the_same_kinds_with_other_models_and_plans_are_predicted(tmp_pa
     assert isinstance(predict_or_explain(run), Prediction)
 
 
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("DeepSeek-V2-Lite", "neither a GPT, a Llama nor a BERT"),
+        ("DeepSeekV3-16B", "neither a GPT, a Llama nor a BERT"),
+        ("Nemotron-H-8B", "neither a GPT, a Llama nor a BERT"),
+        ("Nemotron Nano 9B v2", "neither a GPT, a Llama nor a BERT"),
+        ("Qwen2-57B-A14B", "a mixture of experts"),
+        ("GPT-OSS-20B", "a mixture of experts"),
+        ("Mixtral-8x3B", "a mixture of experts"),
+        ("Nemotron-4 15B", None),
+        ("GPT-1536x16", None),
+        ("Qwen3-30B-A3B", None),
+    ],
+)
+def test_models_of_other_blocks_are_not_taken_for_those_whose_name_they_begin_with(tmp_path, model, reason):
+    """DeepSeek-V2-Lite was predicted as DeepSeek-V2, a hybrid of Mamba as a GPT, a mixture as a dense Llama."""
+    ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | {"model": model}))
+    assert isinstance(found, Run) if reason is None else str(found) == reason
+
+
 def test_a_rack_is_one_domain_of_nvlink_whatever_its_trays_hold(tmp_path):
     trays = run_of(tmp_path, system="DGX-GB200", gpu="GB200", gpus_per_node="4", n_gpus="8", dp="8")
     (server,) = tables_of(trays)["cluster"]["topology"]["servers"]

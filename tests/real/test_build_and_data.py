@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from gsreal.data import sources as data
 from gsreal.measure import Timeline
-from gsreal.model_files.build import build_module, example_batch, imported_factory, logits_of, loss_of, set_trust
+from gsreal.model_files.build import build_module, example_batch, import_factory, logits_of, loss_of, set_trust
 from gsreal.models import gpt
 from gsreal.run.feed import Feed
 from gsreal.run.worker import build
@@ -219,14 +219,14 @@ def test_example_batches_have_the_shape_and_type_of_real_ones(name):
 
 
 def test_a_factory_is_named_with_dots_or_a_colon():
-    assert imported_factory(Module(factory="gsreal.models.gpt"), where="here") is gpt
-    assert imported_factory(Module(factory="gsreal.models:gpt"), where="here") is gpt
+    assert import_factory(Module(factory="gsreal.models.gpt"), where="here") is gpt
+    assert import_factory(Module(factory="gsreal.models:gpt"), where="here") is gpt
     with pytest.raises(UserError, match=r"^here: module\.factory = 'gsreal\.models\.gtp': cannot be imported: "):
-        imported_factory(Module(factory="gsreal.models.gtp"), where="here")
+        import_factory(Module(factory="gsreal.models.gtp"), where="here")
     set_trust(True)
     try:
         with pytest.raises(UserError, match="No module named 'nowhere_at_all'; PYTHONPATH names the folders"):
-            imported_factory(Module(factory="nowhere_at_all.model"), where="here")
+            import_factory(Module(factory="nowhere_at_all.model"), where="here")
     finally:
         set_trust(False)
 

@@ -30,8 +30,9 @@ from gsreal.machine import device_name, usable_cores
 from gsreal.model_files.build import build_module
 from gsreal.model_files.request import Request
 from gsreal.model_files.trace import write_model
-from gsreal.run.checks import check_gloo_on_gpus, check_norms, check_own_module, check_predicted_only
+from gsreal.run.checks import check_gloo_on_gpus, check_norms, check_predicted_only
 from gsreal.run.launch import reason_of
+from gsreal.run.module_checks import check_module
 from gssim.errors import UserError
 from gssim.plan import Plan
 from gssim.result import PHASES, Result, read_result
@@ -646,77 +647,63 @@ def test_a_batch_norm_of_one_value_per_channel():
             check_norms(scenario, where="file")
 
 
+def check_demo(plan: dict[str, str], module: torch.nn.Module, *, ranks: int = 2) -> None:
+    changes = [star(ranks), *(f"plan.{key}={value}" for key, value in plan.items())]
+    check_module(load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario, module)
+
+
+@pytest.fixture
+def module() -> torch.nn.Module:
+    """The demo's module, without values."""
+    demo = load_scenario(SCENARIOS / "demo.toml", [], gradients_needed=False).scenario
+    with torch.device("meta"):
+        return build_module(demo.workload.model.module, where="file")
+
+
 @pytest.mark.parametrize(("method", "runs"), [("zero2", False), ("zero3", False), ("gs_z3", False), ("gs", True)])
-def test_blocks_that_share_a_layer(monkeypatch, method, runs):
+def test_blocks_that_share_a_layer(module, method, runs):
     """FSDP2 ended ranks with an invariant of its own, and gs_z3 with a ValueError."""
-
-    def sharing(module, where):
-        built = build_module(module, where=where)
-        built.blocks[1].up = built.blocks[0].up
-        return built
-
-    monkeypatch.setattr("gsreal.run.checks.build_module", sharing)
-    changes = [star(2), f"plan.method={method}"]
-    scenario = load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario
+    module.unused = module.blocks[1].up
+    module.blocks[1].up = module.blocks[0].up
     said = "shards 'blocks.0' and 'blocks.1' one by one, but they share 'up.weight'"
     with nullcontext() if runs else pytest.raises(UserError, match=said):
-        check_own_module(scenario, where="file")
+        check_demo({"method": method}, module)
 
 
 @pytest.mark.parametrize(
     ("plan", "key"),
-    [("method=ddp", None), ("method=gs", None), ("method=zero3", "method = 'zero3'"), ("tp=2", "tp = 2")],
+    [
+        ({"method": "ddp"}, None),
+        ({"method": "gs"}, None),
+        ({"method": "zero3"}, "method = 'zero3'"),
+        ({"method": "ddp", "tp": "2"}, "tp = 2"),
+    ],
 )
-def test_hooks_of_parameters(monkeypatch, plan, key):
+def test_hooks_of_parameters(module, plan, key):
     """FSDP2 dropped them: with one that halves a gradient, parameters were 3e-2 off one device's after five steps."""
-
-    def hooked(module, where):
-        built = build_module(module, where=where)
-        built.head.weight.register_hook(lambda gradient: gradient / 2)
-        return built
-
-    monkeypatch.setattr("gsreal.run.checks.build_module", hooked)
-    changes = [star(2), f"plan.{plan}", *(["plan.method=ddp"] if plan == "tp=2" else [])]
-    scenario = load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario
-    said = (
-        f"file: plan.{key}: replaces parameters by parts of them, which do not have the hook (register_hook) of 'head"
-    )
+    module.head.weight.register_hook(lambda gradient: gradient / 2)
+    said = f"plan.{key}: replaces parameters by parts of them, which do not have the hook (register_hook) of 'head"
     with nullcontext() if key is None else pytest.raises(UserError, match=re.escape(said)):
-        check_own_module(scenario, where="file")
+        check_demo(plan, module)
 
 
-def test_parameters_in_another_memory_format(monkeypatch):
+@pytest.mark.parametrize(("method", "runs"), [("ddp", True), ("zero3", False)])
+def test_parameters_in_another_memory_format(module, method, runs):
     """A rank ended with an error of FSDP2's own."""
-
-    def transposed(module, where):
-        built = build_module(module, where=where)
-        built.head.weight.data = built.head.weight.data.t().contiguous().t()
-        return built
-
-    monkeypatch.setattr("gsreal.run.checks.build_module", transposed)
-    for method, said in (
-        ("ddp", None),
-        ("zero3", "'head.weight' is not contiguous, and FSDP2 shards no such parameter"),
-    ):
-        scenario = load_scenario(SCENARIOS / "demo.toml", [star(2), f"plan.method={method}"], gradients_needed=False)
-        with nullcontext() if said is None else pytest.raises(UserError, match=said):
-            check_own_module(scenario.scenario, where="file")
+    module.head.weight = torch.nn.Parameter(module.head.weight.data.t().contiguous().t())
+    said = "'head.weight' is not contiguous, and FSDP2 shards no such parameter"
+    with nullcontext() if runs else pytest.raises(UserError, match=said):
+        check_demo({"method": method}, module)
 
 
 @pytest.mark.parametrize(("method", "runs"), [("single", True), ("ddp", False), ("zero3", False), ("gs", False)])
-def test_an_embedding_that_its_forward_changes(monkeypatch, method, runs):
+def test_an_embedding_that_its_forward_changes(module, method, runs):
     """Replicas of DDP had other parameters each, FSDP2's were 3 off one device's, and gs ended in a traceback."""
-
-    def limited(module, where):
-        built = build_module(module, where=where)
-        built.tokens.max_norm = 1.0
-        return built
-
-    monkeypatch.setattr("gsreal.run.checks.build_module", limited)
-    changes = [star(1 if runs else 2), f"plan.method={method}"]
-    scenario = load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario
+    module.head.max_norm = 1.0  # an attribute of a module's own means nothing
+    check_demo({"method": method}, module, ranks=1 if runs else 2)
+    module.tokens.max_norm = 1.0
     with nullcontext() if runs else pytest.raises(UserError, match="'tokens' has max_norm: its forward changes"):
-        check_own_module(scenario, where="file")
+        check_demo({"method": method}, module, ranks=1 if runs else 2)
 
 
 def test_experts_of_hugging_face_in_fp64(refusal, files):

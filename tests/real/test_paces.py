@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 from gsreal.measure import Timeline  # noqa: E402
-from gsreal.run.rank_speed import SlowDevice, work  # noqa: E402
+from gsreal.run.rank_speed import SlowDevice, multiply_matrices  # noqa: E402
 
 CPU = torch.device("cpu")
 TICK_S = 1e-5
@@ -82,5 +82,5 @@ def test_a_slow_device_takes_as_much_longer_as_is_said_and_works_before_the_phas
 
 def test_work_takes_the_time_that_it_is_given(clock):
     began_s = clock.now_s
-    work(0.02, CPU)
+    multiply_matrices(0.02, CPU)
     assert clock.now_s - began_s == about(0.02)

@@ -17,7 +17,7 @@ from analysis.compare.timeline import read_step
 from analysis.ingest.job import ingest
 from gssim.result import PHASES, Arrow, Held, Span, Step, arrows_among, chrome_trace
 from gssim.scenario import load_scenario
-from gssim.simulation import simulate, traced
+from gssim.simulation import record_steady_step, simulate
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 CASES = {
@@ -44,7 +44,7 @@ def traced_case(scenario, overrides):
 def _traced_case(scenario, overrides):
     loaded = load_scenario(SCENARIOS / f"{scenario}.toml", overrides)
     simulated = simulate(loaded)
-    step = traced(simulated)
+    step = record_steady_step(simulated)
     return simulated, step, json.loads(chrome_trace(step, simulated.result))
 
 

@@ -133,6 +133,12 @@ MIXTURES = {
 """Models with experts, of which the table has the name alone: config.json of Qwen/Qwen3-30B-A3B, Qwen3-235B-A22B,
 mistralai/Mixtral-8x7B-v0.1, Mixtral-8x22B-v0.1, openai/gpt-oss-120b, deepseek-ai/DeepSeek-V3 and DeepSeek-V2 (Hugging
 Face). Biases, attention sinks and the block that predicts a further token are left out."""
+OF_THAT_SIZE = re.compile(r"(671b|236b)?(a\d+b)?(base|instruct|chat)?(v\d\.\d)?")
+"""What may follow the name of one of `MIXTURES`; others are models of their own, as DeepSeek-V2-Lite."""
+OTHER_MIXTURE = re.compile(r"moe|\dx\d+(\.\d+)?b|-a\d+(\.\d+)?b|gpt-oss|llama-?4")
+"""In the name of a model: it has experts."""
+OTHER_BLOCKS = re.compile(r"nemotron[ -]?\d?[ -]?(h\b|nano|super)")
+"""In the name of a model: most of its blocks have no attention (Mamba)."""
 RACKS = ("DGX-GB200", "DGX-GB300")
 """Systems that are a platform of their own: racks in which NVLink joins 72 GPUs."""
 HALF_WINDOWED = ("gpt-oss",)
@@ -176,12 +182,16 @@ def _sharding(text: str) -> tuple[MethodName, bool]:
 def _model_of(record: Mapping[str, str]) -> str:
     """Return the name of a row's model in lower case, that of a known mixture of experts as in `MIXTURES`.
 
-    >>> _model_of({"model": "DeepSeek-V3 671B"}), _model_of({"model": "GPT-22B"})
-    ('deepseekv3', 'gpt-22b')
+    >>> [_model_of({"model": name}) for name in ("DeepSeek-V3 671B", "DeepSeek-V2-Lite", "GPT-22B")]
+    ['deepseekv3', 'deepseek-v2-lite', 'gpt-22b']
     """
     name = record["model"].lower()
     plain = re.sub(r"[ _-]", "", name)
-    return next((known for known in MIXTURES if plain.startswith(known.replace("-", ""))), name)
+    for known in MIXTURES:
+        beginning = known.replace("-", "")
+        if plain.startswith(beginning) and OF_THAT_SIZE.fullmatch(plain, len(beginning)):
+            return known
+    return name
 
 
 def many_sources(record: Mapping[str, str], identity: str) -> Run:
@@ -311,10 +321,11 @@ def _is_early_megatron(record: Mapping[str, str]) -> bool:
 def _refuse(record: Mapping[str, str]) -> None:
     """Raise SkippedError for rows with an unsupported kind of model."""
     model = _model_of(record)
-    if ("MoE" in record["note"] or (count(record, "ep") or 1) > 1) and model not in MIXTURES:
-        raise SkippedError("a mixture of experts")
-    if not model.startswith((*MODELS, *MIXTURES)):
-        raise SkippedError("neither a GPT, a Llama nor a BERT")
+    if model not in MIXTURES:
+        if "MoE" in record["note"] or (count(record, "ep") or 1) > 1 or OTHER_MIXTURE.search(model):
+            raise SkippedError("a mixture of experts")
+        if not model.startswith(MODELS) or OTHER_BLOCKS.search(model):
+            raise SkippedError("neither a GPT, a Llama nor a BERT")
     if platform_of(record["gpu"]) is None:
         raise SkippedError("a GPU that platforms.toml does not know")
     named = re.split(r" \+ | and | & ", record["gpu"])

@@ -130,7 +130,7 @@ def _exchange_hops(members: Members, power: int) -> tuple[Hops, ...]:
 
 
 def hierarchical(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Reduce-scatter inside every host, all-reduce each part between hosts, then all-gather inside (D.1)."""
+    """Reduce-scatter inside every host, all-reduce each part between hosts, then all-gather inside."""
     inside, between = _levels(members)
     size = communication.size_bytes
     g, k = len(inside.target) // max(1, len(members.blocks[0])), len(members.blocks[0])

@@ -178,7 +178,7 @@ def store_and_forward(members: Members, communication: Communication) -> tuple[S
 
 
 def pipelined_ring(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Ring of unequal parts in small pieces: every link carries all parts but its receiver's (D.1, v-variants)."""
+    """Ring of unequal parts in small pieces: every link carries all parts but its receiver's."""
     parts = np.array(communication.part_bytes, dtype=float)
     backwards = communication.kind == "reduce-scatter-v"
 

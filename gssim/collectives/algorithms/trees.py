@@ -55,7 +55,7 @@ def _levels(members: Members) -> tuple[Hops, ...]:
 def chain(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Broadcast (or reduce) along all members in chunks: each member forwards a chunk while it receives the next.
 
-    t = (n - 2 + k) * (latency + chunk / bandwidth), for k chunks (D.1, pipelined broadcast).
+    t = (n - 2 + k) * (latency + chunk / bandwidth), for k chunks (a pipelined broadcast).
     """
     n, size = members.count, communication.size_bytes
     chunks = max(1, math.ceil(size / CHUNK_BYTES))

@@ -132,17 +132,17 @@ class LoweredBounds:
         """Return whether a plan has such bounds, because its steps all do the same."""
         return is_steady(loaded.scenario)
 
-    def allocated(self) -> Bound:
-        """Return the bound by time and allocated memory."""
+    def allocated_bound(self) -> Bound:
+        """Return the bound from the least step time and the allocated memory, without the allocator's overhead."""
         scenario = self.loaded.scenario
         full = 0.0 if self.peaks is None else lowered.full_ratio(scenario, self.program, self.peaks)
         return self.of_time(lowered.step_time_s(scenario, self.program, self.collectives), full)
 
-    def met(self, bound: Bound) -> Bound:
-        """Return a bound that includes the sharing of links by equal groups; see [Note: met] in `lowered`."""
+    def with_shared_links(self, bound: Bound) -> Bound:
+        """Return a bound that includes the sharing of links by equal groups; see [Note: shared links] in `lowered`."""
         if not any(each.beside for each, _ in self.program.exchanges):
             return bound
-        time_s = lowered.met_step_time_s(self.loaded.scenario, self.program, self.collectives, self.shared)
+        time_s = lowered.step_time_on_shared_links_s(self.loaded.scenario, self.program, self.collectives, self.shared)
         return bound if time_s <= bound.time_s else bound.with_(self.of_time(time_s, bound.full_ratio))
 
     def of_time(self, time_s: float, full_ratio: float) -> Bound:
@@ -152,7 +152,7 @@ class LoweredBounds:
         busy_s = lowered.busy_s(self.loaded.scenario, self.program)
         return Bound(time_s, least(self.loaded.scenario, self.objective, time_s, busy_s), full_ratio)
 
-    def reserved(self, bound: Bound, rule_out: Callable[[Bound], bool] = lambda bound: False) -> Bound:
+    def with_allocator_overhead(self, bound: Bound, rule_out: Callable[[Bound], bool] = lambda bound: False) -> Bound:
         """Return a bound that includes the allocator's overhead; its memory is as exact as a simulation's.
 
         Replaying the steps of ranks takes long: the fullest come first, and the others are left out once `rule_out`

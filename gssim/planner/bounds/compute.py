@@ -16,20 +16,20 @@ from gssim.units import Recompute
 from gssim.workload import Layer
 
 
-def chance_of(device: DeviceType) -> float:
+def least_jitter_ratio(device: DeviceType) -> float:
     """Return the least random factor on a device's compute time; in the lab, of compute without its sleeps."""
     if not is_jittery(device):
         return 1.0
     return SMALLEST_JITTER * (device.lab.cpu_share_ratio if device.lab else 1.0)
 
 
-def least_chance(devices: Iterable[DeviceType]) -> float:
+def least_step_jitter_ratio(devices: Iterable[DeviceType]) -> float:
     """Return the least random factor on the time of a step of these devices.
 
     It also applies to steps that are limited only by links: they may end a little earlier or later than the step
     before.
     """
-    return min(map(chance_of, devices))
+    return min(map(least_jitter_ratio, devices))
 
 
 class ComputeBounds:
@@ -71,7 +71,7 @@ class ComputeBounds:
         if sends_every or partly or divided or in_buffer or is_cast or policies.partition != "data":
             return 0.0
         device = self.parts.types[rank]
-        return chance_of(device) * self.parts.once(
+        return least_jitter_ratio(device) * self.parts.once(
             ("accumulation", part, self.parts.names[rank]),
             lambda: sum(
                 accumulation_time_s(
@@ -92,7 +92,7 @@ class ComputeBounds:
         run = part or self.parts.whole
         device = self.parts.types[rank]
         return (
-            chance_of(device)
+            least_jitter_ratio(device)
             * run.ratio
             * self.parts.once(
                 ("time", run, self.parts.names[rank], samples, recompute, issued),
@@ -142,7 +142,7 @@ class ComputeBounds:
 
         key = ("passes", part, self.parts.names[rank], samples, recompute, issued)
         forward_s, backward_s = self.parts.once(key, found)
-        ratio = chance_of(device) * part.ratio
+        ratio = least_jitter_ratio(device) * part.ratio
         return ratio * forward_s, ratio * backward_s
 
     def bubble_s(self, plan: Plan, policies: Policies, busy_s: Sequence[float]) -> float:

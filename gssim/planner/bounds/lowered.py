@@ -5,8 +5,8 @@ Then it ends its step no later than in reality, as other ranks can only delay or
 streams that precede a wait for the step's compute may have run in the step before.) In the steady state, links carry
 during one step as many bytes as a step sends.
 
-[Note: met] Groups of equal ranks, such as those of all tensor slices, carry out a collective at the same time. The
-simulation has one instance for them, whose flows share links. To bound such an instance, all instances must be
+[Note: shared links] Groups of equal ranks, such as those of all tensor slices, carry out a collective at the same time.
+The simulation has one instance for them, whose flows share links. To bound such an instance, all instances must be
 arranged; that is done only for plans that no other bound rules out.
 
 [Note: followed] The step of a pipeline's first stage lasts until the last gradient has come back through all others.
@@ -30,8 +30,20 @@ from gssim.collectives import Communication
 from gssim.engine import MEMORY_STEPS, Machine, allocates_beside_compute, memory_after
 from gssim.execution.cache import Shared
 from gssim.planner.bounds.collectives import CollectiveBounds
-from gssim.planner.bounds.compute import chance_of, least_chance
-from gssim.program import Chunk, MessageName, Name, Part, Posted, Program, Task, TaskId, name_of, parts_of, unnumbered
+from gssim.planner.bounds.compute import least_jitter_ratio, least_step_jitter_ratio
+from gssim.program import (
+    Chunk,
+    MessageName,
+    Name,
+    Part,
+    Posted,
+    Program,
+    Task,
+    TaskId,
+    name_of,
+    parts_of,
+    template_tasks,
+)
 from gssim.result import WAITING_PHASES
 from gssim.scenario import Scenario
 from gssim.simulation import outside_bytes
@@ -47,11 +59,13 @@ def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBou
         return collectives.alone_s(communication, program.role_of.index(role))
 
     links_s = float(collectives.links_s(program.exchanges).max(initial=0.0))
-    return least_chance(_devices(scenario)) * max(links_s, _longest_step_s(scenario, program, alone_s))
+    return least_step_jitter_ratio(_devices(scenario)) * max(links_s, _longest_step_s(scenario, program, alone_s))
 
 
-def met_step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds, shared: Shared) -> float:
-    """Return the least step time if equal groups share one instance and so their links; see [Note: met].
+def step_time_on_shared_links_s(
+    scenario: Scenario, program: Program, collectives: CollectiveBounds, shared: Shared
+) -> float:
+    """Return the least step time if equal groups share one instance and so their links; see [Note: shared links].
 
     It is 0 if no collective takes longer for that: then `step_time_s` is as close.
     """
@@ -85,7 +99,7 @@ def met_step_time_s(scenario: Scenario, program: Program, collectives: Collectiv
 
     if not any(is_longer(each) for each, _ in program.exchanges):
         return 0.0
-    return least_chance(_devices(scenario)) * _longest_step_s(scenario, program, alone_s)
+    return least_step_jitter_ratio(_devices(scenario)) * _longest_step_s(scenario, program, alone_s)
 
 
 def _devices(scenario: Scenario) -> list[DeviceType]:
@@ -313,10 +327,10 @@ def busy_s(scenario: Scenario, program: Program) -> list[float]:
     by_role = [
         sum(
             task.duration_s
-            for task in unnumbered(tasks)
+            for task in template_tasks(tasks)
             if task.stream == "compute" and task.communication is None and task.phase not in WAITING_PHASES
         )
         for tasks in program.tasks
     ]
-    chances = [chance_of(scenario.cluster.type_of(rank)) for rank in range(len(program.role_of))]
+    chances = [least_jitter_ratio(scenario.cluster.type_of(rank)) for rank in range(len(program.role_of))]
     return [chance * by_role[role] for chance, role in zip(chances, program.role_of, strict=True)]

@@ -14,10 +14,10 @@ from gssim.memory import (
     Lives,
     Timeline,
     activation_timeline,
-    as_traced,
     input_bytes,
     recomputation_begin,
     recomputed_buffers,
+    traced_buffers,
 )
 from gssim.plan import Plan, Policies, splitting
 from gssim.plan.pipeline_schedule import INTERLEAVED, schedule
@@ -56,11 +56,12 @@ class MemoryBounds:
             for (rank, owned), n in dict.fromkeys(kinds)
         )
 
-    def rooms(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
+    def most_samples(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
         """Return for each rank the largest number of samples with which it fits a fraction of its memory."""
         kinds, parts = self._kinds(plan, policies), self.parts.parts(plan, policies)
         found = {
-            (rank, owned): self._room(plan, policies, rank, parts[rank], owned, ratio) for rank, owned in set(kinds)
+            (rank, owned): self._most_samples(plan, policies, rank, parts[rank], owned, ratio)
+            for rank, owned in set(kinds)
         }
         return [found[kind] for kind in kinds]
 
@@ -77,7 +78,7 @@ class MemoryBounds:
             return [(rank, owned[rank]) for rank in alike]
         return [(first, self._owned(plan, policies, rank)) for rank, first in enumerate(alike)]
 
-    def _room(self, plan: Plan, policies: Policies, rank: int, part: Part, owned: float, ratio: float) -> int:
+    def _most_samples(self, plan: Plan, policies: Policies, rank: int, part: Part, owned: float, ratio: float) -> int:
         """Return the most samples that fit a fraction of a rank's memory; `owned`: the elements it updates."""
         key = (
             "room",
@@ -146,12 +147,12 @@ class MemoryBounds:
         kinds: dict[tuple[str, int, int, int, float], int] = {}
         for rank, samples in enumerate(sizes):
             place, experts = policies.mesh.place(rank).pp, self.parts.expert_position(policies, rank)
-            owned = self._owned_of_stage(self.held_stage(plan, policies, rank)[0], plan, policies, rank)
+            owned = self._owned_of_stage(self.stage_on_rank(plan, policies, rank)[0], plan, policies, rank)
             kinds.setdefault((self.parts.names[rank], place, experts, samples, owned), rank)
         found = 0.0
         for (_, place, _, samples, owned), rank in kinds.items():
             device = self.parts.types[rank]
-            part, stage = self.held_stage(plan, policies, rank)
+            part, stage = self.stage_on_rank(plan, policies, rank)
             kept, forward, backward = self._stage_activations(stage, plan.recompute, samples // plan.micro_batches)
             if policies.parameters == "gathered" and policies.shards > 1:
                 backward += part.elements * self.parts.value
@@ -190,7 +191,7 @@ class MemoryBounds:
 
         return self.parts.once(("in flight", name, ranks, count), found)
 
-    def held_stage(self, plan: Plan, policies: Policies, rank: int) -> tuple[Part, Stage]:
+    def stage_on_rank(self, plan: Plan, policies: Policies, rank: int) -> tuple[Part, Stage]:
         """Return a rank's stage of a pipeline, as the first rank of each tensor group holds it."""
         cut, experts = self.parts.stages(plan, policies), self.parts.expert_position(policies, rank)
         ends = tuple((stage[0].index, stage[-1].index, len(stage)) for stage in cut)
@@ -222,7 +223,7 @@ class MemoryBounds:
         """Return the bytes that each pipeline stage but the last sends forward for `samples` samples."""
         length = self.parts.workload.sequence_length or 1
         stride = policies.ranks // policies.pp
-        stages = [self.held_stage(plan, policies, place * stride)[1] for place in range(policies.pp - 1)]
+        stages = [self.stage_on_rank(plan, policies, place * stride)[1] for place in range(policies.pp - 1)]
         return [self._scale * stage.output_bytes.at(b=samples, s=length) for stage in stages]
 
     def sums(
@@ -232,7 +233,7 @@ class MemoryBounds:
 
         `phase`: `f` (forward), `b` (backward), or `r` (recomputed forward).
         """
-        part, stage = self.held_stage(plan, policies, rank)
+        part, stage = self.stage_on_rank(plan, policies, rank)
         length = self.parts.workload.sequence_length or 1
 
         def found() -> Counter[tuple[str, float]]:
@@ -250,7 +251,7 @@ class MemoryBounds:
         self, plan: Plan, policies: Policies, rank: int, phase: str, samples: int
     ) -> Mapping[Communication, int]:
         """Return the exchanges of rows of experts for which a rank waits in a phase; arguments as of `sums`."""
-        part, stage = self.held_stage(plan, policies, rank)
+        part, stage = self.stage_on_rank(plan, policies, rank)
         group = policies.mesh.expert_group(rank)
 
         def found() -> Counter[Communication]:
@@ -320,7 +321,7 @@ class MemoryBounds:
             kept = sum(event.size_bytes for number in range(len(layers)) for event in timeline.at(number, "f"))
             return kept, max(peaks[: len(layers)]), max(peaks[len(layers) :])
 
-        return self.parts.once(("stage activations", stage.likeness, recompute, samples), found)
+        return self.parts.once(("stage activations", stage.structure_key, recompute, samples), found)
 
     def _lives(self, recompute: Recompute) -> Lives:
         """Return the function that gives the lifetimes of a layer's buffers under a recomputation.
@@ -328,7 +329,7 @@ class MemoryBounds:
         They depend neither on the samples nor on the plan: each is computed once for layers between the same others.
         """
         if recompute == "none":
-            return as_traced
+            return traced_buffers
 
         def recomputed(layer: Layer, before: Layer | None, following: Sequence[Layer]) -> Sequence[Buffer]:
             key = ("lives", recompute, Same(layer), Same(before), *map(Same, following))

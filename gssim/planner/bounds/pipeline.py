@@ -13,7 +13,7 @@ from functools import partial
 from gssim.collectives import Communication
 from gssim.plan import Plan, Policies
 from gssim.plan.pipeline_schedule import INTERLEAVED, schedule
-from gssim.planner.bounds.compute import ComputeBounds, least_chance
+from gssim.planner.bounds.compute import ComputeBounds, least_step_jitter_ratio
 from gssim.planner.bounds.memory import MemoryBounds, has_equal_slices
 from gssim.planner.bounds.parts import ModelParts
 from gssim.planner.bounds.traffic import TrafficBounds
@@ -72,7 +72,7 @@ class PipelineBounds:
         device waits; its host does not.
         """
         if policies.tp > 1:
-            part, _ = self.memory.held_stage(plan, policies, rank)
+            part, _ = self.memory.stage_on_rank(plan, policies, rank)
         else:
             part = self.parts.part(plan, policies, rank)
         attended = self.parts.attended_ratio(policies, rank)
@@ -80,7 +80,10 @@ class PipelineBounds:
             [attended * pass_s for pass_s in self.compute.passes_s(rank, samples, plan.recompute, part, issued=issued)]
             for issued in (True, False)
         )
-        collectives, chance = self.traffic.collectives(plan, policies), least_chance(self.parts.types[: policies.ranks])
+        collectives, chance = (
+            self.traffic.collectives(plan, policies),
+            least_step_jitter_ratio(self.parts.types[: policies.ranks]),
+        )
         forward_s, backward_s = (
             max(least_s, pass_s + chance * sum(count * collectives.alone_s(each, rank) for each, count in sums))
             for least_s, pass_s, sums in zip(issued_s, own_s, self._waits(plan, policies, rank, samples), strict=True)
@@ -132,13 +135,16 @@ class PipelineBounds:
             for each, count in several
         ]
         links_s = self.traffic.collectives(plan, policies).links_s(sums)
-        return least_chance(self.parts.types[: policies.ranks]) * float(links_s.max(initial=0.0))
+        return least_step_jitter_ratio(self.parts.types[: policies.ranks]) * float(links_s.max(initial=0.0))
 
     def _messages_s(
         self, plan: Plan, policies: Policies, ranks: Sequence[int], samples: int
     ) -> tuple[tuple[float, float], ...]:
         """Return lower bounds of the time of a message from each stage but the last to the next, and of one back."""
-        collectives, chance = self.traffic.collectives(plan, policies), least_chance(self.parts.types[: policies.ranks])
+        collectives, chance = (
+            self.traffic.collectives(plan, policies),
+            least_step_jitter_ratio(self.parts.types[: policies.ranks]),
+        )
         return tuple(
             (
                 chance * collectives.alone_s(Communication("send", (source, target), size), source),

@@ -18,7 +18,7 @@ from gssim.execution.cache import Shared
 from gssim.plan import Plan, Policies
 from gssim.plan.plan import ShareRules
 from gssim.planner.bounds.collectives import CollectiveBounds
-from gssim.planner.bounds.compute import least_chance
+from gssim.planner.bounds.compute import least_step_jitter_ratio
 from gssim.planner.bounds.parts import ModelParts
 from gssim.program import Steps, Task
 from gssim.program.experts import OPERATIONS
@@ -67,7 +67,7 @@ class TrafficBounds:
         more = plan.micro_batches - plain.micro_batches
         links_s = float((whole.links_s + more * later.links_s).max(initial=0.0))
         streams_s = {name: s + more * later.streams_s.get(name, 0.0) for name, s in whole.streams_s.items()}
-        chance = least_chance(self.parts.types[: policies.ranks])
+        chance = least_step_jitter_ratio(self.parts.types[: policies.ranks])
         return max(chance * max(links_s, *streams_s.values(), 0.0), busy_s + chance * streams_s.get("compute", 0.0))
 
     def collectives(self, plan: Plan, policies: Policies) -> CollectiveBounds:
