@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -180,7 +180,8 @@ class StorageLife:
     casts_parameter: bool = False
     """Whether it is torch.autocast's copy of a parameter in 16 bits, which it keeps to the end of the forward."""
     summed_in_place: bool = False
-    """Whether it is a gradient to which autograd adds another in place; the trace has the sum in a new storage."""
+    """Whether it is a gradient to which autograd adds another in place, or a product to which a linear map adds its
+    bias in place; the trace has the sum in a new storage."""
     parts: tuple[int, ...] = ()
     """Bytes of its parts, if a run rounds each of several parts up to pages; `size_bytes` is their sum."""
 
@@ -309,6 +310,8 @@ buffer, Python's object for it, and two in the dispatcher."""
 
 ENGINE = torch.autograd.graph._engine_run_backward.__code__
 """The Python function that starts autograd's engine."""
+LINEAR_MAPS = {module.forward.__code__ for module in (nn.Linear, nn.RNN, nn.GRU)}
+"""Forwards in which torch adds a bias to a product, and nothing else to anything of one dimension."""
 
 
 class Recorder(TorchDispatchMode):
@@ -380,6 +383,7 @@ class Recorder(TorchDispatchMode):
         self._written(func, args)
         if self._sums_in_place(func, args, kwargs):
             self.live[args[0].untyped_storage()._cdata].summed_in_place = True
+        self._note_bias(func, args)
         result = func(*args, **kwargs)
         outputs = [*_tensors((result,))]
         if not func.is_view and not self.allocating and (outputs or func._schema.is_mutable):
@@ -417,6 +421,19 @@ class Recorder(TorchDispatchMode):
         if storage._cdata not in self.live or torch._C._storage_Use_Count(storage._cdata) != STORAGE_HOLDERS:
             return False
         return gradient._use_count() <= TENSOR_HOLDERS and is_non_overlapping_and_dense_or_false(gradient)
+
+    def _note_bias(self, func: Any, args: Any) -> None:
+        """Note a product to which a linear map adds its bias, which a run does in place.
+
+        torch adds it by itself where inputs of three or more dimensions are not contiguous, and under a dispatch mode
+        out of place (aten/src/ATen/native/Linear.cpp). Only modules are looked at that add nothing else.
+        """
+        if func is not aten.add.Tensor or sys._getframe(2).f_code not in LINEAR_MAPS:
+            return
+        product = self.live.get(args[0].untyped_storage()._cdata)
+        if product is not None and args[1].dim() == 1 < args[0].dim():
+            # the map itself refers to the product until it returns
+            product.summed_in_place, product.freed = True, self.now()
 
     def _note_parts(self, func: Any, args: Any, workspace: Tensor) -> None:
         """Note the parts of the workspace that an LSTM's layer keeps."""
@@ -539,7 +556,7 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, self._freed, key, alive)
 
     def _freed(self, key: int, alive: StorageLife) -> None:
-        alive.freed = self.now()
+        alive.freed = alive.freed or self.now()
         if self.live.get(key) is alive:
             del self.live[key]
 

@@ -20,6 +20,8 @@ first, if nothing else refers to that. So no sum is in place if another operatio
 is a view, as that of a linear map in fp32 is. Under a trace every sum is a buffer of its own. If a real step computes
 it in place, the first gradient is marked `summed-in-place`: it is released just before the sum is allocated, which thus
 takes its memory. Gradients that a pipeline's stage receives are never summed in place: the schedule refers to them.
+So is the product marked to which a linear map adds its bias: where its input has three or more dimensions and is not
+contiguous, a run adds the bias in place, and a trace in a new buffer.
 
 [Note: routed rows] If ranks divide the routed experts of a layer, each rank holds u of them and processes r rows: one
 row for every pair of a token of its group and an expert of that token that the rank holds. Quantities are polynomials
@@ -269,7 +271,7 @@ class Buffer:
     """Whether it is one of several casts of the layer's input by torch.autocast; see [Note: cast once] in
     `gssim.program.stage_boundary`."""
     summed_in_place: bool = False
-    """Whether the operation that frees it adds another gradient to it in place; see [Note: sums in place]."""
+    """Whether the operation that frees it adds to it in place; see [Note: sums in place]."""
     pages: bool = False
     """Whether its size is rounded up to pages, as are the parts of what oneDNN keeps of an LSTM's layer."""
     samples: str = ""
@@ -727,10 +729,10 @@ class Layer:
     """Every tensor that the layer allocates: the moments of its allocation and release, its category and its size;
     `fixed`: it holds integers or truth values, which are as large in every precision; `casts-input`: it is one of
     several casts of the layer's input by torch.autocast; `summed-in-place`: autograd adds another gradient to it in
-    place, so that its memory passes to the sum; `pages`: its size is rounded up to 4096 bytes, as is each part of what
-    oneDNN keeps of an LSTM for its backward on a CPU; `handed-on`: it is one of several tensors that a block returns to
-    later layers, and would be freed at that moment if the block's backward did not need it. Tensors of the category
-    `replaced` are kept by the module until its next forward."""
+    place, or a linear map its bias, so that its memory passes to the sum; `pages`: its size is rounded up to 4096
+    bytes, as is each part of what oneDNN keeps of an LSTM for its backward on a CPU; `handed-on`: it is one of several
+    tensors that a block returns to later layers, and would be freed at that moment if the block's backward did not need
+    it. Tensors of the category `replaced` are kept by the module until its next forward."""
     module_buffer_bytes: Count = 0
     """Bytes of the module's buffers (not parameters), such as running means, in fp32."""
     integer_buffer_bytes: Count = 0

@@ -297,6 +297,32 @@ class Residuals(nn.Module):
         return self.head(x + residual)
 
 
+class Narrowing(nn.Module):
+    """Needs its input for no gradient, returns a narrower one, and a copy that its caller does nothing with."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.map, self.norm, self.down = nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width // 2)
+
+    def forward(self, x):
+        x = self.down(x + self.norm(self.map(x.roll(1, 0))))
+        return x, x.clone()
+
+
+class NarrowingStack(nn.Module):
+    def __init__(self, width=128):
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.steps = nn.ModuleList(Narrowing(width >> number) for number in range(3))
+        self.head = nn.Linear(width >> 3, 10)
+
+    def forward(self, images):
+        x = _first = self.first(images.flatten(1))
+        for step in self.steps:
+            x, _copy = step(x)
+        return self.head(x)
+
+
 class WeightNormed(Perceptrons):
     """The weights of its blocks are computed in each forward, and stay attributes of the maps until the next."""
 
@@ -318,6 +344,17 @@ class Recurrent(nn.Module):
     def forward(self, tokens):
         states, _ = self.lstm(self.tokens(tokens))
         return self.head(states)
+
+
+class Transposed(nn.Module):
+    """Its first map takes a transposed tensor, so that torch adds the bias in an operation of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.head = nn.Linear(8, 256), nn.Linear(256, 10)
+
+    def forward(self, images):
+        return self.head(self.wide(images.squeeze(1).transpose(1, 2)).mean(1))
 
 
 class Unused(Shortcut):
@@ -863,6 +900,13 @@ def test_the_peak_of_an_lstm_with_its_measured_workspace_is_the_counted_one(both
     assert replayed_peak_bytes(model, shape, workspace=workspace) == counted
 
 
+def test_a_bias_is_added_to_the_product_of_a_transposed_tensor_in_place():
+    """The peak was predicted 75 % too high, and those of nn.RNN 0.4 to 4.8 %: the trace has the sum in a new tensor."""
+    model = made("Transposed")
+    assert [each.summed_in_place for layer in model.layers for each in layer.buffers].count(True) == 1
+    assert replayed_peak_bytes(model, (640, None)) == pytest.approx(counted_peak_bytes(model, (640, None)), rel=1e-3)
+
+
 @pytest.mark.parametrize(("samples", "length"), [(1, 1), (3, 24), (5, 7)])
 @pytest.mark.parametrize(("features", "hidden"), [(40, 72), (100, 36), (256, 256)])
 def test_parts_of_an_lstms_workspace_each_fill_whole_pages(features, hidden, samples, length):
@@ -876,7 +920,9 @@ def test_parts_of_an_lstms_workspace_each_fill_whole_pages(features, hidden, sam
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
-@pytest.mark.parametrize("factory", ["Shortcut", "Activated", "Perceptrons", "Residuals", "WeightNormed"])
+@pytest.mark.parametrize(
+    "factory", ["Shortcut", "Activated", "Perceptrons", "Residuals", "NarrowingStack", "WeightNormed"]
+)
 def test_the_replayed_peak_of_checkpointed_modules_of_the_users_own_is_the_counted_one(factory, recompute):
     model, shape = made(factory), (640, None)
     found = replayed_peak_bytes(model, shape, recompute=recompute)
