@@ -286,12 +286,9 @@ def _plain_model(same: Same, unused: frozenset[str]) -> Any:
     return _dumped(model, exclude=excluded)
 
 
-def _unstored(fused: FusedKernels | None) -> bool:
-    """Return whether a Result leaves out a model's layers of GPUs: it stores only that these run the model's own.
-
-    Where GPUs have others in some precisions alone, they are not even read for a scenario that does not use them.
-    """
-    return fused is None or bool(fused.layers or fused.autocast or fused.other_precisions)
+def _unstored(fused: FusedKernels | None) -> Any:
+    """Return what a Result leaves out of a model's layers of GPUs: all but that these run the model's own."""
+    return fused is None or bool(fused.layers) or {"autocast": True, "other_precisions": True}
 
 
 def _dumped(value: object, **options: Any) -> Any:

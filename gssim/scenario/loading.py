@@ -358,14 +358,20 @@ def _model_tables(text: str, path: Path, use: _Use | None) -> dict[str, Any]:
 
 @lru_cache(maxsize=MOST_READ)
 def _tables_without(text: str, path: Path, left_out: tuple[str, ...]) -> dict[str, Any]:
-    """Return the tables of a model file without some of its sections; the lines of the others keep their numbers."""
+    """Return the tables of a model file without some of its sections; the lines of the others keep their numbers.
+
+    Where layers of GPUs are left out, an empty table of theirs says that GPUs run the model's own in its precision.
+    """
     headers = list(SECTION.finditer(text))
     ends = [*(header.start() for header in headers[1:]), len(text)]
     kept = [text[: headers[0].start()]]
     for header, end in zip(headers, ends, strict=True):
         section = text[header.start() : end]
         kept.append("\n" * section.count("\n") if header.group(1) in left_out else section)
-    return _tables_of("".join(kept), path) if left_out else _tables_of(text, path)
+    if not left_out:
+        return _tables_of(text, path)
+    of_gpus = any(header.group(1).startswith("fused_kernels") for header in headers)
+    return ({"fused_kernels": {}} if of_gpus else {}) | _tables_of("".join(kept), path)
 
 
 SAME_LAYERS = {

@@ -11,7 +11,7 @@ import gssim
 from gssim.scenario import Scenario, load_model
 from gssim.units import validated
 from gssim.workload import Buffer, Layer, Model, for_samples, shipped_models
-from gssim.workload.model import OtherPrecision
+from gssim.workload.model import FusedKernels, OtherPrecision
 from gssim.workload.owned import with_frozen_layers
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
@@ -162,7 +162,7 @@ def test_layers_of_gpus_are_read_where_they_are_needed(both):
     wide, autocast = {"workload.precision": "fp32"}, {"workload.precision": "fp32", "workload.autocast": "fp16"}
     for changes in (wide, autocast, BF16):
         found = cpus.with_(changes).workload.model
-        assert found.in_file_precision.fused_kernels is None
+        assert found.in_file_precision.fused_kernels == FusedKernels()
         assert not found.runs_fused_kernels
         of_gpus = gpus.with_(changes).workload.model
         assert (of_gpus.layers == found.layers) == (changes is wide)
@@ -173,7 +173,7 @@ def test_layers_of_gpus_are_read_where_they_are_needed(both):
         )
     narrow = cpus.with_(wide)  # a Result is the same of a file that was read as a whole
     assert replace(narrow, workload=replace(narrow.workload, model=file)).resolved() == narrow.resolved()
-    assert gpus.with_(wide).workload.model == replace(file, fused_kernels=None, other_precisions=())
+    assert gpus.with_(wide).workload.model == replace(file, fused_kernels=FusedKernels(), other_precisions=())
     assert gpus.with_(BF16).workload.model.layers == file.fused_kernels.other_precisions[0].layers
     assert gpus.with_(autocast).workload.model.layers == file.fused_kernels.autocast[1].layers
 

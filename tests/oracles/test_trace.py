@@ -1412,7 +1412,7 @@ def test_bytes_are_streamed_by_all_operations_but_products_and_views():
 def test_the_readme_names_maps_that_are_cut():
     """A block of a module of one's own was refused for "a linear map of unknown role", and nothing said the names."""
     text = (Path(__file__).resolve().parents[2] / "gssim" / "README.md").read_text()
-    (said,) = [part for part in text.split("\n\n") if part.startswith("For `plan.tp`, the maps of its blocks")]
+    (said,) = [part for part in text.split("\n\n") if part.startswith("For `plan.tp`, the linear layers of its blocks")]
     named = set(re.findall(r"`([a-z0-9_]+)`", said)) - {"head_dim"}
     known = {*QUERIES_KEYS_VALUES, *ATTENTION_OUTPUTS, *FIRST_MAPS, *LAST_MAPS, *HEAD_COUNTS}
     assert len(named) == 15
