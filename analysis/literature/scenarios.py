@@ -190,10 +190,10 @@ def _list_overheads(run: Run, operation_s: float) -> dict[str, Any]:
     """
     tensors = transformer(run.shape, run.software, tp=run.tp, tied=run.shape.ties).layers[1].parameters
     matrices = [parameter for parameter in tensors if len(parameter.shape) > 1]
-    each_s = {"all-gather": len(matrices) * operation_s, "reduce-scatter": len(tensors) * operation_s}
+    rank_s = {"all-gather": len(matrices) * operation_s, "reduce-scatter": len(tensors) * operation_s}
     return {
-        "overhead_s": {kind: 2 * rank_s for kind, rank_s in each_s.items()},
-        "overhead_rank_s": each_s,
+        "overhead_s": {kind: 2 * part_s for kind, part_s in rank_s.items()},  # a call's overhead with two ranks
+        "overhead_rank_s": rank_s,
         "source": f"{run.source}: lists of all ranks' parts",
     }
 

@@ -20,6 +20,7 @@ STATES = (5, 6)
 """Places of an LSTM's states among its arguments."""
 CACHE_LINE_BYTES = 64
 GATES = 4
+"""Gates of an LSTM."""
 _WORKSPACES: dict[tuple[Any, ...], tuple[int, int]] = {}
 """Bytes of workspace for a sample's first step, and for each further one, by the layer's sizes."""
 
@@ -42,7 +43,7 @@ def workspace_parts(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
         *(each.shape if isinstance(each, Tensor) else str(each) for each in others[:4]),
     )
     if key not in _WORKSPACES:
-        _WORKSPACES[key] = _measured(func, args)
+        _WORKSPACES[key] = _measure_workspace(func, args)
     first, further = _WORKSPACES[key]
     size = int(samples * (first + further * (length - 1)))
     parts = padded_parts(length, samples, inputs.shape[2], others[1].shape[1], inputs.dtype.itemsize)
@@ -69,7 +70,7 @@ def _padded(columns: int, value_bytes: int) -> int:
     return padded + line if padded % 256 == 0 else padded
 
 
-def _measured(func: Any, args: Sequence[Any]) -> tuple[int, int]:
+def _measure_workspace(func: Any, args: Sequence[Any]) -> tuple[int, int]:
     """Return the workspace of a sample's first step and of a further one: of as many samples as fill whole pages."""
     inputs, *others = args
     whole = PAGE_BYTES // inputs.dtype.itemsize

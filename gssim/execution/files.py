@@ -502,8 +502,8 @@ def read_json(path: Path, *, by_hand: bool = False) -> Any:
     return parsed_json(read_text(path), file=str(path), by_hand=by_hand)
 
 
-def keys_once(file: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Return what makes a table of a JSON object's keys and values; it raises UserError for a key that occurs twice."""
+def refuse_repeated_keys(file: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return an `object_pairs_hook` for `json.loads` that raises UserError for a key that occurs twice in an object."""
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -519,7 +519,7 @@ def keys_once(file: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
 def parsed_json(content: str | bytes, *, file: str, by_hand: bool = False) -> Any:
     """Return the parsed content of a JSON file; raise UserError where it is invalid. `by_hand`: see `read_json`."""
     try:
-        return json.loads(content, object_pairs_hook=keys_once(file) if by_hand else None)
+        return json.loads(content, object_pairs_hook=refuse_repeated_keys(file) if by_hand else None)
     except UserError:  # a ValueError too
         raise
     except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, brackets nested too deep

@@ -110,7 +110,7 @@ def _of_config(path: Path) -> ModelFile:
         ties = config.get("tie_word_embeddings", shares_embedding(model))
         if any(known.get(size, value) != value for size, value in asked.items()) or ties != shares_embedding(model):
             continue
-        others = _other_keys(config, source.config, kind)
+        others = _differing_keys(config, source.config, kind)
         if not others:
             found.append(ModelFile(model, place, name, tuple(_dropouts(config, source.config, path))))
     longest = config.get("max_position_embeddings")
@@ -141,7 +141,7 @@ def _sizes_asked(config: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def _other_keys(config: Mapping[str, Any], traced: Mapping[str, Any], kind: str) -> list[str]:
+def _differing_keys(config: Mapping[str, Any], traced: Mapping[str, Any], kind: str) -> list[str]:
     """Return the keys in which a config differs from that of a traced model, beside its sizes, with their values."""
     found = []
     for key, default in OTHER_KEYS.get(kind, {}).items():

@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 import tomli
 
 from gssim.errors import UserError, one_line
-from gssim.execution.files import keys_once
+from gssim.execution.files import refuse_repeated_keys
 
 MOST_BYTES = 4 * 2**20
 """Size of the largest file that is read: topologies of thousands of hosts stay below it."""
@@ -63,7 +63,7 @@ def standard_input() -> str:
 def parsed_json(text: str, *, file: str) -> Any:
     """Return the content of a JSON file; raise UserError where it is invalid, or names a key twice."""
     try:
-        return json.loads(text, object_pairs_hook=keys_once(file))
+        return json.loads(text, object_pairs_hook=refuse_repeated_keys(file))
     except UserError:  # a ValueError too
         raise
     except (ValueError, RecursionError) as error:

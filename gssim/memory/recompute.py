@@ -79,9 +79,8 @@ def recomputed_buffers(
         elif _is_argument(buffer, layer, following):
             moved.append(replace(buffer, freed=Moment("b", _placeholder_release(following[-1], None), len(following))))
         elif handed is not None and buffer is handed:
-            released = Moment(
-                "b", _placeholder_release(following[-1], None), len(following)
-            )  # by the last of them, the block
+            # the last of the layers that follow is the block, whose placeholders hold the buffer
+            released = Moment("b", _placeholder_release(following[-1], None), len(following))
             own = (-buffer.freed.layer_offset, buffer.freed.position)
             is_later = buffer.freed.phase == "b" and own > (-len(following), released.position)
             moved.append(replace(buffer, freed=buffer.freed if is_later else released))

@@ -73,9 +73,10 @@ def predict_or_bound(loaded: Loaded, known: Bound, limits: Limits, shared: Share
     `known`: the plan's bound so far; it includes the fill and drain of a pipeline, which the program's bounds do not.
     """
     with no_collection():
-        density = None if limits.least_density is None else push_density(loaded, shared)
-        if density is not None and limits.least_density is not None and density < limits.least_density:
-            return TooSparse(density)
+        if limits.least_density is not None:
+            density = push_density(loaded, shared)
+            if density is not None and density < limits.least_density:
+                return TooSparse(density)
         if not LoweredBounds.apply_to(loaded):
             return _with_range(loaded, simulate(loaded, shared=shared, spread=False, banded=False), limits, shared)
         bounds = LoweredBounds(loaded, limits.objective, shared)

@@ -148,7 +148,7 @@ RESERVED = _Sizing()
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _Simulation:
     """A loaded scenario, and the cache and options with which it is predicted."""
 
     loaded: Loaded
@@ -179,8 +179,8 @@ class _Subject:
         steps = range(run.warmup_steps, run.warmup_steps + run.steps)
         return steps if self.loaded.statistics_needed else steps[-1:]
 
-    def under(self, scenario: Scenario) -> "_Subject":
-        """Return the same cache and options for a scenario that was derived from this one."""
+    def of(self, scenario: Scenario) -> "_Simulation":
+        """Return the simulation of a scenario that was derived from this one, with the same cache and options."""
         return replace(self, loaded=replace(self.loaded, scenario=scenario))
 
     def steps(self, slowed: Slowed = (), slowed_steps: Sequence[Slowed] = ()) -> Steps:
@@ -252,17 +252,17 @@ def simulate(
     stands for all thresholded steps, while density, payloads and bytes sent are means over exactly the run's steps.
     Whether the plan fits also depends on the dense steps at the start.
     """
-    subject = _Subject(loaded, shared or Shared(), unfolded)
+    simulation = _Simulation(loaded, shared or Shared(), unfolded)
     try:
         with no_collection():
             check_rates(loaded.scenario.cluster, loaded.scenario.workload, ranks=loaded.scenario.ranks)
-            simulated = _predict(subject, spread=spread, listed=listed, is_too_slow=is_too_slow)
-            return _with_band(subject, simulated) if banded else simulated
+            simulated = _predict(simulation, spread=spread, listed=listed, is_too_slow=is_too_slow)
+            return _with_band(simulation, simulated) if banded else simulated
     except UserError as error:  # not found by earlier checks: raised only when the network is built
         raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
     finally:
         if shared is None:
-            subject.shared.clear()
+            simulation.shared.clear()
 
 
 def with_spread_and_band(loaded: Loaded, simulated: Simulated, shared: Shared) -> Simulated:
@@ -270,14 +270,14 @@ def with_spread_and_band(loaded: Loaded, simulated: Simulated, shared: Shared) -
 
     Nothing that the prediction took is simulated again.
     """
-    subject = _Subject(loaded, shared)
+    simulation = _Simulation(loaded, shared)
     with no_collection():
         if is_steady(loaded.scenario):
-            steps = subject.steps()
-            light_run = _run_light_step(subject, steps, _median_step(subject, steps), simulated.typical)
+            steps = simulation.steps()
+            light_run = _run_light_step(simulation, steps, _median_step(simulation, steps), simulated.typical)
             p10_s = _tenth_percentile_s(simulated.typical, light_run)
             simulated = replace(simulated, result=replace(simulated.result, step_time_p10_s=p10_s))
-        return _with_band(subject, simulated)
+        return _with_band(simulation, simulated)
 
 
 def is_steady(scenario: Scenario) -> bool:
@@ -292,27 +292,27 @@ def push_density(loaded: Loaded, shared: Shared) -> float | None:
     """
     if not is_steady(loaded.scenario):
         return None
-    subject = _Subject(loaded, shared)
-    steps = subject.steps()
-    return _mean([steps.push_density(number) for number in subject.distinct_steps])
+    simulation = _Simulation(loaded, shared)
+    steps = simulation.steps()
+    return _mean([steps.push_density(number) for number in simulation.distinct_steps])
 
 
-def _with_band(subject: _Subject, simulated: Simulated) -> Simulated:
+def _with_band(simulation: _Simulation, simulated: Simulated) -> Simulated:
     """Return a prediction with its range, if its gradient statistics were transferred from other models.
 
     Both ends of the range reuse the prediction's allocator overhead, since only message sizes differ: their peaks are
     within 0.2 % of those of replayed steps.
     """
-    statistics, result = subject.statistics, simulated.result
+    statistics, result = simulation.statistics, simulated.result
     if statistics is None or statistics.transfer is None:
         return simulated
     machine = simulated.typical.machine
-    sizing = _Sizing(overheads=allocator_overheads(subject.scenario, machine.program, _peaks(machine)))
+    sizing = _Sizing(overheads=allocator_overheads(simulation.scenario, machine.program, _peaks(machine)))
     # the statistics of both ends are created once, because densities are cached by statistics object
-    both = subject.shared.once(
+    both = simulation.shared.once(
         "ends of a band", Same(statistics), lambda: [at_end(statistics, high=high) for high in (False, True)]
     )
-    ends = [replace(subject, loaded=replace(subject.loaded, gradients=end)) for end in both]
+    ends = [replace(simulation, loaded=replace(simulation.loaded, gradients=end)) for end in both]
     every = [result, *(_predict(end, spread=False, listed=False, sizing=sizing).result for end in ends)]
 
     def between(values: Sequence[float | None]) -> tuple[float | None, float | None]:
@@ -365,48 +365,50 @@ def record_steady_step(simulated: Simulated, *, unfolded: bool = False) -> Step:
 
 
 def _predict(
-    subject: _Subject,
+    simulation: _Simulation,
     *,
     spread: bool,
     listed: bool,
     sizing: _Sizing = RESERVED,
     is_too_slow: Callable[[float], bool] | None = None,
 ) -> Simulated:
-    scenario = subject.scenario
+    scenario = simulation.scenario
     if scenario.policies.in_fragments:
-        return _predict_fragments(subject)
+        return _predict_fragments(simulation)
     if scenario.policies.sync_every_steps:
-        return _predict_periods(subject)
+        return _predict_periods(simulation)
     if scenario.run.slowdowns or scenario.plan.shares.replan:
-        return _predict_varying(subject)
+        return _predict_varying(simulation)
     if scenario.run.extrapolate_micro_batches:
-        short = _predict_by_extrapolation(subject, spread=spread)
+        short = _predict_by_extrapolation(simulation, spread=spread)
         if short is not None:
             return short
-    return _predict_steady(subject, spread=spread, listed=listed, sizing=sizing, is_too_slow=is_too_slow)
+    return _predict_steady(simulation, spread=spread, listed=listed, sizing=sizing, is_too_slow=is_too_slow)
 
 
-def _predict_by_extrapolation(subject: _Subject, *, spread: bool) -> Simulated | None:
+def _predict_by_extrapolation(simulation: _Simulation, *, spread: bool) -> Simulated | None:
     """Return the prediction extrapolated from steps of few micro-batches; None if all of them must be simulated."""
-    scenario, longer, allocated = subject.scenario, 1, _Sizing(reserved=False)
+    scenario, longer, allocated = simulation.scenario, 1, _Sizing(reserved=False)
     while (counts := simulated_counts(scenario, longer=longer)) is not None:
-        *shorter, longest = (subject.under(with_micro_batches(scenario, count)) for count in counts)
+        *shorter, longest = (simulation.of(with_micro_batches(scenario, count)) for count in counts)
         few = [  # the last but one is extrapolated from; the first only shows whether the pace has settled
             _predict_steady(each, spread=spread, listed=each is shorter[-1], sizing=allocated).result
             for each in shorter
         ]
         if is_settled(few):
             [step] = longest.distinct_steps
-            further = further_peaks(longest.steps().program(step), _program_for_memory(subject))
+            further = further_peaks(longest.steps().program(step), _program_for_memory(simulation))
             more = _predict_steady(longest, spread=spread, sizing=_Sizing(further=further))
             if is_settled([*few, more.result]):
-                return Simulated(extrapolate(scenario, few[-1], more.result, counts[1:], subject.shared), more.typical)
+                return Simulated(
+                    extrapolate(scenario, few[-1], more.result, counts[1:], simulation.shared), more.typical
+                )
         longer *= 2
     return None
 
 
 def _predict_steady(
-    subject: _Subject,
+    simulation: _Simulation,
     slowed: Slowed = (),
     *,
     spread: bool = True,
@@ -418,16 +420,16 @@ def _predict_steady(
 
     `slowed`: slow ranks with their compute time ratios.
     """
-    steps, numbers = subject.steps(slowed), subject.distinct_steps
-    median_step = _median_step(subject, steps)
-    typical = subject.run(steps.program(median_step.number), is_too_slow=is_too_slow)
+    steps, numbers = simulation.steps(slowed), simulation.distinct_steps
+    median_step = _median_step(simulation, steps)
+    typical = simulation.run(steps.program(median_step.number), is_too_slow=is_too_slow)
     traffic = [steps.traffic(number) for number in numbers]
     result = _result(
-        subject,
+        simulation,
         typical,
         traffic,
-        light_run=_run_light_step(subject, steps, median_step, typical) if spread else typical,
-        first=subject.run(steps.program(numbers[0])) if median_step.first_thresholded else typical,
+        light_run=_run_light_step(simulation, steps, median_step, typical) if spread else typical,
+        first=simulation.run(steps.program(numbers[0])) if median_step.first_thresholded else typical,
         excess_bytes=mean_excess_bytes(typical.machine.program, traffic, steps.traffic(median_step.number)),
         listed=listed,
         sizing=sizing,
@@ -446,8 +448,8 @@ class _MedianStep(NamedTuple):
     """Number of dense steps of the run before thresholding begins."""
 
 
-def _median_step(subject: _Subject, steps: Steps) -> _MedianStep:
-    scenario, numbers = subject.scenario, subject.distinct_steps
+def _median_step(simulation: _Simulation, steps: Steps) -> _MedianStep:
+    scenario, numbers = simulation.scenario, simulation.distinct_steps
     if len(numbers) == 1:
         steps.program(numbers[0])  # which also has its traffic
     sent_bytes = [steps.sent_bytes(number) for number in numbers]
@@ -457,11 +459,11 @@ def _median_step(subject: _Subject, steps: Steps) -> _MedianStep:
     return _MedianStep(middle, light, first_thresholded)
 
 
-def _run_light_step(subject: _Subject, steps: Steps, median_step: _MedianStep, typical: SteadyRun) -> SteadyRun:
+def _run_light_step(simulation: _Simulation, steps: Steps, median_step: _MedianStep, typical: SteadyRun) -> SteadyRun:
     """Return a run of `median_step.light`, without memory peaks; `typical`, the median step's run, if it is equal."""
     if steps.first_equal(median_step.light) == steps.first_equal(median_step.number):
         return typical
-    return subject.run(steps.program(median_step.light), peaks=False)
+    return simulation.run(steps.program(median_step.light), peaks=False)
 
 
 def _tenth_percentile_s(typical: SteadyRun, light_run: SteadyRun) -> float:
@@ -490,33 +492,33 @@ def program_of(loaded: Loaded, shared: Shared, *, step: int | None = None) -> Pr
     """Return the program of a given step, or of the one that stands for all; it is cached in `shared` for the
     simulation.
     """
-    subject = _Subject(loaded, shared)
-    steps = subject.steps()
-    return steps.program(_median_step(subject, steps).number if step is None else step)
+    simulation = _Simulation(loaded, shared)
+    steps = simulation.steps()
+    return steps.program(_median_step(simulation, steps).number if step is None else step)
 
 
-def _program_for_memory(subject: _Subject) -> Program:
+def _program_for_memory(simulation: _Simulation) -> Program:
     """Return the program of the last step for the memory of its ranks alone."""
-    scenario, statistics, shared = subject.scenario, subject.statistics, subject.shared
+    scenario, statistics, shared = simulation.scenario, simulation.statistics, simulation.shared
 
     def new_program() -> Program:
-        steps = Steps(scenario, statistics, unfolded=subject.unfolded, shared=shared, for_memory=True)
-        return steps.program(subject.distinct_steps[-1])
+        steps = Steps(scenario, statistics, unfolded=simulation.unfolded, shared=shared, for_memory=True)
+        return steps.program(simulation.distinct_steps[-1])
 
-    key = (*lowering_key(scenario, statistics, shared), subject.unfolded)
+    key = (*lowering_key(scenario, statistics, shared), simulation.unfolded)
     return shared.once("program for memory", key, new_program, most=MAX_CACHED_RUNS)
 
 
-def _predict_varying(subject: _Subject) -> Simulated:
+def _predict_varying(simulation: _Simulation) -> Simulated:
     """Return the prediction where steps differ. Shares, memory and bytes are those at the end of the run; phases, and
     the step by which links are measured, are a median step's.
     """
-    scenario, shared = subject.scenario, subject.shared
+    scenario, shared = simulation.scenario, simulation.shared
     by_segment: dict[Segment, Simulated] = {}
 
     def steady(segment: Segment) -> Simulated:
         if segment not in by_segment:
-            with_shares = subject.under(scenario.with_shares(segment.samples, segment.shard_shares))
+            with_shares = simulation.of(scenario.with_shares(segment.samples, segment.shard_shares))
             by_segment[segment] = _predict_steady(with_shares, segment.slowed)
         return by_segment[segment]
 
@@ -556,17 +558,17 @@ def _predict_varying(subject: _Subject) -> Simulated:
     )
 
 
-def _predict_periods(subject: _Subject) -> Simulated:
+def _predict_periods(simulation: _Simulation) -> Simulated:
     """Return the prediction where parameters are synchronized periodically; see [Note: periods simulated] in
     `periodic_run`.
     """
-    scenario, every = subject.scenario, subject.scenario.policies.sync_every_steps or 1
+    scenario, every = simulation.scenario, simulation.scenario.policies.sync_every_steps or 1
     ranks = scenario.ranks
     runs: dict[int, SteadyRun] = {}
     """By identity of the period."""
 
     def inner(slowed: Slowed) -> InnerStep:
-        steady = subject.run(subject.steps(slowed).program(0), replicas=scenario.policies.dp_replicate)
+        steady = simulation.run(simulation.steps(slowed).program(0), replicas=scenario.policies.dp_replicate)
         times_s, phases_s = np.zeros(ranks), {name: np.zeros(ranks) for name in PHASES}
         for each, phases in zip(steady.machine.classes, phases_of(steady), strict=True):
             times_s[each.members] = median(end - start for start, end in pairwise(steady.ends_s[each.index]))
@@ -576,26 +578,26 @@ def _predict_periods(subject: _Subject) -> Simulated:
         return InnerStep(times_s, phases_s, carried)
 
     def period_of(before: tuple[InnerStep, ...], slowed: Slowed) -> Period:
-        steps = subject.steps(slowed)
+        steps = simulation.steps(slowed)
         apart_s = inner_steps_s(before, ranks)
         program = after_inner_steps(steps.program(every - 1), apart_s, count=len(before))
-        steady = subject.run(program)
+        steady = simulation.run(program)
         traffic, beside = [steps.traffic(every - 1)], inner_traffic(before)
-        result = _result(subject, steady, traffic, beside=beside)
+        result = _result(simulation, steady, traffic, beside=beside)
         period = Period(before, steady.time_s - apart_s, result, outer_bytes_sent(steady))
         runs[id(period)] = steady
         return period
 
-    result, typical = periodic_result(scenario, inner, period_of, subject.shared)
+    result, typical = periodic_result(scenario, inner, period_of, simulation.shared)
     if not typical.inner:
         return Simulated(result, runs[id(typical)])
-    steps = subject.steps()
+    steps = simulation.steps()
     apart_s = inner_steps_s(typical.inner[:-1], ranks)
     shown = after_inner_steps(steps.program(every - 1), apart_s, count=len(typical.inner), shown=steps.program(0))
     return Simulated(result, runs[id(typical)], shown)
 
 
-def _predict_fragments(subject: _Subject) -> Simulated:
+def _predict_fragments(simulation: _Simulation) -> Simulated:
     """Return the prediction where fragments of the parameters are synchronized; see [Note: periods simulated] in
     `periodic_run`.
     """
@@ -603,19 +605,19 @@ def _predict_fragments(subject: _Subject) -> Simulated:
     """By identity of the period."""
 
     def period_of(slowed: tuple[Slowed, ...]) -> FragmentPeriod:
-        steps = subject.steps(slowed_steps=slowed if any(slowed) else ())
-        steady = subject.run(steps.program(0))
-        result = _result(subject, steady, [steps.traffic(0)])
+        steps = simulation.steps(slowed_steps=slowed if any(slowed) else ())
+        steady = simulation.run(steps.program(0))
+        result = _result(simulation, steady, [steps.traffic(0)])
         period = FragmentPeriod(times_of_steps(steady).tolist(), result, outer_bytes_sent(steady))
         runs[id(period)] = steady
         return period
 
-    result, typical = fragments_result(subject.scenario, period_of, subject.shared)
+    result, typical = fragments_result(simulation.scenario, period_of, simulation.shared)
     return Simulated(result, runs[id(typical)])
 
 
 def _result(
-    subject: _Subject,
+    simulation: _Simulation,
     typical: SteadyRun,
     traffic: Sequence[StepTraffic],
     *,
@@ -629,7 +631,7 @@ def _result(
     """Return the Result of a run whose typical step is simulated.
 
     Args:
-        subject: the scenario, and how it is predicted.
+        simulation: the scenario, and how it is simulated.
         typical: the step that stands for all; of thresholded steps, the one with the median payload.
         traffic: traffic of every step of the run.
         light_run: the step whose payload a tenth of the steps do not exceed, if it differs from `typical`.
@@ -639,7 +641,7 @@ def _result(
         beside: bytes of other steps of the period, in which parameters are synchronized once.
         sizing: how the memory of `typical` is computed.
     """
-    scenario, shared, machine = subject.scenario, subject.shared, typical.machine
+    scenario, shared, machine = simulation.scenario, simulation.shared, typical.machine
     phases = settled_phases(typical)
     footprints = _footprints(scenario, typical, shared, sizing)
     first_footprints = footprints
@@ -653,7 +655,7 @@ def _result(
     return Result(
         source="simulated",
         scenario_id=scenario.identity(shared),
-        calibration_id=subject.loaded.calibration(shared),
+        calibration_id=simulation.loaded.calibration(shared),
         scenario=scenario.resolved(shared),
         step_time_s=typical.time_s,
         step_time_p10_s=_tenth_percentile_s(typical, light_run or typical),
