@@ -99,7 +99,11 @@ def read_table(path: Path) -> SweepTable:
         missing = _missing(columns)
         if missing is not None:
             raise UserError(f"{path}: not a sweep's table: no column '{missing}'; `gssim sweep --out FILE` writes one")
-        frame = _in_types(pl.read_parquet(path) if path.suffix == ".parquet" else _read_csv(path))
+        if path.suffix == ".parquet":
+            frame = _in_types(pl.read_parquet(path))
+        else:  # types of the axes are inferred
+            known = {name: kind for name, kind in _column_types().items() if name in columns}
+            frame = _in_types(pl.read_csv(path, schema_overrides=known, infer_schema_length=None))
     except (OSError, pl.exceptions.PolarsError) as error:
         raise UserError(f"{path}: cannot be read as a table: {str(error).splitlines()[0]}") from None
     axes = tuple(column for column in columns if column not in (*POINT_COLUMNS, *RESULT_COLUMNS))
@@ -188,13 +192,6 @@ NEEDED = (
     *("status", "method", "cluster", "model", "ranks", "step_time_s", "throughput_samples_per_s"),
     *("peak_allocated_bytes", "push_density_ratio"),
 )
-
-
-def _read_csv(path: Path) -> pl.DataFrame:
-    """Return the columns of a CSV file in the types of the table; types of the axes are inferred."""
-    known = _column_types()
-    overrides = {name: known[name] for name in _columns(path) if name in known}
-    return pl.read_csv(path, schema_overrides=overrides, infer_schema_length=None)
 
 
 def _column_types() -> dict[str, Any]:

@@ -133,7 +133,9 @@ def divide_context(
 
     for block in blocks:
         block.forward = partial(with_divided_attention, block.forward)
-    begin = _first_position(module)
+    # RoBERTa's embeddings, and those of its many descendants in transformers, begin behind the padding token's number
+    padded = (part for part in module.modules() if hasattr(part, "create_position_ids_from_inputs_embeds"))
+    begin = next((int(part.padding_idx) + 1 for part in padded), 0)  # type: ignore[arg-type]
 
     def with_positions(
         _module: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]
@@ -148,17 +150,6 @@ def divide_context(
     module.register_forward_pre_hook(with_positions, with_kwargs=True)
     if isinstance(parts, Ring):  # gaps between positions must not be read as packed sequences
         module.forward = sequences_not_packed()(module.forward)
-
-
-def _first_position(module: nn.Module) -> int:
-    """Return the number of the first position of a sequence without padding, as the module itself counts.
-
-    RoBERTa's embeddings, and those of its many descendants in transformers, begin behind the padding token's number.
-    """
-    for part in module.modules():
-        if hasattr(part, "create_position_ids_from_inputs_embeds"):
-            return int(part.padding_idx) + 1  # type: ignore[arg-type]
-    return 0
 
 
 def context_exchange(policies: Policies, timeline: Timeline, device: torch.device) -> ContextParts | Ring:

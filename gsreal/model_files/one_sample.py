@@ -15,7 +15,7 @@ from gsreal.model_files.divided_steps import Steps, record_steps
 from gsreal.model_files.fit import Shape, Terms, fit_buffers, releases_of
 from gsreal.model_files.recorder import NoPolynomialError, Record
 from gssim.errors import UserError
-from gssim.workload import FIELDS_OF_TERMS, Buffer, Layer, Model, Moment, Polynomial
+from gssim.workload import FIELDS_OF_TERMS, Buffer, Layer, Model, Moment
 from gssim.workload.layer import ONE_SAMPLE, SEVERAL_SAMPLES
 
 
@@ -94,18 +94,17 @@ def _saved(buffers: Sequence[Buffer]) -> list[Buffer]:
 
 
 def _buffer_key(buffer: Buffer) -> tuple[object, ...]:
-    """Return what equal buffers of one sample have in common: moments, kind, marks, and bytes of one sample."""
+    """Return what equal buffers of one sample have in common: moments, kind, marks, and bytes of one sample.
+
+    Bytes as the coefficients of the polynomial at one sample, by the powers of its other variables.
+    """
     marks = buffer.fixed, buffer.casts_input, buffer.summed_in_place, buffer.pages, buffer.handed_on
-    return buffer.born, buffer.freed, buffer.category, marks, _of_one_sample(buffer.size_bytes)
-
-
-def _of_one_sample(size: Polynomial) -> tuple[object, ...]:
-    """Return the coefficients of a polynomial at one sample, by the powers of its other variables."""
     sums: dict[tuple[str, int], int] = defaultdict(int)
     for letters, name in FIELDS_OF_TERMS.items():
-        for coefficient, _, power in getattr(size, name):
+        for coefficient, _, power in getattr(buffer.size_bytes, name):
             sums[letters, power] += coefficient
-    return tuple(sorted((key, value) for key, value in sums.items() if value))
+    size = tuple(sorted((key, value) for key, value in sums.items() if value))
+    return buffer.born, buffer.freed, buffer.category, marks, size
 
 
 def _translation(own: Record, other: Record) -> Callable[[Moment, int], Moment]:
@@ -116,18 +115,13 @@ def _translation(own: Record, other: Record) -> Callable[[Moment, int], Moment]:
         place = (index + moment.layer_offset, moment.phase)
         if not own.names.get(place) or not other.names.get(place):
             return moment
-        if place not in pairs:
-            pairs[place] = _same_operations(own, other, place)
+        if place not in pairs:  # positions of the operations that both records have, in order
+            mine, theirs = own.counted[place], other.counted[place]
+            blocks = SequenceMatcher(None, own.names[place], other.names[place], autojunk=False).get_matching_blocks()
+            pairs[place] = [(mine[each.a + i], theirs[each.b + i]) for each in blocks for i in range(each.size)]
         return replace(moment, position=_moved_position(moment.position, pairs[place]))
 
     return moved
-
-
-def _same_operations(own: Record, other: Record, place: tuple[int, str]) -> list[tuple[int, int]]:
-    """Return the positions of the operations that two records of a phase of a layer have in common, in order."""
-    mine, theirs = own.counted[place], other.counted[place]
-    blocks = SequenceMatcher(None, own.names[place], other.names[place], autojunk=False).get_matching_blocks()
-    return [(mine[block.a + i], theirs[block.b + i]) for block in blocks for i in range(block.size)]
 
 
 def _moved_position(position: int, pairs: Sequence[tuple[int, int]]) -> int:

@@ -137,7 +137,9 @@ def traced_model(
         maps_of_adapters(model, targets_of(each), where=where)
     _check_length(model, request, where)
     traced = _trace_request(model, request, where, on_counted, on_note)
-    others = _trace_other_precisions(model, _other_precisions(model, request), request, where, on_note)
+    kinds = dict.fromkeys([*(each.precision for each in model.other_precisions), *request.other_precisions])
+    kinds.pop(model.traced_precision, None)
+    others = _trace_other_precisions(model, list(kinds), request, where, on_note)
     traced = replace(traced, other_precisions=tuple(others))
     return replace(traced, fused_kernels=_trace_fused_kernels(model, traced, request, where))
 
@@ -174,16 +176,6 @@ def _trace_fused_kernels(model: Model, traced: Model, request: Request, where: s
         under = with_traced_autocast(replace(traced, autocast=()), autocast, where=where).autocast
         others = tuple(_trace_other_precisions(model, kinds, request, where, silent))
     return FusedKernels(autocast=under, other_precisions=others, **fields)
-
-
-def _other_precisions(model: Model, request: Request) -> list[str]:
-    """Return the precisions beside the model's own in which its file has layers, or the request asks for them."""
-    kinds = dict.fromkeys([*(each.precision for each in model.other_precisions), *request.other_precisions])
-    return [kind for kind in kinds if kind != model.traced_precision]
-
-
-def _autocast(model: Model, request: Request) -> list[str]:
-    return list(dict.fromkeys([*(each.precision for each in model.autocast), *request.autocast]))
 
 
 def _trace_other_precisions(
@@ -252,7 +244,8 @@ def _with_variants(before: Model, traced: Model, request: Request, where: str, o
     def left_out(why: str) -> None:
         on_note(f"{where}: left out: costs with frozen layers, which the file had: {why}")
 
-    traced = with_traced_autocast(replace(traced, autocast=()), _autocast(before, request), where=where)
+    autocast = dict.fromkeys([*(each.precision for each in before.autocast), *request.autocast])
+    traced = with_traced_autocast(replace(traced, autocast=()), list(autocast), where=where)
     traced = replace(traced, partly_trained=None)
     if request.frozen or before.partly_trained is not None:
         traced = with_traced_frozen(traced, where=where, on_impossible=None if request.frozen else left_out)

@@ -144,7 +144,13 @@ def record_step(
                 prepared.record_needed(like)
         except UnknownOperationError as error:
             raise UserError(f"{where}: {error}") from None
-        record.blocks -= _blocks_of_others(record, module)
+        # a layer that also has parameters of other modules, which run between this block and the next, is not treated
+        # as a block: FSDP2 and checkpoints wrap a block's module, which lacks these parameters
+        inside = {name: set(module.get_submodule(name).parameters()) for name in record.blocks}
+        for place, name in (record.parameters | record.frozen).items():
+            layer = record.modules[place[0]]
+            if layer in inside and module.get_parameter(name) not in inside[layer]:
+                record.blocks.discard(layer)
     if step.context:
         layers = [layer for layer, name in enumerate(record.modules) if name in record.blocks]
         if not layers or any(not record.reductions.get(layer) for layer in layers):
@@ -280,16 +286,6 @@ def _check_logits(logits: Tensor, targets: Tensor, model: Model, where: str) -> 
     needed = getattr(source, key)
     if logits.shape[-1] < needed:
         raise UserError(f"{where}: the module has logits for {logits.shape[-1]} classes, but input.{key} = {needed}")
-
-
-def _blocks_of_others(record: Record, module: nn.Module) -> set[str]:
-    """Return the blocks whose layer also has parameters of other modules, which run between this block and the next.
-
-    FSDP2 and checkpoints wrap a block's module, which lacks these parameters: such a layer is not treated as a block.
-    """
-    inside = {name: set(module.get_submodule(name).parameters()) for name in record.blocks}
-    used = [(record.modules[place[0]], name) for name, place in (record.parameters | record.frozen).items()]
-    return {layer for layer, name in used if layer in inside and module.get_parameter(name) not in inside[layer]}
 
 
 @contextmanager

@@ -11,7 +11,8 @@ import torch
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.lab.verify import InterfaceBytes
 from gsreal.machine import CoreWait, provenance
-from gsreal.measure import ObservedCollective, RankStep, collectives_of
+from gsreal.measure import RankStep
+from gsreal.measure.collectives import ObservedCollective, collectives_of
 from gsreal.methods.training import Training
 from gsreal.run.feed import HeldOut
 from gssim.errors import UserError

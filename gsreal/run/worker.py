@@ -19,16 +19,8 @@ from torch import Tensor
 
 from gsreal.gradient_sharding import GradientSharding, Sent
 from gsreal.machine import device_name, settle
-from gsreal.measure import (
-    CollectiveRecorder,
-    MemoryCounter,
-    ObservedCollective,
-    RankStep,
-    Timeline,
-    combine_ranks,
-    median_step,
-    step_of_rank,
-)
+from gsreal.measure import MemoryCounter, RankStep, Timeline, combine_ranks, median_step, step_of_rank
+from gsreal.measure.collectives import CollectiveRecorder, ObservedCollective
 from gsreal.methods.apply import prepare
 from gsreal.methods.compilation import compile_blocks
 from gsreal.methods.training import Training, Weights

@@ -95,7 +95,9 @@ def cluster_of(
         notes.append("fabric: one switch for all hosts; a file of switches tells another")
     if fabric is not None and fabric.tops != fabric.switches:
         notes.append(f"oversubscription = {oversubscription:g}: --oversubscription tells another")
-    title = name or (paths[0].stem if paths else "this machine" if detect else _title(gpus, host_count))
+    counts = {gpu: host_count if len(gpus) == 1 else gpus.count(gpu) for gpu in gpus}
+    usual = ", ".join(f"{count} x {gpu}" for gpu, count in counts.items())
+    title = name or (paths[0].stem if paths else "this machine" if detect else usual)
     data = cluster_tables(all_hosts, one_line(title, 100) or "cluster", fabric, oversubscription)
     cluster = validated(Cluster, data, file=str(paths[0]) if paths else "cluster")
     fitted = _fit_nccl(data, cluster, nccl_tests)
@@ -122,16 +124,6 @@ def _fit_nccl(data: dict[str, Any], cluster: Cluster, path: Path | None) -> list
         raise UserError(f"--nccl-tests {path}: the hosts have no GPUs, and communicate by {cluster.backend}")
     data["nccl"], note = fitted_constants(cluster, nccl_table(path), data["nccl"])
     return [note]
-
-
-def _title(gpus: Sequence[str], count: int) -> str:
-    """Return how many hosts of which GPUs there are.
-
-    >>> _title(["h100"], 4), _title(["a100", "a100", "v100"], 3)
-    ('4 x h100', '2 x a100, 1 x v100')
-    """
-    counts = {gpu: count if len(gpus) == 1 else gpus.count(gpu) for gpu in gpus}
-    return ", ".join(f"{number} x {gpu}" for gpu, number in counts.items())
 
 
 def _read(paths: Sequence[Path], gpus: Sequence[str]) -> tuple[list[Host], Fabric | None, list[str]]:

@@ -149,19 +149,21 @@ def first_devices(host: Host, count: int | None) -> Host:
     elif inside == "links" and not pairs:
         inside = "pcie"
     elif inside_link in MESHES:
-        inside_link = _part_of_mesh(str(inside_link), count, host.devices)
+        others, links = (
+            host.devices - 1,
+            parse_quantity(expanded("links", inside_link)["bandwidth_bytes_per_s"], "bytes/s"),
+        )
+        inside_link = {
+            "preset": inside_link,
+            "bandwidth_bytes_per_s": links * (count - 1) / others,
+            "source": f"links to {count - 1} of {others} others",
+        }
     nics = next((cards for cards in range(host.nics, 0, -1) if count % cards == 0), 0)
     return replace(host, devices=count, inside=inside, inside_link=inside_link, pairs=pairs, nics=nics)
 
 
 MESHES = ("xgmi-mi300x",)
 """Links to all others of a host together: a part of the host has only its part of them."""
-
-
-def _part_of_mesh(link: str, count: int, devices: int) -> Rate:
-    """Return the rate of a device's links to `count` - 1 others, of which the host has `devices` - 1."""
-    rate = parse_quantity(expanded("links", link)["bandwidth_bytes_per_s"], "bytes/s") * (count - 1) / (devices - 1)
-    return {"preset": link, "bandwidth_bytes_per_s": rate, "source": f"links to {count - 1} of {devices - 1} others"}
 
 
 def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:
@@ -313,11 +315,14 @@ def _cards(host: Host, nets: Sequence[Element], file: str) -> None:
         )
     if any(net.get("latency", "").strip("0.") for net in nets):  # as EFA's plugin tells NCCL's choice of algorithms
         host.defaults.append("latency of network cards: as in the preset, not as in the file")
-    sockets = [net for net in nets if net.get("name") == cards[0][0] and _is_socket(net)]
+    name = cards[0][0]
+    guids = [net.get("guid", "") for net in nets if net.get("name") == name]
+    # a card that is named like InfiniBand's and has no guid is used by sockets
+    sockets = name.startswith(INFINIBAND_NAMES) and any(re.fullmatch("0x0*|0", guid) for guid in guids)
     if sockets:
-        host.defaults.append(OVER_SOCKETS.format(name=one_line(cards[0][0], 40)))
+        host.defaults.append(OVER_SOCKETS.format(name=one_line(name, 40)))
     host.nics = count
-    host.nic_link = card_link(cards[0][0], together * fastest / 1000, sockets=bool(sockets))
+    host.nic_link = card_link(name, together * fastest / 1000, sockets=sockets)
 
 
 INFINIBAND_NAMES = ("mlx", "ib", "rocep", "bnxt")
@@ -325,12 +330,6 @@ OVER_SOCKETS = (
     "network card {name}: sockets over InfiniBand (IPoIB), as its guid is 0: at the rate of TCP, not of the card; a "
     "dump under NCCL_IB_DISABLE=0 names the card itself, such as mlx5_0"
 )
-
-
-def _is_socket(net: Element) -> bool:
-    """Return whether a card that is named like InfiniBand's is used by sockets: those have no guid."""
-    named = net.get("name", "").startswith(INFINIBAND_NAMES)
-    return named and re.fullmatch("0x0*|0", net.get("guid", "")) is not None
 
 
 def card_link(name: str, gbit: float, *, sockets: bool = False) -> Rate:

@@ -287,9 +287,7 @@ def megatron(keys: Keys) -> Training:
     training.sequence = keys.integer("seq-length", "encoder-seq-length", sets="workload.sequence_length")
     training.world = launched_ranks(keys, "nproc-per-node", may_be_open=True)
     _architecture(keys, training)
-    if training.ep is not None and training.ep.value > 1:
-        training.etp = keys.integer("expert-tensor-parallel-size", sets="plan.etp")
-    _dispatcher(keys, training)
+    _experts(keys, training)
     _precision(keys, training)
     _sharding(keys, training)
     _pipeline(keys, training)
@@ -371,13 +369,16 @@ DISPATCHERS = {
 }
 
 
-def _dispatcher(keys: Keys, training: Training) -> None:
-    """Note how rows of experts are exchanged; the default is allgather."""
+def _experts(keys: Keys, training: Training) -> None:
+    """Read the tensor-parallel ranks of experts, and note how rows are exchanged; the default is allgather."""
+    divides = training.ep is not None and training.ep.value > 1
+    if divides:
+        training.etp = keys.integer("expert-tensor-parallel-size", sets="plan.etp")
     kind = str(keys.raw(DISPATCHER) or "allgather")
     reason = DISPATCHERS.get(kind, "approximated: tokens go by all-to-alls, not by kernels that both send and permute")
     if keys.has(DISPATCHER):
         keys.note(DISPATCHER, reason)
-    elif training.ep is not None and training.ep.value > 1:
+    elif divides and training.ep is not None:
         keys.note(training.ep.key, f"{reason} ({DISPATCHER} is not given: allgather)")
 
 

@@ -103,7 +103,9 @@ def _frozen(training: Training, keys: Keys, model: Model) -> list[Entry]:
     if given is None or "workload.frozen" in keys.overridden:
         return []
     try:
-        expressions = [_expression_of(each) for each in given.value]
+        # axolotl (freeze.py): a dot is literal unless `+` follows, and row ranges at the end are ignored
+        names = [re.sub(r"(?<=.)\[[0-9]*(:[0-9]*)?\]$", "", each) for each in given.value]
+        expressions = [re.compile(re.sub(r"\.(?!\+)", r"\\.", each)) for each in names]
     except re.error as error:
         keys.refuse_value(given, f"not a regular expression: {error}", "workload.frozen")
         return []
@@ -124,13 +126,3 @@ def _frozen(training: Training, keys: Keys, model: Model) -> list[Entry]:
     else:
         keys.note(given.key, f"freezes no parameter of '{model.name}'")
     return []
-
-
-def _expression_of(pattern: str) -> re.Pattern[str]:
-    r"""Return axolotl's expression: a dot is literal unless `+` follows, and row ranges at the end are ignored
-    (freeze.py).
-
-    >>> _expression_of("layers.4[4-9]+.mlp[:32]").pattern
-    'layers\\.4[4-9]+\\.mlp'
-    """
-    return re.compile(re.sub(r"\.(?!\+)", r"\\.", re.sub(r"(?<=.)\[[0-9]*(:[0-9]*)?\]$", "", pattern)))

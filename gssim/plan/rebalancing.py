@@ -140,17 +140,13 @@ def worth_moving(
     better = cost_shares(times, most=most)
     now_s, then_s = owner_time_s(times, owned), owner_time_s(times, better)
     move_s = 0.0
-    for leaving, arriving, out_s, in_s in zip(*_moved(owned, better), *moving, strict=True):
-        move_s = max(move_s, leaving * out_s, arriving * in_s)
+    # owners' ranges follow one another: what a rank's old and new range have in common stays
+    ranges = (pairwise(accumulate(shares, initial=0.0)) for shares in (owned, better))
+    for old, new, before, after, out_s, in_s in zip(*ranges, owned, better, *moving, strict=True):
+        stays = max(0.0, min(old[1], new[1]) - max(old[0], new[0]))
+        move_s = max(move_s, (before - stays) * out_s, (after - stays) * in_s)
     gains = now_s - then_s >= settings.hysteresis_ratio * now_s
     return better if gains and steps * (now_s - then_s) > move_s else None
-
-
-def _moved(before: Sequence[float], after: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the fractions of all parameters that leave and reach each rank: owners' ranges follow one another."""
-    old, new = (list(pairwise(accumulate(shares, initial=0.0))) for shares in (before, after))
-    stays = [max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(old, new, strict=True)]
-    return [n - s for n, s in zip(before, stays, strict=True)], [n - s for n, s in zip(after, stays, strict=True)]
 
 
 def _times_s(batch: Sequence[int], speeds: Sequence[_RankSpeed]) -> list[float]:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from rank_training import cases_in, meet, scenario_of_case, write_found
 
-from gsreal.measure import CollectiveRecorder, Timeline
+from gsreal.measure import Timeline
+from gsreal.measure.collectives import CollectiveRecorder
 from gsreal.run.feed import Feed, HeldOut
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build

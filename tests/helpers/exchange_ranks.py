@@ -14,7 +14,8 @@ import torch.distributed as dist
 from rank_training import from_all_ranks, meet, write_found
 
 from gsreal.gradient_sharding import point_to_point as exchanges
-from gsreal.measure import CollectiveRecorder, MemoryCounter, collectives_of
+from gsreal.measure import MemoryCounter
+from gsreal.measure.collectives import CollectiveRecorder, collectives_of
 from gsreal.run.rank import run_on_rank
 
 LARGE = 300_000

@@ -9,7 +9,8 @@ from rank_training import from_all_ranks, meet, write_found
 from torch import nn
 
 from gsreal.gradient_sharding import memory_and_traffic, shard_gradients
-from gsreal.measure import CollectiveRecorder, MemoryCounter
+from gsreal.measure import MemoryCounter
+from gsreal.measure.collectives import CollectiveRecorder
 from gsreal.run.rank import run_on_rank
 from gssim.plan import Push
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from gsreal.measure import CollectiveRecorder, ObservedCollective, collectives_of
+from gsreal.measure.collectives import CollectiveRecorder, ObservedCollective, collectives_of
 from gsreal.models import gpt
 
 SAMPLES, LENGTH, WAITED, PROFILED = 8, 128, 1, 4

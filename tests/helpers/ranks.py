@@ -23,7 +23,8 @@ import torch.distributed as dist
 from rank_training import cases_in, from_all_ranks, full_parameters, largest_difference, meet, write_found
 from torch.distributed.tensor import DTensor
 
-from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, collectives_of
+from gsreal.measure import MemoryCounter, Timeline
+from gsreal.measure.collectives import CollectiveRecorder, collectives_of
 from gsreal.methods.training import LossScaler, Training
 from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from rank_training import cases_in, from_all_ranks, full_parameters, meet, scenario_of_case, write_found
 
 from gsreal.gradient_sharding import GradientSharding
-from gsreal.measure import CollectiveRecorder, Timeline, collectives_of
+from gsreal.measure import Timeline
+from gsreal.measure.collectives import CollectiveRecorder, collectives_of
 from gsreal.methods.training import Training
 from gsreal.run.checkpoint import Progress
 from gsreal.run.feed import Feed

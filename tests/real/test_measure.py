@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from gsreal import measure
 from gsreal.gradient_sharding.point_to_point import all_gather_v, all_to_all_v
-from gsreal.measure import CollectiveRecorder, MemoryCounter, ObservedCollective, Timeline, collectives_of, memory
+from gsreal.measure import MemoryCounter, Timeline, memory
+from gsreal.measure.collectives import CollectiveRecorder, ObservedCollective, collectives_of
 from gsreal.model_files.build import loss_of
 from gsreal.models import bert, gpt
 from gssim.result.result import phases_of

@@ -254,10 +254,12 @@ def _run(record: Mapping[str, str], identity: str) -> Run:
     shape, method = _shape(record), _method(record, dp * context, pp, tp)
     memory = positive(record, "mem_gib")
     metric = next((name for start, name in METRICS.items() if record["mem_kind"].startswith(start)), None)
+    of_maker = f"{record['system'].partition(' ')[0]} {record['gpu']}"
+    gpu = record["gpu"] if platform_of(of_maker) is None else of_maker
     return Run(
         identity=identity,
         source=record["source"],
-        gpu=_platform_name(record),
+        gpu=record["system"] if record["system"] in RACKS else gpu,
         # a rack's trays are no servers of their own: NVLink joins them
         per_node=None if record["system"] in RACKS else count(record, "gpus_per_node"),
         shape=shape,
@@ -281,14 +283,6 @@ def _run(record: Mapping[str, str], identity: str) -> Run:
         memory_bytes=memory * GIB if memory is not None and metric else None,
         memory_metric=metric if memory is not None else None,
     )
-
-
-def _platform_name(record: Mapping[str, str]) -> str:
-    """Return the name of a row's platform: its system where that is one of its own, else its GPU."""
-    if record["system"] in RACKS:
-        return record["system"]
-    of_maker = f"{record['system'].partition(' ')[0]} {record['gpu']}"
-    return record["gpu"] if platform_of(of_maker) is None else of_maker
 
 
 def _axes(record: Mapping[str, str]) -> tuple[int, int, int, int]:
@@ -387,11 +381,14 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
     ratio, model = float8_ratio_of(record["gpu"]), _model_of(record)
     if float8 and ratio is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
+    # Transformer Engine prefers cuDNN's kernels from Hopper on (pytorch/attention/dot_product_attention/utils.py,
+    # get_attention_backend, which disables FlashAttention for performance)
+    attention_ratio = (fused_attention_ratio_of if _is_bridge(record) else attention_ratio_of)(record["gpu"])
     return Software(
         flash_attention=True,
         dropout=False,
         # attention within a short window counts as none
-        attention_ratio=_attention_ratio(record) * (1 + model.startswith(HALF_WINDOWED)),
+        attention_ratio=attention_ratio * (1 + model.startswith(HALF_WINDOWED)),
         compiled=record["compile"] == "yes" or _is_bridge(record),
         fused_projections=_is_bridge(record),
         sequence_parallel=tp > 1,
@@ -405,15 +402,6 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         float8_maps=float8,
         float_gradients=_is_torchtitan(record) and pp > 1,  # reduced and accumulated in float
     )
-
-
-def _attention_ratio(record: Mapping[str, str]) -> float:
-    """Return the rate of attention relative to linear layers: of Megatron Bridge, that of cuDNN's kernels.
-
-    Transformer Engine prefers them from Hopper on (pytorch/attention/dot_product_attention/utils.py,
-    get_attention_backend, which disables FlashAttention for performance).
-    """
-    return (fused_attention_ratio_of if _is_bridge(record) else attention_ratio_of)(record["gpu"])
 
 
 def _is_bridge(record: Mapping[str, str]) -> bool:

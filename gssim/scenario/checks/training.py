@@ -9,7 +9,7 @@ from gssim.scenario.device_rates import has_master_copy, layer_profile
 from gssim.scenario.expert_load import routes_parts
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.vocabulary_slices import shares_embedding
-from gssim.workload import Layer, TokenInput, Workload
+from gssim.workload import TokenInput, Workload
 from gssim.workload.layer import REPLACED
 from gssim.workload.muon import all_matrices
 
@@ -278,18 +278,6 @@ def check_clipping(scenario: Scenario, policies: Policies, file: str) -> None:
         )
 
 
-def _check_states(layer: Layer, recompute: str, file: str) -> None:
-    """Refuse recomputation of a block that keeps a state of its batch (RecurrentGemma): the state refers to the
-    operations that made it, so that all tensors of the second forward, which have no lifetime here, stay with it.
-    """
-    states = [each for each in layer.buffers if each.category == REPLACED]
-    if layer.block and any(each.bytes_at(b=2, s=1, scale=1) != each.bytes_at(b=3, s=1, scale=1) for each in states):
-        raise UserError(
-            f"{file}: plan.recompute = '{recompute}': '{layer.name}' keeps a state of its batch to its next forward, "
-            "but not as a buffer, and with it all that runs again; not supported; allowed: 'none'"
-        )
-
-
 def check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse recomputation of which the model file does not list what each block keeps, or of blocks in no chain.
 
@@ -305,7 +293,14 @@ def check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:
     if routes_parts(model, policies):
         held = model.expert_sequence_layers
     for layer in held:
-        _check_states(layer, recompute, file)
+        # RecurrentGemma: such a state refers to the operations that made it, so that all tensors of the second forward,
+        # which have no lifetime here, stay with it
+        states = [each for each in layer.buffers if each.category == REPLACED]
+        if layer.block and any(each.bytes_at(b=2, s=1, scale=1) != each.bytes_at(b=3, s=1, scale=1) for each in states):
+            raise UserError(
+                f"{file}: plan.recompute = '{recompute}': '{layer.name}' keeps a state of its batch to its next "
+                "forward, but not as a buffer, and with it all that runs again; not supported; allowed: 'none'"
+            )
         if layer.block and layer.kept_positions(recompute) is None:
             raise UserError(
                 f"{file}: plan.recompute = '{recompute}': the model file does not list what the block '{layer.name}' "
