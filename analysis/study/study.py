@@ -316,14 +316,11 @@ def train(loaded: LoadedStudy, out: Path, *, again: bool = False) -> list[Traine
     statistics = statistics_of(loaded, dense, cluster, out)
     inputs = (*cluster, f"workload.gradients={json.dumps(str(statistics))}")
     results: dict[tuple[str, int], Result] = {}
-    progress = _Progress(len(study.seeds) * len(study.variants))
+    trainings = _Trainings(loaded, inputs, out, again=again)
     for seed in study.seeds:
         for variant in study.variants:
             density = results[variant.density_of, seed].density.push if variant.density_of else None
-            what = f"{variant.name}, seed {seed}"
-            results[variant.name, seed] = _train_or_reuse(
-                loaded, variant, seed, density, inputs, out, progress, what, again=again
-            )
+            results[variant.name, seed] = trainings.result(variant, seed, density)
     return [
         Trained(
             variant,
@@ -392,50 +389,37 @@ def statistics_of(loaded: LoadedStudy, trained: Variant, inputs: Sequence[str], 
 # Trainings -----------------------------------------------------------------------------------------------------------
 
 
-class _Progress:
-    """Prints the progress of the trainings, with an estimate of the remaining time."""
+class _Trainings:
+    """Runs the trainings of a study, or takes those of an earlier call; prints them with the remaining time."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.ran = total, 0, 0
+    def __init__(self, loaded: LoadedStudy, inputs: Sequence[str], out: Path, *, again: bool) -> None:
+        self.loaded, self.inputs, self.again = loaded, tuple(inputs), again
+        self.folder = out / "results"
+        self.store = trainings_in(self.folder)
+        self.total = len(loaded.study.seeds) * len(loaded.study.variants)
+        self.done = self.ran = 0
         self.began_s = time.monotonic()
 
-    def kept(self) -> None:
+    def result(self, variant: Variant, seed: int, density: float | None) -> Result:
+        """Return the Result of one training, reused or new."""
+        asked = self.loaded.load(variant, seed=seed, density=density, extra=self.inputs).scenario
+        name = f"{asked.name}.{asked.scenario_id}.measured.json"
         self.done += 1
-
-    def begins(self, what: str) -> None:
-        each_s = (time.monotonic() - self.began_s) / self.ran if self.ran else None
-        rest = "" if each_s is None else f" (about {human_seconds(each_s * (self.total - self.done))} left)"
-        say(f"training {self.done + 1} of {self.total}: {what}{rest}")
-        self.done += 1
+        if not self.again and (kept := self.store.kept(name, key_of(asked.scenario_id, asked.resolved()))):
+            return kept
+        self._announce(f"{variant.name}, seed {seed}")
+        arguments = [str(self.loaded.scenario_file)]
+        for override in [*self.loaded.overrides_of(variant, seed=seed, density=density), *self.inputs]:
+            arguments += ["--set", override]
+        _gsreal(["run", *arguments, "--out", str(self.folder)])
         self.ran += 1
+        return read_result(self.folder / name)
 
-
-def _train_or_reuse(
-    loaded: LoadedStudy,
-    variant: Variant,
-    seed: int,
-    density: float | None,
-    inputs: Sequence[str],
-    out: Path,
-    progress: _Progress,
-    what: str,
-    *,
-    again: bool,
-) -> Result:
-    """Return the Result of one training, reused or new."""
-    overrides = [*loaded.overrides_of(variant, seed=seed, density=density), *inputs]
-    asked = loaded.load(variant, seed=seed, density=density, extra=tuple(inputs))
-    file = out / "results" / f"{asked.scenario.name}.{asked.scenario.scenario_id}.measured.json"
-    store = trainings_in(file.parent)
-    if not again and (kept := store.kept(file.name, key_of(asked.scenario.scenario_id, asked.scenario.resolved()))):
-        progress.kept()
-        return kept
-    progress.begins(what)
-    arguments = [str(loaded.scenario_file)]
-    for override in overrides:
-        arguments += ["--set", override]
-    _gsreal(["run", *arguments, "--out", str(file.parent)])
-    return read_result(file)
+    def _announce(self, what: str) -> None:
+        each_s = (time.monotonic() - self.began_s) / self.ran if self.ran else None
+        left = self.total - self.done + 1
+        rest = "" if each_s is None else f" (about {human_seconds(each_s * left)} left)"
+        say(f"training {self.done} of {self.total}: {what}{rest}")
 
 
 def trainings_in(folder: Path) -> FileStore[Result]:

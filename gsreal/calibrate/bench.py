@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gsreal.gradient_sharding.messages import Encoding, Scratch, mark, mean_magnitudes, quantile
 from gsreal.lab.throttle import device_time_s, own_place
 from gsreal.machine import MATRIX_SIDE, CoreWait, settle, usable_cores
-from gsreal.methods.compilation import compile_blocks
+from gsreal.methods.blocks import compile_blocks
 from gsreal.methods.compressed import orthogonalize, take_largest
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.model_files.build import DTYPES, logits_of, loss_of, module_on, random_batch

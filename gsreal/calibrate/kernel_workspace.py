@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from gsreal.measure import MemoryCounter
 from gsreal.methods.cuts import cut_of
-from gsreal.methods.tensor_slices import slice_block
+from gsreal.methods.tensor_slices import TensorExchanges, slice_block
 from gsreal.model_files.build import autocast, build_module, logits_of, loss_of
 from gsreal.model_files.divided_steps import TRACED_BATCH_SIZES, TRACED_UNITS
 from gsreal.model_files.fused_kernels import cuda_kernels
@@ -130,7 +130,7 @@ def _prepared(module: nn.Module, model: Model, way: _Variant) -> nn.Module:
         block = module.get_submodule(name)
         cut = cut_of(block)
         if way.units and cut is not None and cut.units(block) > way.units:
-            slice_block(block, range(way.units), torch.clone, ranks=2)
+            slice_block(block, range(way.units), TensorExchanges(2, torch.clone))
     if way.step is not None:
         trained = unrolled(model)[way.step].parameter_names if way.step != NOTHING else ()
         for name, parameter in module.named_parameters():

@@ -30,7 +30,7 @@ from gsreal.calibrate.bench import (
 )
 from gsreal.calibrate.kernel_workspace import layer_scratch
 from gsreal.measure import MemoryCounter
-from gsreal.methods.compilation import compile_blocks
+from gsreal.methods.blocks import compile_blocks
 from gsreal.model_files.build import DTYPES, logits_of, loss_of, module_on
 from gsreal.model_files.step import layer_boundaries
 from gsreal.run.rank import gather_json

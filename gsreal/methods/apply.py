@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gsreal.measure import Timeline
-from gsreal.methods.checkpointing import blocks_of, checkpoint_blocks
+from gsreal.methods.blocks import blocks_of, checkpoint_blocks
 from gsreal.methods.context_parallel import context_exchange, divide_context
 from gsreal.methods.data_parallel import (
     all_reduce_gradients,

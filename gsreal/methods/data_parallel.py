@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.point_to_point import all_gather_into_tensor, reduce_scatter_tensor
 from gsreal.measure import Timeline
-from gsreal.methods.checkpointing import blocks_of
+from gsreal.methods.blocks import blocks_of
 from gsreal.methods.compressed import cast_type, compressor_of
 from gsreal.methods.experts import PARAMETERS, experts_of, trained_experts
 from gsreal.methods.meshes import REPLICAS, data_group, data_mesh, expert_mesh, shard_mesh

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gsreal.gradient_sharding import GradientSharding, shard_gradients
 from gsreal.gradient_sharding.point_to_point import all_gather_v
 from gsreal.measure import Timeline
-from gsreal.methods.checkpointing import blocks_of
+from gsreal.methods.blocks import blocks_of
 from gsreal.methods.experts import PARAMETERS, experts_of
 from gsreal.methods.meshes import REPLICAS, data_mesh, expert_mesh, shard_mesh
 from gsreal.methods.optimizers import make_optimizer

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.measure import Timeline
-from gsreal.methods.checkpointing import checkpoint_block
+from gsreal.methods.blocks import checkpoint_block
 from gsreal.methods.context_parallel import context_exchange, divide_context
 from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, leave_experts, sharded_optimizer
 from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients, divided_experts, load_experts

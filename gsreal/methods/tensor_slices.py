@@ -16,7 +16,7 @@ ranks' parts of the sequence in the forward and a reduce-scatter in the backward
 is divided, and the output of the last block, or of the norm after it, is gathered. Embedding, head and loss, before and
 after, are whole and equal on every rank, so that the gradient of this gather is a rank's own part. Gradients of whole
 parameters in between must be summed over the ranks, see `PartialGradients`. With `plan.tp_overlap` these collectives
-overlap with the products of the linear maps, see `gsreal.methods.overlapped_products`.
+overlap with the products of the linear maps, see `gsreal.methods.overlapped_maps`.
 
 [Note: sliced adapters] Beside a map that is cut by columns, a rank has the whole first matrix of a low-rank adapter and
 its own rows of the second. Beside a map that is cut by rows, it has its own columns of the first matrix and the whole
@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.measure import Timeline, wait_for_release
 from gsreal.methods.adapters import adapter_of
-from gsreal.methods.checkpointing import blocks_of
+from gsreal.methods.blocks import blocks_of
 from gsreal.methods.cuts import (
     AllReduce,
     Cut,
@@ -50,8 +50,16 @@ from gsreal.methods.cuts import (
     is_norm,
 )
 from gsreal.methods.mapped import Mapped
-from gsreal.methods.overlapped_products import PartsRing, multiply_while_gathered, scatter_while_multiplied
-from gsreal.methods.overlapped_sums import Start, Started, can_overlap, gather_with_overlapped_sum, overlap_sum
+from gsreal.methods.overlapped_maps import (
+    PartsRing,
+    Start,
+    Started,
+    can_overlap,
+    gather_with_overlapped_sum,
+    multiply_while_gathered,
+    overlap_sum,
+    scatter_while_multiplied,
+)
 from gsreal.model_files.build import build_module
 from gssim.errors import UserError
 from gssim.scenario import Scenario, units_of_ranks
@@ -137,25 +145,27 @@ def partial_adapters(block: nn.Module) -> list[tuple[str, str]]:
     ]
 
 
-def slice_block(
-    block: nn.Module,
-    held: Sequence[int],
-    all_reduce: AllReduce,
-    *,
-    ranks: int,
-    group: dist.ProcessGroup | None = None,
-    parts: "SequenceParts | None" = None,
-    reduce_fixed: AllReduce | None = None,
-    start: Start | None = None,
-    ring: PartsRing | None = None,
-) -> None:
-    """Reduce a block to a rank's units; `all_reduce` sums over the `ranks` ranks of its `group`.
+@dataclass(frozen=True)
+class TensorExchanges:
+    """TensorExchanges of tensor-parallel ranks that have slices of the same blocks."""
 
-    `parts`: how they divide sequences, if they do; see [Note: sequence parts]. `reduce_fixed`: sums what has one type
-    in every precision; None: `all_reduce` does that too. `start`: begins the sum of an input's gradient, which then
-    overlaps with the products of weights' gradients; None: it follows them. `ring`: exchanges `parts` while linear maps
-    are computed part by part; None: before and after them.
-    """
+    ranks: int
+    all_reduce: AllReduce
+    """Sums over the ranks."""
+    group: dist.ProcessGroup | None = None
+    parts: "SequenceParts | None" = None
+    """How they divide sequences, if they do; see [Note: sequence parts]."""
+    reduce_fixed: AllReduce | None = None
+    """Sums what has one type in every precision; None: `all_reduce` does that too."""
+    start: Start | None = None
+    """Begins the sum of an input's gradient, which then overlaps with the products of weights' gradients; None: it
+    follows them."""
+    ring: PartsRing | None = None
+    """TensorExchanges `parts` while linear maps are computed part by part; None: before and after them."""
+
+
+def slice_block(block: nn.Module, held: Sequence[int], exchanges: TensorExchanges) -> None:
+    """Reduce a block to the units that a rank has."""
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
     slices = slices_of(block, held)
@@ -164,32 +174,24 @@ def slice_block(
         whole: nn.Parameter = getattr(module, name)
         own = nn.Parameter(part.of(whole.detach()), requires_grad=whole.requires_grad)
         module.register_parameter(name, own)
-        mark(module, name, part, group)
+        mark(module, name, part, exchanges.group)
     for path in cut.over_heads:
         norm = block.get_submodule(path)
         size = len(next(norm.parameters()))
         fraction = size / next(part.size for (owner, _), part in slices.items() if owner == path)
-        reduce = all_reduce
-        if reduce_fixed is not None and MeansOverRanks.types_of(norm, torch.float64) == MeansOverRanks.types_of(norm):
-            reduce = reduce_fixed
+        has_fixed_type = MeansOverRanks.types_of(norm, torch.float64) == MeansOverRanks.types_of(norm)
+        reduce = exchanges.reduce_fixed if exchanges.reduce_fixed and has_fixed_type else exchanges.all_reduce
         norm.forward = partial(_norm_over_ranks, norm.forward, MeansOverRanks(fraction, reduce))
     cut.resize(block, len(held))
-    if ring is not None:
-        _overlap_products(block, cut, ring)
+    if exchanges.ring is not None:
+        _overlap_products(block, cut, exchanges.ring)
     else:
-        _exchange_around_products(block, cut, all_reduce, ranks=ranks, parts=parts, start=start)
+        _exchange_around_products(block, cut, exchanges)
 
 
-def _exchange_around_products(
-    block: nn.Module,
-    cut: Cut,
-    all_reduce: AllReduce,
-    *,
-    ranks: int,
-    parts: "SequenceParts | None",
-    start: Start | None,
-) -> None:
-    """Let a block exchange tensors before and after its linear maps; arguments as of `slice_block`."""
+def _exchange_around_products(block: nn.Module, cut: Cut, exchanges: TensorExchanges) -> None:
+    """Let a block exchange tensors before and after its linear maps."""
+    all_reduce, parts, start = exchanges.all_reduce, exchanges.parts, exchanges.start
     f: tuple[AllReduce, AllReduce]
     g: tuple[AllReduce, AllReduce]
     if parts is None:  # Megatron-LM's f copies, and sums gradients over the ranks; its g does the converse
@@ -208,7 +210,7 @@ def _exchange_around_products(
         module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
     for path in cut.rows:
         module = block.get_submodule(path)
-        module.forward = partial(_row_forward, module, partial(_map_with_gradient, *g), ranks)
+        module.forward = partial(_row_forward, module, partial(_map_with_gradient, *g), exchanges.ranks)
         if (adapter := adapter_of(module)) is not None:
             adapter.added_by_hook = False
 
@@ -427,12 +429,18 @@ def slice_blocks(
     paths = [instance.module for instance in order if instance.layer.block]
     blocks = [module.get_submodule(path) for path in paths if path in held]
     _check(scenario, module, blocks)
-    all_reduce = observed_all_reduce(mesh, timeline)
     parts = _observed_parts(mesh, timeline) if scenario.policies.sequence_parallel else None
     start: Start | None = None
     if scenario.plan.async_input_gradients:
         start = (started_all_reduce if parts is None else _started_reduce_scatter)(mesh, timeline)
-    ring = PartsRing(mesh.get_group(), timeline) if scenario.plan.tp_overlap else None
+    exchanges = TensorExchanges(
+        mesh.size(),
+        observed_all_reduce(mesh, timeline),
+        group=mesh.get_group(),
+        parts=parts,
+        start=start,
+        ring=PartsRing(mesh.get_group(), timeline) if scenario.plan.tp_overlap else None,
+    )
     for block in blocks:
         cut = cut_of(block)
         assert cut is not None  # checked
@@ -442,16 +450,7 @@ def slice_blocks(
         if scenario.cuts_natively and is_linear(block, cut):
             distribute(block, cut, own, mesh, timeline)
         else:
-            slice_block(
-                block,
-                own,
-                all_reduce,
-                ranks=len(sizes),
-                group=mesh.get_group(),
-                parts=parts,
-                start=start,
-                ring=ring,
-            )
+            slice_block(block, own, exchanges)
     if parts is None:
         return [(block.get_submodule(path), name) for block in blocks for path, name in whole_with_parts(block)]
     end = end or end_of_parts([each.module for each in order], paths, module)

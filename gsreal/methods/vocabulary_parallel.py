@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gsreal.data.source import IGNORED
 from gsreal.measure import Timeline
 from gsreal.methods.mapped import Mapped
-from gsreal.methods.overlapped_sums import overlap_sum
+from gsreal.methods.overlapped_maps import overlap_sum
 from gsreal.methods.tensor_slices import Slice, mark, observed_all_reduce, started_all_reduce
 from gsreal.model_files.build import loss_of
 from gssim.scenario import Scenario, shares_embedding, token_embedding, units_of_ranks

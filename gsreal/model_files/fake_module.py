@@ -20,7 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from gsreal.methods.context_parallel import ContextParts
 from gsreal.methods.cuts import cut_beside_experts, cut_of, cut_or_reason, is_linear
 from gsreal.methods.experts import Splits, divided_reason, experts_of, replace_experts
-from gsreal.methods.tensor_slices import SequenceParts, divide_sequences, end_of_parts, slice_block, whole_with_parts
+from gsreal.methods.tensor_slices import (
+    SequenceParts,
+    TensorExchanges,
+    divide_sequences,
+    end_of_parts,
+    slice_block,
+    whole_with_parts,
+)
 from gsreal.model_files.build import DTYPES, build_module, sequences_not_packed
 from gsreal.model_files.layers import layer_modules
 from gsreal.model_files.lstm import workspace_parts
@@ -289,6 +296,8 @@ def slice_blocks(
     experts are divided among ranks, not sliced.
     """
     divided = stand_in.parts(ranks) if ranks else None
+    # what one rank does is independent of the number of ranks
+    exchanges = TensorExchanges(2, stand_in, parts=divided, reduce_fixed=stand_in.fixed)
     sliced: dict[str, tuple[int, bool]] = {}
     """By name of a block: units of the whole block, and whether all sliced modules are linear maps."""
     for name, block in [(name, module.get_submodule(name)) for name, is_block in chosen.items() if is_block]:
@@ -298,8 +307,7 @@ def slice_blocks(
         if cut is not None:
             sliced[name] = whole, _ = cut.units(block), is_linear(block, cut)
             held = [unit % whole for unit in range(units)]  # units are alike: a trace may have more than the block has
-            # what one rank does is independent of the number of ranks
-            slice_block(block, held, stand_in, ranks=2, parts=divided, reduce_fixed=stand_in.fixed)
+            slice_block(block, held, exchanges)
     for layer, name in enumerate(record.modules):
         if name in sliced:
             record.units[layer], record.linear[layer] = sliced[name]

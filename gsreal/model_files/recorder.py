@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
-from gsreal.methods.checkpointing import PRODUCTS, SELECTIVE, is_kept
+from gsreal.methods.blocks import PRODUCTS, SELECTIVE, is_kept
 from gsreal.model_files.lstm import workspace_parts
 from gssim.units import Recompute
 

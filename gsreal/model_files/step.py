@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from gsreal.methods.checkpointing import SELECTIVE, checkpoint_inside
+from gsreal.methods.blocks import SELECTIVE, checkpoint_inside
 from gsreal.methods.context_parallel import divide_context
 from gsreal.model_files.build import autocast, example_batch, first_line, logits_of, loss_of
 from gsreal.model_files.fake_module import Exchanges, divide_experts, fake_module, slice_blocks, without_values
@@ -147,7 +147,7 @@ def record_step(
         # a layer that also has parameters of other modules, which run between this block and the next, is not treated
         # as a block: FSDP2 and checkpoints wrap a block's module, which lacks these parameters
         inside = {name: set(module.get_submodule(name).parameters()) for name in record.blocks}
-        for place, name in (record.parameters | record.frozen).items():
+        for name, place in (record.parameters | record.frozen).items():
             layer = record.modules[place[0]]
             if layer in inside and module.get_parameter(name) not in inside[layer]:
                 record.blocks.discard(layer)

@@ -22,12 +22,12 @@ from gsreal.machine import device_name, settle
 from gsreal.measure import MemoryCounter, RankStep, Timeline, combine_ranks, median_step, step_of_rank
 from gsreal.measure.collectives import CollectiveRecorder, ObservedCollective
 from gsreal.methods.apply import prepare
-from gsreal.methods.compilation import compile_blocks
+from gsreal.methods.blocks import compile_blocks
 from gsreal.methods.training import Training, Weights
 from gsreal.model_files.build import module_on
 from gsreal.run.checkpoint import Checkpoints, Progress
+from gsreal.run.checks import check_module
 from gsreal.run.feed import Feed
-from gsreal.run.module_checks import check_module
 from gsreal.run.nodes import check_nodes
 from gsreal.run.progress import note_progress
 from gsreal.run.rank import gather_json, join, run_on_rank

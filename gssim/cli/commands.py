@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ import typer
 from gssim import terminal
 from gssim.cli.reports import nothing_fits, print_found, print_methods, print_support
 from gssim.errors import RunFailedError, UserError, one_line
-from gssim.execution import checked_jobs, dask_workers, processes, processes_with, start_fork_server
+from gssim.execution import Workers, checked_jobs, dask_workers, processes, processes_with, start_fork_server
 from gssim.execution.cache import Shared
 from gssim.execution.files import check_place, write_text
 from gssim.execution.garbage import no_collection
@@ -180,7 +180,8 @@ def sweep_command(
         start_fork_server()  # beside this process, which lists the points meanwhile
     points = chosen(points_of(asked, file=sweep, overrides=overrides or []), only or [], file=sweep)
     if out is not None and out.suffix in TABLES:
-        _make_table(asked, points, only or [], sweep, out, count, dask, again=again)
+        workers = dask_workers(dask) if dask is not None else processes(min(count, len(points)))
+        _make_table(asked, points, only or [], sweep, out, workers, again=again)
         return
     with no_collection():  # the Results live until they are shown, and collections would look through all of them
         with _report_interrupt(out), progress_bar("predicting") as on_progress:
@@ -208,28 +209,15 @@ def _make_table(
     only: Sequence[str],
     file: Path,
     out: Path,
-    jobs: int,
-    dask: str | None,
+    workers: AbstractContextManager[Workers],
     *,
     again: bool,
 ) -> None:
     """Make a sweep's table, and print it."""
     check_table_place(out)
     _check_only(out, points, only, file=file)
-    count = min(jobs, len(points))
-    workers = dask_workers(dask) if dask is not None else processes(count)
-    elsewhere = dask is not None
     with _report_interrupt(parts_folder(out)), progress_bar("predicting") as on_progress:
-        table = tabulate(
-            points,
-            sweep=asked,
-            file=file,
-            out=out,
-            workers=workers,
-            elsewhere=elsewhere,
-            again=again,
-            on_progress=on_progress,
-        )
+        table = tabulate(points, sweep=asked, file=file, out=out, workers=workers, again=again, on_progress=on_progress)
     terminal.print_table(table, asked.question)
     reasons = [why for status, why in zip(table["status"], table["reason"], strict=True) if status == "failed"]
     if reasons:

@@ -10,5 +10,12 @@ from gssim.execution.executor import (
     start_fork_server,
     worker_state,
 )
-from gssim.execution.fingerprint import NUMERICS, SHOWN, code_digest, installed_version, package_digest
-from gssim.execution.store import FileStore, RecordStore
+from gssim.execution.store import (
+    NUMERICS,
+    SHOWN,
+    FileStore,
+    RecordStore,
+    code_digest,
+    installed_version,
+    package_digest,
+)

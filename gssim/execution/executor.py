@@ -28,6 +28,8 @@ class Workers(Protocol):
 
     in_chunks: bool
     """Whether it is worthwhile to submit several points together."""
+    is_remote: bool
+    """Whether workers may run on machines that cannot read this one's files."""
 
     @property
     def at_a_time(self) -> int:
@@ -46,7 +48,7 @@ class Workers(Protocol):
 class Alone:
     """Executor in this process: work is done when it is submitted."""
 
-    in_chunks = False
+    in_chunks, is_remote = False, False
     at_a_time = 1
 
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
@@ -67,7 +69,7 @@ class Alone:
 class Processes:
     """Executor of a pool of processes on this machine."""
 
-    in_chunks = True
+    in_chunks, is_remote = True, False
 
     def __init__(self, pool: ProcessPoolExecutor, at_a_time: int) -> None:
         self.at_a_time = at_a_time
@@ -267,7 +269,7 @@ def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection], env
 class DaskWorkers:
     """Executor on a Dask cluster's workers, whose number may change; Dask repeats the work of lost workers."""
 
-    in_chunks = True
+    in_chunks, is_remote = True, True
 
     def __init__(self, client: Any) -> None:
         self._client = client

@@ -1,15 +1,19 @@
-"""Stores of finished work, with which an interrupted command continues: one file per item, or one line per item.
+"""Stores of finished work, with which an interrupted command continues, and fingerprints of the code that did it.
 
-Each item has a key made of everything that its value depends on. An item with another key, or a damaged one, is
-computed again. Only one process at a time writes to a store: it holds the output's lock
-(`gssim.execution.files.locked`).
+A store has one file, or one line of a file, per item. Each item has a key made of everything that its value depends
+on. An item with another key, or a damaged one, is computed again. Only one process at a time writes to a store: it
+holds the output's lock (`gssim.execution.files.locked`).
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 from uuid import uuid4
@@ -139,3 +143,48 @@ def _read(line: bytes) -> tuple[str, Record] | None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+SUFFIXES = (".py", ".toml", ".json", ".cpp")
+"""Suffixes of the files that determine a package's behaviour."""
+NUMERICS = ("simpy", "numpy", "scipy")
+"""Packages whose version may change a prediction."""
+SHOWN = 16
+"""Number of digits of a digest that provenance shows."""
+
+
+@cache
+def package_digest(package: str) -> str:
+    """Return the digest of a package's files: its sources and the data beside them. The package is not imported.
+
+    Raises ModuleNotFoundError where it is not installed.
+    """
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"no package {package}", name=package)
+    digest = hashlib.sha256()
+    for root in spec.submodule_search_locations:
+        for folder, inner, names in os.walk(root):
+            inner.sort()
+            for name in sorted(name for name in names if name.endswith(SUFFIXES)):
+                place = os.path.join(folder, name)
+                with open(place, "rb") as file:
+                    content = file.read()
+                digest.update(f"{os.path.relpath(place, root)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+@cache
+def code_digest() -> str:
+    """Return the digest of the simulator: its package, presets included, and the versions of its numerical packages."""
+    versions = [f"{name} {installed_version(name)}" for name in NUMERICS]
+    return hashlib.sha256("\n".join([package_digest("gssim"), *versions]).encode()).hexdigest()
+
+
+@cache
+def installed_version(package: str) -> str:
+    """Return the version of an installed package, or that it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -254,14 +254,15 @@ def _included(host: str, slots: Mapping[str, int]) -> int | None:
     return slots.get(name) if not devices else len(numbers) if all(map(str.isdecimal, numbers)) else None
 
 
+def _of_accelerate(words: Sequence[str], _header: Header, _text_of: TextOf) -> Said:
+    return _option(words, "--num_processes", "--num-processes") or ("", None)
+
+
 READERS = {
     "srun": _of_srun,
     "jsrun": _of_jsrun,
     **dict.fromkeys(("deepspeed", "deepspeed.launcher"), _of_deepspeed),
-    **dict.fromkeys(
-        ("accelerate", "accelerate.commands.launch"),
-        lambda words, _header, _text_of: _option(words, "--num_processes", "--num-processes") or ("", None),
-    ),
+    **dict.fromkeys(("accelerate", "accelerate.commands.launch"), _of_accelerate),
 }
 """Readers of launchers' options; all others have mpirun's."""
 

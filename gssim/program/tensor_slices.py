@@ -15,7 +15,7 @@ Sources: Transformer Engine's userbuffers (ring exchange); torch's `_symmetric_m
 the exchange is a ring of messages, step by step beside the products of the parts: the same time where all steps and
 all parts take equally long. What differs there is listed at `Scenario.multiplies_in_ring`. Under
 `plan.async_input_gradients` the sum of a map's input gradient begins as soon as that is computed, and the products for
-the weight gradients overlap with it; see `gssim.scenario.overlapped_sums`. Source: Megatron-LM,
+the weight gradients overlap with it; see `gssim.scenario.overlapped_maps`. Source: Megatron-LM,
 LinearWithGradAccumulationAndAsyncCommunication.
 
 torch's functional all-reduce copies its input and sums the copies (the copy is traced as the layer's own buffer). The
@@ -39,7 +39,7 @@ from gssim.program.lowering import Lowering, layer_groups
 from gssim.program.ring import BLOCK_OPERATIONS, attention_ratio, ring_attention
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import Scenario, routes_parts
-from gssim.scenario.overlapped_sums import end_of, input_gradient_sums, maps_of_sums
+from gssim.scenario.overlapped_maps import end_of, input_gradient_sums, maps_of_sums
 from gssim.units import Recompute
 from gssim.workload import Layer, LayerInstance, Parameter, Reduction
 from gssim.workload.layer import EXPERT_EXCHANGES, GATHER_AGAIN

@@ -333,7 +333,7 @@ class Scenario:
         """Whether exchanges beside products (`plan.tp_overlap`) are rings of messages of this project's own, on gloo.
 
         Everything that differs from the prediction on nccl depends on it: the layers' buffers (see
-        `gssim.scenario.overlapped_products`), the carrying of an exchange by a ring of point-to-point messages instead
+        `gssim.scenario.overlapped_maps`), the carrying of an exchange by a ring of point-to-point messages instead
         of the backend's collective, and no memory outside the allocator. Kinds, sizes and numbers of the collectives,
         and the products beside them, are the same.
         """

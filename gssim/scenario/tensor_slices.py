@@ -5,7 +5,7 @@ The real backend cuts modules in the same way; predictions take their layers fro
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,8 +13,7 @@ from gssim.execution.cache import Same
 from gssim.scenario.context_slices import in_context, ring_layer
 from gssim.scenario.device_rates import value_bytes
 from gssim.scenario.expert_load import layers_of_own_experts, on_context_parts, routes_parts
-from gssim.scenario.overlapped_products import with_overlapped_products
-from gssim.scenario.overlapped_sums import with_overlapped_sums
+from gssim.scenario.overlapped_maps import with_overlapped_products, with_overlapped_sums
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.vocabulary_slices import DividedVocabulary, divided_layers, divided_vocabulary, units_of_ranks
 from gssim.workload import (
@@ -54,47 +53,60 @@ _WHOLE_ONLY: dict[str, Any] = dict.fromkeys(DIVIDED_LISTS, ())
 """Fields of a model that a rank's part of it does not have."""
 
 
+@dataclass(frozen=True)
+class Slicing:
+    """What of a model tensor-parallel ranks divide besides the units of its blocks, and when they exchange."""
+
+    vocabulary: DividedVocabulary | None = None
+    """How they divide the vocabulary; None: not at all."""
+    gathers_again: bool = False
+    """Whether gathered inputs are gathered again in the backward instead of being kept for it."""
+    overlaps_sums: bool = False
+    """Whether sums of input gradients overlap with the products of weight gradients."""
+    ring_length: int | None = None
+    """Length of sequences whose parts are exchanged in a ring beside products; None: they are not."""
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> "Slicing":
+        """Return the slicing of a scenario's plan."""
+        return cls(
+            vocabulary=divided_vocabulary(scenario.plan, value_bytes(scenario.workload)),
+            gathers_again=scenario.plan.gathered_inputs == "gathered-again",
+            overlaps_sums=scenario.plan.async_input_gradients,
+            ring_length=scenario.workload.sequence_length if scenario.multiplies_in_ring else None,
+        )
+
+    def overlapping(self, held: Model, ranks: int) -> Model:
+        """Return a rank's slice of a model whose exchanges overlap with products."""
+        layers = held.layers
+        if self.overlaps_sums:
+            layers = tuple(map(with_overlapped_sums, layers))
+        if self.ring_length is not None:
+            layers = tuple(with_overlapped_products(each, ranks, self.ring_length, held.name) for each in layers)
+        return replace(held, layers=layers)
+
+
+UNDIVIDED = Slicing()
+
+
 def model_slice(
-    model: Model,
-    parts: Sequence[float],
-    position: int,
-    *,
-    positions: int | None = None,
-    vocabulary: DividedVocabulary | None = None,
-    gathers_again: bool = False,
-    overlaps_sums: bool = False,
-    ring_length: int | None = None,
+    model: Model, parts: Sequence[float], position: int, slicing: Slicing = UNDIVIDED, *, positions: int | None = None
 ) -> Model:
     """Return the slice of the model on the rank at `position` of a tensor group; `parts`: every rank's share.
 
     `positions`: with sequence parallelism, the rank's number of positions of each sequence; None: without it.
-    `vocabulary`: how ranks divide the vocabulary; None: not at all. `gathers_again`: whether gathered inputs are
-    gathered again in the backward instead of being kept for it. `overlaps_sums`: whether sums of input gradients
-    overlap with the products of weight gradients. `ring_length`: length of sequences whose parts are exchanged in a
-    ring beside products; None: they are not.
     """
     layers = []
     for layer in model.sliced_layers if positions is None else model.sequence_layers:
         units = units_of_ranks(layer.units, parts)[position] if layer.units else 0
         changes = layer.units or positions is not None
         layers.append(sliced_layer(layer, units, positions or 0) if changes else layer)
-    if gathers_again:
+    if slicing.gathers_again:
         length = (positions or 0) * len(parts)
         layers = [_gathering_again(layer, len(parts), length) for layer in layers]
-    if vocabulary is not None:
-        layers = divided_layers(model, layers, parts, position, vocabulary)
-    held = replace(model, layers=tuple(layers), **_WHOLE_ONLY)
-    return _overlapping(held, len(parts), overlaps_sums=overlaps_sums, ring_length=ring_length)
-
-
-def _overlapping(held: Model, ranks: int, *, overlaps_sums: bool, ring_length: int | None) -> Model:
-    """Return a rank's slice of a model whose exchanges overlap with products; arguments as of `model_slice`."""
-    if overlaps_sums:
-        held = replace(held, layers=tuple(map(with_overlapped_sums, held.layers)))
-    if ring_length is not None:
-        layers = (with_overlapped_products(each, ranks, ring_length, held.name) for each in held.layers)
-        held = replace(held, layers=tuple(layers))
-    return held
+    if slicing.vocabulary is not None:
+        layers = divided_layers(model, layers, parts, position, slicing.vocabulary)
+    return slicing.overlapping(replace(model, layers=tuple(layers), **_WHOLE_ONLY), len(parts))
 
 
 def context_part(model: Model, positions: int, *, ring: bool = False) -> Model:
@@ -127,24 +139,11 @@ def held_slice(scenario: Scenario, position: int) -> Model:
     model, positions, policies = scenario.workload.model, scenario.sequence_positions, scenario.policies
     if policies.tp == 1:
         return context_part(model, positions or 0, ring=policies.ring)
-    divided = divided_vocabulary(scenario.plan, value_bytes(scenario.workload))
-    again = scenario.plan.gathered_inputs == "gathered-again"
-    shares, beside = scenario.slice_shares, scenario.plan.async_input_gradients
-    length = scenario.workload.sequence_length if scenario.multiplies_in_ring else None
+    shares, slicing = scenario.slice_shares, Slicing.of(scenario)
     if policies.cp == 1:
-        return model_slice(
-            model,
-            shares,
-            position,
-            positions=positions,
-            vocabulary=divided,
-            gathers_again=again,
-            overlaps_sums=beside,
-            ring_length=length,
-        )
+        return model_slice(model, shares, position, slicing, positions=positions)
     of_part = (positions or 0) // policies.tp if policies.sequence_parallel else None
-    held = _context_slice(Same(model), shares, position, positions or 0, of_part, divided, again, policies.ring)
-    return _overlapping(held, policies.tp, overlaps_sums=beside, ring_length=length)
+    return _context_slice(Same(model), shares, position, slicing, positions or 0, of_part, policies.ring)
 
 
 @lru_cache(maxsize=64)
@@ -152,21 +151,20 @@ def _context_slice(
     model: Same,
     shares: tuple[float, ...],
     position: int,
+    slicing: Slicing,
     positions: int,
     of_part: int | None,
-    vocabulary: DividedVocabulary | None,
-    gathers_again: bool,
     ring: bool,
 ) -> Model:
     """Return a slice of a model on `positions` positions of each sequence, `of_part` of these between cut blocks."""
     whole = model.value
     assert isinstance(whole, Model)
-    cut = model_slice(
-        whole, shares, position, positions=of_part, vocabulary=vocabulary, gathers_again=gathers_again
-    ).layers
+    in_turn = replace(slicing, overlaps_sums=False, ring_length=None)
+    cut = model_slice(whole, shares, position, in_turn, positions=of_part).layers
     parts = [(units_of_ranks(layer.units, shares)[position], layer.units) if layer.units else (1, 1) for layer in cut]
     layers = in_context(whole, cut, parts, positions)
-    return replace(whole, layers=tuple(map(ring_layer, layers)) if ring else layers, **_WHOLE_ONLY)
+    held = replace(whole, layers=tuple(map(ring_layer, layers)) if ring else layers, **_WHOLE_ONLY)
+    return slicing.overlapping(held, len(shares))
 
 
 @lru_cache(maxsize=256)

@@ -58,15 +58,14 @@ def tabulate(
     file: Path,
     out: Path,
     workers: AbstractContextManager[Workers],
-    elsewhere: bool = False,
     again: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, points: None,
 ) -> "polars.DataFrame":
     """Return the table of the sweep in `file`, after writing it to `out` as Parquet and CSV.
 
     Rows are stored beside it until the table is complete. Rows of an earlier run, or a complete table, are reused if
-    all their inputs are unchanged, unless `again`. `elsewhere`: the workers cannot read this machine's files. Raises
-    UserError if no point can be simulated, if one names a missing file or key, or if another process writes there.
+    all their inputs are unchanged, unless `again`. Raises UserError if no point can be simulated, if one names a
+    missing file or key, or if another process writes there.
     """
     with locked(lock_of(out), place=str(out)):
         fingerprints = list(map(Fingerprints().of_point, points))
@@ -88,7 +87,7 @@ def tabulate(
             _check_names(points, file)
             if missing:
                 with workers as found:
-                    for place, row in _rows(points, missing, found, file, elsewhere=elsewhere):
+                    for place, row in _rows(points, missing, found, file):
                         parts.keep(fingerprints[place], row)
                         on_progress(len(parts), len(points))
             table = _table(points, fingerprints, parts, axis_keys(sweep))
@@ -124,11 +123,9 @@ def _mistaken(point: Point, error: Fault, file: Path) -> UserError:
     return UserError(f"{file}: {point.name}: {error}")
 
 
-def _rows(
-    points: Sequence[Point], places: Sequence[int], workers: Workers, file: Path, *, elsewhere: bool
-) -> Iterator[tuple[int, Row]]:
+def _rows(points: Sequence[Point], places: Sequence[int], workers: Workers, file: Path) -> Iterator[tuple[int, Row]]:
     """Yield rows as they become available, each with the index of its point."""
-    files = packed(points[place] for place in places) if elsewhere else None
+    files = packed(points[place] for place in places) if workers.is_remote else None
     for place, made in answers(points, places, row_of, workers, files=files):
         if isinstance(made, MistakenNameError):
             raise _mistaken(points[place], made, file)

@@ -14,7 +14,7 @@ from results import make_result, run
 from analysis.compare.comparison import differences, join
 from analysis.compare.table import find_results
 from gssim.execution import SHOWN, code_digest, package_digest
-from gssim.execution import fingerprint as digests
+from gssim.execution import store as digests
 from gssim.scenario import load_scenario
 from gssim.scenario.sweep import Point
 from gssim.simulation import simulate

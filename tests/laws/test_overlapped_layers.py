@@ -10,7 +10,7 @@ from strategies import device_type, scenario_of, star
 
 from gssim.errors import UserError
 from gssim.scenario import load_model
-from gssim.scenario.tensor_slices import model_slice
+from gssim.scenario.tensor_slices import Slicing, model_slice
 from gssim.workload import Layer, Model
 
 SHIPPED = Path(__file__).resolve().parents[2] / "scenarios" / "models"
@@ -39,7 +39,7 @@ def blocks_of(model: Model, ranks: int, *, in_ring: bool) -> list[Layer]:
     """Return the cut blocks of the first of several ranks."""
     length = model.traced_sequence_lengths[0] if model.exact_sequence is False else 8 * ranks
     ring_length = length if in_ring else None
-    held = model_slice(model, (1 / ranks,) * ranks, 0, positions=length // ranks, ring_length=ring_length)
+    held = model_slice(model, (1 / ranks,) * ranks, 0, Slicing(ring_length=ring_length), positions=length // ranks)
     return [layer for layer in held.layers if layer.block]
 
 

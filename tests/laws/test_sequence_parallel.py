@@ -11,7 +11,7 @@ from strategies import device_type, loaded_of, scenario_of, star
 from gssim.errors import UserError
 from gssim.program import Task, lower, without_messages
 from gssim.scenario import load_model
-from gssim.scenario.tensor_slices import model_slice
+from gssim.scenario.tensor_slices import Slicing, model_slice
 from gssim.simulation import simulate
 from gssim.workload import Layer, Parameter, Polynomial, Reduction
 
@@ -59,7 +59,7 @@ def test_a_block_saves_what_korthikanti_and_others_count(ranks):
     b, s = 3, 64
 
     def held(**how) -> Layer:
-        return block(model_slice(GPT, (1 / ranks,) * ranks, 0, positions=s // ranks, **how).layers)
+        return block(model_slice(GPT, (1 / ranks,) * ranks, 0, Slicing(**how), positions=s // ranks).layers)
 
     def own_bytes(layer: Layer) -> float:  # without its input, which the layer before it makes
         return sum(each.size_bytes.at(b=b, s=s) for each in layer.buffers if each.is_saved)

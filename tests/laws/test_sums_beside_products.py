@@ -8,7 +8,7 @@ import pytest
 from gssim.memory import footprint
 from gssim.memory.lifetimes import activation_timeline, gradient_events
 from gssim.scenario import load_model
-from gssim.scenario.overlapped_sums import end_of, input_gradient_sums, maps_of_sums, with_overlapped_sums
+from gssim.scenario.overlapped_maps import end_of, input_gradient_sums, maps_of_sums, with_overlapped_sums
 from gssim.workload import Layer, LayerInstance, Parameter, Reduction, sliced_layer
 from gssim.workload.layer import Buffer
 

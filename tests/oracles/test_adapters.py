@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from gsreal.methods.tensor_slices import slice_block  # noqa: E402
+from gsreal.methods.tensor_slices import TensorExchanges, slice_block  # noqa: E402
 from gsreal.model_files.build import build_module, loss_of  # noqa: E402
 from gsreal.model_files.layers import layer_modules  # noqa: E402
 from gsreal.model_files.trace import with_traced_adapters, write_model  # noqa: E402
@@ -132,7 +132,7 @@ def test_slices_of_adapters_multiply_as_torch_does() -> None:
     module = build_module(model.module, where="test")
     for path, is_block in layer_modules(module).items():
         if is_block:
-            slice_block(module.get_submodule(path), range(2), lambda x: x.clone(), ranks=2)
+            slice_block(module.get_submodule(path), range(2), TensorExchanges(2, torch.clone))
     tokens = torch.zeros((BATCH, LENGTH), dtype=torch.int64)
     counted = []
     with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:

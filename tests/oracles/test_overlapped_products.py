@@ -6,7 +6,7 @@ import pytest
 from test_overlapped_sums import KINDS
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
-overlapped = pytest.importorskip("gsreal.methods.overlapped_products")
+overlapped = pytest.importorskip("gsreal.methods.overlapped_maps")
 
 
 class TwoEqualRanks(overlapped.PartsRing):

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
-overlapped = pytest.importorskip("gsreal.methods.overlapped_sums")
+overlapped = pytest.importorskip("gsreal.methods.overlapped_maps")
 
 
 class Conv1D(torch.nn.Module):

@@ -295,7 +295,7 @@ def test_flop_of_a_checkpointed_step_with_frozen_layers_are_torchs(name, frozen)
     from test_trace import UNCOUNTED
     from torch.utils.flop_counter import FlopCounterMode
 
-    from gsreal.methods.checkpointing import checkpoint_blocks
+    from gsreal.methods.blocks import checkpoint_blocks
     from gsreal.model_files.build import build_module, loss_of
 
     model = load_model(MODELS / f"{name}.toml")

@@ -25,7 +25,7 @@ from gsreal.calibrate.kernel_workspace import layer_scratch
 from gsreal.cli import main
 from gsreal.measure import MemoryCounter
 from gsreal.measure.memory import _StorageTracker
-from gsreal.methods.checkpointing import checkpoint_blocks
+from gsreal.methods.blocks import checkpoint_blocks
 from gsreal.methods.cuts import ATTENTION_OUTPUTS, FIRST_MAPS, HEAD_COUNTS, LAST_MAPS, QUERIES_KEYS_VALUES
 from gsreal.model_files.build import build_module, example_batch, loss_of
 from gsreal.model_files.fake_module import _FakeTensors, without_values

@@ -30,9 +30,8 @@ from gsreal.machine import device_name, usable_cores
 from gsreal.model_files.build import build_module
 from gsreal.model_files.request import Request
 from gsreal.model_files.trace import write_model
-from gsreal.run.checks import check_gloo_on_gpus, check_norms, check_predicted_only
+from gsreal.run.checks import check_gloo_on_gpus, check_module, check_norms, check_predicted_only
 from gsreal.run.launch import reason_of
-from gsreal.run.module_checks import check_module
 from gssim.errors import UserError
 from gssim.plan import Plan
 from gssim.result import PHASES, Result, read_result

@@ -1,6 +1,6 @@
 """Topologies: rings, switches, tori, servers with fabrics and sites, built into arrays of directed links."""
 
-from gssim.cluster.topology.builders import build, structure_of
+from gssim.cluster.topology.builders import Wiring, build, structure_of, wiring_of_links
 from gssim.cluster.topology.kinds import (
     CUBE_MESH_DEVICES,
     FullyConnected,
@@ -16,4 +16,3 @@ from gssim.cluster.topology.kinds import (
     check_size,
     size_of,
 )
-from gssim.cluster.topology.wiring import Wiring, wiring_of_links

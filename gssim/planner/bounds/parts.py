@@ -23,8 +23,7 @@ from gssim.scenario.checks import check_adapters
 from gssim.scenario.context_slices import uncombined_reason
 from gssim.scenario.scenario import sequence_positions
 from gssim.scenario.stages import stage_cut_error
-from gssim.scenario.tensor_slices import model_slice
-from gssim.scenario.vocabulary_slices import divided_vocabulary
+from gssim.scenario.tensor_slices import Slicing, model_slice
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, LayerInstance, TokenInput, unrolled
 
@@ -124,23 +123,9 @@ class ModelParts:
         parts = self._slice_shares(plan, policies)
         position = rank % policies.tp if policies.slices == "shares" else 0
         positions = sequence_positions(policies, self.workload)
-        again = plan.gathered_inputs == "gathered-again"
-        divided = divided_vocabulary(plan, self.value)
-        beside = plan.async_input_gradients
-        in_ring = self.with_plan(plan).multiplies_in_ring
-        key = ("slice", parts, position, positions, divided, again, beside, in_ring)
-        held = partial(
-            model_slice,
-            self.model,
-            parts,
-            position,
-            positions=positions,
-            vocabulary=divided,
-            gathers_again=again,
-            overlaps_sums=beside,
-            ring_length=self.workload.sequence_length if in_ring else None,
-        )
-        return self.once(key, lambda: self._of_traced(unrolled(held())))
+        slicing = Slicing.of(self.with_plan(plan))
+        held = partial(model_slice, self.model, parts, position, slicing, positions=positions)
+        return self.once(("slice", parts, position, positions, slicing), lambda: self._of_traced(unrolled(held())))
 
     def parts(self, plan: Plan, policies: Policies) -> Sequence[Part]:
         """Return the part of each rank; raise UserError if the model cannot be cut in that way.
