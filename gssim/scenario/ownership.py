@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -101,26 +101,61 @@ def owned_shares(
 
     Raises UserError, naming the device and the excess in one line, if the state does not fit.
     """
-    capacity, fixed, whole = _memory_budget(cluster, owners, plan, policies, batch_sizes)
+    budget = _memory_budget(cluster, owners, plan, policies, batch_sizes)
     try:
         if plan.shares.shards == "memory":
-            return shard_sizing.memory_shares(capacity_bytes=capacity, held_bytes=fixed, whole_bytes=whole)
-        excess, rank = max((used - room, rank) for rank, (room, used) in enumerate(zip(capacity, fixed, strict=True)))
+            return shard_sizing.memory_shares(
+                capacity_bytes=budget.capacity_bytes, held_bytes=budget.held_bytes, whole_bytes=budget.whole_bytes
+            )
+        excess, rank = max((-room, rank) for rank, room in enumerate(budget.room_bytes))
         if excess > 0:
             raise shard_sizing.InfeasibleError(rank, excess)
-        most = tuple((room - used) / whole for room, used in zip(capacity, fixed, strict=True))
-        return shard_sizing.cost_shares(owner_times(cluster, owners, plan, policies), most=most)
+        return shard_sizing.cost_shares(owner_times(cluster, owners, plan, policies), most=budget.most_shares)
     except shard_sizing.InfeasibleError as error:
-        raise _does_not_fit(error, cluster, owners, plan, policies, capacity, fixed, whole) from None
+        rank = error.rank if error.rank is not None else budget.room_bytes.index(min(budget.room_bytes))
+        gathered = "" if policies.parameters == "sharded" else ", or method 'gs_z3'"
+        raise UserError(
+            f"plan.shares.shards = '{plan.shares.shards}': device '{cluster.devices[owners.ranks[rank]].name}' "
+            f"({USABLE_RATIO:.0%} of its memory) {budget.lack(error.rank)}; fewer of the samples (plan.shares.batch), "
+            f"more plan.micro_batches, plan.recompute{gathered} need less"
+        ) from None
+
+
+@dataclass(frozen=True)
+class _MemoryBudget:
+    """Memory of each owner, and the sharded state that all of them are to hold."""
+
+    capacity_bytes: list[float]
+    """Each owner's usable memory."""
+    held_bytes: list[float]
+    """Each owner's memory without any shard."""
+    whole_bytes: float
+
+    @cached_property
+    def room_bytes(self) -> list[float]:
+        """Each owner's room for a shard; negative where it holds too much without any."""
+        return [has - held for has, held in zip(self.capacity_bytes, self.held_bytes, strict=True)]
+
+    @property
+    def most_shares(self) -> tuple[float, ...]:
+        """The largest share for which each owner has room."""
+        return tuple(room / self.whole_bytes for room in self.room_bytes)
+
+    def lack(self, rank: int | None) -> str:
+        """Return what an owner lacks, in words, or what all together lack, of whom one has the least room."""
+        if rank is not None:
+            return f"must hold {human_bytes(-self.room_bytes[rank])} more than it may, without any shard"
+        return (
+            f"has the least room, {human_bytes(min(self.room_bytes))}, and all together lack "
+            f"{human_bytes(self.whole_bytes - sum(self.room_bytes))} of the {human_bytes(self.whole_bytes)} of sharded "
+            "state"
+        )
 
 
 def _memory_budget(
     cluster: Cluster, owners: Owners, plan: Plan, policies: Policies, batch_sizes: Sequence[int]
-) -> tuple[list[float], list[float], float]:
-    """Return each owner's usable memory, its memory without any shard, and the bytes of the whole sharded state.
-
-    `batch_sizes`: of all ranks.
-    """
+) -> _MemoryBudget:
+    """Return the memory of the owners; `batch_sizes`: of all ranks."""
     workload, in_flight = owners.workload, owners.in_flight
     kinds = [(cluster.devices[rank].type, batch_sizes[rank]) for rank in owners.ranks]
     fixed = {
@@ -128,34 +163,7 @@ def _memory_budget(
         for name, n in set(kinds)
     }
     capacity = [USABLE_RATIO * cluster.device_types[name].memory_bytes for name, _ in kinds]
-    return capacity, [fixed[kind] for kind in kinds], owned_bytes(workload, plan, policies)
-
-
-def _does_not_fit(
-    error: shard_sizing.InfeasibleError,
-    cluster: Cluster,
-    owners: Owners,
-    plan: Plan,
-    policies: Policies,
-    capacity: Sequence[float],
-    fixed: Sequence[float],
-    whole: float,
-) -> UserError:
-    """Return the error for the user; if all devices together lack memory, it names the one with the least room."""
-    room = [has - used for has, used in zip(capacity, fixed, strict=True)]
-    rank = error.rank if error.rank is not None else room.index(min(room))
-    name, policy = cluster.devices[owners.ranks[rank]].name, plan.shares.shards
-    gathered = "" if policies.parameters == "sharded" else ", or method 'gs_z3'"
-    hint = f"fewer of the samples (plan.shares.batch), more plan.micro_batches, plan.recompute{gathered} need less"
-    if error.rank is not None:
-        what = f"must hold {human_bytes(-room[rank])} more than it may, without any shard"
-    else:
-        what = (
-            f"has the least room, {human_bytes(room[rank])}, and all together lack "
-            f"{human_bytes(whole - sum(room))} of the {human_bytes(whole)} of sharded state"
-        )
-    limit = f"({USABLE_RATIO:.0%} of its memory)"
-    return UserError(f"plan.shares.shards = '{policy}': device '{name}' {limit} {what}; {hint}")
+    return _MemoryBudget(capacity, [fixed[kind] for kind in kinds], owned_bytes(workload, plan, policies))
 
 
 def sample_room(
@@ -196,8 +204,7 @@ def better_shard_shares(
     owners = all_owners(workload, policies)
     times = owner_times(cluster, owners, plan, policies)
     measured = tuple(known if seen is None else seen for seen, known in zip(update_s, times.update_s, strict=True))
-    capacity, fixed, whole = _memory_budget(cluster, owners, plan, policies, batch_sizes)
-    most = tuple(max(share, (c - f) / whole) for share, c, f in zip(owned, capacity, fixed, strict=True))
+    most = _memory_budget(cluster, owners, plan, policies, batch_sizes).most_shares
     outgoing, incoming = _rates_of(cluster, owners)
     master = master_bytes(workload)
     state_bytes = _state_element_bytes(workload) + has_master_copy(workload) * master
@@ -205,7 +212,7 @@ def better_shard_shares(
     return rebalancing.worth_moving(
         replace(times, update_s=measured),
         owned,
-        most=most,
+        most=tuple(map(max, owned, most)),
         moving=(moving[0], moving[1]),
         steps=steps,
         settings=plan.shares.replanning,
