@@ -118,8 +118,8 @@ def _described(node: Definition | ast.Module) -> str:
         if re.fullmatch(r"(Args|Raises|Returns|Attributes):", line):
             is_list = True
             lines += [f"**{line.removesuffix(':')}**", ""]
-        elif is_list and (found := re.fullmatch(r" {4}([\w*][\w*, ]*): (.*)", line)):
-            lines.append(f"- `{found[1]}`: {found[2]}")
+        elif is_list and (entry := re.fullmatch(r" {4}([\w*][\w*, ]*): (.*)", line)):
+            lines.append(f"- `{entry[1]}`: {entry[2]}")
         elif is_list and line.startswith("        "):
             lines.append("  " + line.strip())
         else:

@@ -45,9 +45,9 @@ def compare_command(
     from gssim.sweeps import csv_of
 
     check_place(out / "comparison.csv")
-    found = find_results(results)
-    joined = join(found.files)
-    _report_unused(joined, found.skipped)
+    searched = find_results(results)
+    joined = join(searched.files)
+    _report_unused(joined, searched.skipped)
     for difference in differences(joined.pairs):
         _say(difference)
     if not joined.pairs:
@@ -251,21 +251,21 @@ def _study_of_rivals(loaded: "LoadedStudy", out: Path, *, again: bool) -> None:
     study = loaded.study
     with locked(out / ".analysis-study.lock", place=str(out)):
         courses = train_together(loaded, out, again=again)
-        said, winners = findings(courses, study.dense, study.silent), winners_table(courses, study.dense)
-        drawn = charts.rivals_charts(courses, study.dense, said)
+        sentences, winners = findings(courses, study.dense, study.silent), winners_table(courses, study.dense)
+        drawn = charts.rivals_charts(courses, study.dense, sentences)
         write_text(out / "convergence.csv", write_table(courses, study.dense))
         write_text(out / "winners.md", winners)
         if study.map:
             points = map_points(loaded, courses, inputs_of(loaded, out), study.map)
             ours = pushed_variants(courses, study.silent)
             mapped = map_findings(points, ours)
-            said += mapped
+            sentences += mapped
             write_text(out / "fastest_to_equal_loss.csv", write_map(points))
             drawn.append(charts.equal_loss_map(points, ours, mapped))
-        write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in said))
+        write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in sentences))
         pictures = charts.save_all(drawn, out)
     print("\n".join(map(one_line, winners.splitlines())))
-    for sentence in said:
+    for sentence in sentences:
         print(f"{one_line(sentence)}.")
     for path in (out / "convergence.csv", out / "winners.md", out / "findings.txt", *pictures):
         print(one_line(str(path)))

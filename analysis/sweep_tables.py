@@ -138,17 +138,17 @@ def table_of_search(files: Sequence[ResultFile], *, name: str) -> SweepTable:
 
     Points are named by their `--set` options; variants, whose names charts show, as the search prints them.
     """
-    found = table_from(files, name=name)
+    table = table_from(files, name=name)
     plans = [str(file.result.provenance["search"]["plan"]) for file in files]
     names = [in_words(PLAN_TABLE.validate_python(tomli.loads(plan)["plan"])) for plan in plans]
     # shares that were given by number may be equal in words
     names = [f"{name} ({n})" if (n := names[:i].count(name) + 1) > 1 else name for i, name in enumerate(names)]
     rows = tuple(
-        row | {"point": plan, "variant": name} for row, plan, name in zip(found.rows, plans, names, strict=True)
+        row | {"point": plan, "variant": name} for row, plan, name in zip(table.rows, plans, names, strict=True)
     )
     scenario = f"{name_of(files[0].result)}.toml"
     shipped = SCENARIOS / scenario
-    return replace(found, rows=rows, command=("gssim", "run", str(shipped if shipped.is_file() else scenario), "--set"))
+    return replace(table, rows=rows, command=("gssim", "run", str(shipped if shipped.is_file() else scenario), "--set"))
 
 
 SCENARIOS = Path("scenarios")

@@ -240,8 +240,8 @@ def _clean() -> None:
 
     removed, alive = clean()
     folders = remove_abandoned()
-    said = f"dead runs removed: {len(removed)}; running, left alone: {len(alive)}"
-    print(f"gsreal: lab: {said}; temporary folders removed: {len(folders)}", file=sys.stderr)
+    counts = f"dead runs removed: {len(removed)}; running, left alone: {len(alive)}"
+    print(f"gsreal: lab: {counts}; temporary folders removed: {len(folders)}", file=sys.stderr)
 
 
 def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
@@ -511,9 +511,9 @@ def _calibrate_nodes(settings: "Settings", ranks: int, out: Path) -> None:
     check_addresses()
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    found = measure_nodes(settings, ranks=ranks)
-    if found is not None:
-        write_calibrated(out, found[0], nodes_data(*found, settings), settings)
+    measured = measure_nodes(settings, ranks=ranks)
+    if measured is not None:
+        write_calibrated(out, measured[0], nodes_data(*measured, settings), settings)
 
 
 def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:

@@ -21,9 +21,9 @@ def compiler() -> str | None:
 
 def cache_folder() -> Path:
     """Return the folder in which generated files are kept for later runs; raise UserError if the user has none."""
-    said = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(said):  # others are to be ignored, says the specification
-        return Path(said) / "gsreal"
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(home):  # others are to be ignored, says the specification
+        return Path(home) / "gsreal"
     try:
         return Path.home() / ".cache" / "gsreal"
     except RuntimeError:
@@ -36,8 +36,8 @@ def compiled(source: Path, flags: Sequence[str] = (), *, version: str = "") -> P
     A shared library with the flag `-shared`, else a program. It is compiled again if the file, the flags or the
     `version` of the libraries that it is linked with change.
     """
-    said = "\0".join([source.read_text(encoding="utf-8"), version, *flags])
-    key = hashlib.sha256(said.encode()).hexdigest()[:16]
+    identity = "\0".join([source.read_text(encoding="utf-8"), version, *flags])
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     cached = cache_folder() / f"{source.stem}-{key}{'.so' if '-shared' in flags else ''}"
     return cached if cached.exists() or _compile(source, flags, cached) else None
 

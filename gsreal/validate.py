@@ -152,18 +152,18 @@ class Session:
 
         Raises UserError if it can run none.
         """
-        found = []
+        pairs = []
         for point in self._points(cluster):
             try:
                 loaded = point.load(gradients_needed=False)
                 check_real(loaded)
-                found.append((point, loaded))
+                pairs.append((point, loaded))
             except UserError as error:
                 self.left_out[point.name] = str(error)
-        if not found:
+        if not pairs:
             name, reason = next(iter(self.left_out.items()))
             raise UserError(f"{self.sweep}: {name}: {reason}")
-        return found
+        return pairs
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -327,8 +327,8 @@ class Session:
             for each in words
         ]
         for (name, *_), process in zip(words, both, strict=True):
-            said, _ = process.communicate()
-            print((said or b"").decode(), end="", flush=True)
+            output, _ = process.communicate()
+            print((output or b"").decode(), end="", flush=True)
             if process.returncode:
                 raise RunFailedError(f"validate: python -m analysis {name} ended with status {process.returncode}")
         left = [row.name for row in self.rows if row.measured is None and row.name not in self.failed]

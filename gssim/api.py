@@ -126,11 +126,11 @@ def search(scenario: Scenario, *, top: int = 5, jobs: int | None = None) -> list
     if source is None or source.tables is not None:
         raise UserError(f"{scenario.name}: was not loaded from a file; search what gssim.load returns of one")
     loaded = load_scenario(source.path, source.overrides, searched=True, shared=shared)
-    found = Search(loaded, loaded.scenario.search, top)
+    searcher = Search(loaded, loaded.scenario.search, top)
     with processes_with(shared, count) as workers:
-        found.prepare(workers)
-        found.run(workers)
-    return found.found().results()
+        searcher.prepare(workers)
+        searcher.run(workers)
+    return searcher.found().results()
 
 
 def _path(value: Any, name: str, allowed: str) -> Path:

@@ -42,9 +42,9 @@ def nearest_name(name: str, known: Iterable[str], *, least_ratio: float = 0.6) -
     names = list(known)
     folded = name.lower()
     for alike in (str.__eq__, str.startswith):
-        found = [each for each in names if alike(each.lower(), folded)] if folded else []
-        if found:
-            return min(found, key=len)
+        candidates = [each for each in names if alike(each.lower(), folded)] if folded else []
+        if candidates:
+            return min(candidates, key=len)
     stem, _, ending = name.rpartition(".") if "." in name else (name, "", "")
     cut = f".{ending}" if ending else ""
     stems = {each.removesuffix(cut) if cut else each: each for each in reversed(names)}

@@ -114,8 +114,8 @@ def expected_errors_of(result: Result) -> list[str]:
         for device, source in sources.items()
         if source.startswith("assumed")
     ]
-    said = expected_errors(sources.values())
-    return lines if said is None else [*lines, said]
+    expected = expected_errors(sources.values())
+    return lines if expected is None else [*lines, expected]
 
 
 MAX_SOURCE_CHARACTERS = 200

@@ -164,10 +164,10 @@ def _lines(rows: Sequence[Row]) -> list[Line]:
     """Return a heading for each group, then its scenarios, the fastest first."""
     lines: list[Line] = []
     for group, members in groupby(rows, key=lambda row: row["group"]):
-        scenarios = [list(found) for _, found in groupby(members, key=lambda row: row["scenario_id"])]
+        scenarios = [list(of_scenario) for _, of_scenario in groupby(members, key=lambda row: row["scenario_id"])]
         lines.append((group, []))
-        scenarios.sort(key=lambda found: found[0]["step_time_ratio_measured"])
-        lines.extend((_label(found[0]), found) for found in scenarios)
+        scenarios.sort(key=lambda of_scenario: of_scenario[0]["step_time_ratio_measured"])
+        lines.extend((_label(of_scenario[0]), of_scenario) for of_scenario in scenarios)
     return lines
 
 
@@ -177,7 +177,7 @@ def _label(row: Row) -> str:
 
 
 def _panel(axes: Axes, lines: Sequence[Line]) -> None:
-    rows = [row for _, found in lines for row in found]
+    rows = [row for _, of_line in lines for row in of_line]
     ratios = [row[f"step_time_ratio_{side}"] for row in rows for side in ("predicted", "measured")]
     limits = (min(0.8, *ratios) / 1.12, max(1.25, *ratios) * 1.12)
     axes.set_xscale("log")
@@ -185,13 +185,13 @@ def _panel(axes: Axes, lines: Sequence[Line]) -> None:
     axes.set_ylim(len(lines) - 0.5, -0.5)
     axes.axvspan(limits[0], 1, color="0.94", linewidth=0, zorder=0)
     axes.axvline(1, color="0.25", linewidth=1, zorder=1)
-    for y, (_, found) in enumerate(lines):
-        axes.axhline(y, color="0.88" if found else "none", linewidth=0.6, zorder=0.5)
-        for row in found:
-            _pair(axes, y + (APART if row["rival_method"] == "zero2" else -APART if len(found) > 1 else 0), row)
+    for y, (_, of_line) in enumerate(lines):
+        axes.axhline(y, color="0.88" if of_line else "none", linewidth=0.6, zorder=0.5)
+        for row in of_line:
+            _pair(axes, y + (APART if row["rival_method"] == "zero2" else -APART if len(of_line) > 1 else 0), row)
     axes.set_yticks(range(len(lines)), [plain(label) for label, _ in lines], fontsize=LABEL_POINTS)
-    for tick, (_, found) in zip(axes.get_yticklabels(), lines, strict=True):
-        tick.set_fontweight("normal" if found else "bold")
+    for tick, (_, of_line) in zip(axes.get_yticklabels(), lines, strict=True):
+        tick.set_fontweight("normal" if of_line else "bold")
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(FixedLocator([tick for tick in TICKS if limits[0] <= tick <= limits[1]]))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -230,9 +230,9 @@ def _columns(axes: Axes, lines: Sequence[Line]) -> None:
         x = 1 + (i + 0.95) * COLUMN_IN / PANEL_IN
         place: dict[str, Any] = {"ha": "right", "fontsize": LABEL_POINTS, "annotation_clip": False}
         axes.annotate(header, (x, 1.0), xycoords="axes fraction", va="bottom", fontweight="bold", color="0.2", **place)
-        for y, (_, found) in enumerate(lines):
-            if found:
-                text = _cells(found[0])[i]
+        for y, (_, of_line) in enumerate(lines):
+            if of_line:
+                text = _cells(of_line[0])[i]
                 axes.annotate(text, (x, y), xycoords=axes.get_yaxis_transform(), va="center", **place)
 
 

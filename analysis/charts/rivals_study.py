@@ -36,22 +36,22 @@ def rivals_charts(courses: Sequence[Course], dense: str, said: Sequence[str]) ->
     readings = {each.name: each for each in readings_of(courses, dense)}
     words = "; ".join(said)
     title = "What loss does each method reach for the bytes that it sends?"
-    found = [f"at {name} '{readings[name].best}'" for name in (BYTES, SAMPLES)]
+    best = [f"at {name} '{readings[name].best}'" for name in (BYTES, SAMPLES)]
     sizes = _figure(
         courses,
         title,
-        f"Least mean loss: {'; '.join(found)}.",
+        f"Least mean loss: {'; '.join(best)}.",
         [("sent by a rank (MB)", "", lambda each: each.step_bytes / 1e6)],
         note=f"Equal bytes: {percentage(BYTES_RATIO)} of what dense sends.",
     )
     question = "What loss does each method reach in the same time?"
-    found = [f"{network}: '{readings[f'equal time, {network}'].best}'" for network in networks]
+    best = [f"{network}: '{readings[f'equal time, {network}'].best}'" for network in networks]
     panels: list[tuple[str, str, Callable[[Course], float]]] = [
         ("predicted time (s)", network, lambda each, network=network: each.step_time_s[network])  # type: ignore[misc]
         for network in networks
     ]
     times = _figure(
-        courses, question, f"Least mean loss in equal time: {'; '.join(found)}.", panels, note="Times are predicted."
+        courses, question, f"Least mean loss in equal time: {'; '.join(best)}.", panels, note="Times are predicted."
     )
     return [
         Chart("loss_against_bytes", title, sizes, f"Line charts of held-out loss against bytes sent. {words}."),

@@ -114,8 +114,8 @@ def flattened(spans: Iterable[Span]) -> list[Span]:
     """
     ordered = sorted(spans, key=lambda span: (span.start_s, -span.end_s))
     edges = sorted({edge for span in ordered for edge in (span.start_s, span.end_s)})
-    found = innermost(ordered, edges)
-    return [span._replace(start_s=left, end_s=right) for left, right, span in found if span is not None]
+    pieces = innermost(ordered, edges)
+    return [span._replace(start_s=left, end_s=right) for left, right, span in pieces if span is not None]
 
 
 def merged_blocks(spans: Sequence[Span], gap_s: float) -> list[Block]:

@@ -114,10 +114,10 @@ def read_points(path: Path) -> SweepTable:
     """Return the points of a sweep's table, or the plans that `gssim search --json` printed into a file."""
     if path.suffix != ".json":
         return read_table(path)
-    found = _plans_in(path, read_json(path))
-    if found is None:
+    plans = _plans_in(path, read_json(path))
+    if plans is None:
         raise UserError(f"{path}: no plans of a search; `gssim search --json` prints them")
-    return found
+    return plans
 
 
 def _plans_in(path: Path, data: object) -> SweepTable | None:
@@ -218,8 +218,8 @@ def _studies(folder: Path) -> Iterable[Training]:
         for row in rows:
             for column in (*NUMBERS_OF_STUDIES, *(name for name in names if name.endswith(")"))):
                 number_in(row, column, path)
-        said = path.with_name("findings.txt")
-        findings = tuple(read_text(said).splitlines()) if said.is_file() else ()
+        file = path.with_name("findings.txt")
+        findings = tuple(read_text(file).splitlines()) if file.is_file() else ()
         place = path.parent.name if path.parent == folder else str(path.parent.relative_to(folder))
         pictures = [*path.parent.glob("fastest_to_equal_loss.png"), *sorted(path.parent.glob("loss_*.png"))]
         yield Training(place, tuple(rows), findings, tuple(pictures), budgets)

@@ -74,8 +74,8 @@ def summary(sweep: SweepTable) -> list[str]:
     layout = layout_of(sweep)
     settings = by_setting(sweep.fitting, layout)
     if len(settings) <= NAMED_SETTINGS:
-        found = (_fastest_of(place, rows, layout) for place, rows in settings.items())
-        sentences += [sentence for sentence in found if sentence]
+        fastest = (_fastest_of(place, rows, layout) for place, rows in settings.items())
+        sentences += [sentence for sentence in fastest if sentence]
     else:
         sentences += _wins(settings, layout)
     gains = [gain for rows in settings.values() if (gain := best_gain(rows))]

@@ -371,9 +371,9 @@ def _offsets(traces: Sequence[RankTrace], meetings: Sequence[Meeting]) -> list[f
         reached = [] if root in offsets_s else [root]
         offsets_s.setdefault(root, 0.0)
         for rank in reached:
-            found = [other for one, other in ends if one == rank and other not in offsets_s]
-            offsets_s |= {other: offsets_s[rank] + median(ends[rank, other]) for other in found}
-            reached += found
+            others = [other for one, other in ends if one == rank and other not in offsets_s]
+            offsets_s |= {other: offsets_s[rank] + median(ends[rank, other]) for other in others}
+            reached += others
     return [offsets_s[trace.rank] for trace in traces]
 
 

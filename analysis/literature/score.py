@@ -269,9 +269,9 @@ def errors_by_preset(scores: Scores) -> dict[str, PresetErrors]:
         cluster = cluster_of_run(row.run)
         names = {preset_of(cluster.type_of(rank).source) for rank in range(row.run.ranks)}
         name = names.pop() if len(names) == 1 else None
-        for found, pair in ((steps, row.step_errors), (memory, row.memory_errors)):
+        for by_name, pair in ((steps, row.step_errors), (memory, row.memory_errors)):
             if name is not None and pair is not None:
-                found[name].append(pair[0])
+                by_name[name].append(pair[0])
     return {
         name: PresetErrors(step=_quantiles(errors), memory=_quantiles(memory[name]) if name in memory else None)
         for name, errors in sorted(steps.items())
@@ -299,9 +299,9 @@ def preset_errors_toml(errors: Mapping[str, PresetErrors]) -> str:
     ]
     for name, each in errors.items():
         lines += ["", f"[{name}]", f'figures = "{digest_of_figures(name)}"']
-        for quantity, found in (("step", each.step), ("memory", each.memory)):
-            if found is not None:
-                values = ", ".join(f"{key} = {value}" for key, value in asdict(found).items())
+        for quantity, summary in (("step", each.step), ("memory", each.memory)):
+            if summary is not None:
+                values = ", ".join(f"{key} = {value}" for key, value in asdict(summary).items())
                 lines.append(f"{quantity} = {{ {values} }}")
     return "\n".join(lines) + "\n"
 

@@ -187,12 +187,12 @@ def _points_of(
         ]
     points = []
     for place, network in enumerate(networks):
-        found = {variant.name: results[variant.name][place] for variant in study.variants}
-        unfit = frozenset(each for each, result in found.items() if not result.fits)
-        dense_s = found[study.dense].step_time_s
+        own = {variant.name: results[variant.name][place] for variant in study.variants}
+        unfit = frozenset(each for each, result in own.items() if not result.fits)
+        dense_s = own[study.dense].step_time_s
         step_time_s = {
             each: result.step_time_s + (dense_s - result.step_time_s) * dense_ratios[each]
-            for each, result in found.items()
+            for each, result in own.items()
         }
         times_s = {
             each: tuple(math.inf if each in unfit else n * of_step for n in steps[each])
@@ -204,7 +204,7 @@ def _points_of(
             )
         bands_s = {
             each: (result.band.step_time_low_s, result.band.step_time_high_s)
-            for each, result in found.items()
+            for each, result in own.items()
             if result.band is not None
         }
         points.append(
@@ -236,7 +236,7 @@ def pushed_variants(courses: Sequence[Course], silent: str) -> list[str]:
 
 def map_findings(points: Sequence[MapPoint], ours: Sequence[str]) -> list[str]:
     """Return sentences on which variants are fastest where, and how near the best of `ours` (thresholded) comes."""
-    said = []
+    sentences = []
     own = points[0].model
     further = list(dict.fromkeys(point.model for point in points if point.model != own))
     for (model, slow_ratio), group in groupby(points, key=lambda point: (point.model, point.slow_ratio)):
@@ -245,17 +245,17 @@ def map_findings(points: Sequence[MapPoint], ours: Sequence[str]) -> list[str]:
         where = f"{model}, with {devices}" if further else f"With {devices}"
         counts = Counter(point.fastest for point in of_devices).most_common()
         fastest = ", ".join(f"'{name}' on {count}" for name, count in counts)
-        said.append(f"{where}, fastest to the equal loss on {len(of_devices)} networks: {fastest}")
+        sentences.append(f"{where}, fastest to the equal loss on {len(of_devices)} networks: {fastest}")
         if unfit := sorted(set[str]().union(*(point.unfit for point in of_devices))):
-            said.append(f"{where}, these do not fit in the devices' memory: {', '.join(unfit)}")
+            sentences.append(f"{where}, these do not fit in the devices' memory: {', '.join(unfit)}")
         if ours:
-            said.append(_ours(of_devices, ours, f"{model}, {devices}" if further else devices))
+            sentences.append(_ours(of_devices, ours, f"{model}, {devices}" if further else devices))
     if further:
-        said.append(
+        sentences.append(
             f"Not trained: {', '.join(further)}; that a method needs so many times dense's steps is assumed, as for "
             f"{own}, of thresholded pushes at the density that was counted there"
         )
-    return said
+    return sentences
 
 
 def _ours(points: Sequence[MapPoint], ours: Sequence[str], where: str) -> str:

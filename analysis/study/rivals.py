@@ -266,14 +266,14 @@ def readings_of(courses: Sequence[Course], dense: str) -> list[Reading]:
     """
     of_dense = next(each for each in courses if each.variant.name == dense)
     bytes_ = BYTES_RATIO * of_dense.last * of_dense.step_bytes
-    found = [_reading(SAMPLES, f"{of_dense.last} steps", {c.variant.name: c.at(c.last) for c in courses})]
+    readings = [_reading(SAMPLES, f"{of_dense.last} steps", {c.variant.name: c.at(c.last) for c in courses})]
     at = {c.variant.name: c.at(bytes_ / c.step_bytes) for c in courses}
-    found.append(_reading(BYTES, f"{human_bytes(bytes_)} sent by a rank", at))
+    readings.append(_reading(BYTES, f"{human_bytes(bytes_)} sent by a rank", at))
     for network in of_dense.step_time_s:
         budget_s = min(c.last * c.step_time_s[network] for c in courses)
         at = {c.variant.name: c.at(budget_s / c.step_time_s[network]) for c in courses}
-        found.append(_reading(f"equal time, {network}", human_seconds(budget_s), at))
-    return found
+        readings.append(_reading(f"equal time, {network}", human_seconds(budget_s), at))
+    return readings
 
 
 def _reading(name: str, budget: str, losses: Mapping[str, list[float]]) -> Reading:
@@ -298,16 +298,18 @@ def loss_of(reading: Reading, variant: str) -> Spread:
 def findings(courses: Sequence[Course], dense: str, silent: str) -> list[str]:
     """Return the findings in sentences, also where Gradient Sharding loses."""
     readings = readings_of(courses, dense)
-    said = []
+    sentences = []
     for reading in readings:
         best, level = reading.best, reading.level
         more = f"; not significantly worse: {', '.join(level)}" if level else "; all others are worse"
-        said.append(f"At {reading.name} ({reading.budget}) '{best}' has the least loss, {_loss(reading, best)}{more}")
+        sentences.append(
+            f"At {reading.name} ({reading.budget}) '{best}' has the least loss, {_loss(reading, best)}{more}"
+        )
     end = readings[0]
     control = change_of(end, silent, dense)
     assert control is not None  # it is another variant
     verdict = "pushing lowers the loss" if control.low > 0 else "this study shows no benefit of pushing"
-    said.append(f"Pushing nothing changes the loss at the end by {interval(control)}: {verdict}")
+    sentences.append(f"Pushing nothing changes the loss at the end by {interval(control)}: {verdict}")
     pushed = [c for c in courses if c.density is not None and c.variant.name != silent]
     for each in pushed:
         name = each.variant.name
@@ -317,7 +319,7 @@ def findings(courses: Sequence[Course], dense: str, silent: str) -> list[str]:
         use = "" if over.high < 0 else "; not significantly better than pushing nothing"
         predicted = each.predicted_density
         known = "" if predicted is None else f", times predicted for {percentage(predicted)}"
-        said.append(
+        sentences.append(
             f"'{name}' pushed {percentage(each.density or 0.0)} of the gradients{known}, sent "
             f"{human_bytes(each.step_bytes)} a step: loss at the end {interval(change)} from dense{use}"
         )
@@ -325,11 +327,11 @@ def findings(courses: Sequence[Course], dense: str, silent: str) -> list[str]:
     first = [r.name for r in readings if r.best in ours]
     near = [r.name for r in readings if r.best not in ours and ours & set(r.level)]
     lost = [r.name for r in readings if r.best not in ours and not ours & set(r.level)]
-    said.append(
+    sentences.append(
         f"Thresholded Gradient Sharding: best at {', '.join(first) or 'none'}; not significantly worse than the best "
         f"at {', '.join(near) or 'none'}; significantly worse at {', '.join(lost) or 'none'}"
     )
-    return said
+    return sentences
 
 
 def _loss(reading: Reading, variant: str) -> str:

@@ -95,8 +95,8 @@ def on_nccl(measured: Sequence[dict[str, Any]], settings: Settings, out: Path) -
     first = measured[0]
     kinds = list(dict.fromkeys((each["name"], each["ranks"]) for each in measured))
     if len(kinds) > 1:
-        said = ", ".join(f"{ranks} x {name}" for name, ranks in kinds)
-        raise UserError(f"nodes differ: {said}; `gssim cluster` describes such clusters")
+        counts = ", ".join(f"{ranks} x {name}" for name, ranks in kinds)
+        raise UserError(f"nodes differ: {counts}; `gssim cluster` describes such clusters")
     words = ["cluster", "--detect", "--devices", str(first["ranks"]), "--hosts", str(len(measured))]
     if "nccl_all_reduces" in first:
         table = out.with_suffix(".all-reduce.csv")

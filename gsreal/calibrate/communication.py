@@ -172,7 +172,7 @@ def _following_times(bench: Bench, group: dist.ProcessGroup) -> dict[str, Follow
 
     Messages and all-to-alls are left out: they start pair by pair.
     """
-    found = {}
+    times = {}
     whole = torch.zeros(SMALL_BYTES[0] // 4 // bench.ranks * bench.ranks)
     part = torch.zeros(whole.numel() // bench.ranks)
     posts: dict[str, Callable[[], Any]] = {
@@ -185,12 +185,12 @@ def _following_times(bench: Bench, group: dist.ProcessGroup) -> dict[str, Follow
     calls = _calls(bench, group)
     for kind in (*posts, "all-gather-v", "reduce-scatter-v"):
         call, post = calls[kind](SMALL_BYTES[0]), posts.get(kind)
-        found[kind] = FollowingTimes(
+        times[kind] = FollowingTimes(
             _synchronised_s(bench, call),
             _synchronised_s(bench, call, in_turn=1 + FOLLOWING),
             _synchronised_s(bench, partial(_call_in_queue, post, 1 + QUEUED)) if post else None,
         )
-    return found
+    return times
 
 
 def _call_in_queue(post: Callable[[], Any], count: int) -> None:

@@ -59,8 +59,8 @@ def measure_nodes(settings: Settings, *, ranks: int) -> tuple[list[dict[str, Any
         measured = measure(settings, ranks=ranks)
         all_measured: list[dict[str, Any]] = gather_json({**measured, "host": socket.gethostname()})
         links = {pair: _pair_link(node, pair) for pair in combinations(range(nodes), 2)}
-        found = {pair: link for pair, link in links.items() if link is not None}
-        plain = gather_json([[*pair, link.fixed_s, link.byte_s] for pair, link in found.items()])
+        known = {pair: link for pair, link in links.items() if link is not None}
+        plain = gather_json([[*pair, link.fixed_s, link.byte_s] for pair, link in known.items()])
     finally:
         leave()
     if node:
@@ -166,8 +166,8 @@ def _uplink_latencies_s(pairs: dict[tuple[int, int], float], nodes: int) -> list
     matrix = np.zeros((len(pairs), nodes))
     for row, pair in enumerate(pairs):
         matrix[row, list(pair)] = 1.0
-    found, _ = nnls(matrix, np.array(list(pairs.values())))
-    return [float(each) for each in found]
+    latencies_s, _ = nnls(matrix, np.array(list(pairs.values())))
+    return [float(each) for each in latencies_s]
 
 
 def _uplink_rates(links: Pairs, nodes: int) -> list[float]:

@@ -79,11 +79,11 @@ def _added_s(
     """Return the overhead of slicing in (forward, backward) of a pair of maps, and the host time of a sum."""
     steps: tuple[list[dict[str, float]], ...] = ([], [])
     for step in range(BLOCK_WARMUPS + min(BLOCK_STEPS, bench.settings.link_repeats)):
-        for module, found in zip(kinds, steps, strict=True):
+        for module, of_kind in zip(kinds, steps, strict=True):
             phases = _step_phases(bench, module, x, timeline)
             if step >= BLOCK_WARMUPS:
-                found.append(phases)
-    plain, cut = ({name: statistics.median(each[name] for each in found) for name in found[0]} for found in steps)
+                of_kind.append(phases)
+    plain, cut = ({name: statistics.median(each[name] for each in of_kind) for name in of_kind[0]} for of_kind in steps)
     sum_s = cut["exposed_communication"] / (BLOCKS * SUMS)
     plain_x = x.detach()
     # a functional all-reduce copies too: traces count that
@@ -424,14 +424,14 @@ def replica_costs(bench: Bench) -> dict[str, float]:
         modules = (plain, replicated(wrapped)[0])
         times_s: tuple[list[float], ...] = ([], [])
         for step in range(WARMUPS + bench.settings.link_repeats):
-            for module, found in zip(modules, times_s, strict=True):
+            for module, of_module in zip(modules, times_s, strict=True):
                 bench.displace()
                 bench.finish()
                 began = device_time_s()
                 result = module(torch.ones(1, device=bench.device))
                 bench.finish()
                 if step >= WARMUPS:
-                    found.append(device_time_s() - began)
+                    of_module.append(device_time_s() - began)
                 result.sum().backward()
         before_s, after_s = map(statistics.median, times_s)
         return max(0.0, after_s - before_s)
@@ -459,7 +459,7 @@ def _added_s_by_wrapper(bench: Bench, tensors: int, wrap: Wrapper) -> float:
     modules: tuple[nn.Module, ...] = (plain, wrapped)
     times: tuple[list[float], ...] = ([], [])
     for step in range(BACKWARDS):
-        for module, rest, found in zip(modules, (None, finish), times, strict=True):
+        for module, rest, of_module in zip(modules, (None, finish), times, strict=True):
             total = module(torch.ones(1, device=bench.device)).sum()
             bench.displace()
             bench.finish()
@@ -468,7 +468,7 @@ def _added_s_by_wrapper(bench: Bench, tensors: int, wrap: Wrapper) -> float:
             left_out_s = rest() if rest else 0.0
             bench.finish()
             if step >= BACKWARD_WARMUPS:
-                found.append(device_time_s() - began - left_out_s)
+                of_module.append(device_time_s() - began - left_out_s)
             module.zero_grad(set_to_none=True)
     before_s, after_s = map(statistics.median, times)
     return after_s - before_s

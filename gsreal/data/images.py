@@ -110,11 +110,11 @@ class Index:
         ]
         if not self.classes:
             raise UserError(f"workload.data.folder = '{self.root}': holds no folders; one for each class is needed")
-        empty = [name for name, found in zip(self.classes, names, strict=True) if not found]
+        empty = [name for name, files in zip(self.classes, names, strict=True) if not files]
         if empty:
             raise UserError(f"workload.data.folder = '{self.root}': the class '{empty[0]}' has no images")
-        self._ends: Ints = np.cumsum([len(found) for found in names])
-        self._names = np.array([os.fsencode(name) for found in names for name in found])
+        self._ends: Ints = np.cumsum([len(files) for files in names])
+        self._names = np.array([os.fsencode(name) for files in names for name in files])
 
     def __len__(self) -> int:
         """Return the number of images."""

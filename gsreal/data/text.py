@@ -346,8 +346,8 @@ class Sentences:
         samples = samples_at(len(self.table), seed=seed, step=step, batch_size=self.batch_size, rows=rows)
         ids = np.full((len(samples), self.length), self.tokeniser.padding, dtype=np.int64)
         for row, sentences in enumerate(self.table.sentences(samples)):
-            found = self.tokeniser.sequence(sentences, self.length)
-            ids[row, : len(found)] = found
+            tokens = self.tokeniser.sequence(sentences, self.length)
+            ids[row, : len(tokens)] = tokens
         return torch.from_numpy(ids), torch.from_numpy(self.table.classes[samples])
 
     def loss_terms(self, *, seed: int, step: int, rows: Sequence[slice]) -> list[int]:

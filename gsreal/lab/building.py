@@ -118,8 +118,8 @@ def take_down(run_id: str) -> list[str]:
     """Kill the processes in a run's namespaces and remove these; return their names."""
     namespaces = namespaces_of(run_id)
     for name in namespaces:
-        said = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
-        for pid in said.split():
+        processes = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
+        for pid in processes.split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
     for name in namespaces:
@@ -298,9 +298,9 @@ def delay_line(wires: Sequence[Wire]) -> Line:
     assert process.stderr is not None
     with process.stderr:
         if process.stdout.readline() != "ready\n":
-            said = process.stderr.read().strip()
+            reason = process.stderr.read().strip()
             Line(process).end()
-            raise RunFailedError(f"lab: links cannot be delayed: {said}")
+            raise RunFailedError(f"lab: links cannot be delayed: {reason}")
     return Line(process)
 
 
@@ -319,7 +319,7 @@ def execute(commands: Iterable[Command]) -> None:
         except FileNotFoundError:
             raise RunFailedError(f"lab: {start[0]} is gone") from None
         if done.returncode:
-            said = " ".join(done.stderr.split())
-            number = said.rpartition("-:")[2] if batch else ""
+            reason = " ".join(done.stderr.split())
+            number = reason.rpartition("-:")[2] if batch else ""
             failing = batch[int(number) - 1] if number.isdigit() and int(number) <= len(batch) else ()
-            raise RunFailedError(f"lab: {' '.join([*start, *failing])}: {said or f'exit code {done.returncode}'}")
+            raise RunFailedError(f"lab: {' '.join([*start, *failing])}: {reason or f'exit code {done.returncode}'}")

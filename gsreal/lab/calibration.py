@@ -142,7 +142,7 @@ def linked_devices(
 ) -> Cluster:
     """Return this number of devices of a type of the cluster, fully linked."""
     kind = cluster.device_types[name]
-    said = replace(kind.lab, processor=None) if kind.lab else None  # costs are about to be measured on this one
+    emulated = replace(kind.lab, processor=None) if kind.lab else None  # costs are about to be measured on this one
     names = [f"{name}-{i}" for i in range(count)]
     links = [
         Link(between=pair, bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=0.0, source="for calibration")
@@ -151,7 +151,7 @@ def linked_devices(
     return Cluster(
         name=f"{count} of {name}",
         backend="gloo",
-        device_types={name: replace(kind, lab=said)},
+        device_types={name: replace(kind, lab=emulated)},
         devices=tuple(Device(name=each, type=name, host=each) for each in names),
         links=tuple(links),
         source="for calibration",
@@ -183,9 +183,9 @@ def write_types(path: Path, types: dict[str, Any], backend: dict[str, Any]) -> N
         validated(DeviceType, rounded(data), file=str(path), under=name)
     validated(BackendCost, rounded(backend), file=str(path), under="backend_cost")
     words = "by gsreal calibrate --lab: "
-    said = f"# Written {words}what emulated devices do.\n" + tomli_w.dumps(rounded(types))
+    text = f"# Written {words}what emulated devices do.\n" + tomli_w.dumps(rounded(types))
     costs = f"# Written {words}what gloo costs there.\n" + tomli_w.dumps(rounded(backend))
-    write_files({path: said.encode(), backend_path(path): costs.encode()})
+    write_files({path: text.encode(), backend_path(path): costs.encode()})
 
 
 def backend_path(path: Path) -> Path:

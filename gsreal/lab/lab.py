@@ -246,7 +246,7 @@ class Cell:
 
 def check_points(points: Sequence[Point], *, sweep: Path) -> list[Loaded]:
     """Return the points' scenarios; raise UserError for the first that cannot run in a lab on this machine."""
-    found = []
+    checked = []
     for point in points:
         loaded = loaded_point(point, file=sweep, gradients_needed=False)
         try:
@@ -254,8 +254,8 @@ def check_points(points: Sequence[Point], *, sweep: Path) -> list[Loaded]:
             lab_of(loaded.scenario.cluster, where=loaded.file)
         except UserError as error:
             raise UserError(f"{sweep}: {point.name}: {error}") from None
-        found.append(loaded)
-    return found
+        checked.append(loaded)
+    return checked
 
 
 def cells_of(points: Sequence[Point], loaded: Sequence[Loaded], *, repeats: int, out: Path) -> tuple[Cell, ...]:

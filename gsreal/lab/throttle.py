@@ -68,13 +68,13 @@ def cores_of(shares: Sequence[float], cores: Sequence[int], *, where: str) -> tu
             f"machine has {len(cores)}, of which the lab gives {MOST_OF_THE_CORES:g}: at most {room:g}, "
             f"such as {room / len(shares):.3g} for each of {len(shares)}"
         )
-    found = dealt(shares, len(cores))
-    if any(sum(s for s, c in zip(shares, found, strict=True) if c == core) > 1 + 1e-9 for core in found):
+    numbers = dealt(shares, len(cores))
+    if any(sum(s for s, c in zip(shares, numbers, strict=True) if c == core) > 1 + 1e-9 for core in numbers):
         raise UserError(
             f"{where}: device_types: lab.cpu_share_ratio: shares of {', '.join(f'{s:g}' for s in shares)} cannot be "
             f"assigned to {len(cores)} cores without more than a whole on one"
         )
-    return tuple(cores[core] for core in found)
+    return tuple(cores[core] for core in numbers)
 
 
 def throttle_library() -> Path | None:
@@ -90,8 +90,8 @@ def throttle_library() -> Path | None:
 
 def own_place() -> Place | None:
     """Return this process's place in the lab; None outside the lab."""
-    said = os.environ.get(VARIABLE)
-    return Place(**json.loads(said)) if said else None
+    stated = os.environ.get(VARIABLE)
+    return Place(**json.loads(stated)) if stated else None
 
 
 def device_time_s() -> float:
@@ -114,10 +114,10 @@ def _own_share_ratio() -> float:
 
 def as_variable(place: Place) -> dict[str, str]:
     """Return the environment variable of a rank's place."""
-    said = {VARIABLE: json.dumps(asdict(place))}
+    variables = {VARIABLE: json.dumps(asdict(place))}
     if place.library:
-        said["LD_PRELOAD"] = " ".join(filter(None, (place.library, os.environ.get("LD_PRELOAD"))))
-    return said
+        variables["LD_PRELOAD"] = " ".join(filter(None, (place.library, os.environ.get("LD_PRELOAD"))))
+    return variables
 
 
 def take(place: Place) -> None:

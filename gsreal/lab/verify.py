@@ -135,12 +135,12 @@ def verify(network: Network) -> tuple[Verified, ...]:
         )
     with process:
         try:
-            answer, said = process.communicate(pickle.dumps(network))
+            answer, log = process.communicate(pickle.dumps(network))
         except BaseException:
             process.kill()
             raise
     if process.returncode:
-        last = said.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        last = log.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
         raise RunFailedError(f"lab: links cannot be measured: {last[0]}")
     links: tuple[Verified, ...] = pickle.loads(answer)
     return links

@@ -130,8 +130,8 @@ class Timeline:
         start, end = (self._since(zero, moment) for moment in (self._ends[number], self._ends[number + steps]))
         paused = [self._since(zero, ended) for _, ended in self._pauses]
         start = max([start, *(ended for ended in paused if ended < end)])
-        found = [(mark, self._span(mark, lambda moment: self._since(zero, moment))) for mark in self._marks]
-        inside = [(mark, span) for mark, span in found if span.end_s > start and span.start_s < end]
+        recorded = [(mark, self._span(mark, lambda moment: self._since(zero, moment))) for mark in self._marks]
+        inside = [(mark, span) for mark, span in recorded if span.end_s > start and span.start_s < end]
         spans = [span._replace(start_s=span.start_s + zero_s, end_s=span.end_s + zero_s) for _, span in inside]
         return start + zero_s, end + zero_s, [mark for mark, _ in inside], spans
 

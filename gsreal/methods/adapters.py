@@ -84,12 +84,12 @@ def adapted_maps(module: nn.Module, targets: str | Sequence[str], *, where: str)
     """
     known = tuple(dict.fromkeys(path.rpartition(".")[2] for path, _ in linear_maps(module)))
     if targets == "all-linear":
-        found = known
+        maps = known
     elif targets == "query-value":
         pair = tuple(name for names in SEPARATE for name in names if name in known)
-        found = pair if len(pair) == 2 else tuple(name for name in FUSED if name in known)
+        maps = pair if len(pair) == 2 else tuple(name for name in FUSED if name in known)
     else:
-        found = tuple(name for name in targets if name in known)
-    if not found or (not isinstance(targets, str) and len(found) < len(targets)):
+        maps = tuple(name for name in targets if name in known)
+    if not maps or (not isinstance(targets, str) and len(maps) < len(targets)):
         raise UserError(f"{where}: the blocks have the linear maps {', '.join(known) or '(none)'}")
-    return found
+    return maps

@@ -120,9 +120,9 @@ def compile_blocks(model: Model, module: nn.Module) -> None:
         os.environ[KERNELS] = str(cache_folder() / f"inductor-{torch.__version__}-{threads}")
     settings: Any = inductor_config
     settings.compile_threads = 1  # no pool of processes beside each rank
-    found = compiler()
-    if found is not None:
-        settings.cpp.cxx = (found,)
+    cxx = compiler()
+    if cxx is not None:
+        settings.cpp.cxx = (cxx,)
     dynamo_config.optimize_ddp = False  # a block is not cut at DDP's buckets
     dynamo_config.recompile_limit = len(blocks) + 8  # every block may need a compilation of its own
     for block in blocks:

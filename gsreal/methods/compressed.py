@@ -256,10 +256,10 @@ class LargestCompressor(Compressor):
 
 def take_largest(total: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` elements of largest magnitude and their 32-bit indices; they become zero in `total`."""
-    found = torch.topk(total.abs(), count, sorted=False).indices
-    values = total[found]
-    total.index_fill_(0, found, 0)
-    return values, found.to(torch.int32)
+    indices = torch.topk(total.abs(), count, sorted=False).indices
+    values = total[indices]
+    total.index_fill_(0, indices, 0)
+    return values, indices.to(torch.int32)
 
 
 def orthogonalize(matrix: Tensor) -> None:

@@ -154,11 +154,11 @@ def cut_or_reason(block: nn.Module) -> Cut | str:
     if _is_encoder(block):
         return ENCODER
     try:
-        found = _cut_by_roles(block)
+        cut = _cut_by_roles(block)
     except _UnknownRoleError as error:
         return f"{kind.__name__}{error}"
-    block.__dict__["_gsreal_cut"] = found  # a sliced block would look different
-    return found
+    block.__dict__["_gsreal_cut"] = cut  # a sliced block would look different
+    return cut
 
 
 def _is_encoder(block: nn.Module) -> bool:
@@ -177,11 +177,11 @@ def _is_encoder(block: nn.Module) -> bool:
 
 def cut_beside_experts(block: nn.Module) -> str | None:
     """Let a block be cut except for its routed experts; see [Note: routed experts]. Return why it cannot, or None."""
-    found = [path for path, _ in experts_of(block)]
-    if not found or "_gsreal_cut" in block.__dict__:
+    paths = [path for path, _ in experts_of(block)]
+    if not paths or "_gsreal_cut" in block.__dict__:
         return None
     try:
-        cut = _mixture_cut(block) if type(block).__qualname__ == "MixtureBlock" else _cut_by_roles(block, found)
+        cut = _mixture_cut(block) if type(block).__qualname__ == "MixtureBlock" else _cut_by_roles(block, paths)
     except _UnknownRoleError as error:
         return f"{type(block).__name__}{error}"
     block.__dict__["_gsreal_cut"] = cut
@@ -353,12 +353,12 @@ class MeansOverRanks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        mean = func(*args, **(kwargs or {}))
         self.has_others |= func in OTHER_STATISTICS
         if func not in (torch.mean, Tensor.mean) or -1 not in (*args[1:], (kwargs or {}).get("dim")):
-            return found
-        self.types.append(found.dtype)
-        return Mapped.apply(found * self.fraction, self.all_reduce, self.all_reduce)
+            return mean
+        self.types.append(mean.dtype)
+        return Mapped.apply(mean * self.fraction, self.all_reduce, self.all_reduce)
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -131,16 +131,16 @@ PARAMETERS = ("gate_up_proj", "down_proj")
 
 def trained_experts(module: nn.Module) -> list[str]:
     """Return the names of the parameters of routed experts that are trained: none beside adapters."""
-    found = ((f"{path}.{name}", getattr(inner, name)) for path, inner in experts_of(module) for name in PARAMETERS)
-    return [name for name, parameter in found if parameter.requires_grad]
+    named = ((f"{path}.{name}", getattr(inner, name)) for path, inner in experts_of(module) for name in PARAMETERS)
+    return [name for name, parameter in named if parameter.requires_grad]
 
 
 def divided_reason(module: nn.Module) -> str | None:
     """Return why ranks cannot divide the experts of a model, with the name of the module; None: they can."""
-    found = dict(experts_of(module))
-    if not found:
+    experts = dict(experts_of(module))
+    if not experts:
         return "the model has no layers of routed experts"
-    for path, inner in found.items():
+    for path, inner in experts.items():
         others = [name for name, _ in inner.named_parameters() if name not in PARAMETERS]
         width = inner.down_proj.shape[1]
         if others or tuple(inner.gate_up_proj.shape[1:]) != (2 * inner.down_proj.shape[2], width):

@@ -192,13 +192,13 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """Return the gradients of this rank's part, summed, and of the maps' weights and biases."""
         wait = ctx.start(gradients[0])
-        found: list[Tensor] = []
+        of_maps: list[Tensor] = []
         for path, (layout, has_bias) in ctx.layouts.items():
             of_map = layout.weight_gradients(*ctx.deferred.inputs[path], has_bias=has_bias)
-            found += [each for each in of_map if each is not None]
+            of_maps += [each for each in of_map if each is not None]
         result = wait()
         ctx.deferred.inputs.clear()
-        return result, None, None, None, None, *found
+        return result, None, None, None, None, *of_maps
 
 
 def gather_with_overlapped_sum(

@@ -300,13 +300,13 @@ def send_largest(options: SparseOuter, unsent: Tensor) -> Tensor:
 
     See `SparseOuter` for its contents, and `_read` for their order.
     """
-    found = unsent.abs().topk(options.chunk_entries, sorted=False).indices
-    values = unsent.gather(1, found)
+    places = unsent.abs().topk(options.chunk_entries, sorted=False).indices
+    values = unsent.gather(1, places)
     message = torch.empty(
         sparse_message_bytes(options, unsent.numel(), unsent.itemsize), dtype=torch.uint8, device=unsent.device
     )
     indices, kept, magnitudes = _sections(options, message, unsent)
-    indices.copy_(found)
+    indices.copy_(places)
     if magnitudes is None:
         kept.copy_(values)
     else:
@@ -316,8 +316,8 @@ def send_largest(options: SparseOuter, unsent: Tensor) -> Tensor:
             magnitudes[:, column] = (sizes * chosen).sum(1) / chosen.sum(1).clamp_min(1)
         codes = nn.functional.pad((values < 0) + 2 * large.to(torch.uint8), (0, -options.chunk_entries % 4))
         kept.copy_((codes.view(len(codes), -1, 4) << _places(codes)).sum(-1))
-    found, values = _read(options, message, unsent)
-    unsent.scatter_add_(1, found, values.neg_())
+    places, values = _read(options, message, unsent)
+    unsent.scatter_add_(1, places, values.neg_())
     return message
 
 

@@ -138,25 +138,25 @@ class RingAttention(torch.autograd.Function):
         travelling: Tensor | None
         for step, block in enumerate(ring.blocks(causal=ctx.causal)):
             received, arrival = ring.pass_on(step, held, own, every)
-            found: tuple[Tensor, ...] = ()
+            of_block: tuple[Tensor, ...] = ()
             whole: tuple[Tensor, ...] = ()
             if block is not None:
                 rows, seen = _parts(block, query.shape[2], own.shape[3])
                 whole = of_out[:, :, rows], query[:, :, rows], *held[..., seen, :], out[:, :, rows], sums[:, :, rows]
-                found = _backward(*whole, 0.0, block.causal, scale=ctx.scale)
-                of_query = found[0] if of_query is None else of_query
+                of_block = _backward(*whole, 0.0, block.causal, scale=ctx.scale)
+                of_query = of_block[0] if of_query is None else of_query
                 if step:
-                    of_query[:, :, rows].add_(found[0])
+                    of_query[:, :, rows].add_(of_block[0])
             if returning is not None:
                 returning.wait()
             if step == 0:
-                travelling = torch.stack(found[1:])
+                travelling = torch.stack(of_block[1:])
             else:
                 travelling = arriving
                 if block is not None:  # no loop: its variable would keep a gradient alive until the next block's
-                    travelling[0, :, :, seen].add_(found[1])
-                    travelling[1, :, :, seen].add_(found[2])
-            found = whole = ()
+                    travelling[0, :, :, seen].add_(of_block[1])
+                    travelling[1, :, :, seen].add_(of_block[2])
+            of_block = whole = ()
             arriving = torch.empty_like(own)
             returning = ring.shift(travelling, arriving, GRADIENTS)
             if not ring.overlaps:

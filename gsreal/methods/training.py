@@ -111,18 +111,18 @@ class LossScaler:
         else:
             own = [own_part(p.grad) for p in module.parameters() if p.grad is not None]
         device = next(module.parameters()).device
-        found = torch.zeros((), device=device)
+        nonfinite = torch.zeros((), device=device)
         inverse = torch.full((), 1.0 if cast else 1 / self.scale, device=device)
         with timeline.span("unscale gradients", "optimizer"):
             if own:  # a rank may own no shard
-                torch._amp_foreach_non_finite_check_and_unscale_(own, found, inverse)
+                torch._amp_foreach_non_finite_check_and_unscale_(own, nonfinite, inverse)
         if owners is not None:
             with timeline.span("all-reduce infinite gradients", "exposed_communication"):
-                owners.hierarchy.all_reduce(found)
+                owners.hierarchy.all_reduce(nonfinite)
         for group in self.groups:
             with timeline.span("all-reduce infinite gradients", "exposed_communication", group):
-                dist.all_reduce(found, group=group)
-        return not found.item()
+                dist.all_reduce(nonfinite, group=group)
+        return not nonfinite.item()
 
     def update(self, finite: bool) -> None:
         """Adapt a dynamic factor after a step."""

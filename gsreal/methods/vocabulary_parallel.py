@@ -56,13 +56,13 @@ class _DividedLookup(torch.autograd.Function):
         rows = len(weight)
         own = tokens - first
         others = (own < 0) | (own >= rows)
-        found = nn.functional.embedding(own.clamp(0, rows - 1), weight)
-        found.masked_fill_(others.unsqueeze(-1), 0)
+        embedded = nn.functional.embedding(own.clamp(0, rows - 1), weight)
+        embedded.masked_fill_(others.unsqueeze(-1), 0)
         if ignored is not None:
             others |= tokens == ignored
         ctx.save_for_backward(own.masked_fill_(others, rows))  # an index that the backward leaves out
         ctx.rows = rows
-        return all_reduce(found)
+        return all_reduce(embedded)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None, None, None]:
@@ -110,8 +110,8 @@ def _divide_embedding(scenario: Scenario, module: nn.Module, timeline: Timeline,
 
     class DividedEmbedding(nn.Embedding):
         def forward(self, tokens: Tensor) -> Tensor:
-            found: Tensor = _DividedLookup.apply(tokens, self.weight, first, ignored, all_reduce)
-            return found
+            embedded: Tensor = _DividedLookup.apply(tokens, self.weight, first, ignored, all_reduce)
+            return embedded
 
     # a subclass of nn.Embedding may do more than look up (Gemma's scales the result): its `super().forward` is then
     # this one

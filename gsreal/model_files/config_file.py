@@ -44,25 +44,25 @@ def settings_in(path: Path, *, given: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"{path}: model_type: missing; this is no config of a Hugging Face model")
     kind = data["model_type"]
     config = _entries(data, training_config(HuggingFace(model_type=kind), str(path)).to_dict(), given, path)
-    said = config | dict(given)
-    present = {key: value for key, value in said.items() if value is not None}
-    absent = tuple(key for key, value in said.items() if value is None)
+    merged = config | dict(given)
+    present = {key: value for key, value in merged.items() if value is not None}
+    absent = tuple(key for key, value in merged.items() if value is None)
     resolved = training_config(HuggingFace(model_type=kind, config=present, null=absent), str(path))
-    found: dict[str, Any] = {"model": f"hf:{kind}", "config": config}
+    settings: dict[str, Any] = {"model": f"hf:{kind}", "config": config}
     names = data.get("architectures") or [""]
     task = next((task for end, task in TASKS.items() if str(names[0]).endswith(end)), "next-token")
     if task in ("image", "sequence-classification"):
         labels = data.get("id2label")
-        found["classes"] = len(labels) if isinstance(labels, dict) else resolved.num_labels
+        settings["classes"] = len(labels) if isinstance(labels, dict) else resolved.num_labels
     text = resolved.get_text_config()
     if task != "image" and (vocabulary := getattr(text, "vocab_size", None)) is not None:
-        found |= {"task": task, "vocabulary": vocabulary}
+        settings |= {"task": task, "vocabulary": vocabulary}
         longest = getattr(text, "max_position_embeddings", None)
         if isinstance(longest, int) and longest > 0:  # XLNet says -1: it has no limit
-            found["maximum_sequence_length"] = longest
+            settings["maximum_sequence_length"] = longest
     elif isinstance(side := getattr(resolved, "image_size", None), int):
-        found["image"] = f"{getattr(resolved, 'num_channels', 3)}x{side}x{side}"
-    return found
+        settings["image"] = f"{getattr(resolved, 'num_channels', 3)}x{side}x{side}"
+    return settings
 
 
 def _entries(data: Mapping[str, Any], usual: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> dict[str, Any]:

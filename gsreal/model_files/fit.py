@@ -304,10 +304,10 @@ def fit_polynomial(values: Mapping[Shape, int], checked: Shape, what: str, terms
     if any(numerator % denominator for numerator in numerators):
         raise NoPolynomialError(f"{what} is no whole polynomial in batch size and sequence length")
     solution = iter(numerator // denominator for numerator in numerators)
-    found = {letters: tuple((c, i, j) for i, j in powers[letters] if (c := next(solution))) for letters in terms}
-    if not any(found.values()):
-        found[""] = ((0, 0, 0),)  # what "0" is parsed to
-    fitted = Polynomial(*(found.get(letters, ()) for letters in FIELDS_OF_TERMS))
+    coefficients = {letters: tuple((c, i, j) for i, j in powers[letters] if (c := next(solution))) for letters in terms}
+    if not any(coefficients.values()):
+        coefficients[""] = ((0, 0, 0),)  # what "0" is parsed to
+    fitted = Polynomial(*(coefficients.get(letters, ()) for letters in FIELDS_OF_TERMS))
     of_rows = sum(coefficient * checked.r for coefficient, _, _ in fitted.row_terms)
     held = fitted.with_rank(checked.a).held(checked.u, checked.p, experts=checked.e)
     if held.at(b=checked.b, s=checked.s or 1) + of_rows != values[checked]:

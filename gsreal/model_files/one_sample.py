@@ -52,7 +52,7 @@ def _with_one_sample_buffers(
     """Return the layer at `index` with its buffers, and those of one sample that it lacks, marked."""
     first = next(iter(everything.values()))
     moved = _translation(first, of_several)
-    found = [
+    buffers = [
         replace(
             each,
             born=moved(each.born, index),
@@ -62,11 +62,11 @@ def _with_one_sample_buffers(
         for each in fit_buffers(everything, checked, index, layer.name, terms)
     ]
     releases = iter(releases_of(first, index))
-    released = {id(each): moved(Moment("f", next(releases)), index).position for each in found if each.is_saved}
+    released = {id(each): moved(Moment("f", next(releases)), index).position for each in buffers if each.is_saved}
     released |= zip(map(id, _saved(layer.buffers)), layer.recompute_releases or (), strict=False)
 
     of_one: dict[tuple[object, ...], list[Buffer]] = defaultdict(list)
-    for each in found:
+    for each in buffers:
         of_one[_buffer_key(each)].append(each)
     merged: list[Buffer] = []
     for buffer in layer.buffers:

@@ -61,8 +61,8 @@ def _stack(module: nn.Module) -> Stack | None:
     counts: dict[str, int] = defaultdict(int)
     for path, is_block in layer_modules(module).items():
         counts[path.rpartition(".")[0]] += is_block
-    found = max(counts, key=lambda path: counts[path], default="")
-    return Stack(found, counts[found]) if counts.get(found) else None
+    largest = max(counts, key=lambda path: counts[path], default="")
+    return Stack(largest, counts[largest]) if counts.get(largest) else None
 
 
 def _siblings(module: Module, count: int) -> Iterator[Module]:

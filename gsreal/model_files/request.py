@@ -86,11 +86,11 @@ def fill_in_defaults(request: Request) -> Request:
     """
     if request.model.endswith(".json"):
         given = _arguments(request, f"gsreal trace {request.model}")
-        said = config_file.settings_in(Path(request.model), given=given)
+        settings = config_file.settings_in(Path(request.model), given=given)
         if request.image is not None or request.vocabulary is not None:  # the user states the form of the input
-            said = {key: said[key] for key in ("model", "config")}
-        said = {key: value for key, value in said.items() if key == "model" or not getattr(request, key)}
-        request = replace(request, **said)
+            settings = {key: settings[key] for key in ("model", "config")}
+        settings = {key: value for key, value in settings.items() if key == "model" or not getattr(request, key)}
+        request = replace(request, **settings)
     unstated = not (request.padding or request.states_padding)
     if request.task == CLASSIFICATION and unstated and not request.model.endswith(".toml"):
         stated = {**request.config, **_arguments(request, f"gsreal trace {request.model}")}.get("pad_token_id")
@@ -185,7 +185,7 @@ def _trace_other_precisions(
     for kind in kinds:
         twin = replace(model, traced_precision=cast(Precision, kind), autocast=())
         try:
-            found = _trace_request(
+            traced = _trace_request(
                 twin, replace(request, autocast=()), where, lambda _counted: None, lambda _line: None
             )
         except UserError as error:
@@ -193,8 +193,8 @@ def _trace_other_precisions(
                 raise
             on_note(f"{where}: left out: its layers in {kind}: {error}")
             continue
-        lists: dict[str, Any] = {name: getattr(found, name) for name in (*LAYER_LISTS, "adapted", "partly_trained")}
-        yield OtherPrecision(precision=found.traced_precision, **lists)
+        lists: dict[str, Any] = {name: getattr(traced, name) for name in (*LAYER_LISTS, "adapted", "partly_trained")}
+        yield OtherPrecision(precision=traced.traced_precision, **lists)
 
 
 def _check_length(model: Model, request: Request, where: str) -> None:
@@ -287,7 +287,7 @@ def check_options(request: Request) -> None:
         "--padding": (request.states_padding or request.padding) and (is_file or not is_text_classifier),
         "--auto-class": request.auto_class is not None and not request.model.startswith("hf:"),
     }
-    for option in (option for option, found in without_effect.items() if found):
+    for option in (option for option, given in without_effect.items() if given):
         raise UserError(f"gsreal trace {request.model}: {option}: has no effect on this model; leave it out")
 
 

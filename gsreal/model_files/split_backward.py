@@ -251,11 +251,11 @@ def _with_forward_of(layer: Layer, buffers: Sequence[Buffer]) -> list[Buffer]:
     forward = [each for each in layer.buffers if each.born.phase == "f"]
     if [each.size_bytes for each in forward] != [each.size_bytes for each in buffers if each.born.phase == "f"]:
         raise NoPolynomialError("the forward allocates other tensors before a split backward")
-    found, places = [], iter(forward)
+    merged, places = [], iter(forward)
     for buffer in buffers:
         if buffer.born.phase == "f":
             own = next(places)
             freed = own.freed if buffer.freed.phase == "f" and own.freed.phase == "f" else buffer.freed
             buffer = replace(buffer, born=own.born, freed=freed)
-        found.append(buffer)
-    return found
+        merged.append(buffer)
+    return merged

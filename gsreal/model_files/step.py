@@ -543,8 +543,8 @@ class _PreparedStep:
 
         def lives(values: Any) -> set[int]:
             storages = (each.untyped_storage() for each in tree_leaves(values) if isinstance(each, Tensor))
-            found = [recorder.live.get(storage._cdata) for storage in storages]
-            return {id(each) for each in found if each is not None and each.born[0] == recorder.layer}
+            records = [recorder.live.get(storage._cdata) for storage in storages]
+            return {id(each) for each in records if each is not None and each.born[0] == recorder.layer}
 
         def note_returned(_module: nn.Module, _args: Any, output: Any) -> None:
             returned = lives(output)

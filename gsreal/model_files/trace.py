@@ -281,7 +281,7 @@ def with_traced_autocast(model: Model, precisions: Sequence[str], *, where: str)
     lengths = _lengths_of(model)
     steps = whole_steps(lengths)
     short, stack = with_fewer_blocks(model, where) or (model, None)
-    found = [each for each in model.autocast if each.precision not in precisions]
+    kept = [each for each in model.autocast if each.precision not in precisions]
     for precision in precisions:
         kind: Any = precision
         ours = replace(short, traced_precision="fp32", traced_autocast=kind, whole_layers=())
@@ -299,8 +299,8 @@ def with_traced_autocast(model: Model, precisions: Sequence[str], *, where: str)
                 divided = repeat_blocks(divided, stack, neighbours_differ=name != "sliced_layers") or []
             fields[name] = divided
         grouped_fields = {name: merge_layers(_with_module_buffers(each, model, where)) for name, each in fields.items()}
-        found.append(AutocastLayers(precision=kind, **grouped_fields))
-    return replace(model, autocast=tuple(found))
+        kept.append(AutocastLayers(precision=kind, **grouped_fields))
+    return replace(model, autocast=tuple(kept))
 
 
 def with_traced_frozen(model: Model, *, where: str, on_impossible: Callable[[str], None] | None = None) -> Model:

@@ -188,11 +188,11 @@ def check_overlap(scenario: Scenario, *, where: str) -> None:
     policies = scenario.policies
     if scenario.plan.overlap or policies.data_ranks == 1:
         return
-    said = f"{where}: plan.overlap = false"
+    option = f"{where}: plan.overlap = false"
     if policies.pp > 1:
-        raise UserError(f"{said}: replicas of a pipeline's stages can be predicted so, but not run; allowed: true")
+        raise UserError(f"{option}: replicas of a pipeline's stages can be predicted so, but not run; allowed: true")
     if policies.gradients == "reduce-scatter" and scenario.cluster.backend == "nccl":
-        raise UserError(f"{said}: FSDP2 overlaps on nccl in any case, so it cannot be run; allowed: true")
+        raise UserError(f"{option}: FSDP2 overlaps on nccl in any case, so it cannot be run; allowed: true")
 
 
 def check_fused(scenario: Scenario, *, where: str) -> None:
@@ -257,19 +257,19 @@ def _check_replaced_parameters(scenario: Scenario, module: nn.Module) -> None:
     policies = scenario.policies
     fully_sharded = policies.gradients == "reduce-scatter" or (policies.sync_every_steps and policies.dp_shard > 1)
     if fully_sharded:
-        said = f"plan.method = '{scenario.plan.method}'"
+        option = f"plan.method = '{scenario.plan.method}'"
     elif policies.tp > 1 or policies.ep > 1:
-        said = f"plan.tp = {policies.tp}" if policies.tp > 1 else f"plan.ep = {policies.ep}"
+        option = f"plan.tp = {policies.tp}" if policies.tp > 1 else f"plan.ep = {policies.ep}"
     else:
         return
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise UserError(
-                f"{said}: replaces parameters by parts of them, which do not have the hook (register_hook) of "
+                f"{option}: replaces parameters by parts of them, which do not have the hook (register_hook) of "
                 f"'{name}': it can be predicted, but not run; allowed: ddp, zero1 or gs, without plan.tp and plan.ep"
             )
         if fully_sharded and not parameter.is_contiguous():
             raise UserError(
-                f"{said}: '{name}' is not contiguous, and FSDP2 shards no such parameter: it can be predicted, but not "
-                "run; allowed: ddp, zero1 or gs"
+                f"{option}: '{name}' is not contiguous, and FSDP2 shards no such parameter: it can be predicted, but "
+                "not run; allowed: ddp, zero1 or gs"
             )

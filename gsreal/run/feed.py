@@ -107,12 +107,12 @@ class Feed:
             return terms
         if getattr(self.scenario.workload.model.input, "task", None) == "next-token":  # a term at every position
             return [count // parts for count in terms]
-        found: dict[tuple[int, int], Tensor] = {}
+        targets: dict[tuple[int, int], Tensor] = {}
         for rows in self.rows:
-            if (rows.start, rows.stop) not in found:
-                found[rows.start, rows.stop] = self.source.batch(seed=seed, step=step, rows=rows)[1]
+            if (rows.start, rows.stop) not in targets:
+                targets[rows.start, rows.stop] = self.source.batch(seed=seed, step=step, rows=rows)[1]
         return [
-            data.loss_terms(own_positions(found[rows.start, rows.stop], self._place(rank)))
+            data.loss_terms(own_positions(targets[rows.start, rows.stop], self._place(rank)))
             for rank, rows in enumerate(self.rows)
         ]
 

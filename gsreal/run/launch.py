@@ -226,5 +226,5 @@ def reason_of(reports: Path, dead: tuple[int, int] | None, log: str) -> str | No
         except ValueError:  # of the real-time signals only the first and the last have a name
             cause = f"signal {-exit_code}"
     words = re.compile(r"terminate called|what\(\):|Fatal Python error|malloc\(\)|free\(\)|double free|corrupt")
-    said = "; ".join(line.strip() for line in log.splitlines() if words.search(line))[:500]
-    return f"rank {rank} died ({cause}{f': {said}' if said else ''})"
+    reasons = "; ".join(line.strip() for line in log.splitlines() if words.search(line))[:500]
+    return f"rank {rank} died ({cause}{f': {reasons}' if reasons else ''})"

@@ -145,11 +145,11 @@ def check_nodes(cluster: Cluster, device: torch.device, *, where: str) -> None:
     if not has_several_nodes():
         return
     node = f"{socket.gethostname()} (node {os.environ.get('GROUP_RANK', '0')})"
-    found: list[list[str]] = gather_json([node, device_name(device)])
-    devices = cluster.devices[: len(found)]
+    nodes: list[list[str]] = gather_json([node, device_name(device)])
+    devices = cluster.devices[: len(nodes)]
     for title, in_file, real, both_ways in (
-        ("host", [each.host for each in devices], [each[0] for each in found], True),
-        ("type", [each.type for each in devices], [each[1] for each in found], False),
+        ("host", [each.host for each in devices], [each[0] for each in nodes], True),
+        ("type", [each.type for each in devices], [each[1] for each in nodes], False),
     ):
         _check_alike(f"{where}: cluster.devices: {title}", in_file, real)
         if both_ways:

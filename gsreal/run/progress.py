@@ -89,8 +89,8 @@ class Watch:
             places = re.findall(r'File "([^"]*)", line (\d+) in (\w+)', stacks[busy[0]])
             where = f", in {places[0][2]} ({os.path.basename(places[0][0])}:{places[0][1]})" if places else ""
             return f"{_ranks(busy)} not done with it ({self._done(busy[0])}{where})"
-        said = ", ".join(f"rank {rank} in {where} ({self._done(rank)})" for rank, where in sorted(waiting.items())[:4])
-        return f"all ranks wait for one another: {said}; is a link between them down?"
+        waits = ", ".join(f"rank {rank} in {where} ({self._done(rank)})" for rank, where in sorted(waiting.items())[:4])
+        return f"all ranks wait for one another: {waits}; is a link between them down?"
 
     def _done(self, rank: int) -> str:
         """Return a rank's progress as text."""

@@ -189,11 +189,11 @@ class Reducing(Replica):
         """Train one step."""
         ranks = self.scenario.ranks
         with torch.enable_grad():
-            found = [self.gradients(step, rank) for rank in self.feeds]
+            of_ranks = [self.gradients(step, rank) for rank in self.feeds]
         for number, names in enumerate(self.buckets):
             flat = [
                 torch.cat([gradients[name].reshape(-1) for name in names]).mul_(ranks * weight)
-                for gradients, weight in found
+                for gradients, weight in of_ranks
             ]
             compressed = bool(self.compressors) and step >= self.compressors[0].start_step
             mean = self._mean(number, names, flat, compressed=compressed)
@@ -323,8 +323,8 @@ def trained(scenario: Scenario, unequal_ratio: float = 0.0) -> dict[str, Any]:
     def evaluate(step: int) -> None:
         modules = trainer.modules if isinstance(trainer, Apart) else [trainer.module] * scenario.ranks
         sums = torch.stack([each.sums(module) for each, module in zip(held_out, modules, strict=True)]).sum(0)
-        found = held_out[0].evaluation(sums, step=max(1, step))  # a real run has none before its first step
-        evaluations.append(asdict(found) | {"step": step})
+        evaluation = held_out[0].evaluation(sums, step=max(1, step))  # a real run has none before its first step
+        evaluations.append(asdict(evaluation) | {"step": step})
 
     evaluate(0)
     for step in range(steps):

@@ -49,9 +49,11 @@ def check_command(
     with activity("gssim: check"):
         for path in scenarios:
             loaded = load_scenario(path, overrides or [])
-            found = loaded.scenario
-            idle = f" (idle: {idle_list(found.idle_devices)})" if found.idle_devices else ""
-            print(f"{one_line(str(path))}: {found.plan.method} on {found.ranks} ranks{idle}, {found.scenario_id}")
+            scenario = loaded.scenario
+            idle = f" (idle: {idle_list(scenario.idle_devices)})" if scenario.idle_devices else ""
+            print(
+                f"{one_line(str(path))}: {scenario.plan.method} on {scenario.ranks} ranks{idle}, {scenario.scenario_id}"
+            )
 
 
 @app.command("run")
@@ -306,13 +308,13 @@ def search_command(
 
 
 def _print_found(search: Search, question: str, run: Sequence[str], *, as_json: bool) -> None:
-    found = search.found()
+    plans = search.found()
     if as_json:
-        if not found.best:
-            print("\n".join(["gssim: search: " + line for line in nothing_fits(found)]), file=sys.stderr)
-        terminal.print_as_json(found.results())
+        if not plans.best:
+            print("\n".join(["gssim: search: " + line for line in nothing_fits(plans)]), file=sys.stderr)
+        terminal.print_as_json(plans.results())
     else:
-        print_found(found, question, run)
+        print_found(plans, question, run)
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def import_command(
     """
     text = interop.standard_input() if str(file) == "-" else None
     try:
-        found = interop.import_scenario(
+        imported = interop.import_scenario(
             Path("arguments") if text is not None else file,
             model=model,
             cluster=cluster,
@@ -76,12 +76,12 @@ def import_command(
         for line in error.refused:
             _say("import", "refused", line)
         raise
-    for reason, said in found.reasons:
+    for reason, lines in imported.reasons:
         why = reason.removeprefix("approximated: ")
-        _say("import", "without effect" if why == reason else "approximated", f"{', '.join(said)}: {why}")
-    for line in found.defaults:
+        _say("import", "without effect" if why == reason else "approximated", f"{', '.join(lines)}: {why}")
+    for line in imported.defaults:
         _say("import", "default", line)
-    write_or_print(found.text, out)
+    write_or_print(imported.text, out)
 
 
 @app.command("export")
@@ -97,12 +97,12 @@ def export_command(
     """
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     try:
-        found = interop.export_scenario(loaded.scenario, to)
+        exported = interop.export_scenario(loaded.scenario, to)
     except UserError as error:
         raise UserError(f"{scenario}: {error}") from None
-    for note in found.notes:
+    for note in exported.notes:
         _say("export", "not in the file", note)
-    write_or_print(found.text, out)
+    write_or_print(exported.text, out)
 
 
 @app.command("cluster")
@@ -207,19 +207,19 @@ def fits_command(
     """
     given = {"plan.method": method or ("single" if count == 1 else "zero3")}
     with activity("gssim: fits") as doing:
-        found = interop.find_model(model)
+        model_file = interop.find_model(model)
         cluster = interop.usual_cluster(gpu, count)
         device = next(iter(cluster["device_types"]))
         rates = presets("devices")[device]["peak_flop_per_s"]
-        longest = getattr(found.model.input, "maximum_sequence_length", None)
+        longest = getattr(model_file.model.input, "maximum_sequence_length", None)
         workload: dict[str, Any] = {
-            "model": str(found.path.resolve()),
+            "model": str(model_file.path.resolve()),
             "precision": next(each for each in ("bf16", "fp16", "fp32") if each in rates),
             "global_batch_size": count,
         }
         if longest is not None:
             workload["sequence_length"] = longest
-        name = f"{found.model.name} on {count} x {device}"
+        name = f"{model_file.model.name} on {count} x {device}"
         tables = {"name": name, "cluster": cluster, "workload": workload, "plan": {"method": given["plan.method"]}}
         asked = overrides or []
         batch = [] if any(each.startswith("workload.global_batch_size") for each in asked) else [0]

@@ -45,8 +45,8 @@ def print_found(found: Found, question: str, run: Sequence[str]) -> None:
     for name, rival in found.comparisons(found.best[0]):
         console.print(f"{name}: {_compared(rival)}")
     if found.space.study is not None:
-        said = f"thresholds: what they cost in loss is what {found.space.study} says of its own model and training"
-        console.print(said)
+        caveat = f"thresholds: what they cost in loss is what {found.space.study} says of its own model and training"
+        console.print(caveat)
     for line in left_out(found):
         console.print(line)
     first = shlex.join([*run, "--set", found.best[0].candidate.override])

@@ -339,8 +339,8 @@ class Cluster:
 
     def _fill(self, topology: Topology) -> None:
         check_size(topology)
-        found = build(topology)
-        devices, switches = _devices(found.devices), found.switches
+        made = build(topology)
+        devices, switches = _devices(made.devices), made.switches
         # `dataclasses.replace` passes on the values that were filled in before
         for key, given, built in (("devices", self.devices, devices), ("switches", self.switches, switches)):
             if given and given != built:

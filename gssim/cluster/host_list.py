@@ -17,28 +17,28 @@ def hosts_in(text: str, *, file: str) -> list[str]:
     """
     if len(text) > LONGEST_LIST or text.count("[") != text.count("]"):
         raise UserError(f"{file}: {one_line(text, 60)!r}: is no host list")
-    found: list[str] = []
+    hosts: list[str] = []
     for part in re.findall(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)+|[^,\[\]]+", text):
         names = [""]
         for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
             ends = [plain] if plain else _numbers(ranges, file)
-            if len(names) * len(ends) + len(found) > MOST_HOSTS:
+            if len(names) * len(ends) + len(hosts) > MOST_HOSTS:
                 raise UserError(f"{file}: {one_line(part, 60)}: more than {MOST_HOSTS} names")
             names = [name + end for name in names for end in ends]
-        found += names
-    if not found:
+        hosts += names
+    if not hosts:
         raise UserError(f"{file}: {one_line(text, 60)!r}: is no host list")
-    return found
+    return hosts
 
 
 def _numbers(ranges: str, file: str) -> list[str]:
-    found: list[str] = []
+    numbers: list[str] = []
     for each in ranges.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", each.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise UserError(f"{file}: [{one_line(ranges, 40)}]: is no list of numbers and ranges")
         first, last = int(match[1]), int(match[2] or match[1])
-        if last - first + len(found) >= MOST_HOSTS:
+        if last - first + len(numbers) >= MOST_HOSTS:
             raise UserError(f"{file}: [{one_line(ranges, 40)}]: more than {MOST_HOSTS} names")
-        found += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
-    return found
+        numbers += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
+    return numbers

@@ -63,8 +63,8 @@ class Recent:
         known = self._kept.get(key)
         if known is not None:
             self._kept.move_to_end(key)
-            found: T = known[0]
-            return found
+            stored: T = known[0]
+            return stored
         value = make()
         self._kept[key] = (value, weight(value))
         self._weight += weight(value)
@@ -96,10 +96,10 @@ class Shared:
         Exceptions are not cached. `key` must contain all inputs of the function, and the value must not be changed.
         """
         kept = self._kept[kind]
-        found: T = kept.get(key, NOT_KEPT)
-        if found is not NOT_KEPT:
+        stored: T = kept.get(key, NOT_KEPT)
+        if stored is not NOT_KEPT:
             kept.move_to_end(key)
-            return found
+            return stored
         value = make()
         kept[key] = value
         while len(kept) > (self.most if most is None else most):

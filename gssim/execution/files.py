@@ -506,12 +506,12 @@ def refuse_repeated_keys(file: str) -> Callable[[list[tuple[str, Any]]], dict[st
     """Return an `object_pairs_hook` for `json.loads` that raises UserError for a key that occurs twice in an object."""
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        content = dict(pairs)
+        if len(content) < len(pairs):
             names = [key for key, _ in pairs]
             twice = next(key for key in names if names.count(key) > 1)
             raise UserError(f"{file}: {one_line(twice, 60)}: is given twice in one table")
-        return found
+        return content
 
     return table
 

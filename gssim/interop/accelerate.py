@@ -63,17 +63,17 @@ SHARDINGS = {
 def accelerate(keys: Keys, cluster: Cluster) -> Training:
     """Return the training in an Accelerate configuration, including the DeepSpeed file that it may name."""
     kind = str(keys.raw("distributed_type") or "NO").upper()
-    found = Training()
+    training = Training()
     if kind == "DEEPSPEED":
-        found = _deepspeed(keys)
+        training = _deepspeed(keys)
     elif kind == "FSDP":
-        read_fsdp(keys, found, cluster, prefix="fsdp_config.fsdp_")
-        found.gradient_sync = Value("step", "Accelerate's no_sync: gradients are whole until the last micro-batch")
+        read_fsdp(keys, training, cluster, prefix="fsdp_config.fsdp_")
+        training.gradient_sync = Value("step", "Accelerate's no_sync: gradients are whole until the last micro-batch")
         wrap = "fsdp_config.fsdp_auto_wrap_policy"
-        if not keys.has(wrap) and found.sharding is not None and found.sharding.value != "none":
+        if not keys.has(wrap) and training.sharding is not None and training.sharding.value != "none":
             keys.refuse(wrap, f"is not given: NO_WRAP, the whole model as one unit; {UNITS}")
     elif kind in ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "NO"):
-        found.sharding = Value("none", keys.line("distributed_type"))
+        training.sharding = Value("none", keys.line("distributed_type"))
     else:
         keys.refuse("distributed_type", "cannot be imported; allowed: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED")
     on_cores = keys.line("distributed_type") if kind == "MULTI_CPU" else getattr(keys.enabled("use_cpu"), "origin", "")
@@ -87,15 +87,15 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
         if any(key.startswith(table) and is_off for table, is_off in off.items()) and key not in keys.read:
             keys.note(key, f"of another distributed_type than {kind}")
     world = keys.integer("num_processes", sets="plan.ranks")
-    found.world = Value(1, keys.line("distributed_type")) if kind == "NO" else world
-    _parallelism(keys, found, kind)
-    _precision(keys, found, kind)
+    training.world = Value(1, keys.line("distributed_type")) if kind == "NO" else world
+    _parallelism(keys, training, kind)
+    _precision(keys, training, kind)
     regional = keys.enabled("dynamo_config.dynamo_use_regional_compilation")
     if regional is not None and str(keys.raw("dynamo_config.dynamo_backend")).lower() == "inductor":
-        found.compiled = regional
+        training.compiled = regional
         keys.note("dynamo_config.dynamo_backend", "approximated: what is outside of blocks runs one by one here")
     keys.close(ACCELERATE)
-    return found
+    return training
 
 
 def _parallelism(keys: Keys, found: Training, kind: str) -> None:
@@ -174,8 +174,8 @@ def _deepspeed(keys: Keys) -> Training:
             for key in keys.values:
                 if fnmatchcase(key, f"deepspeed_config.{name}"):
                     keys.refuse(key, "Accelerate takes no such key beside deepspeed_config_file, which says it")
-        found = deepspeed_file(keys, "deepspeed_config.deepspeed_config_file", str(named))
-        if found is None:
+        training = deepspeed_file(keys, "deepspeed_config.deepspeed_config_file", str(named))
+        if training is None:
             return Training()
     else:
         table = {
@@ -190,16 +190,16 @@ def _deepspeed(keys: Keys) -> Training:
         # stage 2 unless it is given: utils/dataclasses.py, DeepSpeedPlugin
         inner = Keys(keys.file, {"zero_optimization.stage": 2}, keys.overridden, [*keys.ignored, *ignored])
         inner.values |= {theirs: keys.raw(key) for theirs, key in renamed.items() if keys.has(key)}
-        found = deepspeed(inner)
-        found.zero1_implementation = "deepspeed"
+        training = deepspeed(inner)
+        training.zero1_implementation = "deepspeed"
         for name in ("sharding", "accumulation", "clip_norm", "offload"):
-            value: Value | None = getattr(found, name)
+            value: Value | None = getattr(training, name)
             if value is not None and (theirs := value.key) in renamed:
-                setattr(found, name, Value(value.value, keys.line(renamed[theirs])))
+                setattr(training, name, Value(value.value, keys.line(renamed[theirs])))
         lines = {inner.line(theirs): keys.line(key) for theirs, key in renamed.items() if keys.has(key)}
         keys.refused += [(lines.get(line, line), reason) for line, reason in inner.refused]
         keys.listed += [(lines.get(line, line), reason) for line, reason in inner.listed]
-    return found
+    return training
 
 
 def read_fsdp(keys: Keys, training: Training, cluster: Cluster, *, prefix: str) -> None:

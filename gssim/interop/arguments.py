@@ -100,15 +100,15 @@ def arguments_in(
             value=lambda text: _valued(text, script),
         )
 
-    found = _of_commands(script, file, ranks)
-    name = found.get(DEEPSPEED_FILE)
+    options = _of_commands(script, file, ranks)
+    name = options.get(DEEPSPEED_FILE)
     document = script.files.get(str(name)) or next(
         (body for place, body in script.files.items() if written(place) == str(name)), None
     )
     if document is not None:
-        found[DEEPSPEED_FILE] = str(name)
-        found |= {f"{DEEPSPEED_FILE}.{key}": value for key, value in _json_in(document, file).items()}
-    return found
+        options[DEEPSPEED_FILE] = str(name)
+        options |= {f"{DEEPSPEED_FILE}.{key}": value for key, value in _json_in(document, file).items()}
+    return options
 
 
 def _of_commands(script: Script, file: str, ranks: Callable[[Sequence[str]], Options]) -> Options:
@@ -131,13 +131,13 @@ def _of_commands(script: Script, file: str, ranks: Callable[[Sequence[str]], Opt
         return _joined(trainings)
     if pieces:
         return _options_of(pieces, script)
-    found: Options = {}
+    arguments: Options = {}
     for value in script.variables.values():
         words = [word for part in ([value] if isinstance(value, str) else value) for word in part.split()]
         if any(OPTION.fullmatch(word) for word in words):
-            _add(found, _options_of(words, script))
-    if found.keys() & (BEGINS_TRAINING | OF_MODELS):
-        return found
+            _add(arguments, _options_of(words, script))
+    if arguments.keys() & (BEGINS_TRAINING | OF_MODELS):
+        return arguments
     if script.unread:  # what it includes may hold the training
         raise UserError(
             f"{file}: holds no arguments of a training, such as --micro-batch-size 1, and includes "
@@ -165,8 +165,8 @@ def _program(words: Sequence[str]) -> str:
     >>> _program("torchrun --nproc_per_node 8 train.py --lr 1".split()), _program("python3 -m verl.trainer".split())
     ('train.py', 'verl.trainer')
     """
-    found = (word for i, word in enumerate(words) if _is_program(words, i) and not is_open(word))
-    return next(found, "").rpartition("/")[2]
+    programs = (word for i, word in enumerate(words) if _is_program(words, i) and not is_open(word))
+    return next(programs, "").rpartition("/")[2]
 
 
 def _is_program(words: Sequence[str], place: int) -> bool:
@@ -194,11 +194,11 @@ def _reason_against(command: Command, options: Options) -> str:
         return reason if PREFERENCE_TRAININGS.search(program) else ""
     if WITHOUT_TRAINING.search(program):
         return f"{one_line(program, 60)}, which trains no model; give the script of a training"
-    said = next((word for name, word in pairwise(words) if name == "megatron" and word in OF_SWIFT), None)
-    if said is not None:
+    subcommand = next((word for name, word in pairwise(words) if name == "megatron" and word in OF_SWIFT), None)
+    if subcommand is not None:
         return (
-            f"ms-swift's `megatron {said}`, whose options have other defaults than Megatron-LM's and are not read; "
-            "give Megatron-LM's arguments for the same training"
+            f"ms-swift's `megatron {subcommand}`, whose options have other defaults than Megatron-LM's and are not "
+            "read; give Megatron-LM's arguments for the same training"
         )
     return ""
 
@@ -208,11 +208,11 @@ def _joined(runs: Sequence[tuple[Command, Options]]) -> Options:
     if len(runs) == 1:
         return runs[0][1]
     lines = ", ".join(dict.fromkeys(str(command.line) for command, _ in runs))
-    found: Options = {}
+    joined: Options = {}
     for name in dict.fromkeys(name for _, options in runs for name in options):
         values = tuple(dict.fromkeys(options.get(name) for _, options in runs))
-        found[name] = _undecided(values, f"in the commands of the lines {lines}: leave one")
-    return found
+        joined[name] = _undecided(values, f"in the commands of the lines {lines}: leave one")
+    return joined
 
 
 def _undecided(values: Sequence[Any], decided: str) -> Any:
@@ -242,29 +242,29 @@ def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options
     """Return the options of a command, by name."""
     words = _split(words)
     program = _program_place(words)
-    found: Options = {}
+    options: Options = {}
     starts_ranks = any(word.rpartition("/")[2] in STARTERS or word in MODULES for word in words[: program + 1])
     for position, (name, value) in enumerate(_pairs(words[: program + 1], script, one_value=True)):
         counts = LAUNCHER if starts_ranks else LAUNCHER | OF_SRUN
         key = counts.get(name, f"{IN_LAUNCHER} {written(name)}")
-        said = _valued(value, script)
-        _add(found, {key: _host_count(said) if key == "nnodes" else said} if position or name else {})
+        known = _valued(value, script)
+        _add(options, {key: _host_count(known) if key == "nnodes" else known} if position or name else {})
     for name, value in _pairs(words[program + 1 :], script):
         if not name.startswith("\0"):
-            _add(found, {name: _valued(value, script)})
+            _add(options, {name: _valued(value, script)})
             continue
         branch = script.branches.get(MARKS.findall(name)[0])
         if branch is None or depth >= MOST_NESTED:
             label = written(name)
             reason = f"the file does not say what this variable is, which may hold arguments; {_hint(label)}"
-            _add(found, {label: Undecided(label, reason)})
+            _add(options, {label: Undecided(label, reason)})
             continue
         choices = [_options_of((text or "").split(), script, depth + 1) for text in branch.alternatives]
         decided = _decided(branch)
         for key in dict.fromkeys(key for choice in choices for key in choice):
             values = tuple(dict.fromkeys(choice.get(key) for choice in choices))
-            _add(found, {key: _undecided(values, decided)})
-    return found
+            _add(options, {key: _undecided(values, decided)})
+    return options
 
 
 def _host_count(value: Any) -> Any:
@@ -307,7 +307,7 @@ def _pairs(words: Sequence[str], script: Script, *, one_value: bool = False) -> 
     A mark (for a variable of the script that is not known yet) which is no option's value stands for options, and is
     returned like a flag. `one_value`: only the first word behind an option is its value, as in options of launchers.
     """
-    found: list[tuple[str, str | bool]] = []
+    pairs: list[tuple[str, str | bool]] = []
     values: list[str] | None = None
     name = ""
     for word in [*words, None]:
@@ -319,15 +319,15 @@ def _pairs(words: Sequence[str], script: Script, *, one_value: bool = False) -> 
             # the variable holds options, unless it is the value of the option before it
             holds = any((text or "").lstrip().startswith("--") for text in texts)
         if (option or word is None or holds) and values is not None:
-            found.append((name, " ".join(values) if values else True))
+            pairs.append((name, " ".join(values) if values else True))
             values = None
         if option and word is not None:
             name, values = option, [word.partition("=")[2]] if "=" in word else []
         elif holds and word is not None:
-            found.append((word, True))
+            pairs.append((word, True))
         elif values is not None and word and not word.endswith(".py") and not (one_value and values):
             values.append(word)
-    return found
+    return pairs
 
 
 def _valued(value: str | bool, script: Script) -> Any:
@@ -370,11 +370,11 @@ def arguments_of(data: Any, *, file: str) -> Options:
     """Return the arguments in a YAML file: of the table MODEL_ARGS, or of all tables."""
     if isinstance(data, Mapping) and isinstance(data.get("MODEL_ARGS"), Mapping):
         data = data["MODEL_ARGS"]
-    found: Options = {}
+    options: Options = {}
     for key, value in flattened(data, file=file).items():
         short = key if key.startswith("--") else key.rpartition(".")[2]
         name = short.removeprefix("--").replace("_", "-")
-        if name in found and found[name] != value:
-            raise UserError(f"{file}: {name}: is given twice, as {found[name]} and as {value}; leave one")
-        found[name] = value
-    return {name: value for name, value in found.items() if value is not False}
+        if name in options and options[name] != value:
+            raise UserError(f"{file}: {name}: is given twice, as {options[name]} and as {value}; leave one")
+        options[name] = value
+    return {name: value for name, value in options.items() if value is not False}

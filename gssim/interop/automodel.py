@@ -212,9 +212,9 @@ def _memory(keys: Keys, training: Training, recompute: str) -> None:
         why = "what it keeps is not this plan's 'selective'; nearest is selective"
         keys.refuse(recompute, why, replaced_by=RECOMPUTE)
     else:
-        found = Value(True, keys.line(recompute)) if keys.raw(recompute) == "full" else keys.flag(recompute)
-        found = found or Value(False, f"{recompute} is not given")
-        training.recompute = Value("full" if found.value else "none", found.origin)
+        recomputes = Value(True, keys.line(recompute)) if keys.raw(recompute) == "full" else keys.flag(recompute)
+        recomputes = recomputes or Value(False, f"{recompute} is not given")
+        training.recompute = Value("full" if recomputes.value else "none", recomputes.origin)
     loss = str(keys.raw("loss_fn._target_") or keys.raw("loss_fn") or "").rpartition(".")[2]
     origin = "loss_fn._target_" if keys.has("loss_fn._target_") else "loss_fn"
     if loss == "FusedLinearCrossEntropy":
@@ -240,8 +240,8 @@ def _precision(keys: Keys, training: Training) -> None:
     default; before mid-2026 gradients were reduced in bfloat16.
     """
     names = ("model.torch_dtype", "model.config.torch_dtype", "model.dtype")
-    said = [name for name in names if keys.has(name) and keys.values[name] != "auto"]
-    kept = keys.choice(PRECISIONS, *said[:1], sets="workload.precision") if said else None
+    given = [name for name in names if keys.has(name) and keys.values[name] != "auto"]
+    kept = keys.choice(PRECISIONS, *given[:1], sets="workload.precision") if given else None
     for name in names:
         keys.raw(name)
     usual = Value("bf16", "model.torch_dtype is not given, or auto: bfloat16")

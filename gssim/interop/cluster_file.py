@@ -164,7 +164,7 @@ def _with_cards(hosts: Sequence[Host], nics: Sequence[str], counts: Sequence[int
         if nic not in presets("links"):
             raise UserError(f"--nic {nic}: no such preset; allowed: {', '.join(presets('links'))}")
     links, numbers = _of_each("--nic", "presets", nics, hosts), _of_each("--nics", "numbers", counts, hosts)
-    found = []
+    changed = []
     for host, link, count in zip(hosts, links, numbers, strict=True):
         defaults = host.defaults
         if link is not None:
@@ -179,8 +179,8 @@ def _with_cards(hosts: Sequence[Host], nics: Sequence[str], counts: Sequence[int
                 raise UserError(f"--nics {count}: {host.source} has no network cards; name them by --nic")
             defaults = [note for note in defaults if not note.startswith(CARD_COUNT_ASSUMED)]
             host = replace(host, nics=count)
-        found.append(replace(host, defaults=defaults))
-    return found
+        changed.append(replace(host, defaults=defaults))
+    return changed
 
 
 def _assumed_cards(hosts: Sequence[Host], *, nic_given: bool, count_given: bool) -> list[str]:
@@ -324,8 +324,8 @@ def _link(a: str, b: str, rate: float, latency_s: float) -> dict[str, Any]:
 def _between(a: str, b: str, rate: Any) -> dict[str, Any]:
     table = expanded("links", rate)
     speed, latency_s = table["bandwidth_bytes_per_s"], table["latency_s"]
-    found = _link(a, b, parse_quantity(speed, "bytes/s"), parse_quantity(latency_s, "seconds"))
-    return found | {"source": table["source"]}
+    link = _link(a, b, parse_quantity(speed, "bytes/s"), parse_quantity(latency_s, "seconds"))
+    return link | {"source": table["source"]}
 
 
 def _of_cores(hosts: Sequence[Host], fabric: Fabric | None, name: str, source: str) -> dict[str, Any]:

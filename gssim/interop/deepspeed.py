@@ -339,9 +339,9 @@ def deepspeed_file(keys: Keys, key: str, name: str, *, fills: str = "", precisio
     inner.values = {each: value for each, value in content.items() if each not in inner.read}
     if fills and precision and not inner.values.keys() & {"bf16.enabled", "fp16.enabled"}:
         inner.values[f"{precision}.enabled"] = True
-    found = deepspeed(inner)
-    if fills and found.clip_norm is None and content.get("gradient_clipping") != "auto":
-        found.clip_norm = Value(0.0, f"{path.name}: gradient_clipping is not given: none")  # the engine clips
+    training = deepspeed(inner)
+    if fills and training.clip_norm is None and content.get("gradient_clipping") != "auto":
+        training.clip_norm = Value(0.0, f"{path.name}: gradient_clipping is not given: none")  # the engine clips
     keys.add(inner, file=path.name)
     keys.read.add(key)
-    return found
+    return training

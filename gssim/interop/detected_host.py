@@ -17,8 +17,8 @@ def detected(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Host:
     kinds = list(dict.fromkeys(_smi("--query-gpu=name", "--format=csv,noheader").splitlines()))
     if kinds:
         if len(kinds) > 1:
-            said = one_line(", ".join(kinds), 100)
-            raise UserError(f"--detect: {said}: a host with GPUs of different kinds cannot be described")
+            names = one_line(", ".join(kinds), 100)
+            raise UserError(f"--detect: {names}: a host with GPUs of different kinds cannot be described")
         host = of_smi_matrix(_smi("topo", "-m"), file="nvidia-smi", gpu=_detected_gpu(kinds[0]))
     else:
         host = _processor(proc)

@@ -195,8 +195,8 @@ def _refuse_precisions(scenario: Scenario, to: str) -> None:
     elif to == "deepspeed" and scenario.policies.cp > 1:  # no key of DeepSpeed changes that
         _refuse(to, "workload.reduce_precision", reduced, reduced == "fp32", "fp32 where ranks divide sequences")
     elif reduced != workload.precision:
-        said = reduced in DTYPES and (to == "deepspeed" or (to == "torchrun" and shards))
-        _refuse(to, "workload.reduce_precision", reduced, said, "leave it out")
+        is_expressible = reduced in DTYPES and (to == "deepspeed" or (to == "torchrun" and shards))
+        _refuse(to, "workload.reduce_precision", reduced, is_expressible, "leave it out")
     scale, half = workload.loss_scale, "fp16" in (workload.precision, workload.autocast)
     if half and to != "torchrun":
         _refuse(to, "workload.precision", "fp16", to != "torchtitan", "fp32, bf16")

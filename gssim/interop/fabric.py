@@ -39,10 +39,10 @@ class Fabric:
     @property
     def switches(self) -> list[str]:
         """Names of all switches, lower ones first."""
-        found = list(dict.fromkeys(parent for node in self.nodes for parent in self.above.get(node, [])))
-        for switch in found:  # the list grows while it is walked
-            found += [parent for parent in self.above.get(switch, []) if parent not in found]
-        return found
+        switches = list(dict.fromkeys(parent for node in self.nodes for parent in self.above.get(node, [])))
+        for switch in switches:  # the list grows while it is walked
+            switches += [parent for parent in self.above.get(switch, []) if parent not in switches]
+        return switches
 
     @property
     def tops(self) -> list[str]:

@@ -190,19 +190,19 @@ def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:
         raise UserError(f"{file}: sm = {sorted(capabilities)}: a host with GPUs of different kinds cannot be imported")
     capability = capabilities.pop()
     device, defaults = _gpu_of(capability, gpu, file)
-    found = Host(device, len(gpus), "pcie", None, 0, None, None, "", f"NCCL's topology file {Path(file).name}")
-    found.defaults = defaults
-    found.nccl = NCCL_OF_CAPABILITY.get(capability, "ampere")
-    found.pcie_link = _pcie(gpus[0][0], file)
+    host = Host(device, len(gpus), "pcie", None, 0, None, None, "", f"NCCL's topology file {Path(file).name}")
+    host.defaults = defaults
+    host.nccl = NCCL_OF_CAPABILITY.get(capability, "ampere")
+    host.pcie_link = _pcie(gpus[0][0], file)
     if gpus[0][0].get("link_width") == "0":
-        found.defaults.append(HIDDEN_WIDTH)
-    _nvlinks(found, [each for _, each in gpus], busids, capability, file)
-    if found.inside == "pcie":
-        found.inside_link = found.pcie_link
-    if found.inside in ("pcie", "links") and sum(1 for cpu in root.iter("cpu") if cpu.find(".//gpu") is not None) > 1:
-        found.defaults.append(BETWEEN_PROCESSORS)
-    _cards(found, _nets(root), file)
-    return found
+        host.defaults.append(HIDDEN_WIDTH)
+    _nvlinks(host, [each for _, each in gpus], busids, capability, file)
+    if host.inside == "pcie":
+        host.inside_link = host.pcie_link
+    if host.inside in ("pcie", "links") and sum(1 for cpu in root.iter("cpu") if cpu.find(".//gpu") is not None) > 1:
+        host.defaults.append(BETWEEN_PROCESSORS)
+    _cards(host, _nets(root), file)
+    return host
 
 
 def _nets(root: Element) -> list[Element]:
@@ -247,8 +247,8 @@ def _pcie(pci: Element, file: str) -> Rate:
     match = re.match(r"^([0-9.]{1,6})\s*GT/s", speed)
     giga = float(match[1]) if match and match[1].count(".") < 2 and match[1] != "." else 0.0
     if giga not in PCIE_LANE_BYTES_PER_S or lanes not in (1, 2, 4, 8, 16, 32):
-        said = f"link_speed = '{one_line(speed, 30)}', link_width = {lanes}"
-        raise UserError(f"{file}: <pci> {said}: is no PCIe link; a virtual machine may hide it: write it into the file")
+        link = f"link_speed = '{one_line(speed, 30)}', link_width = {lanes}"
+        raise UserError(f"{file}: <pci> {link}: is no PCIe link; a virtual machine may hide it: write it into the file")
     if (giga, lanes) in PCIE_PRESETS:
         return PCIE_PRESETS[giga, lanes]
     rate = PCIE_LANE_BYTES_PER_S[giga] * lanes
@@ -376,12 +376,12 @@ def matrices_in(text: str) -> list[str]:
         by_host.setdefault(name, []).append(rest)
     if len(by_host) > 1:  # lines without a host are headings
         by_host.pop("", None)
-    found: list[str] = []
+    matrices: list[str] = []
     for lines in by_host.values():
         heads = [i for i, line in enumerate(lines) if "GPU0" in line.split() and "X" not in line.split()]
         ends = [*heads[1:], len(lines)]
-        found += ["\n".join(lines[start:end]) for start, end in zip(heads, ends, strict=True)] if heads else []
-    return found or [text]
+        matrices += ["\n".join(lines[start:end]) for start, end in zip(heads, ends, strict=True)] if heads else []
+    return matrices or [text]
 
 
 def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:

@@ -75,16 +75,16 @@ def header_of(text: str) -> dict[str, int]:
     >>> header_of("#PBS -l select=4:ncpus=64:mpiprocs=8"), header_of('#BSUB -n 16\n#BSUB -R "span[ptile=8]"')
     ({'nodes': 4, 'tasks per node': 8, 'tasks': 32}, {'tasks': 16, 'tasks per node': 8})
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for line in text.splitlines():
         directive, *words = line.split() or [""]
         if directive in HEADER_PATTERNS:
             for name, pattern in HEADER_PATTERNS[directive].items():
                 if match := re.search(pattern, " ".join(words)):
-                    found[name] = int(match[1])
-    if "tasks" not in found and {"nodes", "tasks per node"} <= found.keys():
-        found["tasks"] = found["nodes"] * found["tasks per node"]
-    return found
+                    counts[name] = int(match[1])
+    if "tasks" not in counts and {"nodes", "tasks per node"} <= counts.keys():
+        counts["tasks"] = counts["nodes"] * counts["tasks per node"]
+    return counts
 
 
 HEADER_PATTERNS = {
@@ -116,10 +116,10 @@ def slurm_variables(text: str, header: Header) -> dict[str, str]:
         "tasks per node": ("SLURM_NTASKS_PER_NODE",),
     }
     return {
-        name: str(header[said])
-        for said, each in names.items()
+        name: str(header[option])
+        for option, each in names.items()
         for name in each
-        if said in header and not re.search(rf"(?m)^\s*(export\s+)?{name}=", text)
+        if option in header and not re.search(rf"(?m)^\s*(export\s+)?{name}=", text)
     }
 
 
@@ -145,10 +145,10 @@ def ranks_of_launcher(
         counts = _option(options, "--nproc_per_node", "--nproc-per-node")
         return {} if counts else {ONE_PROCESS: True}
     reader = READERS.get(launcher, _of_mpi)
-    said, number = reader(options, header, text_of)
+    option, number = reader(options, header, text_of)
     if number is None:
         return {}
-    key = written(f"{RANKS_OF}{launcher} {said}".strip())
+    key = written(f"{RANKS_OF}{launcher} {option}".strip())
     return {key: int(number) if str(number).isdecimal() else value(str(number))}
 
 
@@ -191,8 +191,8 @@ def _of_srun(words: Sequence[str], header: Header, _text_of: TextOf) -> Said:
     per_host = each[1] if each else header.get("tasks per node", 1)
     if hosts is None or is_open(f"{hosts}{per_host}") or not f"{hosts}{per_host}".isdecimal():
         return "", None
-    said = " ".join(text for text, _ in filter(None, (nodes, each))) or "in a job with #SBATCH --nodes"
-    return said, int(hosts) * int(per_host)
+    options = " ".join(text for text, _ in filter(None, (nodes, each))) or "in a job with #SBATCH --nodes"
+    return options, int(hosts) * int(per_host)
 
 
 def _of_mpi(words: Sequence[str], header: Header, text_of: TextOf) -> Said:
@@ -214,10 +214,10 @@ def _of_mpi(words: Sequence[str], header: Header, text_of: TextOf) -> Said:
             return "in a batch job", header.get("tasks")
         known = each[1].isdecimal() and not file and "nodes" in header
         return f"{each[0]} in a batch job", int(each[1]) * header["nodes"] if known else None
-    said, slots = (hosts or file or ("",))[0], _slots_by_host(text)
+    option, slots = (hosts or file or ("",))[0], _slots_by_host(text)
     if each is None:
-        return said, sum(slots.values()) or None
-    return f"{each[0]} {said}", int(each[1]) * len(slots) or None if each[1].isdecimal() else None
+        return option, sum(slots.values()) or None
+    return f"{each[0]} {option}", int(each[1]) * len(slots) or None if each[1].isdecimal() else None
 
 
 def _of_jsrun(words: Sequence[str], _header: Header, _text_of: TextOf) -> Said:
@@ -275,9 +275,9 @@ def _slots_by_host(text: str) -> Mapping[str, int]:
     """
     slots = Counter[str]()
     for line in text.replace("\\n", "\n").splitlines():  # printf writes lines so
-        said = line.partition("#")[0]
-        name, _, count = (said.split() or [""])[0].partition(":")
-        if match := SLOTS.search(said):
+        entry = line.partition("#")[0]
+        name, _, count = (entry.split() or [""])[0].partition(":")
+        if match := SLOTS.search(entry):
             count = match[1]
         if is_open(line) or not (count or "1").isdecimal():
             return Counter()

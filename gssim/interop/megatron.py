@@ -413,20 +413,22 @@ def _absent_sizes(keys: Keys, training: Training, *, grouped: bool) -> None:
 
     Of mixtures, moe-ffn-hidden-size may say what the experts' perceptrons have.
     """
-    found = training.architecture
-    for name in () if "experts" in found else ("experts per token", "experts' perceptrons"):
-        if found.pop(name, None) is not None:
+    architecture = training.architecture
+    for name in () if "experts" in architecture else ("experts per token", "experts' perceptrons"):
+        if architecture.pop(name, None) is not None:
             keys.note(SIZES[name], "of experts, of which there are none")
-    heads, width = found.get("heads"), found.get("width")
-    if "key-value heads" not in found and heads is not None:
+    heads, width = architecture.get("heads"), architecture.get("width")
+    if "key-value heads" not in architecture and heads is not None:
         reason = "num-query-groups is not given" if grouped else "group-query-attention is not given"
-        found["key-value heads"] = Value(1 if grouped else heads.value, f"{reason}: {1 if grouped else heads.value}")
+        architecture["key-value heads"] = Value(
+            1 if grouped else heads.value, f"{reason}: {1 if grouped else heads.value}"
+        )
     gated = keys.enabled("swiglu") is not None
     if width is None:
         return
-    if "perceptron" not in found and "experts" not in found:
+    if "perceptron" not in architecture and "experts" not in architecture:
         size = int(4 * width.value * 2 / 3 / 64) * 64 if gated else 4 * width.value
-        found["perceptron"] = Value(size, f"ffn-hidden-size is not given: {size}{' with swiglu' * gated}")
+        architecture["perceptron"] = Value(size, f"ffn-hidden-size is not given: {size}{' with swiglu' * gated}")
     untied = keys.enabled("untie-embeddings-and-output-weights")
     usual = "untie-embeddings-and-output-weights is not given"
     training.shares_embedding = Value(untied is None, untied.origin if untied else usual)
@@ -570,10 +572,10 @@ def _layout(keys: Keys, training: Training, ranks: int) -> None:
 
     Source: core/transformer/pipeline_parallel_layer_layout.py.
     """
-    said = keys.raw(LAYOUT, sets="plan.stages")
-    if said is None:
+    layout = keys.raw(LAYOUT, sets="plan.stages")
+    if layout is None:
         return
-    letters = str(said).strip("'\"").replace(",", "")
+    letters = str(layout).strip("'\"").replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d{1,3})(?!\d)", r"(.)\*(\d{1,3})(?!\d)"):
         letters = (
             re.sub(pattern, lambda found: found[1] * int(found[2]), letters) if len(letters) < MOST_LETTERS else ""

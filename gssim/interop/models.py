@@ -100,7 +100,7 @@ def _of_config(path: Path) -> ModelFile:
     lacking = [name for name in TOLD_BY_ALL if name not in asked]
     if lacking:
         raise UserError(f"{path}: names no number of {lacking[0]}; trace it: gsreal trace {path} --out FILE")
-    found, others = [], []
+    fitting, others = [], []
     for name, place in shipped_models().items():
         model = load_model(place)
         source = model.module.hugging_face
@@ -112,10 +112,10 @@ def _of_config(path: Path) -> ModelFile:
             continue
         others = _differing_keys(config, source.config, kind)
         if not others:
-            found.append(ModelFile(model, place, name, tuple(_dropouts(config, source.config, path))))
+            fitting.append(ModelFile(model, place, name, tuple(_dropouts(config, source.config, path))))
     longest = config.get("max_position_embeddings")
-    if found:
-        return min(found, key=lambda each: _distance(each.model, longest))
+    if fitting:
+        return min(fitting, key=lambda each: _distance(each.model, longest))
     sizes = ", ".join([*(f"{size} {value}" for size, value in asked.items()), *others])
     raise UserError(
         f"{path}: no shipped model is a {kind} of {sizes}; trace it (`gsreal trace {path} --out FILE`), and give that "
@@ -135,15 +135,15 @@ def _sizes_asked(config: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes of a config, with transformers' defaults where it leaves them out."""
     kind = config["model_type"]
     given = {key: value for key, value in config.items() if value is not None or key == "num_key_value_heads"}
-    found = sizes_in(SIZES_LEFT_OUT.get(kind, {}) | given)
-    if kind in SIZES_LEFT_OUT and "heads" in found:
-        found.setdefault("key-value heads", found["heads"])
-    return found
+    sizes = sizes_in(SIZES_LEFT_OUT.get(kind, {}) | given)
+    if kind in SIZES_LEFT_OUT and "heads" in sizes:
+        sizes.setdefault("key-value heads", sizes["heads"])
+    return sizes
 
 
 def _differing_keys(config: Mapping[str, Any], traced: Mapping[str, Any], kind: str) -> list[str]:
     """Return the keys in which a config differs from that of a traced model, beside its sizes, with their values."""
-    found = []
+    differing = []
     for key, default in OTHER_KEYS.get(kind, {}).items():
         asked, known = (default if (value := each.get(key)) is None else value for each in (config, traced))
         if key == "head_dim" and isinstance(asked, int):  # absent: the heads together are as wide as the model
@@ -151,8 +151,8 @@ def _differing_keys(config: Mapping[str, Any], traced: Mapping[str, Any], kind: 
         elif key == "head_dim":
             continue
         if asked != known:
-            found.append(f"{key} = {shown(config.get(key))}")
-    return found
+            differing.append(f"{key} = {shown(config.get(key))}")
+    return differing
 
 
 def _dropouts(config: Mapping[str, Any], traced: Mapping[str, Any], path: Path) -> Iterator[tuple[str, str]]:
@@ -238,8 +238,8 @@ def check_model(training: Training, keys: Keys, model: Model) -> None:
             keys.note(value.key, f"the model is --model ('{model.name}')")
     shares = training.shares_embedding
     if shares is not None and token_embedding(model) is not None and shares.value != shares_embedding(model):
-        said = "has the token embedding's weight" if shares_embedding(model) else "has a weight of its own"
-        keys.refuse_value(shares, f"the head of the model '{model.name}' {said}; give the right one by --model")
+        head = "has the token embedding's weight" if shares_embedding(model) else "has a weight of its own"
+        keys.refuse_value(shares, f"the head of the model '{model.name}' {head}; give the right one by --model")
     _check_base_model(training, keys, model)
     _check_compiled(training, keys, model)
     _recompute_inside(training, keys, model)
@@ -253,8 +253,8 @@ def stated_elements(name: str) -> float | None:
     >>> stated_elements("mistralai/Mixtral-8x7B-v0.1"), stated_elements("meta-llama/Llama-4-Scout-17B-16E")
     (None, None)
     """
-    found = STATED_SIZE.search(_last_part(name))
-    return None if found is None else float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6)
+    size = STATED_SIZE.search(_last_part(name))
+    return None if size is None else float(size[1]) * (1e9 if size[2].lower() == "b" else 1e6)
 
 
 def _last_part(name: str) -> str:
@@ -329,16 +329,16 @@ def sizes_of(model: Model) -> dict[str, int]:
     config: dict[str, Any] = dict(module.arguments)
     if isinstance(module.hugging_face, HuggingFace):
         config = DEFAULTS_OF_TYPES.get(module.hugging_face.model_type, {}) | module.hugging_face.config
-    found = sizes_in(config)
+    sizes = sizes_in(config)
     kind = module.hugging_face.model_type if isinstance(module.hugging_face, HuggingFace) else module.factory
-    if kind in WITHOUT_GROUPS and {"width", "heads"} <= found.keys():
-        found.setdefault("key-value heads", found["heads"])
-        found.setdefault("perceptron", 4 * found["width"])
+    if kind in WITHOUT_GROUPS and {"width", "heads"} <= sizes.keys():
+        sizes.setdefault("key-value heads", sizes["heads"])
+        sizes.setdefault("perceptron", 4 * sizes["width"])
     if blocks:
-        found["layers"] = blocks
+        sizes["layers"] = blocks
     if not isinstance(model.input, ImageInput):
-        found["vocabulary"] = model.input.vocabulary
-    return found
+        sizes["vocabulary"] = model.input.vocabulary
+    return sizes
 
 
 def sizes_in(config: Mapping[str, Any]) -> dict[str, int]:

@@ -55,8 +55,8 @@ class _Job:
     @property
     def divides_sequences(self) -> bool:
         """Whether tensor-parallel ranks divide sequences."""
-        said = self.training.sequence_parallel
-        return bool(self.overrides.get("plan.sequence_parallel", said is not None and said.value))
+        parallel = self.training.sequence_parallel
+        return bool(self.overrides.get("plan.sequence_parallel", parallel is not None and parallel.value))
 
 
 def plan_entries(
@@ -107,18 +107,18 @@ def _reduce_divided_sequences(job: _Job) -> None:
     Source: DeepSpeed, runtime/engine.py: seq_parallel_communication_data_type.
     """
     training, keys = job.training, job.keys
-    cp, said = training.cp, training.divided_reduce_precision
+    cp, asked = training.cp, training.divided_reduce_precision
     is_divided = cp is not None and job.overrides.get("plan.cp", cp.value) > 1
     is_engine = training.zero1_implementation == "deepspeed"
-    if said is not None and not (is_engine and is_divided):
-        keys.note(said.key, "no effect, as no sequence is divided")
+    if asked is not None and not (is_engine and is_divided):
+        keys.note(asked.key, "no effect, as no sequence is divided")
     if not is_engine or cp is None or not is_divided or job.precision == "fp32":
         return
-    found = said or Value("fp32", f"{cp.origin}: seq_parallel_communication_data_type is not given: fp32")
+    precision = asked or Value("fp32", f"{cp.origin}: seq_parallel_communication_data_type is not given: fp32")
     given = training.reduce_precision
-    if given is not None and given.value != found.value:
-        keys.note(given.key, f"no effect beside divided sequences, whose gradients are reduced in {found.value}")
-    training.reduce_precision = found if found.value != job.precision else None
+    if given is not None and given.value != precision.value:
+        keys.note(given.key, f"no effect beside divided sequences, whose gradients are reduced in {precision.value}")
+    training.reduce_precision = precision if precision.value != job.precision else None
 
 
 def _zero_implementation(job: _Job, method: str, sharding: Value, tp: int, pp: int) -> list[Entry]:

@@ -149,7 +149,7 @@ def flattened(data: Any, *, file: str) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         held = "nothing" if data is None else f"a {type(data).__name__}"
         raise UserError(f"{file}: must hold a table of keys and values, it holds {held}")
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     _measure(data, file)
     waiting: list[tuple[str, Any]] = [("", data)]
     while waiting:
@@ -159,8 +159,8 @@ def flattened(data: Any, *, file: str) -> dict[str, Any]:
             if isinstance(value, Mapping):
                 waiting.append((f"{path}.", value))
             else:
-                found[path] = value
-    return found
+                flat[path] = value
+    return flat
 
 
 def _measure(data: Any, file: str) -> None:
@@ -316,10 +316,10 @@ class Keys:
     def integer(self, *names: str, sets: str = "", least: int = 1) -> Value | None:
         """Return `number` as a whole number of at least `least`."""
         allowed = f"a whole number of at least {least}, and at most 1e15"
-        found = self._first_number(
+        first = self._first_number(
             names, sets, allowed, lambda number: number == int(number) and least <= number <= 10**15
         )
-        return None if found is None else Value(int(found.value), found.origin)
+        return None if first is None else Value(int(first.value), first.origin)
 
     def seed(self, *names: str) -> Value | None:
         """Return the seed; one that a script leaves open, such as $RANDOM, is listed: it changes no prediction."""
@@ -345,8 +345,8 @@ class Keys:
 
     def enabled(self, *names: str) -> Value | None:
         """Return the flag of `flag` where it is true; None where it is false or not given."""
-        found = self.flag(*names)
-        return found if found is not None and found.value else None
+        flag = self.flag(*names)
+        return flag if flag is not None and flag.value else None
 
     def choice(self, choices: Mapping[str, Any], *names: str, sets: str = "", why: str = "") -> Value | None:
         """Return the meaning, by `choices`, of the value of the first of these keys, compared in lower case.

@@ -298,28 +298,28 @@ def _written(
             tables.setdefault(table, []).append(entry)
         else:
             lines.append(f"{entry.key} = {toml(entry.value)}  # {entry.comment}")
-    for table, found in tables.items():
-        if not found:
+    for table, of_table in tables.items():
+        if not of_table:
             continue
         lines += ["", f"[{table}]"]
         if table == "workload":
             lines.append(f"model = {toml(place(places['model']))}  # --model")
-        for entry in found:
+        for entry in of_table:
             word = "default: " if entry.is_default else ""
             key = entry.key.partition(".")[2]
             lines.append(f"{key} = {toml(entry.value)}  # {word}{one_line(entry.comment)}")
     lines += ["", "# Without effect here, or approximated:"] if keys.listed else []
-    for reason, said in _by_reason(keys):
-        lines += [f"# {one_line(reason)}:", *(f"#   {one_line(line)}" for line in said)]
+    for reason, noted in _by_reason(keys):
+        lines += [f"# {one_line(reason)}:", *(f"#   {one_line(line)}" for line in noted)]
     return "\n".join(lines) + "\n"
 
 
 def _by_reason(keys: Keys) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the lines of listed keys by reason: a file of a program has dozens of keys, and few reasons."""
-    found: dict[str, list[str]] = defaultdict(list)
+    by_reason: dict[str, list[str]] = defaultdict(list)
     for line, reason in sorted(keys.listed):
-        found[reason].append(line)
-    return tuple((reason, tuple(lines)) for reason, lines in found.items())
+        by_reason[reason].append(line)
+    return tuple((reason, tuple(lines)) for reason, lines in by_reason.items())
 
 
 def _check(text: str, path: Path, cluster: Path, model: Path, entries: Sequence[Entry]) -> None:

@@ -457,7 +457,7 @@ def _reads_arguments(condition: Sequence[Node]) -> bool:
 
 def _assigned(nodes: Sequence[Node]) -> set[str]:
     """Return the variables that commands set anywhere, except those set by loops over arguments."""
-    found: set[str] = set()
+    names: set[str] = set()
     from_outside: set[str] = set()
     waiting = list(nodes)
     while waiting:
@@ -467,11 +467,11 @@ def _assigned(nodes: Sequence[Node]) -> set[str]:
         for token in node.assignments:
             match = ASSIGNMENT.match(token.value)
             name = token.value if token.kind == "array" else match[1] if match is not None else ""
-            found.add(name)
+            names.add(name)
             if name and re.search(rf"\$\{{?{name}\b", " ".join([token.value, *token.parts])):
                 from_outside.add(name)  # such as PATH=$PATH:...
         waiting += [each for part in node.inside for each in part]
-    return found - from_outside - {""}
+    return names - from_outside - {""}
 
 
 def _place_of(path: str) -> tuple[str, bool]:
@@ -479,12 +479,12 @@ def _place_of(path: str) -> tuple[str, bool]:
 
     Otherwise it is relative to the working directory, as `pwd` is, or in a folder that is not known (an open path).
     """
-    found = IN_OPEN_FOLDER.fullmatch(path)
-    words = Counter(WORDS.findall(expression(found[1])) if found else ())
-    if found and words and words.keys() <= {"pwd", "-P"}:
-        return found[2], False
-    if found and words.keys() <= FOLDER_WORDS and words["dirname"] == 1 and words.keys() & SCRIPT_WORDS:
-        return found[2], True
+    match = IN_OPEN_FOLDER.fullmatch(path)
+    words = Counter(WORDS.findall(expression(match[1])) if match else ())
+    if match and words and words.keys() <= {"pwd", "-P"}:
+        return match[2], False
+    if match and words.keys() <= FOLDER_WORDS and words["dirname"] == 1 and words.keys() & SCRIPT_WORDS:
+        return match[2], True
     return path, False
 
 

@@ -138,30 +138,30 @@ class Words:
 
     def fields(self, raw: str) -> list[str]:
         """Return the words to which a word expands."""
-        found: list[str] = []
+        fields: list[str] = []
         current: str | None = None
         for part, kind in self._expanded(raw):
             if kind == "next" and current is not None:
-                found.append(current)
+                fields.append(current)
                 current = None
             if kind != "split":
                 current = (current or "") + part
                 continue
             pieces = part.split()
             if current is not None and part and part[0].isspace():
-                found.append(current)
+                fields.append(current)
                 current = None
             for position, piece in enumerate(pieces):
                 if position and current is not None:
-                    found.append(current)
+                    fields.append(current)
                     current = None
                 current = (current or "") + piece
             if pieces and part[-1].isspace() and current is not None:
-                found.append(current)
+                fields.append(current)
                 current = None
-        found += [current] if current is not None else []
-        self.count(sum(map(len, found)) // STEP)
-        return found
+        fields += [current] if current is not None else []
+        self.count(sum(map(len, fields)) // STEP)
+        return fields
 
     def _expanded(self, raw: str) -> list[tuple[str, str]]:
         """Return the parts of a word: literal, split (words that an expansion may become), or next (a further word)."""
@@ -296,14 +296,14 @@ class Words:
         """Return whether an open value is empty: True for a variable or argument not set, None if that is open."""
         if not isinstance(value, str) or not is_open(value) or MARKS.sub("", value):
             return False
-        found: list[bool | None] = []
+        empty: list[bool | None] = []
         for label in MARKS.findall(value):
             branch = self.branches.get(label)
             if branch is None:
-                found.append((NAME.fullmatch(label) is not None or label.isdigit()) and self.value(label) is None)
+                empty.append((NAME.fullmatch(label) is not None or label.isdigit()) and self.value(label) is None)
             else:
-                found.append(None if any(not each or is_open(each) for each in branch.alternatives) else False)
-        return None if None in found else all(found)
+                empty.append(None if any(not each or is_open(each) for each in branch.alternatives) else False)
+        return None if None in empty else all(empty)
 
     @staticmethod
     def _cut(value: Variable | None, rest: str, raw: str) -> str:

@@ -255,14 +255,16 @@ def _devices_in(keys: Keys, training: Training, cluster: Cluster) -> None:
 def _computation_in(keys: Keys, training: Training, program: str) -> None:
     """Read what a step computes besides the model: recomputation, and other attention and losses than its own."""
     key = "gradient_checkpointing"
-    found = keys.flag(key)
-    if program == FACTORY and (found is None or not found.value):
+    recomputes = keys.flag(key)
+    if program == FACTORY and (recomputes is None or not recomputes.value):
         off = keys.enabled("disable_gradient_checkpointing")
         usual = "LLaMA-Factory recomputes unless disable_gradient_checkpointing = true"
-        found = Value(off is None, usual if off is None else off.origin)
-    elif found is None:
-        found = Value(program == TRL, f"{key} is not given: {str(program == TRL).lower()} (the default of {program})")
-    training.recompute = Value("full" if found.value else "none", found.origin)
+        recomputes = Value(off is None, usual if off is None else off.origin)
+    elif recomputes is None:
+        recomputes = Value(
+            program == TRL, f"{key} is not given: {str(program == TRL).lower()} (the default of {program})"
+        )
+    training.recompute = Value("full" if recomputes.value else "none", recomputes.origin)
     for name in ("attn_implementation", "flash_attn", "use_flash_attention_2"):
         if keys.raw(name) in ("eager", "disabled", "off"):
             keys.refuse(name, "attention whose scores are kept is not what shipped models have: see --model")
@@ -386,8 +388,8 @@ def _precision_in(keys: Keys, training: Training, program: str, launched: Traini
             loaded = Value("bf16", pure.origin)
     elif keys.has("torch_dtype") or keys.has("dtype"):
         kinds: dict[str, str | None] = {**PRECISIONS, "auto": None}
-        found = keys.choice(kinds, "dtype", "torch_dtype", sets="workload.precision", why="no such precision here")
-        loaded = found or loaded
+        chosen = keys.choice(kinds, "dtype", "torch_dtype", sets="workload.precision", why="no such precision here")
+        loaded = chosen or loaded
     elif program == PLAIN and on is not None and training.sharding is not None and training.sharding.origin == REPLICAS:
         keys.listed.append((on.origin, LOADED_IN_FP32))
     precision_in(keys, training, on, loaded)

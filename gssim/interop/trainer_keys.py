@@ -113,8 +113,8 @@ def _fsdp_in(keys: Keys, training: Training, cluster: Cluster, on: list[str], pr
     read_fsdp(keys, training, cluster, prefix=prefix)
     if program == AXOLOTL:  # which sets Accelerate's variables by the keys of the table
         options = [word for word in on if word in OPTIONS]
-        said = any(keys.has(f"{prefix}{name}") for name in ("reshard_after_forward", "sharding_strategy"))
-        if options and not said:
+        names_sharding = any(keys.has(f"{prefix}{name}") for name in ("reshard_after_forward", "sharding_strategy"))
+        if options and not names_sharding:
             shard_by(keys, training, cluster, Value(SHARDINGS[options[0]], keys.line("fsdp")), "fsdp")
     else:
         _units_in(keys, training, cluster, on, prefix)
@@ -162,17 +162,17 @@ def _deepspeed_in(keys: Keys, training: Training, file: str, program: str) -> No
     flags = ("bf16", "bfloat16", "fp16", "float16")
     on = [PRECISIONS[flag] for flag in flags if str(keys.values.get(flag)).lower() in ("true", "auto")]
     precision = (*on, "bf16" if program == TRL and not keys.has("bf16") else "")[0]
-    found = deepspeed_file(keys, "deepspeed", file, fills=program, precision=precision)
-    if found is None:
+    inner = deepspeed_file(keys, "deepspeed", file, fills=program, precision=precision)
+    if inner is None:
         return
-    if found.precision is not None and found.precision.value not in ("fp32", precision):
-        keys.refuse("deepspeed", f"its {found.precision.origin} contradicts the recipe: {precision or 'fp32'}")
-    _engine_in(keys, training, found, file)
+    if inner.precision is not None and inner.precision.value not in ("fp32", precision):
+        keys.refuse("deepspeed", f"its {inner.precision.origin} contradicts the recipe: {precision or 'fp32'}")
+    _engine_in(keys, training, inner, file)
     for name in ("micro_batch", "accumulation", "cp"):
-        ours, theirs = getattr(training, name), getattr(found, name)
+        ours, theirs = getattr(training, name), getattr(inner, name)
         if theirs is not None and theirs.value != (ours.value if ours is not None else 1):
-            said = ours.origin if ours is not None else "the recipe, which has none"
-            keys.refuse("deepspeed", f"its {theirs.origin} contradicts {said}")
+            origin = ours.origin if ours is not None else "the recipe, which has none"
+            keys.refuse("deepspeed", f"its {theirs.origin} contradicts {origin}")
 
 
 def _engine_in(keys: Keys, training: Training, found: Training, file: str) -> None:
@@ -261,10 +261,10 @@ def launch_file(keys: Keys, cluster: Cluster) -> Training | None:
     if "distributed_type" not in content:
         return None  # the key then counts as not read
     inner = Keys(str(path), content, keys.overridden, keys.ignored)
-    found = accelerate(inner, cluster)
+    launched = accelerate(inner, cluster)
     keys.raw(CONFIG_FILE)
     keys.add(inner, file=path.name)
-    return found
+    return launched
 
 
 def shard_as_launched(keys: Keys, training: Training, launched: Training) -> None:
@@ -278,8 +278,8 @@ def shard_as_launched(keys: Keys, training: Training, launched: Training) -> Non
         return
     theirs, ours = launched.accumulation, training.accumulation
     if theirs is not None and ours is not None and theirs.value != ours.value:
-        said = f"its {theirs.origin} contradicts {ours.origin}"
-        keys.refuse(CONFIG_FILE, said, replaced_by=["plan.micro_batches"])
+        reason = f"its {theirs.origin} contradicts {ours.origin}"
+        keys.refuse(CONFIG_FILE, reason, replaced_by=["plan.micro_batches"])
     for name in OF_LAUNCHER:
         setattr(training, name, getattr(launched, name))
     training.clip_norm = launched.clip_norm or training.clip_norm
@@ -293,7 +293,7 @@ def launch_precision(keys: Keys, launched: Training | None) -> Value | None:
     `launched`: the training in the file.
     """
     why = "this precision cannot be simulated"
-    found = keys.choice(PRECISIONS, "launcher: mixed_precision", sets="workload.precision", why=why)
-    if found is None and launched is not None:
-        found = launched.autocast or launched.precision
-    return found if found is not None and found.value != "fp32" else None
+    precision = keys.choice(PRECISIONS, "launcher: mixed_precision", sets="workload.precision", why=why)
+    if precision is None and launched is not None:
+        precision = launched.autocast or launched.precision
+    return precision if precision is not None and precision.value != "fp32" else None

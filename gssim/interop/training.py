@@ -180,22 +180,22 @@ class Entry:
 
 def optimizer_in(keys: Keys, training: Training, *names: str) -> None:
     """Read an optimizer and its implementation from the first of these keys that the file holds."""
-    found = keys.choice(OPTIMIZERS, *names, sets="workload.optimizer", why=OTHER_OPTIMIZER)
-    if found is not None:
-        kind, implementation, state = found.value
-        training.optimizer = Value(kind, found.origin)
+    optimizer = keys.choice(OPTIMIZERS, *names, sets="workload.optimizer", why=OTHER_OPTIMIZER)
+    if optimizer is not None:
+        kind, implementation, state = optimizer.value
+        training.optimizer = Value(kind, optimizer.origin)
         if implementation != "default":
-            training.optimizer_implementation = Value(implementation, found.origin)
+            training.optimizer_implementation = Value(implementation, optimizer.origin)
         if state is not None:
-            training.optimizer_state_precision = Value(state, found.origin)
-        if "paged" in found.origin:
-            keys.listed.append((found.origin, "approximated: its paged state stays in the device's memory"))
+            training.optimizer_state_precision = Value(state, optimizer.origin)
+        if "paged" in optimizer.origin:
+            keys.listed.append((optimizer.origin, "approximated: its paged state stays in the device's memory"))
 
 
 def torchs_context_exchange(keys: Keys, *names: str) -> Value:
     """Return how torch's context parallelism exchanges keys and values, which a key may say; gathered by default."""
-    said = keys.choice({"allgather": "gather", "alltoall": "ring"}, *names, sets="plan.context_exchange")
-    return said or Value("gather", "torch's context parallelism gathers keys and values (its default)")
+    exchange = keys.choice({"allgather": "gather", "alltoall": "ring"}, *names, sets="plan.context_exchange")
+    return exchange or Value("gather", "torch's context parallelism gathers keys and values (its default)")
 
 
 def bucket_in(keys: Keys, training: Training, name: str) -> None:

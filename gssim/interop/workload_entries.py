@@ -87,14 +87,14 @@ def _resolve_targets(training: Training, keys: Keys, model: Model) -> None:
             adapters, "adapters in only some blocks, or by such a pattern, cannot be simulated", "workload.adapters"
         )
         return
-    found = tuple(name for name in maps if any(fnmatchcase(name, pattern) for pattern in patterns))
-    if not found:
+    matching = tuple(name for name in maps if any(fnmatchcase(name, pattern) for pattern in patterns))
+    if not matching:
         keys.refuse_value(
             adapters, f"match no linear map of the blocks; they are {', '.join(maps)}", "workload.adapters"
         )
         return
-    role = next((role for role, names in known.items() if set(names) == set(found)), None)
-    training.adapters = Value(adapters.value | {"targets": role or sorted(found)}, adapters.origin)
+    role = next((role for role, names in known.items() if set(names) == set(matching)), None)
+    training.adapters = Value(adapters.value | {"targets": role or sorted(matching)}, adapters.origin)
 
 
 def _frozen(training: Training, keys: Keys, model: Model) -> list[Entry]:

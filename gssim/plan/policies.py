@@ -290,10 +290,10 @@ def _fuller(plan: Plan, axes: dict[str, int], ranks: int) -> str:
     if rest:
         return f"a product of {ranks}"
     own = METHODS[plan.method].axis
-    found = [f"plan.{own} = {times * axes[own]}"]
+    ways = [f"plan.{own} = {times * axes[own]}"]
     if own in ("tp", "pp"):
-        found.append("method 'ddp' or 'zero1' for replicas")
-    return ", ".join(found)
+        ways.append("method 'ddp' or 'zero1' for replicas")
+    return ", ".join(ways)
 
 
 def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:

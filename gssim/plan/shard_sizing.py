@@ -124,9 +124,9 @@ def cost_shares(times: OwnerTimes, *, most: tuple[float, ...]) -> tuple[float, .
     for slack in SLACKS:
         limit = [best * (1 + slack) + 1e-3 * slack]
         below_all = np.concatenate([below, np.full(ranks, 1 / ranks), np.full(ranks, -1 / ranks), limit])
-        found = _solved(objective, nearest, below_all, [*bounds, (0.0, None)], ranks=ranks)
-        if found is not None:
-            return _normalised(found[:ranks])
+        solution = _solved(objective, nearest, below_all, [*bounds, (0.0, None)], ranks=ranks)
+        if solution is not None:
+            return _normalised(solution[:ranks])
     return _normalised(cheapest[:ranks])
 
 

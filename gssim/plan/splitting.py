@@ -150,13 +150,13 @@ def balanced_stages(times_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
     ends: list[list[int]] = []
     for i, row in enumerate(times_s):
         upto = [0.0, *accumulate(row)]
-        found, chosen = [float("inf")] * (layers + 1), [0] * (layers + 1)
+        slowest, chosen = [float("inf")] * (layers + 1), [0] * (layers + 1)
         k = i
         for j in range(i + 1, layers + 1):
             while k + 1 < j and max(best[k + 1], upto[j] - upto[k + 1]) <= max(best[k], upto[j] - upto[k]):
                 k += 1
-            found[j], chosen[j] = max(best[k], upto[j] - upto[k]), k
-        best = found
+            slowest[j], chosen[j] = max(best[k], upto[j] - upto[k]), k
+        best = slowest
         ends.append(chosen)
     counts = []
     end = layers

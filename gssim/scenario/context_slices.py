@@ -66,10 +66,10 @@ def _attention(held: Same) -> Attention | None:
     heavy = layer.selective_positions or ()
     buffers = for_samples(layer, 2).buffers  # moments are those of several samples
     born = Counter((each.born.phase, each.born.position) for each in buffers)
-    found = [position for position in heavy if born["f", position] > 1]
-    if len(found) != 1:
+    places = [position for position in heavy if born["f", position] > 1]
+    if len(places) != 1:
         return None
-    (forward,) = found
+    (forward,) = places
     if not layer.backward_operations:  # neither it nor a layer before it is trained
         return Attention(forward, 0, 0)
     released = max(each.freed.position for each in buffers if each.born == Moment("f", forward))
@@ -121,7 +121,7 @@ class _Exchange:
 
 
 def _exchanges(layer: Layer, phase: str) -> list[_Exchange]:
-    found = []
+    exchanges = []
     for each in layer.reductions:
         if each.moment.phase == phase and each.kind == "all-to-all":
             at = each.moment.position
@@ -129,8 +129,8 @@ def _exchanges(layer: Layer, phase: str) -> list[_Exchange]:
             sent = next(buffer for buffer in buffers if buffer.born.position == at - 1)
             received = next(buffer for buffer in buffers if buffer.born.position == at)
             copy = min((b for b in buffers if b.born.position > at), key=lambda buffer: buffer.born.position)
-            found.append(_Exchange(each, sent, received, copy))
-    return found
+            exchanges.append(_Exchange(each, sent, received, copy))
+    return exchanges
 
 
 def _last(layer: Layer, phase: str) -> int:
@@ -195,15 +195,15 @@ def _parts(model: Same, positions: int) -> tuple[tuple[Layer, Layer], ...]:
     traced = model.value
     assert isinstance(traced, Model)
     once: dict[int, Layer] = {}
-    found = []
+    parts = []
     for alone, exchanging in zip(
         unrolled(traced), unrolled(replace(traced, layers=traced.context_layers)), strict=True
     ):
         for layer, make in ((alone.layer, at_length), (exchanging.layer, lambda each, p: sliced_layer(each, 0, p))):
             if id(layer) not in once:
                 once[id(layer)] = make(layer, positions)
-        found.append((once[id(alone.layer)], once[id(exchanging.layer)]))
-    return tuple(found)
+        parts.append((once[id(alone.layer)], once[id(exchanging.layer)]))
+    return tuple(parts)
 
 
 Part = tuple[int, int]
@@ -246,7 +246,7 @@ def instances_in_context(
     own = {id(each.layer): at_length(each.layer, positions) for each in instances}
     shifts = [_shift(own[id(each.layer)], *whole) for each, whole in zip(instances, traced, strict=True)]
     once: dict[tuple[object, ...], Layer] = {}
-    found = []
+    held = []
     for instance, whole, part in zip(instances, traced, parts, strict=True):
         nearby = tuple(
             shifts[at] if 0 <= (at := instance.index + offset) < len(shifts) else Shift()
@@ -256,8 +256,8 @@ def instances_in_context(
         if key not in once:
             moves = dict(zip(_offsets(instance), nearby, strict=True)) | {0: shifts[instance.index]}
             once[key] = _combined(own[id(instance.layer)], *whole, part, moves)
-        found.append(replace(instance, layer=once[key]))
-    return tuple(found)
+        held.append(replace(instance, layer=once[key]))
+    return tuple(held)
 
 
 def _offsets(instance: LayerInstance) -> tuple[int, ...]:
@@ -279,12 +279,12 @@ def _ring_places(layer: Layer) -> dict[str, int] | None:
     """
     buffers = for_samples(layer, 2).buffers  # moments are those of several samples
     born = Counter(each.born.position for each in buffers if each.born.phase == "f")
-    found = [position for position in layer.selective_positions or () if born[position] > 1]
-    if len(found) != 1:
+    forward = [position for position in layer.selective_positions or () if born[position] > 1]
+    if len(forward) != 1:
         return None
-    freed = [each.freed for each in buffers if each.born == Moment("f", found[0])]
+    freed = [each.freed for each in buffers if each.born == Moment("f", forward[0])]
     backward = [moment.position for moment in freed if moment.phase == "b"]
-    return {"f": found[0], "b": max(backward)} if backward else None
+    return {"f": forward[0], "b": max(backward)} if backward else None
 
 
 def _shift(own: Layer, alone: Layer, exchanging: Layer) -> Shift:
@@ -453,7 +453,7 @@ def _own_buffers(
     to_parts, of_output = _exchanges(exchanging, "f")[-1], next(iter(_exchanges(exchanging, "b")), None)
     copied = shift.near(to_parts.copy.born, exchanging).position
     sent_in_order = iter(sent)
-    found: list[tuple[Buffer, int]] = []
+    buffers: list[tuple[Buffer, int]] = []
     for each, new in zip(own.buffers, moved, strict=True):
         release = releases.get(id(each), 0)
         born, until_released = each.born, each.freed == Moment("b", at.released)
@@ -472,8 +472,8 @@ def _own_buffers(
             new = replace(new, freed=shift.near(max(outputs, key=lambda freed: freed.position), exchanging))
         else:
             release = shift("f", release)
-        found.append((new, release))
-    return found
+        buffers.append((new, release))
+    return buffers
 
 
 def _exchanged_buffers(
@@ -621,7 +621,7 @@ def fused_attention(layer: Layer) -> dict[str, int] | None:
     """
     if rings := rings_of(layer):
         return {each.moment.phase: each.moment.position for each in rings}
-    found: dict[str, int] = {}
+    places: dict[str, int] = {}
     exchanges = [each.moment for each in layer.reductions if each.kind == "all-to-all"]
     for phase, before, tensors in (("f", 3, 2), ("b", 1, 3)):  # of queries, keys and values, or of the output
         positions = [each.position for each in exchanges if each.phase == phase]
@@ -631,7 +631,7 @@ def fused_attention(layer: Layer) -> dict[str, int] | None:
         born = Counter(each.born.position for each in layer.buffers if each.born.phase == phase)
         inside = [position for position in born if first < position < last]
         # between the all-to-alls, most buffers are allocated by the attention itself
-        found[phase] = max(inside, key=born.__getitem__)
-        if born[found[phase]] < tensors:
+        places[phase] = max(inside, key=born.__getitem__)
+        if born[places[phase]] < tensors:
             return None
-    return found
+    return places

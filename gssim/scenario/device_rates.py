@@ -27,8 +27,8 @@ def scratch_profile(device: DeviceType, workload: Workload, layer: Layer) -> Lay
     kind = f"autocast-{workload.autocast}-"
     for profile in device.profiles:
         if _is_like(profile, workload) and layer.name in profile.layers:
-            found = profile.layers[layer.name]
-            return found if any(way.startswith(kind) for way in found.scratch_bytes or ()) else None
+            of_layer = profile.layers[layer.name]
+            return of_layer if any(way.startswith(kind) for way in of_layer.scratch_bytes or ()) else None
     return None
 
 

@@ -172,8 +172,8 @@ def _load(
     wanted = scenario.plan.sends_by_data or (searched and scenario.search.searches_thresholds)
     statistics = _statistics(scenario, file, folders, shared) if gradients_needed and wanted else None
     versions = tuple((each, _file_version(each)) for each in (path, *folders.tried))
-    found = Loaded(file=file, scenario=scenario, gradients=statistics)
-    return _CachedScenario(found, path, overrides, folders, cluster, versions)
+    loaded = Loaded(file=file, scenario=scenario, gradients=statistics)
+    return _CachedScenario(loaded, path, overrides, folders, cluster, versions)
 
 
 def _as_run_on_devices(model: Model, cluster: Any, file: str) -> Model:
@@ -391,11 +391,11 @@ def _cluster(path: Path, changes: Changes, file: str, folders: _Folders, shared:
     data = _content(path, shared)[1]
     check_kind(data, "cluster", str(path))
     own = _Folders(path.parent)
-    found = {key: _find_file(data[key], key, str(path), own) for key in IN_FILES if isinstance(data.get(key), str)}
+    files = {key: _find_file(data[key], key, str(path), own) for key in IN_FILES if isinstance(data.get(key), str)}
     folders.tried |= own.tried
     named = {key: value for key, value in changes if key in IN_FILES and isinstance(value, str)}
-    found |= {key: _find_file(value, f"cluster.{key}", file, folders) for key, value in named.items()}
-    tables = {key: _content(each, shared)[1] for key, each in found.items()}
+    files |= {key: _find_file(value, f"cluster.{key}", file, folders) for key, value in named.items()}
+    tables = {key: _content(each, shared)[1] for key, each in files.items()}
     changes = tuple((key, value) for key, value in changes if key not in named)
     key = (str(path), Same(data), *map(Same, tables.values()), repr(changes))
     return shared.once(

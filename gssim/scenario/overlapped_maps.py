@@ -243,14 +243,14 @@ class _Changes:
         """Let the all-gather of the gradient of the output of `maps`, which is one map, compute that of the input."""
         place, size = exchange.moment, self._other_side(exchange, _widest(maps))
         copied = self._copy_after(exchange).born.position
-        found = [
+        gradients = [
             each
             for each in self.layer.buffers
             if each.born.phase == "b" and each.born.position > copied and self._at(each.size_bytes) == size
         ]
-        if not found:
+        if not gradients:
             raise self._unknown()
-        gradient = min(found, key=lambda each: each.born.position)
+        gradient = min(gradients, key=lambda each: each.born.position)
         self.buffers[id(gradient)] = replace(gradient, born=place)
         self._add(place, place, self._other_side(exchange, _widest(maps), parts=1))
 
@@ -323,14 +323,14 @@ class _Changes:
         These are its copy in the order of the ranks, the sum of the gradients that all maps give, and these gradients:
         each is freed as another is made, or by the reduce-scatter.
         """
-        found, moments = set[int](), [exchange.moment]
+        summed, moments = set[int](), [exchange.moment]
         while moments:
             moment = moments.pop()
             for buffer in self._as_large(exchange):
-                if buffer.freed == moment and id(buffer) not in found:
-                    found.add(id(buffer))
+                if buffer.freed == moment and id(buffer) not in summed:
+                    summed.add(id(buffer))
                     moments.append(buffer.born)
-        return found
+        return summed
 
     def _ends_of(self, maps: Sequence[Parameter]) -> set[int | None]:
         """Return the positions at which the traced backward frees what the backwards of these maps need."""
@@ -370,10 +370,10 @@ class _Changes:
 
     def _exactly(self, number: int, buffers: Iterable[Buffer]) -> list[Buffer]:
         """Return buffers of which there must be so many."""
-        found = list(buffers)
-        if len(found) != number:
+        listed = list(buffers)
+        if len(listed) != number:
             raise self._unknown()
-        return found
+        return listed
 
     def _unknown(self) -> UserError:
         return UserError(

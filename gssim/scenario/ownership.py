@@ -69,7 +69,7 @@ def owners_of_stages(
 
     Raises UserError if the plan's schedule does not exist for its numbers of stages and micro-batches.
     """
-    ranks, found = policies.pp, []
+    ranks, owners = policies.pp, []
     try:
         actions = schedule(schedule_of(plan, ranks), ranks=ranks, stages=len(stages), micro_batches=plan.micro_batches)
     except ValueError as error:
@@ -84,14 +84,14 @@ def owners_of_stages(
         )
         ends = "weight" if any(action.kind == "weight" for action in own) else "backward"
         under_way = accumulate({"forward": 1, ends: -1}.get(action.kind, 0) for action in own)
-        found.append(
+        owners.append(
             Owners(
                 tuple(rank for rank in range(policies.ranks) if policies.mesh.place(rank).pp == place),
                 replace(workload, model=replace(workload.model, layers=layers)),
                 max(under_way) / len(held),
             )
         )
-    return found
+    return owners
 
 
 def owned_shares(

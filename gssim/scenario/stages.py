@@ -144,7 +144,7 @@ def tied_parameters(layers: Sequence[LayerInstance], stages: Sequence[range]) ->
             freed_in = instance.index + buffer.freed.layer_offset
             if home.get(freed_in, home[instance.index]) != home[instance.index]:
                 uses[freed_in, buffer.freed.position].append((instance.index, buffer))
-    found = []
+    parameters = []
     for instance in layers if uses else ():
         for place, parameter in enumerate(instance.layer.parameters):
             sizes = _gradient_sizes(parameter.elements)
@@ -154,8 +154,8 @@ def tied_parameters(layers: Sequence[LayerInstance], stages: Sequence[range]) ->
             if tied:
                 holders = sorted({home[instance.index], *(home[number] for number, _ in tied)})
                 name, elements = instance.parameter_names[place], parameter.elements
-                found.append(TiedParameter(name, instance.index, place, tied, tuple(holders), elements))
-    return tuple(found)
+                parameters.append(TiedParameter(name, instance.index, place, tied, tuple(holders), elements))
+    return tuple(parameters)
 
 
 def held_layers(layers: Sequence[LayerInstance], stages: Sequence[range]) -> tuple[tuple[LayerInstance, ...], ...]:
@@ -308,18 +308,18 @@ def _untied(layers: Mapping[int, LayerInstance], tied: TiedParameter) -> dict[in
     own = layers[tied.layer].layer
     parameter = own.parameters[tied.place]
     name, offset = tied.name, parameter.born.layer_offset
-    found: dict[int, Layer] = {}
+    changed: dict[int, Layer] = {}
     size = Polynomial(((0, 0, 0),))
     for number, buffer in tied.uses:
-        layer = found.get(number, layers[number].layer)
+        layer = changed.get(number, layers[number].layer)
         last = max((m.position for b in layer.buffers for m in (b.born, b.freed) if m.phase == "b"), default=0)
         copied = replace(parameter, name=name, born=buffer.born, ready=Moment("b", last + 1))
         kept = tuple(each for each in layer.buffers if each is not buffer)
-        found[number] = replace(layer, parameters=(*layer.parameters, copied), buffers=kept)
+        changed[number] = replace(layer, parameters=(*layer.parameters, copied), buffers=kept)
         size = buffer.size_bytes
     # the gradient of the own use is now the gradient itself, instead of a buffer that is added and freed
     adds = tied.layer + offset
-    layer = found.get(adds, layers[adds].layer)
+    layer = changed.get(adds, layers[adds].layer)
     summed = next(
         (
             buffer
@@ -330,22 +330,22 @@ def _untied(layers: Mapping[int, LayerInstance], tied: TiedParameter) -> dict[in
         None,
     )
     if summed is None:
-        return found
+        return changed
     sums = len(tied.uses)
     moved = 3 * sums * size.at(b=0, s=0)  # each sum reads two gradients and writes one
-    found[adds] = replace(
+    changed[adds] = replace(
         layer,
         buffers=tuple(buffer for buffer in layer.buffers if buffer is not summed),
         backward_bytes=_less(layer.backward_bytes, moved),
         backward_streamed_bytes=layer.backward_streamed_bytes and _less(layer.backward_streamed_bytes, moved),
         backward_operations=max(0, layer.backward_operations - sums),
     )
-    home = found.get(tied.layer, own)
+    home = changed.get(tied.layer, own)
     born = Moment("b", summed.born.position, offset)
     parameters = list(home.parameters)
     parameters[tied.place] = replace(parameter, born=born)
-    found[tied.layer] = replace(home, parameters=tuple(parameters))
-    return found
+    changed[tied.layer] = replace(home, parameters=tuple(parameters))
+    return changed
 
 
 def _less(quantity: Polynomial, constant: int) -> Polynomial:
@@ -355,13 +355,13 @@ def _less(quantity: Polynomial, constant: int) -> Polynomial:
 
 def _shared(layers: Sequence[LayerInstance]) -> tuple[int, ...]:
     """Return the numbers of the layers that every stage with blocks runs itself; see `held_layers`."""
-    found = []
+    indices = []
     for instance in layers:
         if instance.layer.block or not instance.layer.modules:
             break
         if of_no_sample(instance.layer):
-            found.append(instance.index)
-    return tuple(found)
+            indices.append(instance.index)
+    return tuple(indices)
 
 
 def of_no_sample(layer: Layer) -> bool:

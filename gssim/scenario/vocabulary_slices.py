@@ -157,14 +157,14 @@ def _is_constant(size: Polynomial, value: int) -> bool:
 def _lookup(layer: Layer, model: Model) -> Buffer | None:
     """Return the output of the lookup in a model's first layer: the first tensor with a row for every token."""
     row_bytes = _weights(layer)[0].shape[1] * PRECISION_BYTES[model.traced_precision]
-    found = [
+    lookups = [
         each
         for each in layer.buffers
         if each.born.phase == "f" and len(each.size_bytes.terms) == 1  # in tokens, or if of one length in sequences
         for size, samples, _ in each.size_bytes.terms
         if samples == 1 and not size % row_bytes
     ]
-    return min(found, key=lambda each: each.born.position, default=None)
+    return min(lookups, key=lambda each: each.born.position, default=None)
 
 
 def divided_layers(
@@ -229,15 +229,15 @@ def _divided_embedding(model: Model, layers: Sequence[Layer], rows: int, value_b
             moved: dict[str, Any] = {name: without_others(getattr(layer, name)) for name in names}
             layer = replace(layer, **NO_ROLES, **moved)
         changed.append(replace(layer, buffers=tuple(buffers)))
-    first, found = changed[0], _lookup(layers[0], model)
-    assert found is not None  # a scenario is checked for it
-    at, ((found_bytes, *powers),) = found.born, found.size_bytes.terms
+    first, lookup = changed[0], _lookup(layers[0], model)
+    assert lookup is not None  # a scenario is checked for it
+    at, ((found_bytes, *powers),) = lookup.born, lookup.size_bytes.terms
     tokens = found_bytes // (weight.shape[1] * traced_bytes)
 
     def per_token(size: float) -> Polynomial:
         return Polynomial(((round(tokens * size * traced_bytes / value_bytes), powers[0], powers[1]),))
 
-    masked = found.size_bytes.plus(found.size_bytes)  # read and written, to be zero where the token is another rank's
+    masked = lookup.size_bytes.plus(lookup.size_bytes)  # read and written, to be zero where the token is another rank's
     trained = bool(layers[0].parameters)
     index = (weight.born, "activations") if trained else (at, "temporaries")
     small = (
@@ -249,7 +249,7 @@ def _divided_embedding(model: Model, layers: Sequence[Layer], rows: int, value_b
     changed[0] = replace(
         _with_weights(first, (own_weight, *others)),
         buffers=(*first.buffers, *small),
-        reductions=(*first.reductions, Reduction(at, found.size_bytes)),
+        reductions=(*first.reductions, Reduction(at, lookup.size_bytes)),
         forward_bytes=first.forward_bytes.plus(masked),
         forward_streamed_bytes=None if streamed is None else streamed.plus(masked),
         forward_operations=first.forward_operations + LOOKUP_OPERATIONS,

@@ -370,8 +370,8 @@ class _View:
         low, high = (math.log(multiple * gradient * ratio) for ratio in ACCUMULATED_RATIOS)
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            found = self.sent_ratio(math.exp(middle), step, 1.0).over(0.0, 1.0)
-            low, high = (middle, high) if found > wanted else (low, middle)
+            sent = self.sent_ratio(math.exp(middle), step, 1.0).over(0.0, 1.0)
+            low, high = (middle, high) if sent > wanted else (low, middle)
         return math.exp(low)
 
     def _relative(self, multiple: float, step: int) -> "Ratios":
@@ -457,9 +457,9 @@ def _at_target(view: _View, push: Push, step: int, part: float) -> "Ratios":
     low, high = math.log(1e-12), math.log(1e4)
     for _ in range(30):  # bisection for the level that the target fraction of the whole tensor reaches
         middle = (low + high) / 2
-        found = ratio(math.exp(middle), step, part)
-        low, high = (middle, high) if found.over(0.0, 1.0) > push.threshold else (low, middle)
-    return found
+        ratios = ratio(math.exp(middle), step, part)
+        low, high = (middle, high) if ratios.over(0.0, 1.0) > push.threshold else (low, middle)
+    return ratios
 
 
 def _between(threshold: float, low: float, high: float) -> float:
@@ -560,5 +560,5 @@ def movements(statistics: GradientStatistics, elements: Mapping[str, int], *, st
         blocks = np.array(statistics.changes[name].blocks)  # blocks, sampled steps, thresholds
         told += count * (blocks * thresholds).max(axis=2).mean(axis=0)
     told /= sum(elements.values())
-    found: list[float] = np.interp(np.log1p(np.arange(steps)), np.log1p(sampled), told).tolist()
-    return found
+    ratios: list[float] = np.interp(np.log1p(np.arange(steps)), np.log1p(sampled), told).tolist()
+    return ratios

@@ -91,9 +91,9 @@ def named_in(file: Path) -> Iterator[tuple[str, Path]]:
     except (ValueError, RecursionError):  # reported when it is loaded
         return
     for text in set(_texts(data)):
-        found = named_by(text, file.parent) or _shipped(text)
-        if found is not None:
-            yield text, found
+        path = named_by(text, file.parent) or _shipped(text)
+        if path is not None:
+            yield text, path
 
 
 def _texts(data: Any) -> Iterator[str]:
@@ -158,8 +158,8 @@ def _collect_references(data: dict[str, Any], under: str, folders: Sequence[Path
             for file in (folder / value for folder in folders):
                 if file.is_file():
                     _collect(file, found)
-                    said = _content(file) if REFERENCES[path] else {}
-                    named = [said[each] for each in REFERENCES[path] if isinstance(said.get(each), str)]
+                    content = _content(file) if REFERENCES[path] else {}
+                    named = [content[each] for each in REFERENCES[path] if isinstance(content.get(each), str)]
                     for name in named:
                         _collect(file.parent / name, found)
                     break

@@ -273,15 +273,15 @@ def existing_table(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame
     because it was damaged or the writer was killed before the second was in place, both are written again.
     """
     try:
-        said = imported_polars().read_parquet_metadata(files_of(file)[0])
-        if any(said.get(key) != value for key, value in metadata.items()):
+        stored = imported_polars().read_parquet_metadata(files_of(file)[0])
+        if any(stored.get(key) != value for key, value in metadata.items()):
             return None
         table: polars.DataFrame = imported_polars().read_parquet(files_of(file)[0])
         contents = _contents(table, file, metadata)
     except _read_errors():
         return None
     csv = files_of(file)[1]
-    if said.get(CSV_DIGEST) != hashlib.sha256(contents[csv]).hexdigest():
+    if stored.get(CSV_DIGEST) != hashlib.sha256(contents[csv]).hexdigest():
         return None
     if any(not path.is_file() or path.read_bytes() != content for path, content in contents.items()):
         write_files(contents)

@@ -86,8 +86,8 @@ def tabulate(
             on_progress(len(points) - len(missing), len(points))
             _check_names(points, file)
             if missing:
-                with workers as found:
-                    for place, row in _rows(points, missing, found, file):
+                with workers as pool:
+                    for place, row in _rows(points, missing, pool, file):
                         parts.keep(fingerprints[place], row)
                         on_progress(len(parts), len(points))
             table = _table(points, fingerprints, parts, axis_keys(sweep))

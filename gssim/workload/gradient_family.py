@@ -181,8 +181,8 @@ def tail_at(levels: Sequence[float], ratios: Sequence[float], at: Floats) -> Flo
     # ln(-ln(p / p(0))) is nearly linear in the logarithm of the level, for normal tails and heavier
     whole = known[0] if known[0] > 0 else 1.0
     transformed = np.log(-np.log(np.clip(known / whole, ALMOST_NONE, ALMOST_ALL)))
-    found = known[0] * np.exp(-np.exp(np.interp(np.log(at), np.log(levels), transformed)))
-    return np.asarray(np.where(found <= 2 * ALMOST_NONE * known[0], 0.0, np.where(at <= levels[0], known[0], found)))
+    tail = known[0] * np.exp(-np.exp(np.interp(np.log(at), np.log(levels), transformed)))
+    return np.asarray(np.where(tail <= 2 * ALMOST_NONE * known[0], 0.0, np.where(at <= levels[0], known[0], tail)))
 
 
 TRIED = np.geomspace(1e-9, 1e2, 400)
@@ -280,11 +280,11 @@ def _curve(family: Family, base: Rung, rungs: Sequence[Rung], kind: str, key: st
     """Return the change of the logarithm of a scale since the first step, at each of `NODES`."""
     places, changes = [], []
     for rung in rungs:
-        found = getattr(rung, kind).get(key, (0.0,))
-        if min(found) > 0:
+        values = getattr(rung, kind).get(key, (0.0,))
+        if min(values) > 0:
             ahead = _differences(question_of(base), question_of(rung), family.progress)[1]
             places += [math.log1p(step * ahead) for step in rung.sampled_steps]
-            changes += [math.log(value / found[0]) for value in found]
+            changes += [math.log(value / values[0]) for value in values]
     # weights of `NODES` in the linear interpolation at each place
     rows = np.array([np.interp(places, NODES, column) for column in np.eye(len(NODES))]).T
     bends, rises = (np.diff(np.eye(len(NODES)), n=order, axis=0) for order in (2, 1))

@@ -89,7 +89,7 @@ def placed(model: Model) -> tuple[Placed, ...]:
     """Return the parameters of a model with their roles."""
     layers = unrolled(model)
     blocks = [instance.index for instance in layers if instance.layer.block]
-    found = []
+    tensors = []
     chosen = next((layer.experts_per_token for layer in model.expert_layers if layer.experts_per_token), 2)
     for instance in layers:
         if not blocks or instance.index < blocks[0]:
@@ -102,11 +102,11 @@ def placed(model: Model) -> tuple[Placed, ...]:
         for name, parameter in zip(instance.parameter_names, instance.layer.parameters, strict=True):
             expert = "expert" in name and "shared" not in name and len(parameter.shape) == 3
             share = min(1.0, chosen / parameter.shape[0]) if expert else 1.0
-            found.append(Placed(name, role_of(name, parameter.shape), place, parameter.shape, share))
-    names = {each.role for each in found}
-    if "head" not in names or not any(each.role == "head" and len(each.shape) > 1 for each in found):
-        found = [replace(each, role="tied") if each.role == "tokens" else each for each in found]
-    return tuple(found)
+            tensors.append(Placed(name, role_of(name, parameter.shape), place, parameter.shape, share))
+    names = {each.role for each in tensors}
+    if "head" not in names or not any(each.role == "head" and len(each.shape) > 1 for each in tensors):
+        tensors = [replace(each, role="tied") if each.role == "tokens" else each for each in tensors]
+    return tuple(tensors)
 
 
 def sizes_of(model: Model) -> tuple[int, int]:

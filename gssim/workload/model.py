@@ -528,8 +528,8 @@ LONGEST_OPTION = 60
 def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Model:
     whole = model.value
     assert isinstance(whole, Model)
-    found = next((each for each in whole.adapted if targets in (each.role, each.maps)), None)
-    if found is None:
+    adapted = next((each for each in whole.adapted if targets in (each.role, each.maps)), None)
+    if adapted is None:
         known = ", ".join(f"{each.role!r} ({', '.join(each.maps)})" for each in whole.adapted) or "none"
         option = targets if isinstance(targets, str) else ",".join(targets)
         if len(option) > LONGEST_OPTION or not re.fullmatch(r"[\w.,-]+", option):  # no command to be copied
@@ -539,29 +539,29 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
             f"{known}; `gsreal trace FILE --adapters {option} --out NEW`, where FILE is the model's, adds them"
         )
     once: dict[int, Layer] = {}
-    for layer in (*found.layers, *found.context_layers):
+    for layer in (*adapted.layers, *adapted.context_layers):
         held = sliced_layer(layer, rank, None)
         parameters = tuple(replace(parameter, sliced_dimension=None) for parameter in held.parameters)
         once[id(layer)] = replace(held, parameters=parameters)
     divided = (
-        *found.sliced_layers,
-        *found.sequence_layers,
-        *found.expert_layers,
-        *found.expert_sequence_layers,
+        *adapted.sliced_layers,
+        *adapted.sequence_layers,
+        *adapted.expert_layers,
+        *adapted.expert_sequence_layers,
     )
     once |= {id(layer): layer_of_rank(layer, rank) for layer in divided}
     return replace(
         whole,
         module=replace(whole.module, adapters=Adapters(rank=rank, alpha=alpha, targets=targets)),
-        layers=tuple(once[id(layer)] for layer in found.layers),
+        layers=tuple(once[id(layer)] for layer in adapted.layers),
         whole_layers=whole.layers,
         adapted=(),
         other_precisions=(),
-        sliced_layers=tuple(once[id(layer)] for layer in found.sliced_layers),
-        sequence_layers=tuple(once[id(layer)] for layer in found.sequence_layers),
-        expert_layers=tuple(once[id(layer)] for layer in found.expert_layers),
-        expert_sequence_layers=tuple(once[id(layer)] for layer in found.expert_sequence_layers),
-        context_layers=tuple(once[id(layer)] for layer in found.context_layers),
+        sliced_layers=tuple(once[id(layer)] for layer in adapted.sliced_layers),
+        sequence_layers=tuple(once[id(layer)] for layer in adapted.sequence_layers),
+        expert_layers=tuple(once[id(layer)] for layer in adapted.expert_layers),
+        expert_sequence_layers=tuple(once[id(layer)] for layer in adapted.expert_sequence_layers),
+        context_layers=tuple(once[id(layer)] for layer in adapted.context_layers),
     )
 
 
@@ -577,25 +577,25 @@ def with_adapters(model: Model, adapters: Adapters) -> Model:
 def _under_autocast(model: Same, precision: Literal["bf16", "fp16"]) -> Model:
     whole = model.value
     assert isinstance(whole, Model)
-    found = next((each for each in whole.autocast if each.precision == precision), None)
-    if found is None:
+    traced = next((each for each in whole.autocast if each.precision == precision), None)
+    if traced is None:
         raise ValueError(
             f"autocast = '{precision}': '{whole.name}' is not traced under it; `gsreal trace FILE --autocast "
             f"{precision} --out NEW`, where FILE is the model's, does so"
         )
     return replace(
         whole,
-        layers=found.layers,
+        layers=traced.layers,
         traced_precision="fp32",
         traced_autocast=precision,
         autocast=(),
         adapted=(),
         other_precisions=(),
-        sliced_layers=found.sliced_layers,
-        sequence_layers=found.sequence_layers,
-        expert_layers=found.expert_layers,
-        expert_sequence_layers=found.expert_sequence_layers,
-        context_layers=found.context_layers,
+        sliced_layers=traced.sliced_layers,
+        sequence_layers=traced.sequence_layers,
+        expert_layers=traced.expert_layers,
+        expert_sequence_layers=traced.expert_sequence_layers,
+        context_layers=traced.context_layers,
     )
 
 
@@ -611,10 +611,10 @@ def under_autocast(model: Model, precision: Literal["bf16", "fp16"]) -> Model:
 def _in_precision(same: Same, index: int) -> Model:
     model = same.value
     assert isinstance(model, Model)
-    found = model.other_precisions[index]
+    other = model.other_precisions[index]
     names = (*LAYER_LISTS, "adapted", "partly_trained")
-    traced: dict[str, Any] = {name: getattr(found, name) for name in names}
-    return replace(model, traced_precision=found.precision, autocast=(), other_precisions=(), **traced)
+    traced: dict[str, Any] = {name: getattr(other, name) for name in names}
+    return replace(model, traced_precision=other.precision, autocast=(), other_precisions=(), **traced)
 
 
 def in_precision(model: Model, precision: Precision) -> Model:
@@ -679,9 +679,13 @@ def _with_fused_kernels(same: Same) -> Model:
     assert isinstance(model, Model)
     fused = model.fused_kernels
     assert fused is not None
-    for where, found in (("", fused), *_in_other_kinds("autocast", fused), *_in_other_kinds("other_precisions", fused)):
+    for where, kernels in (
+        ("", fused),
+        *_in_other_kinds("autocast", fused),
+        *_in_other_kinds("other_precisions", fused),
+    ):
         for name in LAYER_LISTS:
-            _check_same_modules(f"fused_kernels.{where}{name}", getattr(found, name), getattr(model, name))
+            _check_same_modules(f"fused_kernels.{where}{name}", getattr(kernels, name), getattr(model, name))
     names = (*LAYER_LISTS, "adapted", "partly_trained") if fused.layers else ()
     traced: dict[str, Any] = {name: getattr(fused, name) for name in names}
     for name in ("autocast", "other_precisions"):

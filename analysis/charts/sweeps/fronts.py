@@ -151,12 +151,12 @@ def _fronts(rows: Sequence[Row], x: Of, y: Of) -> tuple[list[Row], list[Row]]:
 
 def _numbers(panels: Iterable[Sequence[Row]], layout: Layout, price: Price) -> dict[Place, int]:
     """Return a number for each plan that is on a front, the fastest first."""
-    found: dict[Place, int] = {}
+    numbers: dict[Place, int] = {}
     for rows in panels:
         fronts = _fronts(rows, lambda row: float(row["step_time_s"]), lambda row: price_of(row, price))
         for row in sorted(chain(*fronts), key=lambda row: row["step_time_s"]):
-            found.setdefault(layout.plan_of(row), len(found) + 1)
-    return found
+            numbers.setdefault(layout.plan_of(row), len(numbers) + 1)
+    return numbers
 
 
 def _panel(

@@ -185,13 +185,13 @@ def _cut(axes: Axes, y: float, x: float, limit: float) -> None:
 
 
 def _words(panels: Mapping[Place, Bars], layout: Layout) -> str:
-    said = []
+    fastest = []
     for place, bars in panels.items():
         setting, (label, row) = layout.setting_label(place), bars[0]
         parts, step_s = parts_of(row), row["step_time_s"] or 1.0
         waits = f", and {parts[IMBALANCE] / step_s:.0%} is {IMBALANCE}" if parts[IMBALANCE] > 0.005 * step_s else ""
-        said.append(
+        fastest.append(
             f"{f'{setting}: ' if setting else ''}{label}, {human_seconds(row['step_time_s'])}, of which "
             f"{parts[COMMUNICATION] / step_s:.0%} is exposed communication{waits}"
         )
-    return f"Stacked bars of the predicted step time by phase, a bar for each plan. Fastest: {'; '.join(said)}."
+    return f"Stacked bars of the predicted step time by phase, a bar for each plan. Fastest: {'; '.join(fastest)}."

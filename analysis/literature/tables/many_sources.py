@@ -349,18 +349,18 @@ def _shape(record: Mapping[str, str]) -> Shape:
 
 
 def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Software:
-    said = record["precision"].lower()
-    float8 = said.startswith(FLOAT8)
-    if not float8 and said not in (*SIXTEEN_BITS, "tf32", "fp32"):
+    precision = record["precision"].lower()
+    float8 = precision.startswith(FLOAT8)
+    if not float8 and precision not in (*SIXTEEN_BITS, "tf32", "fp32"):
         raise SkippedError(f"precision '{record['precision']}' is not modelled")
     if record["model"].lower().startswith("bert"):
-        full = said in ("tf32", "fp32")
-        return Software(precision="fp32" if full else "bf16", tensor_float=said == "tf32", fused_softmax=False)
+        full = precision in ("tf32", "fp32")
+        return Software(precision="fp32" if full else "bf16", tensor_float=precision == "tf32", fused_softmax=False)
     if _is_early_megatron(record):
         remarks = " ".join(record[key] for key in ("id", "recompute", "extras", "note")).lower()
         sequence_parallel = tp > 1 and re.search(SEQUENCE_PARALLEL, remarks) is not None
         return Software(
-            precision="bf16" if said == "bf16" or said.startswith("bf16/") else "fp16",
+            precision="bf16" if precision == "bf16" or precision.startswith("bf16/") else "fp16",
             early_stop=False,
             partitioned=tp > 1 and pp > 1,
             receives_in_flight=True,
@@ -373,8 +373,8 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
             # since 2022; before, it waited for them
             sums_beside_products=tp > 1 and not sequence_parallel and "Korthikanti" in record["source"],
         )
-    if said in ("tf32", "fp32"):
-        return Software(precision="fp32", tensor_float=said == "tf32", flash_attention=False, dropout=False)
+    if precision in ("tf32", "fp32"):
+        return Software(precision="fp32", tensor_float=precision == "tf32", flash_attention=False, dropout=False)
     # recipes of Megatron Bridge overlap the exchanges of dense models' tensor-parallel ranks (CommOverlapConfig)
     dense = _model_of(record) not in MIXTURES
     overlaps = tp > 1 and ("AsyncTP" in record["extras"] or (_is_bridge(record) and dense))

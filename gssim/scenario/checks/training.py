@@ -166,10 +166,10 @@ def _refuse_beside_slices(where: str, policies: Policies, refused: Iterable[tupl
     """
     for key, value, allowed, why in refused:
         if value != allowed:
-            said = [f"'{each}'" if isinstance(each, str) else str(each).lower() for each in (value, allowed)]
+            shown = [f"'{each}'" if isinstance(each, str) else str(each).lower() for each in (value, allowed)]
             raise UserError(
-                f"{where}: cannot run yet beside plan.tp = {policies.tp} with {key} = {said[0]}: {why}; allowed: "
-                f"{said[1]}"
+                f"{where}: cannot run yet beside plan.tp = {policies.tp} with {key} = {shown[0]}: {why}; allowed: "
+                f"{shown[1]}"
             )
 
 
@@ -223,8 +223,8 @@ def check_compiled(scenario: Scenario, policies: Policies, file: str) -> None:
     )
     for key, value, is_refused, why in refused:
         if is_refused:
-            said = key if value == "..." else f"{key} = {value!r}"
-            raise UserError(f"{where}: {of}, and {said} cannot run yet with them: {why}")
+            shown = key if value == "..." else f"{key} = {value!r}"
+            raise UserError(f"{where}: {of}, and {shown} cannot run yet with them: {why}")
 
 
 def check_reduction(scenario: Scenario, policies: Policies, file: str) -> None:

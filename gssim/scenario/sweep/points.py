@@ -60,8 +60,8 @@ class Facts:
 
     def _sizes(self, overrides: Sequence[str]) -> dict[str, int] | None:
         try:
-            found = load_scenario(self.file, overrides, gradients_needed=False, shared=self.shared).scenario
-            return {"ranks": found.ranks, "devices": len(found.cluster.devices)}
+            scenario = load_scenario(self.file, overrides, gradients_needed=False, shared=self.shared).scenario
+            return {"ranks": scenario.ranks, "devices": len(scenario.cluster.devices)}
         except UserError:
             return None
 
