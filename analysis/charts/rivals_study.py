@@ -103,13 +103,13 @@ def _draw(axes: Axes, courses: Sequence[Course], cost: Callable[[Course], float]
     """Draw every course's loss against steps times their cost; return the handles of a legend."""
     rivals, controls = iter(MARKS), iter(CONTROLS)
     handles = []
-    for each in courses:
-        shape, fill, edge = next(controls) if each.variant.control else next(rivals)
-        spreads = [spread(values) for values in zip(*each.losses, strict=True)][1:]
-        places = [step * cost(each) for step in each.steps[1:]]
-        line_style = "--" if each.variant.control else "-"
+    for course in courses:
+        shape, fill, edge = next(controls) if course.variant.control else next(rivals)
+        spreads = [spread(values) for values in zip(*course.losses, strict=True)][1:]
+        places = [step * cost(course) for step in course.steps[1:]]
+        line_style = "--" if course.variant.control else "-"
         style: dict[str, Any] = {"marker": shape, "markerfacecolor": fill, "markeredgecolor": edge, "markersize": 5}
-        color = edge if edge != "black" or each.variant.control else "0.4"
+        color = edge if edge != "black" or course.variant.control else "0.4"
         (line,) = axes.plot(places, [s.mean for s in spreads], line_style, color=color, linewidth=1.1, **style)
         axes.errorbar(places[-1:], [spreads[-1].mean], [spreads[-1].sd], color=color, capsize=3, linewidth=1.1)
         handles.append(line)

@@ -297,9 +297,9 @@ def preset_errors_toml(errors: Mapping[str, PresetErrors]) -> str:
         "# exceed. Scored by `python -m analysis literature TABLE... --by-device gssim/cluster/preset_errors.toml`.",
         "# `figures`: a digest of the preset's figures; the errors are those of no others.",
     ]
-    for name, each in errors.items():
+    for name, preset in errors.items():
         lines += ["", f"[{name}]", f'figures = "{digest_of_figures(name)}"']
-        for quantity, summary in (("step", each.step), ("memory", each.memory)):
+        for quantity, summary in (("step", preset.step), ("memory", preset.memory)):
             if summary is not None:
                 values = ", ".join(f"{key} = {value}" for key, value in asdict(summary).items())
                 lines.append(f"{quantity} = {{ {values} }}")
@@ -366,20 +366,20 @@ def print_scores(scores: Scores) -> None:
         "calibrated\non rows",
     ):
         table.add_column(header, justify="right", no_wrap=True)
-    for each in scores.sources:
-        for cells in _lines(each):
+    for source in scores.sources:
+        for cells in _lines(source):
             table.add_row(*cells)
     console.print(table)
     console.print(
         f"baseline: 6 x parameters x tokens / (GPUs x peak x {UTILISATION}); {BYTES_PER_PARAMETER} bytes a parameter",
     )
-    for each in scores.sources:
-        if each.calibration:
-            rows = ", ".join(each.calibration)
-            console.print(f"calibrated on, and not scored, of {each.source}: {rows}")
-    for each in scores.sources:
-        for reason, count in sorted(each.skipped.items(), key=lambda item: -item[1]):
-            console.print(f"skipped {count} of {each.source}: {reason}")
+    for source in scores.sources:
+        if source.calibration:
+            rows = ", ".join(source.calibration)
+            console.print(f"calibrated on, and not scored, of {source.source}: {rows}")
+    for source in scores.sources:
+        for reason, count in sorted(source.skipped.items(), key=lambda item: -item[1]):
+            console.print(f"skipped {count} of {source.source}: {reason}")
 
 
 def _lines(each: SourceScore) -> list[tuple[str, ...]]:

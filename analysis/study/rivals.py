@@ -311,19 +311,19 @@ def findings(courses: Sequence[Course], dense: str, silent: str) -> list[str]:
     verdict = "pushing lowers the loss" if control.low > 0 else "this study shows no benefit of pushing"
     sentences.append(f"Pushing nothing changes the loss at the end by {interval(control)}: {verdict}")
     pushed = [c for c in courses if c.density is not None and c.variant.name != silent]
-    for each in pushed:
-        name = each.variant.name
+    for course in pushed:
+        name = course.variant.name
         over = paired_difference(end.losses[name], end.losses[silent])
         change = change_of(end, name, dense)
         assert change is not None  # dense has no density
         use = "" if over.high < 0 else "; not significantly better than pushing nothing"
-        predicted = each.predicted_density
+        predicted = course.predicted_density
         known = "" if predicted is None else f", times predicted for {percentage(predicted)}"
         sentences.append(
-            f"'{name}' pushed {percentage(each.density or 0.0)} of the gradients{known}, sent "
-            f"{human_bytes(each.step_bytes)} a step: loss at the end {interval(change)} from dense{use}"
+            f"'{name}' pushed {percentage(course.density or 0.0)} of the gradients{known}, sent "
+            f"{human_bytes(course.step_bytes)} a step: loss at the end {interval(change)} from dense{use}"
         )
-    ours = {each.variant.name for each in pushed}
+    ours = {course.variant.name for course in pushed}
     first = [r.name for r in readings if r.best in ours]
     near = [r.name for r in readings if r.best not in ours and ours & set(r.level)]
     lost = [r.name for r in readings if r.best not in ours and not ours & set(r.level)]
@@ -343,19 +343,19 @@ def write_table(courses: Sequence[Course], dense: str) -> str:
     """Return a line for each variant as CSV: bytes, times, and the loss at every budget with its change from dense."""
     readings = readings_of(courses, dense)
     lines = []
-    for each in courses:
-        name = each.variant.name
+    for course in courses:
+        name = course.variant.name
         line: dict[str, Any] = {
             "variant": name,
-            "control": each.variant.control,
-            "seeds": len(each.losses),
-            "steps": each.last,
-            "push_density": each.density,
-            "push_density_predicted": each.predicted_density,
-            "sent_bytes": each.step_bytes,
-            "accuracy_mean_ratio": fmean(each.accuracies) if each.accuracies else None,
+            "control": course.variant.control,
+            "seeds": len(course.losses),
+            "steps": course.last,
+            "push_density": course.density,
+            "push_density_predicted": course.predicted_density,
+            "sent_bytes": course.step_bytes,
+            "accuracy_mean_ratio": fmean(course.accuracies) if course.accuracies else None,
         }
-        line |= {f"step_time_predicted_s ({network})": time_s for network, time_s in each.step_time_s.items()}
+        line |= {f"step_time_predicted_s ({network})": time_s for network, time_s in course.step_time_s.items()}
         for reading in readings:
             value, change = loss_of(reading, name), change_of(reading, name, dense)
             line |= {f"loss ({reading.name})": value.mean, f"loss_sd ({reading.name})": value.sd}
@@ -370,9 +370,9 @@ def winners_table(courses: Sequence[Course], dense: str) -> str:
     readings = readings_of(courses, dense)
     head = ["variant", "sent a step", *(f"{reading.name}: {reading.budget}" for reading in readings)]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for each in courses:
-        name = each.variant.name
-        cells = [name, human_bytes(each.step_bytes)]
+    for course in courses:
+        name = course.variant.name
+        cells = [name, human_bytes(course.step_bytes)]
         for reading in readings:
             value = f"{loss_of(reading, name).mean:.3f}"
             cells.append(f"**{value}**" if name == reading.best else f"{value} ≈" if name in reading.level else value)

@@ -480,11 +480,11 @@ def _predictions(
     predictions = {}
     here = loaded.load(variant, seed=seed, density=density, extra=inputs, predicts=True)
     asked = {HERE: here} | {network.name: on_network(here, network) for network in loaded.study.elsewhere}
-    for name, each in asked.items():
-        result = simulate(each).result
+    for name, question in asked.items():
+        result = simulate(question).result
         predictions[name] = result
         folder = out / "results" if name == HERE else out / "elsewhere" / slug(name)
-        write_text(folder / f"{each.scenario.name}.{result.scenario_id}.simulated.json", result.to_json())
+        write_text(folder / f"{question.scenario.name}.{result.scenario_id}.simulated.json", result.to_json())
     return predictions
 
 

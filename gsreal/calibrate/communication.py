@@ -158,11 +158,11 @@ def following_of(times: Mapping[str, FollowingTimes], lines: Mapping[str, Line])
     The time that a collective adds to a queue counts without the part that is proportional to its bytes.
     """
     savings_s, queued_s = {}, {}
-    for kind, each in times.items():
-        following_s = (each.in_turn_s - each.one_s) / FOLLOWING
-        savings_s[kind] = max(0.0, each.one_s - following_s)
-        if each.queued_s is not None:
-            added_s = (each.queued_s - each.one_s) / QUEUED - lines[kind].byte_s * SMALL_BYTES[0]
+    for kind, following in times.items():
+        following_s = (following.in_turn_s - following.one_s) / FOLLOWING
+        savings_s[kind] = max(0.0, following.one_s - following_s)
+        if following.queued_s is not None:
+            added_s = (following.queued_s - following.one_s) / QUEUED - lines[kind].byte_s * SMALL_BYTES[0]
             queued_s[kind] = min(max(0.0, added_s), max(0.0, following_s))
     return {"following_saving_s": savings_s, "queued_s": queued_s}
 

@@ -75,9 +75,9 @@ class WaitBeforeForward:
         if self.arrivals is None:
             return
         self.called.add(module)
-        for each in module.modules():
-            if each is module or each not in self.called:
-                for bucket in self.read_by.get(each, ()):
+        for inner in module.modules():
+            if inner is module or inner not in self.called:
+                for bucket in self.read_by.get(inner, ()):
                     self.arrivals.wait(bucket)
 
     def _before_state(self, *_arguments: Any) -> None:

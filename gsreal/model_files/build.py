@@ -58,10 +58,10 @@ def training_config(source: HuggingFace, where: str) -> Any:
             f"{place}.model_type = '{source.model_type}': an encoder-decoder takes two sequences; only models of one "
             "input are trained and traced"
         )
-    for each in _with_inner_configs(config):
-        each.dtype = None  # the run's precision decides
-        if hasattr(each, "use_cache"):
-            each.use_cache = False
+    for inner in _with_inner_configs(config):
+        inner.dtype = None  # the run's precision decides
+        if hasattr(inner, "use_cache"):
+            inner.use_cache = False
     return config
 
 

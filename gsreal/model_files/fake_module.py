@@ -97,16 +97,16 @@ class _FakeTensors(FakeTensorMode):
             super()._prep_args_for_hash(result, args, state, id_hashed_objects)
             return
         result.append((type(args), len(args)))
-        for each in args:
-            kind = type(each)
+        for argument in args:
+            kind = type(argument)
             if kind in PLAIN:
-                result.append((kind, each))  # 1 and 1.0 are equal, but not what they give
-            elif kind is FakeTensor and is_plain(each) and self.is_our_fake(each):
-                result.append(metadata_key(each))
+                result.append((kind, argument))  # 1 and 1.0 are equal, but not what they give
+            elif kind is FakeTensor and is_plain(argument) and self.is_our_fake(argument):
+                result.append(metadata_key(argument))
             elif kind in (list, tuple):
-                self._prep_args_for_hash(result, each, state, id_hashed_objects)
+                self._prep_args_for_hash(result, argument, state, id_hashed_objects)
             else:
-                super()._prep_args_for_hash(result, (each,), state, id_hashed_objects)
+                super()._prep_args_for_hash(result, (argument,), state, id_hashed_objects)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

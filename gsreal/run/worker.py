@@ -141,7 +141,7 @@ def _phases(scenario: Scenario, spans: list[Span], ends_s: list[float]) -> dict[
     return {name: ((every - 1) * inner_s[name] + outer_s[name]) / every for name in inner_s}
 
 
-def _synchronizing(training: Training, steps: int = 1) -> AbstractContextManager[None]:
+def _synchronizing(training: Training, steps: int) -> AbstractContextManager[None]:
     """Return a context in which the last of `steps` steps is an outer one, if the run has periods."""
     return training.periods.from_step(training.periods.every - steps) if training.periods else nullcontext()
 

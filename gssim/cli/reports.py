@@ -59,10 +59,10 @@ def nothing_fits(found: Found) -> list[str]:
         return ["no plan so far that fits" if found.counts.left else "no plan of the space can run", *left_out(found)]
     candidate, result = found.nearest
     lines = ["no plan of the space fits", f"the nearest: {in_words(candidate.plan)}: {memory_lack(result)}"]
-    for each in result.remedies:
-        margin = each.margin.margin_bytes
-        then = f"{human_bytes(margin)} to spare" if each.fits else f"{human_bytes(-margin)} too much"
-        lines.append(f"  with {each.change}: {then}")
+    for remedy in result.remedies:
+        margin = remedy.margin.margin_bytes
+        then = f"{human_bytes(margin)} to spare" if remedy.fits else f"{human_bytes(-margin)} too much"
+        lines.append(f"  with {remedy.change}: {then}")
     return [*lines, *left_out(found)]
 
 
@@ -80,16 +80,16 @@ def left_out(found: Found) -> list[str]:
 def _plan_table(found: Found, outcomes: Sequence[Outcome], title: str) -> Table:
     more = UNITS.get(found.space.objective)
     table = folding(("", "plan", "step", *([more[0]] if more else []), "fullest", "left", "bound by"), title=title)
-    for number, each in enumerate(outcomes, start=1):
-        left = "" if each.result.margin is None else human_bytes(each.result.margin.margin_bytes)
+    for number, outcome in enumerate(outcomes, start=1):
+        left = "" if outcome.result.margin is None else human_bytes(outcome.result.margin.margin_bytes)
         table.add_row(
             str(number),
-            in_words(each.candidate.plan),
-            human_seconds(each.result.step_time_s),
-            *([f"{each.objective * more[1]:.4g}"] if more else []),
-            f"{each.full_ratio:.1%}",
+            in_words(outcome.candidate.plan),
+            human_seconds(outcome.result.step_time_s),
+            *([f"{outcome.objective * more[1]:.4g}"] if more else []),
+            f"{outcome.full_ratio:.1%}",
             left,
-            bound_by(each.result),
+            bound_by(outcome.result),
         )
     return table
 

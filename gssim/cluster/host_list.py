@@ -33,8 +33,8 @@ def hosts_in(text: str, *, file: str) -> list[str]:
 
 def _numbers(ranges: str, file: str) -> list[str]:
     numbers: list[str] = []
-    for each in ranges.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", each.strip())
+    for part in ranges.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise UserError(f"{file}: [{one_line(ranges, 40)}]: is no list of numbers and ranges")
         first, last = int(match[1]), int(match[2] or match[1])

@@ -143,10 +143,10 @@ def _in_words(errors: PresetErrors | None) -> str:
     if errors is None:
         return "no such runs"
     words = []
-    for quantity, each in (("step", errors.step), ("memory", errors.memory)):
-        if each is not None:
-            tail = f", {each.nine_in_ten_ratio:.1%}" if each.runs >= FEWEST_RUNS else ""
-            words.append(f"{quantity} {each.median_ratio:.1%}{tail} ({each.runs} runs)")
+    for quantity, error in (("step", errors.step), ("memory", errors.memory)):
+        if error is not None:
+            tail = f", {error.nine_in_ten_ratio:.1%}" if error.runs >= FEWEST_RUNS else ""
+            words.append(f"{quantity} {error.median_ratio:.1%}{tail} ({error.runs} runs)")
     return ", ".join(words)
 
 

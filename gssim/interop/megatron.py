@@ -310,7 +310,6 @@ def megatron(keys: Keys) -> Training:
     training.fused_maps = True
     training.async_input_gradients = Value(waits is None or not waits.value, waits.origin if waits else default)
     _masks(keys, training)
-    _dropout(keys)
     keys.close(MEGATRON)
     return training
 
@@ -328,35 +327,31 @@ def _offloading(keys: Keys, training: Training) -> None:
 DROPOUT = "approximated: the masks of dropout are those of the model file, if it has any"
 
 
-def _dropout(keys: Keys) -> None:
-    """Note dropout that is on: its masks, a byte for each element, are kept for the backward."""
-    for key in ("hidden-dropout", "attention-dropout"):
-        if key not in keys.values:
-            keys.listed.append((f"{key} is not given: 0.1", DROPOUT))
-        else:
-            keys.note(key, MODEL if keys.is_off(key) else DROPOUT)
-
-
 NOTED_MASK_BYTES = 2**28
 """Least size of masks that are noted."""
 
 
 def _masks(keys: Keys, training: Training) -> None:
-    """Note attention masks that are not counted: a byte for each pair of positions, on the stages at both ends.
+    """Note masks that are not counted: of attention, and of dropout that is on.
 
-    The data loader makes them unless it is told not to, and they live until a micro-batch's forward is done. Source:
-    pretrain_gpt.py, get_batch.
+    Of attention: a byte for each pair of positions, on the stages at both ends. The data loader makes them unless it is
+    told not to, and they live until a micro-batch's forward is done. Source: pretrain_gpt.py, get_batch. Of dropout: a
+    byte for each element, which is kept for the backward.
     """
     key = "no-create-attention-mask-in-dataloader"
     if (off := keys.enabled(key)) is not None:
         keys.note(off.key, "the loader's masks are not counted anyway")
     samples, length, ranks = training.micro_batch, training.sequence, training.cp
-    if off is not None or samples is None or length is None:
-        return
-    size_bytes = samples.value * length.value**2 / (ranks.value if ranks is not None else 1)
-    if size_bytes >= NOTED_MASK_BYTES:
+    if off is None and samples is not None and length is not None:
+        size_bytes = samples.value * length.value**2 / (ranks.value if ranks is not None else 1)
         what = f"approximated: a mask of {human_bytes(size_bytes)}, which the first and last stage hold in a forward"
-        keys.listed.append((f"{key} is not given", f"{what}, is not counted"))
+        if size_bytes >= NOTED_MASK_BYTES:
+            keys.listed.append((f"{key} is not given", f"{what}, is not counted"))
+    for key in ("hidden-dropout", "attention-dropout"):
+        if key in keys.values:
+            keys.note(key, MODEL if keys.is_off(key) else DROPOUT)
+        else:
+            keys.listed.append((f"{key} is not given: 0.1", DROPOUT))
 
 
 DISPATCHER = "moe-token-dispatcher-type"

@@ -122,14 +122,14 @@ class _Exchange:
 
 def _exchanges(layer: Layer, phase: str) -> list[_Exchange]:
     exchanges = []
-    for each in layer.reductions:
-        if each.moment.phase == phase and each.kind == "all-to-all":
-            at = each.moment.position
+    for reduction in layer.reductions:
+        if reduction.moment.phase == phase and reduction.kind == "all-to-all":
+            at = reduction.moment.position
             buffers = [buffer for buffer in layer.buffers if buffer.born.phase == phase]
             sent = next(buffer for buffer in buffers if buffer.born.position == at - 1)
             received = next(buffer for buffer in buffers if buffer.born.position == at)
             copy = min((b for b in buffers if b.born.position > at), key=lambda buffer: buffer.born.position)
-            exchanges.append(_Exchange(each, sent, received, copy))
+            exchanges.append(_Exchange(reduction, sent, received, copy))
     return exchanges
 
 

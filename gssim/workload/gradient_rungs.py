@@ -150,14 +150,14 @@ class _Part:
 def _parts_by_key(trace: RankTrace, parameters: Sequence[Placed]) -> dict[str, list[_Part]]:
     """Return the blocks of tensors by role; a fused query-key-value tensor counts both as a whole and by its thirds."""
     by_key: dict[str, list[_Part]] = {}
-    for each in parameters:
-        tensor = trace.tensors[each.name]
-        size = math.prod(each.shape) / len(tensor.blocks)
+    for parameter in parameters:
+        tensor = trace.tensors[parameter.name]
+        size = math.prod(parameter.shape) / len(tensor.blocks)
         for number, block in enumerate(tensor.blocks):
-            part = _Part(block, tensor.correlations, size, each.name)
+            part = _Part(block, tensor.correlations, size, parameter.name)
             thirds = THIRDS if len(tensor.blocks) % 3 else (THIRDS[number * 3 // len(tensor.blocks)],)
-            for role in (each.role, *(thirds if each.role == "qkv" else ())):
-                by_key.setdefault(f"{each.place}/{role}", []).append(part)
+            for role in (parameter.role, *(thirds if parameter.role == "qkv" else ())):
+                by_key.setdefault(f"{parameter.place}/{role}", []).append(part)
     return by_key
 
 
@@ -174,10 +174,10 @@ def rung_of(
     """Return a rung from statistics of dense training, with shapes at those of `shape_steps` that were sampled."""
     trace = next(trace for trace in statistics.traces if not trace.threshold)
     elements: dict[str, int] = {}
-    for each in parameters:
-        roles = THIRDS if each.role == "qkv" else (each.role,)
+    for parameter in parameters:
+        roles = THIRDS if parameter.role == "qkv" else (parameter.role,)
         for role in roles:
-            key, count = f"{each.place}/{role}", math.prod(each.shape) // len(roles)
+            key, count = f"{parameter.place}/{role}", math.prod(parameter.shape) // len(roles)
             elements[key] = elements.get(key, 0) + count
     common, deviation, shapes = {}, {}, {}
     for key, parts in _parts_by_key(trace, parameters).items():
@@ -205,9 +205,9 @@ def rung_of(
         shapes=shapes,
     )
     reached: Floats = np.zeros((len(statistics.sampled_steps), len(TRIED)))
-    for each in parameters:
-        blocks = trace.tensors[each.name].blocks
-        share = math.prod(each.shape) / len(blocks) / sum(math.prod(other.shape) for other in parameters)
+    for parameter in parameters:
+        blocks = trace.tensors[parameter.name].blocks
+        share = math.prod(parameter.shape) / len(blocks) / sum(math.prod(other.shape) for other in parameters)
         for block in blocks:
             reached += share * np.array([_sketch_tail(sketch, TRIED) for sketch in block.sketches])
     thresholds = {window: rounded(reaching(rung.weights(window) @ reached)) for window in WINDOWS}

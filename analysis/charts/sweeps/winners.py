@@ -304,7 +304,7 @@ def _legend(maps: Sequence[Map], levels: Sequence[float]) -> list[tuple[Artist, 
 def _words(maps: list[Map], layout: Layout, columns: Layout) -> str:
     sentences = []
     for place, cells in maps:
-        for each, members in cells.items():
+        for cell, members in cells.items():
             known = [won for level in thresholds(members) if (won := winner(members, level)) is not None]
             best = max(known, key=lambda won: won.speed_up_ratio, default=None)
             useful = [won for won in known if not is_control(won.thresholded)]
@@ -312,7 +312,7 @@ def _words(maps: list[Map], layout: Layout, columns: Layout) -> str:
             if best is not None:
                 density = percentage(best.thresholded["push_density_ratio"] or 0.0)
                 label = layout.setting_label(place) if columns is not layout else ""
-                where = f"{label} {_head(columns, each)}".strip()
+                where = f"{label} {_head(columns, cell)}".strip()
                 sentences.append(f"{where}: at best {best.speed_up_ratio:.2f} with {density} pushed")
     return (
         "Heat map of predicted speeds, thresholded over dense plans (above 1 a threshold wins), by network and "

@@ -152,7 +152,6 @@ def gpt3_headlines(simulations: Simulations) -> list[Headline]:
 PAPER = "Smith et al. 2022 (MT-NLG)"
 STEPS_S = {2240: 60.1, 2800: 50.2, 3360: 44.4}
 """Step time in s by number of A100: Smith et al. 2022, section 2.4."""
-STATED_FLOP_PER_S = {2240: 126e12, 2800: 121e12, 3360: 113e12}
 MEGATRON_BATCH, MEGATRON_LENGTH, TENSOR_RANKS, STAGES = 1920, 2048, 8, 35
 PEAK_FLOP_PER_S = 312e12
 

@@ -142,7 +142,7 @@ def check_publish(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse thresholds and overlap where parameters are not published by bucket, or not by point-to-point messages."""
     method, rules = scenario.plan.method, scenario.plan.publish
     if rules.overlap and policies.gradients == "all-reduce" and policies.zero1_implementation == "megatron":
-        _check_gathers_beside_forward(scenario, policies, file)
+        _check_gathers_beside_forward(scenario, file)
         rules = replace(rules, overlap=None)
     publishes = policies.gradients == "push" and policies.parameters == "replicated"
     for key in ("threshold", "overlap"):
@@ -171,7 +171,7 @@ def check_publish(scenario: Scenario, policies: Policies, file: str) -> None:
         )
 
 
-def _check_gathers_beside_forward(scenario: Scenario, policies: Policies, file: str) -> None:
+def _check_gathers_beside_forward(scenario: Scenario, file: str) -> None:
     """Refuse gathers of Megatron-LM's distributed optimizer beside the next forward where they are not modelled."""
     where = f"{file}: plan.publish.overlap = true"
     if not scenario.plan.overlap:

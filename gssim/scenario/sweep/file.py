@@ -242,10 +242,10 @@ def load_sweep(path: Path) -> Sweep:
     _check_names(sweep, path)
     tables: list[tuple[Sweep | Group, str]] = [(sweep, "")]
     tables += [(group, f"groups[{i}].") for i, group in enumerate(sweep.groups)]
-    for each, under in tables:
-        dimensions(each.axes, each.linked, f"{path}: {under}")
-        _check_conditions(each.keep, f"{path}: {under}keep")
-        _check_conditions(each.skip, f"{path}: {under}skip")
+    for table, under in tables:
+        dimensions(table.axes, table.linked, f"{path}: {under}")
+        _check_conditions(table.keep, f"{path}: {under}keep")
+        _check_conditions(table.skip, f"{path}: {under}skip")
     for name, variant in sweep.variants.items():
         _, axes, linked = parts_of_variant(variant, f"{path}: variants.{name}.")
         dimensions(axes, linked, f"{path}: variants.{name}.")
