@@ -428,8 +428,8 @@ def elementwise(state: Mapping[str, Any], piece: Piece) -> dict[str, Tensor]:
     for key, value in state.items():
         if isinstance(value, Tensor) and value.numel() > 1 and value.shape != shape and not piece.is_whole:
             raise RuntimeError(
-                f"the optimizer's state '{key}' has {value.numel()} values for a shard of {piece.tensor.numel()} elements, "
-                "so that it cannot be saved, loaded, moved or split by parameter: pass whole_tensors=True to "
+                f"the optimizer's state '{key}' has {value.numel()} values for a shard of {piece.tensor.numel()} "
+                "elements, so that it cannot be saved, loaded, moved or split by parameter: pass whole_tensors=True to "
                 "shard_gradients"
             )
     return {key: value.view(-1) for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}

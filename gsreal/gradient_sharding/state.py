@@ -15,6 +15,7 @@ recomputed, so that training continues exactly as without the migration.
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,9 +252,8 @@ class _FirstStates(defaultdict[Tensor, dict[str, Any]]):
 def first_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, State]:
     """Return the initial state of each tensor that has none yet, as its first step would create it; nothing is changed.
 
-    The optimizer creates it in a step with zero gradients and without decay, whose other effects are undone, those on
-    numbers of steps in its groups too: so it is zeros for Adam's moments, but ones for NAdam's product, and the learning
-    rate for Rprop's step sizes.
+    The optimizer creates it in a step with zero gradients and without decay, whose other effects are undone: so it is
+    zeros for Adam's moments, but ones for NAdam's product, and the learning rate for Rprop's step sizes.
     """
     fresh = [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state.get(p)]
     if not fresh:
@@ -261,24 +261,37 @@ def first_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, State]:
     saved = {p: (p.detach().clone(), p.grad) for p in fresh}
     others = [p for group in optimizer.param_groups for p in group["params"] if p not in saved]
     gradients = {p: p.grad for p in others}
-    options = [
-        {key: (value, _own_copy(value)) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
     state, optimizer.state = optimizer.state, _FirstStates()
     try:
         for p in fresh:
             p.grad = torch.zeros_like(p)
         for p in others:
             p.grad = None
-        for group in optimizer.param_groups:
-            if "weight_decay" in group:
-                group["weight_decay"] = 0.0
-        with torch.no_grad():
+        with _unchanged_options(optimizer), torch.no_grad():
+            for group in optimizer.param_groups:
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0.0
             optimizer.step()
         return {p: dict(optimizer.state[p].first) for p in fresh if p in optimizer.state}  # type: ignore[attr-defined]
     finally:
         optimizer.state = state
+        for p, (values, gradient) in saved.items():
+            p.detach().copy_(values)
+            p.grad = gradient
+        for p, gradient in gradients.items():
+            p.grad = gradient
+
+
+@contextmanager
+def _unchanged_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore the options of all groups at the end; some optimizers count their steps there."""
+    options = [
+        {key: (value, _own_copy(value)) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    try:
+        yield
+    finally:
         for group, before in zip(optimizer.param_groups, options, strict=True):
             for key in group.keys() - before.keys() - {"params"}:
                 del group[key]
@@ -286,11 +299,6 @@ def first_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, State]:
                 group[key] = value if isinstance(value, Tensor) else copied
                 if isinstance(value, Tensor):  # which a scheduler may hold too
                     value.detach().copy_(copied)
-        for p, (values, gradient) in saved.items():
-            p.detach().copy_(values)
-            p.grad = gradient
-        for p, gradient in gradients.items():
-            p.grad = gradient
 
 
 def initialise(optimizer: torch.optim.Optimizer) -> None:
