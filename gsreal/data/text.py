@@ -6,6 +6,7 @@ trained with the `tokenizers` library.
 Tasks of the GLUE benchmark are read from its distributed files.
 """
 
+import codecs
 import gzip
 import hashlib
 import json
@@ -253,7 +254,7 @@ def _pieces(path: Path) -> Iterator[bytes | None]:
     """Yield a file's text in pieces, None after each document."""
     try:
         with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
-            for piece in _json_lines(file, path) if ".jsonl" in path.suffixes else _whole(file):
+            for piece in _json_lines(file, path) if path.name.endswith((".jsonl", ".jsonl.gz")) else _whole(file, path):
                 if (why := excess("expanded_bytes", file.tell())) is not None:
                     raise UserError(f"workload.data.folder: {path}: {why}")
                 yield piece
@@ -261,8 +262,16 @@ def _pieces(path: Path) -> Iterator[bytes | None]:
         raise UserError(f"workload.data.folder: {path}: cannot be read: {error}") from None
 
 
-def _whole(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes | None]:
-    """Yield a file's text in pieces that end with a line, where lines are no longer than a piece, then None."""
+def _whole(file: BinaryIO | gzip.GzipFile, path: Path) -> Iterator[bytes | None]:
+    """Yield a file's text in pieces that end with a line, where lines are no longer than a piece, then None.
+
+    Without the byte order mark of UTF-8; raises UserError at another one.
+    """
+    start = file.read(len(codecs.BOM_UTF8))
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # the first two bytes of UTF-32's, too
+        raise UserError(f"workload.data.folder: {path}: is in UTF-16 or UTF-32; allowed: UTF-8")
+    if start != codecs.BOM_UTF8:
+        file.seek(0)
     empty = True
     while piece := file.read(PIECE_BYTES):
         empty = False
@@ -284,6 +293,8 @@ def _json_lines(file: BinaryIO | gzip.GzipFile, path: Path) -> Iterator[bytes | 
         try:
             text = json.loads(line)["text"]
             yield text.encode("utf-8", errors="replace")
+        except UnicodeDecodeError:
+            raise UserError(f"workload.data.folder: {path}: line {number} is not in UTF-8") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"workload.data.folder: {path}: line {number} is no JSON object with a field 'text'"

@@ -52,6 +52,8 @@ class Piece:
     """The parameter that the optimizer holds: the shard itself, or a view of a range of it."""
     place: slice
     """Its range of the shard."""
+    is_whole: bool = False
+    """Whether it is one whole parameter, in its shape."""
 
 
 class Bucket:
@@ -140,7 +142,9 @@ class Bucket:
         values = self.shard.detach()
         parts = [(parameter.shape or (1,), self.owned(parameter)[1]) for parameter in self.parameters]
         self.pieces = [
-            Piece(nn.Parameter(values[part].view(shape)), part) for shape, part in parts if part.stop > part.start
+            Piece(nn.Parameter(values[part].view(shape)), part, is_whole=True)
+            for shape, part in parts
+            if part.stop > part.start
         ]
 
     def on_gradient(self, parameter: nn.Parameter, *, pushes: bool) -> None:
@@ -415,8 +419,19 @@ def _cut(bucket: Bucket, piece: Piece, places: list[slice], optimizer: torch.opt
 
 
 def elementwise(state: Mapping[str, Any], piece: Piece) -> dict[str, Tensor]:
-    """Return those states of an optimizer that have a value for every element of a piece, as flat views."""
+    """Return those states of an optimizer that have a value for every element of a piece, as flat views.
+
+    Raises RuntimeError if a piece that is no whole parameter has a tensor of another size (scales of blocks, as of
+    moments in 8 bits): which of its values belong to which parameter cannot be told.
+    """
     shape = piece.tensor.shape  # of at least one dimension, unlike numbers of steps
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() > 1 and value.shape != shape and not piece.is_whole:
+            raise RuntimeError(
+                f"the optimizer's state '{key}' has {value.numel()} values for a shard of {piece.tensor.numel()} "
+                "elements, so that it cannot be saved, loaded, moved or split by parameter: pass whole_tensors=True to "
+                "shard_gradients"
+            )
     return {key: value.view(-1) for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
 
 

@@ -12,8 +12,10 @@ are the master copy, if there is one, and every elementwise tensor of the optimi
 recomputed, so that training continues exactly as without the migration.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,29 +261,44 @@ def first_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, State]:
     saved = {p: (p.detach().clone(), p.grad) for p in fresh}
     others = [p for group in optimizer.param_groups for p in group["params"] if p not in saved]
     gradients = {p: p.grad for p in others}
-    decays = [group.get("weight_decay") for group in optimizer.param_groups]
     state, optimizer.state = optimizer.state, _FirstStates()
     try:
         for p in fresh:
             p.grad = torch.zeros_like(p)
         for p in others:
             p.grad = None
-        for group in optimizer.param_groups:
-            if "weight_decay" in group:
-                group["weight_decay"] = 0.0
-        with torch.no_grad():
+        with _unchanged_options(optimizer), torch.no_grad():
+            for group in optimizer.param_groups:
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0.0
             optimizer.step()
         return {p: dict(optimizer.state[p].first) for p in fresh if p in optimizer.state}  # type: ignore[attr-defined]
     finally:
         optimizer.state = state
-        for group, decay in zip(optimizer.param_groups, decays, strict=True):
-            if "weight_decay" in group:
-                group["weight_decay"] = decay
         for p, (values, gradient) in saved.items():
             p.detach().copy_(values)
             p.grad = gradient
         for p, gradient in gradients.items():
             p.grad = gradient
+
+
+@contextmanager
+def _unchanged_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore the options of all groups at the end; some optimizers count their steps there."""
+    options = [
+        {key: (value, _own_copy(value)) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    try:
+        yield
+    finally:
+        for group, before in zip(optimizer.param_groups, options, strict=True):
+            for key in group.keys() - before.keys() - {"params"}:
+                del group[key]
+            for key, (value, copied) in before.items():
+                group[key] = value if isinstance(value, Tensor) else copied
+                if isinstance(value, Tensor):  # which a scheduler may hold too
+                    value.detach().copy_(copied)
 
 
 def initialise(optimizer: torch.optim.Optimizer) -> None:
@@ -410,6 +427,11 @@ def _own_memory(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+def _own_copy(value: Any) -> Any:
+    """Return a copy of a group's option; a tensor's without what computed it."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
 def _groups(parts: OptimizerParts) -> list[dict[str, Any]]:
     """Return the options of the groups, with the names of their parameters."""
     return [
@@ -460,11 +482,7 @@ def migrate(
         if bucket.shard.grad is not None:
             raise RuntimeError("gradients of this step are pending; shards can change owners only after `step`")
         state = optimizer.state.get(bucket.shard, {})
-        moving = {
-            name: value
-            for name, value in sorted(state.items())
-            if isinstance(value, Tensor) and value.shape == bucket.shard.shape
-        }
+        moving = dict(sorted(elementwise(state, bucket.pieces[0]).items()))
         is_view = bucket.shard.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
         if not is_view:
             moving["master copy"] = bucket.shard.detach()

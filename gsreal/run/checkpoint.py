@@ -7,12 +7,12 @@ saved by parameter name and element. So a training can resume with another numbe
 partition of the model (by layers or inside blocks) and, with Gradient Sharding, other buckets: each rank reads the
 elements it needs. Data are a function of seed and step.
 
-Rank-specific state is restored if there are as many ranks as before, with the same shares: torch's random states (of
-dropout), and the residuals and threshold estimates of a push. Otherwise random states are seeded from seed, step and
-rank, and residuals are dropped: each element loses less than the threshold, once. Shares that follow the rank speeds
-are restored too, if there are as many ranks; speeds are measured anew. What a publication with a threshold has held
-back is not saved: all ranks resume with the owners' values, so that losses differ a little from those of a run that was
-never interrupted.
+A dynamic factor on the loss goes on as it was. Rank-specific state is restored if there are as many ranks as before,
+with the same shares: torch's random states (of dropout), and the residuals and threshold estimates of a push. Otherwise
+random states are seeded from seed, step and rank, and residuals are dropped: each element loses less than the
+threshold, once. Shares that follow the rank speeds are restored too, if there are as many ranks; speeds are measured
+anew. What a publication with a threshold has held back is not saved: all ranks resume with the owners' values, so that
+losses differ a little from those of a run that was never interrupted.
 
 Checkpoints are read without running code, although a pickle may name any function to call. torch's own reader unpickles
 `.metadata` and each non-tensor value without restrictions (torch 2.13, checkpoint/filesystem.py and
@@ -298,6 +298,7 @@ class Checkpoints:
         _restore_shares(training, progress, progress.step - scenario.run.warmup_steps)
         with _raise_with_reason(path, "read"):
             load(_state_of(training), storage_reader=Reader(path), planner=Planner())
+        _read_loss_scale(training, path)
         if not (progress.ranks == dist.get_world_size() and _read_own(training, path)):
             torch.manual_seed(hash((scenario.run.seed, progress.step, rank)))
         if rank == 0:
@@ -482,7 +483,7 @@ def _form(scenario: Scenario) -> str:
     if policies.gradients != "push":
         return "torch" + (", master copies" if copies and policies.parameters == "replicated" else "")
     copies = copies or scenario.plan.publish.threshold is not None
-    form = "gradient-sharding" + (", master copies" if copies or policies.parameters != "replicated" else "")
+    form = "gradient-sharding" + (", master copies" if copies else "")
     tied = tied_parameters(unrolled(scenario.workload.model), scenario.stage_ranges) if policies.pp > 1 else ()
     return form + (", a state for each copy of tied parameters" if tied else "")
 
@@ -574,11 +575,16 @@ def _read_own(training: Training, folder: Path) -> bool:
     torch.set_rng_state(own["random"])
     if "random_cuda" in own and torch.cuda.is_available():
         torch.cuda.set_rng_state(own["random_cuda"])
-    if training.scaler is not None and "loss_scale" in own:
-        training.scaler.scale, training.scaler.clean_steps = own["loss_scale"]
     if isinstance(training.optimizer, GradientSharding):
         training.optimizer.pusher.load_state_dict(own["push"])
     return True
+
+
+def _read_loss_scale(training: Training, folder: Path) -> None:
+    """Restore the factor on the loss, which is equal on all ranks, whatever the number of ranks is now."""
+    if training.scaler is not None:
+        first = torch.load(folder / "rank-0.pt", weights_only=True)
+        training.scaler.scale, training.scaler.clean_steps = first["loss_scale"]
 
 
 def _ranges(training: Training) -> list[list[tuple[int, int]]]:

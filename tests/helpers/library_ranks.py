@@ -313,6 +313,23 @@ def histories_are_saved_by_parameter():
     dist.barrier()
 
 
+class Averaging(torch.optim.Optimizer):
+    """Counts steps in its groups, not by parameter, as schedule-free optimizers do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    base = self.state[p].setdefault("base", p.clone())
+                    base.sub_(p.grad, alpha=group["lr"])
+                    p.lerp_(base, 1 / group["step"])
+
+
 def state_before_the_first_step():
     """Reading `sharded` before the first step changes nothing, and returns the optimizer's initial state."""
     kinds = (
@@ -321,6 +338,7 @@ def state_before_the_first_step():
         (torch.optim.ASGD, {"lr": 1e-2, "lambd": 0.1}),
         (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}),
         (torch.optim.SGD, {**SGD, "dampening": 0.5}),
+        (Averaging, {"lr": 1e-1}),
     )
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
@@ -332,6 +350,9 @@ def state_before_the_first_step():
         train(reference, kind(reference.parameters(), **settings), batches(3), mine=False)
         train(model, optimizer, batches(3))
         check_equal(model, reference)
+        if kind is Averaging:
+            again.load_state_dict(optimizer.state_dict())
+            assert again.param_groups[0]["step"] == 3
         if kind is not torch.optim.SGD:  # an empty buffer and none are told apart by dampening alone
             dcp.load({"model": other, "optimizer": again.sharded()}, checkpoint_id=path)
             train(other, again, batches(3))

@@ -850,6 +850,28 @@ def states_of_other_optimizers_and_models():
         refused("take its state_dict()", copied, optimizer, "/dev/null")
 
 
+class BlockwiseSGD(torch.optim.SGD):
+    """Keeps a scale for every 16 elements of large tensors, as optimizers with moments in 8 bits do."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.numel() > 64:
+                self.state[p]["scales"] = torch.ones(-(-p.numel() // 16))
+        return super().step()
+
+
+@case
+def state_that_is_not_by_element():
+    model, other = mlp(), mlp()
+    optimizer = shard_gradients(model, partial(BlockwiseSGD, lr=0.1))
+    train(model, optimizer, True, steps=1)
+    for call in (optimizer.state_dict, lambda: optimizer.sharded().state_dict(), lambda: optimizer.reshard([0.7, 0.3])):
+        refused("state 'scales' has 16 values for a shard of 25", call)
+    whole = shard_gradients(other, partial(BlockwiseSGD, lr=0.1), whole_tensors=True)
+    train(other, whole, True, steps=1)
+    whole.load_state_dict(whole.state_dict())
+
+
 @case
 def one_rank_that_accumulates():
     model, reference = mlp(), mlp()

@@ -57,6 +57,9 @@ def test_the_file_of_tokens_is_made_once_and_again_when_a_text_changes(tmp_path,
     (folder / "a.txt").write_text("something else")
     assert stream(ours).tobytes().startswith(b"something else\x04")
     assert len(list((tmp_path / "cache").iterdir())) == 2  # nothing unfinished is left
+    (folder / "a.txt").write_text("marked, and not of JSON", encoding="utf-8-sig")
+    (folder / "a.txt").rename(folder / "a.jsonl.txt")
+    assert stream(ours).tobytes().startswith(b"marked, and not of JSON\x04")
 
 
 def test_a_tokeniser_reads_words_and_its_mask_is_used(tmp_path, corpus):
@@ -111,7 +114,11 @@ def test_faults_are_said_in_one_line(tmp_path, corpus):
     assert "line 2 is no JSON object with a field 'text'" in refused(made("b.jsonl", b'{"text": "x"}\n{"t": 1}\n'))
     assert "line 1 is no JSON object with a field 'text'" in refused(made("b.jsonl", b"[1]\n"))
     assert "line 1 is no JSON object with a field 'text'" in refused(made("b.jsonl", json.dumps({"text": 1}).encode()))
+    assert "line 2 is not in UTF-8" in refused(made("b.jsonl", b'{"text": "x"}\n{"text": "\xe4"}\n'))
     made("b.jsonl", b"")
+    for encoding in ("utf-16", "utf-32"):
+        assert "a.txt: is in UTF-16 or UTF-32; allowed: UTF-8" in refused(made("a.txt", "text".encode(encoding)))
+    made("a.txt", b"")
     assert "c.txt.gz: cannot be read: " in refused(made("c.txt.gz", b"no gzip"))
     assert "needs a vocabulary of 256, the model's is 255" in refused(
         workload_for(GPT | {"vocabulary": 255}, table(corpus))

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 from traceback import StackSummary
+from types import SimpleNamespace
 
 import commands
 import forks
@@ -18,6 +19,7 @@ from real_runs import HELPERS, SCENARIOS, slow_where, star
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gsreal.measure import Timeline
+from gsreal.methods.training import LossScaler
 from gsreal.run import rank
 from gsreal.run.checkpoint import (
     FORMAT,
@@ -25,6 +27,8 @@ from gsreal.run.checkpoint import (
     Checkpoints,
     _complete,
     _raise_with_reason,
+    _read_loss_scale,
+    _write_own,
     check_checkpoints,
     identity,
     last_undamaged,
@@ -131,6 +135,7 @@ PLANS: dict[str, tuple[int, list[str]]] = {
     "gs-divided-stages": (4, ["plan.method=gs", "plan.pp=2", "plan.cp=2", "plan.micro_batches=3", EVEN]),
     "gs-stages": (4, ["plan.method=gs", "plan.pp=2", "plan.dp_shard=2", "plan.micro_batches=3", EVEN]),
     "gs": (2, ["plan.method=gs", EVEN]),
+    "gs_z3": (3, ["plan.method=gs_z3", EVEN]),
     "gs_wgrad": (2, ["plan.method=gs_wgrad"]),
     "gs_wgrad-of-three": (3, ["plan.method=gs_wgrad"]),
     "zero3": (3, ["plan.method=zero3"]),
@@ -166,6 +171,8 @@ def test_a_model_cut_by_layers_goes_on_cut_inside_of_blocks(undisturbed, tmp_pat
         ("divided-stages", "cut-stages"),
         ("gs-divided-stages", "gs"),
         ("gs", "gs-stages"),
+        ("gs", "gs_z3"),
+        ("gs_z3", "gs"),
     ],
     ids="-then-".join,
 )
@@ -383,6 +390,29 @@ def test_what_updates_a_master_copy_is_saved_with_it(tmp_path: Path):
     check_checkpoints(scenario, tmp_path, 1, where="scenario.toml")
     message = refusal("plan.method=zero3", *bf16, folder=tmp_path)
     assert "state = 'torch, master copies' there, 'torch' in scenario.toml" in message
+
+
+def test_shards_of_parameters_have_no_master_copies_beside_them_but_in_16_bits(tmp_path: Path):
+    """What replicas have saved goes on sharded at rest, and the other way round; a threshold's copies are not there."""
+    for precision in ("fp64", "bf16"):
+        changes, folder = [f"workload.precision={precision}"], tmp_path / precision
+        plan = overrides(2, STEPS, "plan.method=gs_z3", *changes)
+        written(folder, load_scenario(DEMO, plan, gradients_needed=False).scenario, 4)
+        replicas = load_scenario(DEMO, overrides(2, STEPS, "plan.method=gs", *changes), gradients_needed=False).scenario
+        check_checkpoints(replicas, folder, 1, where="scenario.toml")
+    thresholded = refusal("plan.method=gs", "plan.publish.threshold=0", folder=tmp_path / "fp64")
+    assert "state = 'gradient-sharding' there, 'gradient-sharding, master copies' in scenario.toml" in thresholded
+
+
+def test_a_factor_on_the_loss_goes_on_with_any_number_of_ranks(tmp_path: Path, monkeypatch):
+    """Each rank reads the first one's file: a factor at its start would skip steps until it is small enough again."""
+    saved, resumed = (SimpleNamespace(scaler=LossScaler("dynamic", []), optimizer=None) for _ in range(2))
+    saved.scaler.scale, saved.scaler.clean_steps = 512.0, 7
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    _write_own(saved, tmp_path)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    _read_loss_scale(resumed, tmp_path)
+    assert (resumed.scaler.scale, resumed.scaler.clean_steps) == (512.0, 7)
 
 
 def test_a_broken_checkpoint_is_refused(tmp_path: Path):
