@@ -29,8 +29,45 @@ def one_line(text: str, longest: int | None = None) -> str:
     return f"{head.rstrip()} ... {tail.lstrip()}"
 
 
+_SAME_IN_OTHER_PROGRAMS = {
+    "tp": "tensor_parallel tensor_model_parallel tensor_parallelism",
+    "pp": "pipeline_parallel pipeline_model_parallel pipeline_parallelism pipeline_stages",
+    "cp": "context_parallel context_parallelism sequence_parallel_size",
+    "ep": "expert_parallel expert_model_parallel expert_parallelism",
+    "dp_shard": "data_parallel_shard data_parallel dp fsdp_size",
+    "dp_replicate": "data_parallel_replicate",
+    "micro_batches": "gradient_accumulation_steps grad_accumulation_steps num_microbatches num_micro_batches",
+    "recompute": "activation_checkpointing gradient_checkpointing activation_checkpoint recompute_granularity",
+    "global_batch_size": "batch train_batch",
+    "sequence_length": "seq_length seq_len seqlen max_seq_length max_length context_length",
+    "precision": "dtype torch_dtype mixed_precision param_dtype data_type",
+    "learning_rate": "lr",
+    "clip_norm": "max_grad_norm max_norm gradient_clipping grad_clip clip_grad",
+    "fp32": "float32 float",
+    "bf16": "bfloat16",
+    "fp16": "float16 half",
+    "fp64": "float64 double",
+    "ddp": "distributed_data_parallel",
+    "fsdp": "fsdp2 fully_shard full_shard",
+    "adamw": "adamw_torch adamw_torch_fused fused_adamw",
+}
+_FIELD_NAMES = {name: ours for ours, names in _SAME_IN_OTHER_PROGRAMS.items() for name in names.split()}
+
+
+def field_name(name: str) -> str:
+    """Return this project's name of a key or value that other programs name otherwise; else the name itself.
+
+    >>> field_name("tensor-model-parallel-size"), field_name("bfloat16"), field_name("tp")
+    ('tp', 'bf16', 'tp')
+    """
+    plain = name.lower().replace("-", "_")
+    cut = plain.removesuffix("_size").removesuffix("_degree")
+    return _FIELD_NAMES.get(plain) or _FIELD_NAMES.get(cut) or (cut if cut in _SAME_IN_OTHER_PROGRAMS else name)
+
+
 def nearest_name(name: str, known: Iterable[str], *, least_ratio: float = 0.6) -> str | None:
-    """Return the name that was probably meant: one that is equal but for case, begins alike, or is written alike.
+    """Return the name that was probably meant: what other programs call so, or one that is equal but for case, begins
+    alike, or is written alike.
 
     `least_ratio`: of letters in common, as difflib counts them. Endings of files, which all have, make no names alike.
 
@@ -40,6 +77,8 @@ def nearest_name(name: str, known: Iterable[str], *, least_ratio: float = 0.6) -
     (None, 'demo.toml')
     """
     names = list(known)
+    if (ours := field_name(name)) in names:
+        return ours
     folded = name.lower()
     for alike in (str.__eq__, str.startswith):
         candidates = [each for each in names if alike(each.lower(), folded)] if folded else []

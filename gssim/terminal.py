@@ -28,7 +28,7 @@ from rich.text import Text
 from gssim.cluster.presets import expected_errors
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution.files import write_text
-from gssim.result import Result, busiest_link, pace
+from gssim.result import LinkUse, Result, busiest_link, pace
 from gssim.units import human_bytes, human_seconds, lift, restored
 
 if TYPE_CHECKING:
@@ -68,17 +68,23 @@ def _uncertain(result: Result) -> Iterator[str]:
             yield one_line(result.provenance[key], MAX_SOURCE_CHARACTERS * 4)
 
 
-def print_result(result: Result) -> None:
-    """Print a Result for people."""
+def print_result(result: Result, *, changed: Sequence[str] = (), utilisation_ratio: float | None = None) -> None:
+    """Print a Result for people.
+
+    `changed`: overrides of the scenario's file, `KEY=VALUE`, whose question they may change; `utilisation_ratio`: of
+    the devices' peak FLOP/s by the model's, if known.
+    """
     console = plain_console(PIPE_WIDTH)
     scenario = result.scenario
     name, question = one_line(str(scenario["name"])), one_line(str(scenario["question"]))
     console.print(Text.assemble((name, "bold"), f": {question}"))
+    if changed:
+        console.print(f"with {one_line(', '.join(changed))}")
     word = "predicted" if result.source == "simulated" else "measured"
+    used = f", MFU {utilisation_ratio:.1%}" if utilisation_ratio is not None else ""
     density = f", push density {result.density.push:.3%}" if result.density.push is not None else ""
-    console.print(
-        f"{word} step {human_seconds(result.step_time_s)}, {result.throughput_samples_per_s:.4g} samples/s{density}"
-    )
+    rates = f"{result.throughput_samples_per_s:.4g} samples/s{_tokens(result)}{used}{density}"
+    console.print(f"{word} step {human_seconds(result.step_time_s)}, {rates}")
     for line in (*_periods(result), *_band(result), *_target_density(result)):
         console.print(line)
     for line in expected_errors_of(result):
@@ -88,7 +94,7 @@ def print_result(result: Result) -> None:
         console.print(f"bottleneck: {pace(result)}")
     if result.idle_devices:
         console.print(f"idle: {idle_list(result.idle_devices)}")
-    for line in _uncertain(result):
+    for line in (*_expense(result), *_uncertain(result)):
         console.print(line)
     if result.divisions:
         console.print(_division_table(result))
@@ -98,6 +104,23 @@ def print_result(result: Result) -> None:
         console.print(_collective_table(result, "one step" if result.periods is None else several))
     if any(link.bytes for link in result.links):
         console.print(_link_table(result))
+
+
+def _tokens(result: Result) -> str:
+    """Return tokens per second, in all and of a device, of a model of tokens; else an empty text."""
+    workload = result.scenario["workload"]
+    if workload["model"]["input"]["kind"] != "tokens":
+        return ""
+    per_s = result.throughput_samples_per_s * workload["sequence_length"]
+    return f", {per_s:,.0f} tokens/s ({per_s / sum(entry.count for entry in result.ranks):,.0f} a device)"
+
+
+def _expense(result: Result) -> list[str]:
+    """Return a line on what a step costs, where prices or powers of all devices are known."""
+    cost_usd, energy_j = result.cost_usd_per_step, result.energy_j_per_step
+    parts = [] if cost_usd is None else [f"{cost_usd:.3g} USD"]
+    parts += [] if energy_j is None else [f"{energy_j / 1e3:.4g} kJ"]
+    return [f"a step costs {' and '.join(parts)} (devices only)"] if parts else []
 
 
 def expected_errors_of(result: Result) -> list[str]:
@@ -148,10 +171,6 @@ def _print_fit(console: Console, result: Result) -> None:
         )
 
 
-SHOWN_GROUPS = 4
-"""Number of groups with equal collectives that are shown each in a row; a pipeline has a pair for every message."""
-
-
 def _collective_table(result: Result, title: str) -> Table:
     """Return a table of a step's collectives; those that many groups carry out alike have one row.
 
@@ -163,13 +182,10 @@ def _collective_table(result: Result, title: str) -> Table:
         key = (entry.kind, str(entry.count), human_bytes(entry.bytes), carried, str(len(entry.group)))
         alike.setdefault(key, []).append(entry.group)
     table = folding(("collective", "ranks", "count", "size", "carried"), title=title)
-    for (kind, count, size, carried, _), groups in alike.items():
-        if len(groups) > SHOWN_GROUPS:
-            others = f"{rank_list(groups[0])}; as do {len(groups) - 1:,} other groups of {len(groups[0])}"
-            table.add_row(kind, others, count, size, carried)
-        else:
-            for group in groups:
-                table.add_row(kind, rank_list(group), count, size, carried)
+    for (kind, count, size, carried, _), (group, *others) in alike.items():
+        as_well = f"as {'does' if len(others) == 1 else 'do'} {len(others):,} other group{'s'[: len(others) > 1]}"
+        ranks = f"{rank_list(group)}; {as_well} of {len(group)}" if others else rank_list(group)
+        table.add_row(kind, ranks, count, size, carried)
     return table
 
 
@@ -467,12 +483,14 @@ IMBALANCE = "of which for slower ranks"
 
 
 def _link_table(result: Result) -> Table:
-    """Return a table of the busiest links."""
-    busiest = sorted(result.links, key=lambda link: (-link.utilisation_ratio, link.name))
-    shown = [link for link in busiest[:SHOWN_LINKS] if link.bytes]
+    """Return a table of the busiest links; those with equal figures have one row."""
     table = folding(("link", "equal ones", "bytes", "used"), title="busiest links")
-    for link in shown:
-        table.add_row(link.name, str(link.count), human_bytes(link.bytes), f"{link.utilisation_ratio:.1%}")
+    alike: dict[tuple[str, str], list[LinkUse]] = {}
+    for link in sorted(result.links, key=lambda link: (-link.utilisation_ratio, link.name)):
+        if link.bytes:
+            alike.setdefault((human_bytes(link.bytes), f"{link.utilisation_ratio:.1%}"), []).append(link)
+    for (size, used), links in list(alike.items())[:SHOWN_LINKS]:
+        table.add_row(links[0].name, str(sum(link.count for link in links)), size, used)
     return table
 
 

@@ -32,7 +32,7 @@ from pydantic import (
     model_serializer,
 )
 
-from gssim.errors import MistakenNameError, UserError, nearest_name
+from gssim.errors import MistakenNameError, UserError, field_name, nearest_name
 
 DECIMAL_PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 BINARY_PREFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
@@ -545,7 +545,7 @@ def _allowed(table: Any, place: tuple[Any, ...], cls: type) -> str:
     (table,) = tables
     names = [field.name for field in fields(table) if not field.name.startswith("_")]
     key = str(place[-1])
-    elsewhere = sorted(_paths_to(key, cls), key=lambda path: path.count("."))
+    elsewhere = sorted(_paths_to(field_name(key), cls), key=lambda path: path.count("."))
     close = nearest_name(key, names, least_ratio=0.8) or next(iter(elsewhere), None) or nearest_name(key, names)
     hint = f"did you mean {close}? " if close else ""
     others = f" and {len(names) - MOST_NAMES} others" if len(names) > MOST_NAMES else ""

@@ -34,6 +34,10 @@ from analysis.charts.drawing import (
 
 TITLE = "How close does the simulator come to what was measured?"
 MOST_LABELLED = 25
+NOTE_STEP_IN = 0.19
+"""Distance of two lines of notes."""
+LEAST_WIDE_IN = 8.2
+"""Width of the title, and of the legend of naive predictions."""
 STACKED_IN = 1.75
 """Distance of panels that stand one above the other: the upper one's legend, the lower one's title."""
 WORST_LABELLED = 8
@@ -96,23 +100,28 @@ def predicted_vs_measured(comparison: pl.DataFrame) -> Figure:
     with mpl.rc_context(STYLE):
         side_in = LARGE_IN if large else max(4.4, LABEL_GAP_IN * (len(labels) + 1))
         label_in = 0.04 * side_in + 0.15 + max((label_width_in(f"{label}  (+100.0 %)") for label in labels), default=0)
-        left_in, bottom_in, top_in = 0.85, 2.05, 1.2
+        left_in, bottom_in = 0.85, 2.05
+        quantities = [each for each in (STEP_TIME, PEAK_MEMORY) if _known(comparison, each)] or [STEP_TIME]
         # side by side; of many points, whose labels are long, one above the other
         across_in, down_in = (0.0, side_in + STACKED_IN) if large else (left_in + side_in + label_in, 0.0)
-        width_in = left_in + side_in + label_in + across_in
-        height_in = bottom_in + side_in + top_in + down_in
-        figure = new_figure(width_in, height_in)
-        for i, quantity in enumerate((STEP_TIME, PEAK_MEMORY)):
-            left, bottom = left_in + i * across_in, bottom_in + (1 - i) * down_in
-            axes = add_axes(figure, (left, bottom, side_in, side_in))
-            _diagonal_panel(axes, comparison, labels, quantity, side_in)
+        across_in, down_in = ((len(quantities) - 1) * step_in for step_in in (across_in, down_in))
+        width_in = max(LEAST_WIDE_IN, left_in + side_in + label_in + across_in)
         note = (
-            "Above the line the prediction is too high, below it too low. In brackets: predicted / measured \u2212 1"
+            "Above the line the prediction is too high, below it too low. "
+            "In brackets: predicted / measured \u2212\u00a01"
             + (f"; of {len(labels)} points the worst {WORST_LABELLED}" if large else "")
             + ", bold where it leaves the grey band."
+            + "".join(f" No {each.axis} was measured." for each in (STEP_TIME, PEAK_MEMORY) if each not in quantities)
         )
         notes = wrapped(note, width_in - left_in - 0.2)
-        write_heading(figure, TITLE, notes, notes_in=0.6, step_in=0.19, x_in=left_in)
+        top_in = 1.2 + NOTE_STEP_IN * max(0, len(notes) - 2)
+        height_in = bottom_in + side_in + top_in + down_in
+        figure = new_figure(width_in, height_in)
+        for i, quantity in enumerate(quantities):
+            left, bottom = left_in + i * across_in, bottom_in + (len(quantities) - 1 - i) * down_in
+            axes = add_axes(figure, (left, bottom, side_in, side_in))
+            _diagonal_panel(axes, comparison, labels, quantity, side_in)
+        write_heading(figure, TITLE, notes, notes_in=0.6, step_in=NOTE_STEP_IN, x_in=left_in)
         methods = in_order(comparison["method"].to_list())
         column_in = COLUMN_IN + max(label_width_in(plain(method)) for method in methods)
         figure.legend(
@@ -126,6 +135,12 @@ def predicted_vs_measured(comparison: pl.DataFrame) -> Figure:
             alignment="left",
         )
     return figure
+
+
+def _known(comparison: pl.DataFrame, quantity: Quantity) -> bool:
+    """Return whether any scenario has the quantity, predicted and measured."""
+    columns = (quantity.measured, quantity.predicted, quantity.error)
+    return comparison.select(pl.all_horizontal(pl.col(columns).is_not_null()).any()).item() is True
 
 
 def _diagonal_panel(

@@ -590,7 +590,7 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
             package_digest("gsreal"),
             "measured",
             "another gsreal",
-            "--again measures anew",
+            "run it again, with --again if a sweep or a study made it",
         ),
     ]
     sentences += doubts(measured)

@@ -68,7 +68,8 @@ def settings_in(path: Path, *, given: Mapping[str, Any]) -> dict[str, Any]:
 def _entries(data: Mapping[str, Any], usual: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the entries of a config that change a training."""
     if data.get("quantization_config") and "quantization_config" not in given:
-        raise UserError(f"{path}: quantization_config: quantized weights are not trained; take the model without")
+        without = "--argument quantization_config=null traces the model without"
+        raise UserError(f"{path}: quantization_config: quantized weights are not trained; {without}")
     config = {}
     for key, value in data.items():
         if key in WITHOUT_EFFECT or key in given or (key == "auto_map" and _names_transformers_own(value)):

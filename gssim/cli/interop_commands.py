@@ -73,7 +73,7 @@ def import_command(
             variables=variables or [],
         )
     except interop.RefusedError as error:
-        for line in error.refused:
+        for line in error.refused[1:] and error.refused:  # the error itself names a single one
             _say("import", "refused", line)
         raise
     for reason, lines in imported.reasons:

@@ -14,6 +14,7 @@ are written with a leading apostrophe, as spreadsheets themselves mark text, and
 
 import csv
 import errno
+import glob
 import hashlib
 import io
 import json
@@ -447,6 +448,18 @@ def _remove_marked(folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _similar_file(path: Path) -> str:
+    """Return a question for a file that is there: of a similar name, or of the same name in a folder below."""
+    folder = path.parent
+    if not folder.is_dir():
+        return ""
+    close = nearest_name(path.name, os.listdir(folder))
+    name = glob.escape(path.name)
+    below = () if close else sorted((*folder.glob(f"*/{name}"), *folder.glob(f"*/{name}.toml")))
+    found = folder / close if close else next(iter(below), None)
+    return f"; did you mean {found}?" if found else ""
+
+
 def read_text(path: Path) -> str:
     """Return the text of a file in UTF-8, without a byte-order mark; raise UserError where it cannot be read."""
     try:
@@ -459,9 +472,7 @@ def read_text(path: Path) -> str:
             raise UserError(f"{path}: {why}")
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except FileNotFoundError:
-        folder = path.parent
-        close = nearest_name(path.name, os.listdir(folder)) if folder.is_dir() else None
-        raise UserError(f"{path}: no such file{f'; did you mean {close}?' if close else ''}") from None
+        raise UserError(f"{path}: no such file{_similar_file(path)}") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a folder, not a file") from None
     except UnicodeDecodeError as error:

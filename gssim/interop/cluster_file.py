@@ -365,8 +365,11 @@ def _of_cores(hosts: Sequence[Host], fabric: Fabric | None, name: str, source: s
 
 def _text(data: dict[str, Any], notes: Sequence[str], fabric: Fabric | None, fitted: Sequence[str]) -> str:
     """Return the tables as TOML, with comments on what was assumed and what was fitted."""
-    lines = [f"# What does {one_line(str(data['name']))} do?", *(f"# default: {one_line(note)}" for note in notes)]
-    lines += [f"# {one_line(note)}" for note in fitted]
+    lines = [
+        "# Written by gssim cluster; what its files did not say:",
+        *(f"# default: {one_line(note)}" for note in notes),
+    ]
+    lines += [f"# fitted: {one_line(note)}" for note in fitted]
     if fabric is not None and len(fabric.nodes) <= 64:
         lines.append(f"# server0 to server{len(fabric.nodes) - 1}: {one_line(', '.join(fabric.nodes))}")
     lines += [f"{key} = {toml(data[key])}" for key in ("name", "backend", "nccl", "source") if key in data]

@@ -164,13 +164,17 @@ def _precision(keys: Keys, training: Training) -> None:
 def deepspeed(keys: Keys) -> Training:
     """Return the training in a DeepSpeed configuration."""
     training = Training()
-    for name, key, sets in (
+    batch = (
         ("global_batch", "train_batch_size", "workload.global_batch_size"),
         ("micro_batch", "train_micro_batch_size_per_gpu", "workload.global_batch_size"),
         ("accumulation", "gradient_accumulation_steps", "plan.micro_batches"),
-    ):
+    )
+    numbers = sum(isinstance(keys.raw(key), int) for _, key, _ in batch)
+    for name, key, sets in batch:
         if keys.raw(key) == "auto" and sets in keys.overridden:
             keys.note(key, f"replaced by --set {sets}")
+        elif keys.raw(key) == "auto" and numbers == len(batch) - 1:
+            keys.note(key, "follows from the other two sizes and the number of ranks")
         else:
             setattr(training, name, keys.integer(key, sets=sets))
     if training.global_batch is not None and training.micro_batch is None and training.accumulation is None:

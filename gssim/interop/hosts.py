@@ -476,6 +476,10 @@ REPORTS = {
         "ibnetdiscover's list",
         "make a topology.conf of it (topograph, or slurmibtopology), and give that",
     ),
+    r"^#\s+size\s+count\s+type": (
+        "a log of nccl-tests, without hosts and links",
+        "give it by --nccl-tests, beside a host's file or --gpu",
+    ),
     r"^PARTITION +AVAIL": ("sinfo's list, without switches", "give topology.conf, or --gpu, --devices and --hosts"),
 }
 """(what it is, what to give instead) of the output of other commands, by a pattern that it matches."""

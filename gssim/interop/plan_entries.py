@@ -202,7 +202,10 @@ def _offload(job: _Job) -> list[Entry]:
         return []
     if cluster.host is None:
         unknown = f"the cluster '{cluster.name}' does not say what its hosts' memory holds"
-        reason = f"{unknown}: give one that has 'host', or --ignore the key"
+        tables = (
+            "the table 'host' (memory_bytes, memory_bandwidth_bytes_per_s, source) and host_memory = true of servers"
+        )
+        reason = f"{unknown}: add {tables}, as scenarios/clusters/dgx-h100.toml has them, or --ignore the key"
         job.keys.refuse_value(offload, reason, "plan.offload", "cluster.host")
         if "cluster.host" not in job.keys.overridden:  # ignored, replaced, or nothing is written
             return []

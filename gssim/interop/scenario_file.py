@@ -287,7 +287,7 @@ def _written(
         return os.path.relpath(name, folder) if not Path(name).is_absolute() else name
 
     lines = [
-        f"# What does the {form} configuration {one_line(path.name)} take here?",
+        f"# How long does a step of {one_line(path.name)} ({form}) take on this cluster, and does it fit?",
         "# Written by gssim import; behind each key what it was read from.",
         f"cluster = {toml(place(places['cluster']))}  # --cluster",
     ]

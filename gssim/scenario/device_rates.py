@@ -1,12 +1,13 @@
 """Rates of devices for a workload: measured profiles, achieved and peak FLOP/s; bytes of an element."""
 
+from collections import Counter
 from dataclasses import replace
 
 from gssim.cluster import Cluster, Curve, DeviceType, LayerProfile
 from gssim.cluster.measured import OptimizerCost, Profile
 from gssim.errors import UserError
 from gssim.units import PRECISION_BYTES, Precision, Rate
-from gssim.workload import Layer, Workload, implementation_on
+from gssim.workload import Layer, Workload, implementation_on, unrolled
 
 
 def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> LayerProfile | None:
@@ -130,6 +131,34 @@ def peak_flop_per_s(device: DeviceType, precision: Rate, *, name: str = "") -> f
             "another workload.precision, or a plan.ranks that leaves out such devices"
         )
     return peak
+
+
+# Model FLOP ----------------------------------------------------------------------------------------------------------
+
+
+def model_flop_utilisation(cluster: Cluster, workload: Workload, *, ranks: int, step_time_s: float) -> float | None:
+    """Return the fraction of its devices' peak rates that a training's model FLOP reach (MFU).
+
+        MFU = 3 * FLOP of the forward over the batch / (step time * sum of the devices' peak FLOP/s)
+
+    A backward counts as twice its forward, whatever it recomputes, and attention as if it were not causal. The peak is
+    that of matrix products in the workload's precision; of `workload.map_precision` too, though 8 bits are faster. None
+    where the model is trained in part only, where no peak is stated, and on CPUs, whose stated rates are measured ones.
+
+    Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    if workload.adapters or workload.frozen:
+        return None
+    peak_flop_per_s = 0.0
+    for name, count in Counter(device.type for device in cluster.devices[:ranks]).items():
+        device = cluster.device_types[name]
+        peak = device.peak_flop_per_s.get(product_precision(device, workload))
+        if device.kind == "cpu" or peak is None:
+            return None
+        peak_flop_per_s += count * peak
+    shape = {"b": workload.global_batch_size, "s": workload.sequence_length or 0}
+    forward_flop = sum(instance.layer.forward_flop.at(**shape) for instance in unrolled(workload.model))
+    return 3 * forward_flop / (step_time_s * peak_flop_per_s) if step_time_s else None
 
 
 # Bytes of an element -------------------------------------------------------------------------------------------------

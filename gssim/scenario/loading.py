@@ -141,6 +141,9 @@ def _load(
 ) -> _CachedScenario:
     """Load a scenario and return it with the files that were read; see `load_scenario`."""
     folders = _Folders(path.parent)
+    if tables is None and str(path) in shipped_models() and not path.exists():
+        use = f"`gssim fits {path} --gpu h100 --count 8`, or `--set workload.model={path}` with a scenario"
+        raise MistakenNameError(f"{path}: no such file; it is the name of a model: {use}")
     text, content = _content(path, shared) if tables is None else ("", _with_own_layers(tables, shared))
     data = _copy_of_tables(content)
     file = str(path)
@@ -397,10 +400,23 @@ def _cluster(path: Path, changes: Changes, file: str, folders: _Folders, shared:
     files |= {key: _find_file(value, f"cluster.{key}", file, folders) for key, value in named.items()}
     tables = {key: _content(each, shared)[1] for key, each in files.items()}
     changes = tuple((key, value) for key, value in changes if key not in named)
+    _check_device_types(data | tables, changes, str(path))
     key = (str(path), Same(data), *map(Same, tables.values()), repr(changes))
     return shared.once(
         "cluster", key, lambda: validated(Cluster, _with_changes(data | tables, "cluster", changes), file=str(path))
     )
+
+
+def _check_device_types(data: dict[str, Any], changes: Changes, file: str) -> None:
+    """Raise UserError for an override of a value of a device type that the cluster has not, and that is not new."""
+    types = data.get("device_types")
+    parts = [key.split(".") for key, _ in changes if key.startswith("device_types.")]
+    new = {name for _, name, *rest in parts if rest[:1] in ([], ["preset"], ["kind"])}
+    for _, name, *_ in parts:
+        if isinstance(types, dict) and name not in types and name not in new:
+            raise MistakenNameError(
+                f"{file}: device_types.{name}: the cluster has no such type; it has {', '.join(types)}"
+            )
 
 
 def _with_changes(data: dict[str, Any], under: str, changes: Changes) -> dict[str, Any]:
@@ -554,7 +570,8 @@ def _find_file(name: str, key: str, file: str, folders: _Folders) -> Path:
     if close is None and Path(name).name == name:  # or it lies one folder below, as `clusters/` does
         below = {path.name: str(path.relative_to(folder)) for path in sorted(folder.glob("*/*.toml"))}
         close = below.get(nearest_name(name, below) or "")
-    hint = f"; did you mean {close}?" if close else ""
+    looked_in = ", ".join(dict.fromkeys(str(candidate.parent) for candidate in candidates))
+    hint = f"; did you mean {close}?" if close else "" if Path(name).is_absolute() else f"; looked for in {looked_in}"
     raise MistakenNameError(f"{file}: {key} = '{name}': no such file{hint}")
 
 

@@ -47,10 +47,20 @@ def test_a_missing_scenario(refusal, tmp_path):
 
 def test_files_that_were_probably_meant_are_named(refusal, tmp_path):
     (tmp_path / "pair.toml").touch()
-    assert refusal(tmp_path / "pari.toml").endswith("pari.toml: no such file; did you mean pair.toml?")
+    assert refusal(tmp_path / "pari.toml").endswith(f"no such file; did you mean {tmp_path / 'pair.toml'}?")
+    assert refusal(tmp_path.parent / "pair").endswith(f"no such file; did you mean {tmp_path / 'pair.toml'}?")
+    assert "it is the name of a model: `gssim fits llama3-8b " in refusal("llama3-8b")
     demo = SCENARIOS / "demo.toml"
     with pytest.raises(UserError, match=r"cluster = 'two-cores': no such file; did you mean clusters/two-cores.toml\?"):
         load_scenario(demo, ["cluster=two-cores"])
+    with pytest.raises(UserError, match=r"cluster = 'a/b.toml': no such file; looked for in a, .*scenarios.a$"):
+        load_scenario(demo, ["cluster=a/b.toml"])
+
+
+def test_an_override_of_a_device_type_that_the_cluster_has_not(refusal, tmp_path):
+    """It was taken for a new type: `device_types.b200.kind: missing`."""
+    line = refusal(write_files(tmp_path), "cluster.device_types.b200.memory_bytes=80 GB")
+    assert "device_types.b200: the cluster has no such type; it has " in line
 
 
 def test_a_folder_for_a_scenario(refusal, tmp_path):
@@ -316,6 +326,9 @@ def test_a_name_that_no_file_can_have(refusal, tmp_path, name):
         ("cluster.nam=x", "pair.toml: nam: unknown key; did you mean name?"),
         ("workload.model.nam=x", "tiny.toml: nam: unknown key; did you mean name?"),
         ("plan.metod=ddp", "plan.metod: unknown key; did you mean method?"),
+        ("plan.tensor_parallel_size=2", "plan.tensor_parallel_size: unknown key; did you mean tp?"),
+        ("plan.batch_size=2", "plan.batch_size: unknown key; did you mean workload.global_batch_size?"),
+        ("workload.precision=bfloat16", "'fp16' or 'fp64'; did you mean 'bf16'?"),
         ("method=ddp", "method: unknown key; did you mean plan.method? allowed: name, question"),
         (
             "plan.threshold=1e-3",

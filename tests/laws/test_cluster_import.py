@@ -498,6 +498,10 @@ REPORTS = {
     "lstopo.xml": ('<!DOCTYPE topology SYSTEM "hwloc2.dtd">\n<topology version="2.0"/>', "nvidia-smi topo -m"),
     "ibstat.txt": ("CA 'mlx5_0'\n\tCA type: MT4123\n", "--nic"),
     "fabric.txt": ("#\nvendid=0x2c9\nswitchguid=0x1(1)\n", "topograph"),
+    "reduce.log": (
+        "# nThread 1 nGpus 8\n#       size         count      type   redop\n  1024 256 float\n",
+        "--nccl-tests",
+    ),
     "lspci.txt": ("07:00.0 3D controller: NVIDIA Corporation GA100\n", "nvidia-smi topo -m"),
     "rocm.txt": ("== ROCm System Management Interface ==\n       GPU0   GPU1\nGPU0   0      XGMI\n", "cluster file"),
     "gaudi.txt": ("| HL-SMI Version:  hl-1.14.0  |\n", "cluster file"),

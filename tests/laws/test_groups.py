@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -388,11 +389,16 @@ def test_of_many_points_only_the_worst_have_labels_and_bars_show_the_noise() -> 
     assert {"within \u00b15 %", "within \u00b120 %", "range of the repeats"} <= set(names)
 
 
-def test_notes_of_a_large_matrix_stay_within_its_picture() -> None:
-    pairs = join(map(in_file, crowd(3, 10))).pairs
-    figure = predicted_vs_measured(compare(pairs))
+@pytest.mark.parametrize(("each", "panels"), [(10, 2), (1, 1)])
+def test_notes_of_a_matrix_stay_within_its_picture(each: int, panels: int) -> None:
+    """A comparison without a measured memory, as of a profiler's trace, had a titled panel with nothing in it."""
+    comparison = compare(join(map(in_file, crowd(3, each))).pairs)
+    if panels == 1:
+        comparison = comparison.with_columns(peak_measured_bytes=pl.lit(None, pl.Float64))
+    figure = predicted_vs_measured(comparison)
     figure.canvas.draw()
-    assert len(figure.axes) == 2
+    assert len(figure.axes) == panels
+    assert any("No peak memory was measured." in text.get_text() for text in figure.texts) == (panels == 1)
     for text in figure.texts:
         assert text.get_window_extent().x1 <= figure.bbox.x1, text.get_text()
 

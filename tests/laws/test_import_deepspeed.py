@@ -189,6 +189,14 @@ def test_auto_is_named_and_replaced(tmp_path):
     assert (tables["workload"]["global_batch_size"], tables["plan"]["micro_batches"]) == (128, 4)
 
 
+@pytest.mark.parametrize("key", ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+def test_one_auto_of_a_batch_follows_from_the_other_two_sizes(tmp_path, key):
+    """It was refused, though the sizes of micro-batches and their number say what the Trainer would put there."""
+    tables, found = imported(tmp_path, DEEPSPEED | {key: "auto"}, name="ds.json")
+    assert (tables["workload"]["global_batch_size"], tables["plan"]["micro_batches"]) == (64, 4)
+    assert f'{key} = "auto": follows from the other two sizes and the number of ranks' in found.listed
+
+
 OFFLOADS = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 

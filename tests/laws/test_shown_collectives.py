@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from gssim.result import Collective
+from gssim.result import Collective, LinkUse
 from gssim.scenario import load_scenario
+from gssim.scenario.device_rates import model_flop_utilisation
 from gssim.simulation import simulate
-from gssim.terminal import SHOWN_GROUPS, print_result
+from gssim.terminal import print_result
 from gssim.units import human_seconds
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
@@ -28,17 +29,51 @@ def sends(pairs, size=1024):
     return tuple(Collective(kind="send", group=(i, i + 100), bytes=size, count=3) for i in range(pairs))
 
 
-def test_few_groups_are_shown_each(result, capsys):
-    shown = lines(replace(result, collectives=sends(SHOWN_GROUPS)), capsys)
-    assert [f"{i}, {i + 100} " in line for i, line in enumerate(shown)] == [True] * SHOWN_GROUPS
-
-
 def test_many_groups_have_a_row_for_each_size(result, capsys):
-    shown = lines(replace(result, collectives=(*sends(1500), *sends(1, size=4096))), capsys)
-    assert len(shown) == 2
+    pairs = (*sends(1500), *sends(1, size=4096), *sends(2, size=8192))
+    shown = lines(replace(result, collectives=pairs), capsys)
+    assert len(shown) == 3
     assert "0, 100; as do 1,499 other groups of 2 " in shown[0]
     assert "1.00 KiB" in shown[0]
     assert "4.00 KiB" in shown[1]
+    assert "0, 100; as does 1 other group of 2 " in shown[2]
+
+
+def test_links_of_equal_figures_have_one_row(result, capsys):
+    """Five rows of the eight equal links of a server's GPUs left no room for the links that differ."""
+    equal = [LinkUse(name=f"gpu{i} -> switch", count=2, bytes=1e9, utilisation_ratio=0.5) for i in range(8)]
+    other = LinkUse(name="switch -> nic", count=1, bytes=1e6, utilisation_ratio=0.1)
+    print_result(replace(result, links=(*equal, other)))
+    rows = [line for line in capsys.readouterr().out.splitlines() if " -> " in line and line.startswith("│")]
+    assert len(rows) == 2
+    assert "gpu0 -> switch" in rows[0]
+    assert " 16 " in rows[0]
+    assert "switch -> nic" in rows[1]
+
+
+def test_a_step_is_given_in_tokens_in_money_and_as_a_part_of_the_peak(result, capsys):
+    """`gssim/README.md` promised cost and energy, which `run` did not print."""
+    print_result(result, changed=["plan.method=ddp"], utilisation_ratio=0.4)
+    shown = capsys.readouterr().out
+    per_s = result.throughput_samples_per_s * result.scenario["workload"]["sequence_length"]
+    assert "\nwith plan.method=ddp\n" in shown
+    assert f"{per_s:,.0f} tokens/s ({per_s / 2:,.0f} a device), MFU 40.0%\n" in shown
+    assert "a step costs" not in shown
+    print_result(replace(result, cost_usd_per_step=0.25, energy_j_per_step=2000.0))
+    assert "a step costs 0.25 USD and 2 kJ (devices only)\n" in capsys.readouterr().out
+
+
+def test_the_model_flop_utilisation_is_three_forwards_over_the_peaks():
+    """Of GPT-2's products and attention by hand: 6 FLOP of a weight and token, 12 of a position, layer and width."""
+    loaded = load_scenario(SCENARIOS / "gpt2-half.toml")
+    cluster, workload = loaded.scenario.cluster, loaded.scenario.workload
+    tokens, length = workload.global_batch_size * workload.sequence_length, workload.sequence_length
+    weights = 12 * 12 * 768**2 + 50257 * 768  # of the blocks' products, and of the head
+    flop = tokens * (6 * weights + 12 * 12 * 768 * length)
+    used = model_flop_utilisation(cluster, workload, ranks=16, step_time_s=2.0)
+    assert used == pytest.approx(flop / (2.0 * 16 * 67e12), rel=1e-3)
+    cores = load_scenario(SCENARIOS / "demo.toml").scenario
+    assert model_flop_utilisation(cores.cluster, cores.workload, ranks=2, step_time_s=1.0) is None
 
 
 def test_what_a_call_carries_is_shown_beside_its_size(result, capsys):

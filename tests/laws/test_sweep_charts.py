@@ -314,12 +314,13 @@ def test_a_sweep_has_the_charts_that_its_axes_allow(charts, tmp_path: Path) -> N
         "who_wins",
         "step_time_by_plan",
         "time_and_memory",
-        "time_and_cost",
         "memory_by_category",
     ]
     dense = [row for row in grid() if is_dense(row)]
     names = [chart.name for chart in sweep_charts(made([row | {"cost_usd_per_step": None} for row in dense], tmp_path))]
     assert names == ["step_time_by_plan", "time_and_memory", "memory_by_category"]
+    priced = [row | {"cost_usd_per_step": n * row["step_time_s"]} for n, row in enumerate(dense, 1)]
+    assert "time_and_cost" in [chart.name for chart in sweep_charts(made(priced, tmp_path))]  # else a straight line
     sizes = [
         make_row(
             "ddp", ranks=n, cluster=f"star-{n}", group=f"{n}", point=f"{n}", throughput_samples_per_s=10.0 * n**0.9

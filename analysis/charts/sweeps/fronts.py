@@ -24,6 +24,7 @@ from analysis.charts.drawing import (
 )
 from analysis.charts.sweeps.panels import (
     CONTROL,
+    NO_CONTROL,
     Look,
     Size,
     density_words,
@@ -98,7 +99,11 @@ def fronts(table: SweepTable) -> list[Chart]:
 def _chart(table: SweepTable, price: Price) -> Chart | None:
     layout = layout_of(table)
     known = [row for row in table.fitting if price.of(row) is not None]
-    settings = {place: rows for place, rows in by_setting(known, layout).items() if len(rows) > 1}
+    settings = {
+        place: rows
+        for place, rows in by_setting(known, layout).items()
+        if len(rows) > 1 and not _follows_from_time(rows, price)
+    }
     chosen = {place: settings[place] for place in representative(list(settings), MOST_PANELS)}
     if not chosen:
         return None
@@ -109,14 +114,18 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
     drawn = [row for rows in chosen.values() for row in rows]
     not_dense = {"thresholded": is_thresholded, "compressed or periodic": is_compressed}
     kinds = ", ".join(kind for kind, holds in not_dense.items() if any(map(holds, drawn)))
-    controlled = any(map(is_control, drawn))
+    controlled, dense = any(map(is_control, drawn)), any(map(is_dense, drawn))
     note = (
-        "Predicted; plans that fit. Left and below is better. Line: the best of the dense plans: no other is faster "
-        f"at a lower {price.label}."
+        "Predicted; plans that fit. Left and below is better. "
+        + (
+            f"Line: the best of the dense plans: no other is faster at a lower {price.label}."
+            if dense
+            else "No dense plan is among them."
+        )
         + (RESERVED if price.of is peak_bytes and any(row.get("peak_reserved_bytes") for row in drawn) else "")
         + (
             f" Dotted: {kinds} plans (hollow) too, which do not exchange all gradients in every step; change of loss: "
-            "not measured." + (" Asterisk: nothing is pushed." if controlled else " No control (threshold = inf) here.")
+            "not measured." + (" Asterisk: nothing is pushed." if controlled else f" {NO_CONTROL}")
             if kinds
             else ""
         )
@@ -134,6 +143,14 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
         for box, rows in zip(boxes, chosen.values(), strict=True):
             _panel(add_axes(figure, box), rows, layout, looks, price, numbers)
     return Chart(price.name, price.title, figure, _words(chosen, layout, price))
+
+
+def _follows_from_time(rows: Sequence[Row], price: Price) -> bool:
+    """Return whether a cost is that of equally many equal devices, so that the fastest plan is the cheapest one too."""
+    if price.of is peak_bytes:
+        return False
+    per_s = [price_of(row, price) / row["step_time_s"] for row in rows if row["step_time_s"]]
+    return bool(per_s) and max(per_s) <= min(per_s) * (1 + 1e-6)
 
 
 def price_of(row: Row, price: Price) -> float:
@@ -251,7 +268,8 @@ def _legend(
     if numbers:
         methods = in_order([str(row["method"]) for row in rows])
         entries = [(Line2D([], [], **points_only({**mark(method), "linestyle": ""})), method) for method in methods]
-    entries.append((Line2D([], [], **DENSE_LINE), "best of the dense plans"))
+    if any(map(is_dense, rows)):
+        entries.append((Line2D([], [], **DENSE_LINE), "best of the dense plans"))
     if kinds:
         hollow: dict[str, Any] = {"marker": "o", "linestyle": "", "color": "0.3", "markerfacecolor": "white"}
         entries.append((Line2D([], [], **SPARSE_LINE), "best of all"))

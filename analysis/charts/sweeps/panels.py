@@ -28,6 +28,7 @@ from analysis.sweep_tables import Layout, Place, Row, SweepTable, by_plan, is_co
 Look = dict[str, Any]
 CONTROL: Look = {"marker": (8, 2, 0), "color": "black", "linestyle": "", "markersize": 9, "markeredgewidth": 1.4}
 """An asterisk, which no method has."""
+NO_CONTROL = "No control here: a plan that pushes nothing (threshold = inf)."
 
 
 def looks_of(table: SweepTable, layout: Layout) -> dict[Place, Look]:

@@ -22,6 +22,7 @@ from analysis.charts.drawing import (
 )
 from analysis.charts.sweeps.panels import (
     CONTROL,
+    NO_CONTROL,
     Look,
     Size,
     density_words,
@@ -49,7 +50,8 @@ from analysis.sweep_tables import (
     thresholds,
 )
 
-TITLE = "At which threshold is a step faster than dense training, and on which network?"
+TITLE = "At which threshold is a step faster than dense training?"
+TITLE_OF_MANY = "At which threshold is a step faster than dense training, and on which network?"
 SIZE = Size(wide=3.1, high=2.2, left=0.85, right=0.45, above=0.5, below=1.75)
 DENSITY_IN, BETWEEN_IN = 0.85, 0.14
 MOST_PANELS, MOST_PAGES = 12, 4
@@ -87,18 +89,24 @@ def _finite(values: Sequence[float]) -> list[float]:
 def _chart(name: str, settings: dict[Place, list[Row]], layout: Layout, looks: dict[Place, Look], where: str) -> Chart:
     rows = [row for members in settings.values() for row in members]
     controlled = any(is_control(row) for row in rows)
+    title = TITLE_OF_MANY if len(settings) > 1 else TITLE
     note = (
-        "Predicted. Horizontal lines: plans without a threshold; of the dense ones nothing is dropped. Below each "
-        "panel: the part of off-shard "
-        "gradients that a threshold lets through. Change of loss: not measured; a prediction has none. "
-        + ("Asterisk: the control, of which nothing is pushed." if controlled else "No control (threshold = inf) here.")
+        "Predicted. "
+        + (
+            "No plan without a threshold is in this table. "
+            if all(map(is_thresholded, rows))
+            else "Horizontal lines: plans without a threshold; of the dense ones nothing is dropped. "
+        )
+        + "Below each panel: the part of off-shard gradients that a threshold lets through. Change of loss: not "
+        "measured; a prediction has none. "
+        + ("Asterisk: the control, of which nothing is pushed." if controlled else NO_CONTROL)
         + (TRANSFERRED if any(row.get("step_time_low_s") is not None for row in rows) else "")
         + where
     )
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in settings]
         figure, boxes = sheet(
-            titles, SIZE, across=3, heading=TITLE, note=note, legend=_legend(rows, layout, looks, controlled)
+            titles, SIZE, across=3, heading=title, note=note, legend=_legend(rows, layout, looks, controlled)
         )
         ends = _ends(thresholds(rows))
         for (left, bottom, wide, high), members in zip(boxes, settings.values(), strict=True):
@@ -106,7 +114,7 @@ def _chart(name: str, settings: dict[Place, list[Row]], layout: Layout, looks: d
             _times(axes, members, layout, looks, ends)
             below = add_axes(figure, (left, bottom - BETWEEN_IN - DENSITY_IN, wide, DENSITY_IN))
             _densities(below, members, layout, looks, ends)
-    return Chart(name, TITLE, figure, _words(settings, layout))
+    return Chart(name, title, figure, _words(settings, layout))
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
