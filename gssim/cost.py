@@ -15,7 +15,7 @@ from gssim.cluster.measured import CutBlockCost, ShardedUnitCost, UnitCost
 from gssim.plan import INDEX_BYTES
 from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
 from gssim.scenario.device_rates import measured_optimizer, product_precision
-from gssim.scenario.layer_costs import layer_roofline_s, work_of, work_on
+from gssim.scenario.layer_costs import layer_roofline_s, memory_bound_ratio, work_of, work_on
 from gssim.units import Floats, Precision, Recompute
 from gssim.workload import (
     Layer,
@@ -179,12 +179,26 @@ def measured_issue_s(
 
 
 def maps_time_s(
-    device: DeviceType, workload: Workload, shapes: Sequence[tuple[int, ...]], *, tokens: int, kind: ProductKind
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    phase: str,
+    batch_size: int,
+    tokens: int,
+    kind: ProductKind,
+    recompute: Recompute = "full",
+    whole: Layer | None = None,
+    positions: int | None = None,
 ) -> float:
-    """Return the time to multiply tokens by each of some weight matrices, without any other operation.
+    """Return the time to multiply tokens by each of some weight matrices of a layer, without any other operation.
 
-    `kind`: which products: the forward's, or the backward's for the gradient of the input or of the weights.
-    t = 2 * tokens * elements / rate; in 8 bits, the rate is `float8_ratio` times the device's rate in the precision.
+    `kind`: which products: the forward's, or the backward's for the gradient of the input or of the weights; all other
+    arguments are those of `layer_time_s`. In 8 bits, the rate is `float8_ratio` times the device's in the precision.
+    Where memory bounds the layer's products, these take as much longer as all of them:
+
+        t = 2 * tokens * elements / rate * time of the layer's products by the roofline / their time at the rate
     """
     precision = product_precision(device, workload)
     own = achieved_flop_per_s(device, precision)
@@ -193,7 +207,9 @@ def maps_time_s(
         2.0 * tokens * n * k / (own if rates is None else rates.products[kind].at(tokens, k, n)) for n, k in shapes
     )
     ratio = device.float8_ratio if workload.map_precision is not None else None
-    return sum(times_s) / (ratio or 1.0)
+    work = work_on(device, workload, layer, phase, recompute=recompute, whole=whole, positions=positions)
+    bound_ratio = memory_bound_ratio(device, workload, layer, work, phase, batch_size, positions=positions)
+    return bound_ratio * sum(times_s) / (ratio or 1.0)
 
 
 def optimizer_time_s(

@@ -8,7 +8,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
@@ -201,11 +201,11 @@ UNSAID = frozenset({*RANGES["number"], RANGES["ratio of times"][1]})
 
 
 def _at_most(kind: str) -> Any:
-    return Field(ge=0, le=RANGES[kind][1], allow_inf_nan=False)
+    return Field(ge=0, le=RANGES[kind][1], allow_inf_nan=False, strict=True)
 
 
 def _positive(kind: str) -> Any:
-    return Field(gt=0, ge=RANGES[kind][0], le=RANGES[kind][1], allow_inf_nan=False)
+    return Field(gt=0, ge=RANGES[kind][0], le=RANGES[kind][1], allow_inf_nan=False, strict=True)
 
 
 Bytes = Annotated[float, *_quantity("bytes"), _at_most("bytes")]
@@ -218,7 +218,9 @@ PositiveInt = Annotated[int, Field(gt=0, le=_MOST, strict=True)]
 Count = Annotated[int, Field(ge=0, le=_MOST, strict=True)]
 PositiveFloat = Annotated[float, _positive("number")]
 NonNegativeFloat = Annotated[float, _at_most("number")]
-TimeRatio = Annotated[float, Field(ge=RANGES["ratio of times"][0], le=RANGES["ratio of times"][1], allow_inf_nan=False)]
+TimeRatio = Annotated[
+    float, Field(ge=RANGES["ratio of times"][0], le=RANGES["ratio of times"][1], allow_inf_nan=False, strict=True)
+]
 """Time over the time without a slowdown."""
 Variation = Annotated[float, _at_most("variation")]
 """Standard deviation over the median."""
@@ -312,6 +314,21 @@ def restored() -> Iterator[None]:
             os.environ.pop(LIFTED, None)
 
 
+def key_among(*names: str) -> AfterValidator:
+    """Return a validator of the keys of a table by name that refuses all other names."""
+
+    def checked(key: str) -> str:
+        if key not in names:
+            raise ValueError(_unknown_key(names))
+        return key
+
+    return AfterValidator(checked)
+
+
+def _unknown_key(names: Iterable[str]) -> str:
+    return f"unknown key; allowed: {', '.join(names)}"
+
+
 def limited(name: str) -> AfterValidator:
     """Return a validator that refuses integers over one of `LIMITS`."""
 
@@ -331,7 +348,8 @@ def _threshold(value: float) -> float:
 
 Threshold = Annotated[
     float,
-    Field(ge=0),
+    BeforeValidator(lambda value: math.inf if value == "inf" else value),
+    Field(ge=0, strict=True),
     AfterValidator(_threshold),
     PlainSerializer(lambda value: "inf" if value == math.inf else value, when_used="json"),
 ]
@@ -447,13 +465,10 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
             return f"{file}: {path}.kind: missing{more}"
         tag, tags = shown_value(fault["ctx"]["tag"]), fault["ctx"]["expected_tags"].replace("'", "")
         return f"{file}: {path}.kind = {tag}: allowed: {tags}{more}"
-    messages = [
-        "must be more than 0"
-        if each.get("ctx", {}).get("ge") == RANGES["number"][0]
-        else NOT_OF_THE_TYPE.get(each["type"], each["msg"].removeprefix("Value error, "))
-        for each in same
-    ]
-    message = ", or ".join(dict.fromkeys(messages)).replace(", or Input should be", ", or")
+    if "[key]" in fault["loc"]:  # a name in a table by name, whose value may be right
+        names = re.findall("'([^']*)'", " ".join(each["ctx"].get("expected", "") for each in same))
+        return f"{file}: {path}: {_unknown_key(names) if names else _said(fault)}{more}"
+    message = ", or ".join(dict.fromkeys(map(_said, same))).replace(", or must be", ", or")
     if fault["type"] == "literal_error" and isinstance(fault["input"], str):
         close = nearest_name(fault["input"], re.findall("'([^']*)'", fault["ctx"]["expected"]))
         message += f"; did you mean '{close}'?" if close else ""
@@ -488,12 +503,33 @@ def _of_one_key(cls: type, faults: Sequence[Any]) -> tuple[list[Any], int]:
 NOT_OF_THE_TYPE = {
     "dataclass_type": "must be a table of keys",
     "dict_type": "must be a table of keys",
+    "model_attributes_type": "must be a table of keys",
     "tuple_type": "must be an array",
     "string_type": "must be a text",
-    "float_parsing": "Input should be a valid number",
-    "int_parsing": "Input should be a valid integer",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
 }
 """Messages for pydantic's type errors, in the terms of TOML."""
+OUT_OF_RANGE = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
+"""Words for pydantic's constraints on numbers."""
+
+
+def _said(fault: Any) -> str:
+    """Return what is allowed where pydantic has found an error, in the words of all other messages."""
+    limits = {name: limit for name, limit in fault.get("ctx", {}).items() if name in OUT_OF_RANGE}
+    for name, limit in limits.items():
+        least = name == "ge" and limit == RANGES["number"][0]
+        return f"must be {'more than 0' if least else f'{OUT_OF_RANGE[name]} {limit:g}'}"
+    if fault["type"] == "literal_error":
+        return f"must be {fault['ctx']['expected']}"
+    return NOT_OF_THE_TYPE.get(fault["type"]) or str(fault["msg"]).removeprefix("Value error, ")
 
 
 def _path(place: tuple[Any, ...]) -> str:

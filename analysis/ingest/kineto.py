@@ -282,7 +282,7 @@ MOST_US = 1e18
 
 
 def _time_us(event: dict[str, Any], key: str, where: str) -> float:
-    value = event.get(key, 0 if key == "dur" else None)
+    value = event.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST_US:
         raise UserError(f"{where}: {key} = {value!r:.40}: must be a finite number of microseconds")
     if key == "dur" and value < 0:

@@ -25,7 +25,7 @@ from gssim.result import Result, read_result
 from gssim.scenario import Loaded, check_kind, load_scenario, read_toml
 from gssim.scenario.overrides import as_overrides
 from gssim.simulation import simulate
-from gssim.units import BytesPerSecond, Count, Seconds, human_seconds, spec, validated
+from gssim.units import BytesPerSecond, Count, Seconds, TimeRatio, human_seconds, spec, validated
 
 FEWEST_SEEDS = 2
 """Fewest seeds of a study, since an interval needs two; the shipped studies have five."""
@@ -82,7 +82,7 @@ class Map:
     """Bandwidths of every link, in one direction; ascending."""
     latency_s: Annotated[tuple[Seconds, ...], Field(min_length=1)]
     """Latencies of every link; ascending."""
-    slow_ratio: Annotated[tuple[Annotated[float, Field(ge=1)], ...], Field(min_length=1)] = (1.0,)
+    slow_ratio: Annotated[tuple[TimeRatio, ...], Field(min_length=1)] = (1.0,)
     """Compute time of the last rank's device over that of the others. Samples are divided in proportion to speed."""
     models: tuple[FurtherModel, ...] = ()
     """Models besides the study's own. None is trained: the steps that a variant needs, relative to dense, are assumed
@@ -130,7 +130,7 @@ class Study:
     and its gradient statistics (`gradients.json`) are used again: only what is new or changed is trained."""
     map: Map | None = None
     """With `together`: on which network which variant is the first at the loss of dense after a third of its steps."""
-    unequal_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    unequal_ratio: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
     """With `together`: fraction of every rank's samples that are of its own kind. Each batch's first samples, so many
     in all, are sorted (images by class, texts by their mean id) and divided in that order; the others as drawn."""
 

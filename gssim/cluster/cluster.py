@@ -36,8 +36,10 @@ from gssim.units import (
     PositiveInt,
     Rate,
     Seconds,
+    TimeRatio,
     Variation,
     Watts,
+    key_among,
     omits_defaults,
     spec,
 )
@@ -50,7 +52,7 @@ class Emulation:
     If its jitter is measured and the number of cores is known, it computes in turns of a millisecond.
     """
 
-    cpu_share_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
+    cpu_share_ratio: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Fraction of a core's time in which the device computes; the lab needs at least 0.01."""
     processor: str | None = None
     """Model of the processor on which the costs were measured; absent: they are not measured."""
@@ -69,11 +71,11 @@ class DeviceType:
     """Memory capacity; a plan that needs more does not fit."""
     peak_flop_per_s: dict[Rate, FlopPerSecond]
     """Dense matrix rate by precision; `tf32`: the rate for fp32 values under `workload.tf32`."""
-    efficiency_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
+    efficiency_ratio: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Fraction of the peak that the matrix products of a training achieve."""
-    fp32_efficiency_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    fp32_efficiency_ratio: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     """`efficiency_ratio` for products in fp32, which do not use tensor cores; absent: `efficiency_ratio`."""
-    float8_ratio: Annotated[float, Field(ge=1)] | None = None
+    float8_ratio: TimeRatio | None = None
     """Achieved rate of matrix products in 8 bits relative to 16 bits, for `workload.map_precision`; absent: the device
     has no 8-bit products. An H100 reached about 1.8 in a training by torchtitan."""
     memory_bandwidth_bytes_per_s: BytesPerSecond
@@ -200,20 +202,29 @@ class HostMemory:
     """Source of the numbers."""
 
 
+COLLECTIVES = (
+    *("all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "all-to-all", "send"),
+    *("all-gather-v", "reduce-scatter-v", "all-to-all-v"),
+)
+"""Kinds of collectives that backends carry out."""
+CollectiveKind = Annotated[str, key_among(*COLLECTIVES)]
+PricedKind = Annotated[str, key_among(*COLLECTIVES, "all-reduce bf16", "all-reduce fp16", "default")]
+
+
 @spec
 class BackendCost:
     """Fixed costs of the communication library, measured or published."""
 
-    overhead_s: dict[str, Seconds] = field(default_factory=dict)
+    overhead_s: dict[PricedKind, Seconds] = field(default_factory=dict)
     """Per call, by kind of collective, in addition to link latencies; `default` for all others. Collectives made of
     point-to-point messages have the costs of the uneven kind: an all-gather those of all-gather-v."""
-    overhead_rank_s: dict[str, Seconds] = field(default_factory=dict)
+    overhead_rank_s: dict[PricedKind, Seconds] = field(default_factory=dict)
     """Added to `overhead_s` for each rank of the group beyond two: over gloo, messages of GPUs are copied through the
     host's memory one by one."""
-    following_saving_s: dict[str, Seconds] = field(default_factory=dict)
+    following_saving_s: dict[PricedKind, Seconds] = field(default_factory=dict)
     """By kind: how much shorter a collective over gloo is if it starts as soon as another on its stream has ended. Its
     code and buffers are then still in the caches, from which compute evicts them. Absent: 0."""
-    queued_s: dict[str, Seconds] = field(default_factory=dict)
+    queued_s: dict[PricedKind, Seconds] = field(default_factory=dict)
     """By kind: the part of the fixed time of such a collective in which it occupies its ranks' processors, so that
     other collectives in progress wait: the time that each collective adds to an asynchronous queue. Absent: 0."""
     message_s: Seconds = 0.0
@@ -235,11 +246,11 @@ class BackendCost:
     its size."""
     unpacking_byte_s: Seconds = 0.0
     """The same for each byte of the message."""
-    measured_s: dict[str, Curve] = field(default_factory=dict)
+    measured_s: dict[CollectiveKind, Curve] = field(default_factory=dict)
     """By kind: the time of a collective of all ranks, by size in bytes. It replaces any formula, with log-log
     interpolation; smaller sizes take as long as the smallest, and beyond the largest, time is proportional to size.
     """
-    processor_byte_s: dict[str, Seconds] = field(default_factory=dict)
+    processor_byte_s: dict[PricedKind, Seconds] = field(default_factory=dict)
     """Processor time of a rank per byte that it sends or receives (copies, the kernel's network code, additions), by
     kind of collective; `default` for all others. All-reduces in 16 bits may have values of their own, `all-reduce bf16`
     and `all-reduce fp16`, here and in `overhead_s`. This time overlaps with the transfer: the longer of the two counts.
@@ -304,7 +315,7 @@ class Cluster:
     """NCCL's constants: the name of a GPU generation (volta, ampere, hopper, blackwell) or of a machine to which they
     were fitted (volta-dgx-1, volta-t4, ampere-dgx-a100), or a table whose key `generation` names the one that it
     overrides. Absent: ampere."""
-    algorithms: dict[str, str] = field(default_factory=dict)
+    algorithms: dict[CollectiveKind, str] = field(default_factory=dict)
     """Algorithm by kind of collective, if not the backend's own; `best`: the one that is predicted to be fastest."""
     cores_per_rank: Count = 0
     """CPU cores to which each rank, including gloo's threads, is pinned in a real run; 0: not pinned."""

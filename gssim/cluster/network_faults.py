@@ -18,7 +18,7 @@ class LinkFault:
 
     between: tuple[str, str]
     """Names of devices or switches."""
-    bandwidth_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    bandwidth_ratio: Annotated[float, Field(ge=0, le=1, strict=True)] = 1.0
     """Remaining fraction of the link's bandwidth; 0: the link is down, and routes avoid it."""
     added_latency_s: Seconds = 0.0
     """Latency that is added to the link's own."""

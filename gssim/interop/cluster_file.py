@@ -32,6 +32,8 @@ from gssim.scenario.overrides import toml
 from gssim.units import counted, parse_quantity, validated
 
 T = TypeVar("T")
+NETWORKS = ("ib-", "efa-", "roce-", "tcp-")
+"""Beginnings of the names of presets of links to network cards."""
 NCCL_ORDER = ("volta", "ampere", "hopper", "blackwell")
 HOP_LATENCY_S = 0.5e-6
 """Latency of a link between switches, as in topologies: assumed, a switch and its cable."""
@@ -160,9 +162,11 @@ def _with_cards(hosts: Sequence[Host], nics: Sequence[str], counts: Sequence[int
     """Return hosts with network cards of these presets, and these numbers: one for all hosts, or one for each; none: as
     described.
     """
+    cards = [name for name in presets("links") if name.startswith(NETWORKS)]
     for nic in nics:
-        if nic not in presets("links"):
-            raise UserError(f"--nic {nic}: no such preset; allowed: {', '.join(presets('links'))}")
+        if nic not in cards:
+            reason = "a link inside of hosts" if nic in presets("links") else "no such preset"
+            raise UserError(f"--nic {nic}: {reason}; allowed: {', '.join(cards)}")
     links, numbers = _of_each("--nic", "presets", nics, hosts), _of_each("--nics", "numbers", counts, hosts)
     changed = []
     for host, link, count in zip(hosts, links, numbers, strict=True):

@@ -4,7 +4,7 @@ None of them gives rates. Switches are assumed to be as fast as the cards below 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +27,8 @@ class Fabric:
     """Names of the hosts in the order of the file."""
     above: dict[str, list[str]] = field(default_factory=dict)
     """Switches directly above each host or switch."""
+    described: set[str] = field(default_factory=set)
+    """Switches of which the file has said what is under them."""
     listed: list[str] = field(default_factory=list)
     """Lines on parts of the file that have no effect."""
 
@@ -74,24 +76,20 @@ def _of_conf(text: str, file: str) -> Fabric:
     """Return the fabric of a topology.conf: lines of SwitchName= or BlockName= with their children."""
     fabric = Fabric()
     blocks = []
-    for number, line in enumerate(re.sub(r"\\\r?\n", " ", text).splitlines(), start=1):
-        pairs = dict(
-            (key.lower(), value) for key, _, value in (word.partition("=") for word in line.partition("#")[0].split())
-        )
-        where = f"{file} line {number}"
-        if not pairs:
-            continue
+    for where, pairs in _lines_of_conf(text, file):
         name = pairs.pop("switchname", None)
         block = pairs.pop("blockname", None)
         nodes, switches = pairs.pop("nodes", None), pairs.pop("switches", None)
         for key in pairs:
             if key not in ("linkspeed", "blocksizes"):
                 raise UserError(f"{where}: {one_line(key, 40)}: unknown key; allowed: SwitchName, BlockName and theirs")
-            fabric.listed.append(f"line {number}: {key} = {pairs[key]}: without effect")
+            fabric.listed.append(f"{where.removeprefix(f'{file} ')}: {key} = {pairs[key]}: without effect")
         if name is None and block is None:
             if nodes or switches:
                 raise UserError(f"{where}: lacks SwitchName or BlockName")
             continue
+        if name is not None and block is not None:
+            raise UserError(f"{where}: {name}: has SwitchName and BlockName; allowed: one of them")
         if (nodes is None) == (switches is None):
             raise UserError(f"{where}: {name or block}: needs Nodes or Switches, one of them")
         blocks += [block] if block is not None else []
@@ -100,7 +98,33 @@ def _of_conf(text: str, file: str) -> Fabric:
     return fabric
 
 
+def _lines_of_conf(text: str, file: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the place of every line that says something, and its values by keys in lower case.
+
+    A line that ends in a backslash goes on in the next one.
+    """
+    before, first = "", 1
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        whole = before + line
+        if line.endswith("\\") and number < len(lines):
+            before = whole[:-1] + " "
+            continue
+        where, before, first = f"{file} line {first}", "", number + 1
+        pairs: dict[str, str] = {}
+        for word in whole.partition("#")[0].split():
+            key, _, value = word.partition("=")
+            if key.lower() in pairs:
+                raise UserError(f"{where}: {one_line(key, 40)}: is there twice")
+            pairs[key.lower()] = value
+        if pairs:
+            yield where, pairs
+
+
 def _hang(fabric: Fabric, name: str, nodes: str | None, switches: str | None, where: str) -> None:
+    if name in fabric.described:
+        raise UserError(f"{where}: {name}: is described twice; allowed: all that is under a switch in one place")
+    fabric.described.add(name)
     if (nodes or switches or "").upper() == "ALL":  # a word of Slurm, whose other files name them
         kind = "Nodes" if nodes is not None else "Switches"
         example = "node[0-7]" if nodes is not None else "leaf[0-3]"
@@ -168,6 +192,8 @@ def _of_labels(items: Sequence[Any], file: str) -> Fabric:
         name = str(meta.get("name"))
         if not tiers:
             raise UserError(f"{file}: {one_line(name, 60)}: has no label fabric.topograph.run/tier-0")
+        if name in fabric.above:
+            raise UserError(f"{file}: {one_line(name, 60)}: is there twice")
         fabric.nodes.append(name)
         path = [name, *(f"tier{level}/{tiers[level]}" for level in sorted(tiers))]
         for child, parent in pairwise(path):

@@ -11,14 +11,24 @@ from pydantic import Field
 
 from gssim.plan.methods import MethodName
 from gssim.plan.pipeline_schedule import ScheduleName
-from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveFloat, PositiveInt, Recompute, Threshold, spec
+from gssim.units import (
+    RANGES,
+    Count,
+    NonNegativeFloat,
+    PositiveBytes,
+    PositiveFloat,
+    PositiveInt,
+    Recompute,
+    Threshold,
+    spec,
+)
 
 Partition = Literal["data", "weight-gradient"]
 ParameterPolicy = Literal["replicated", "gathered", "sharded"]
 GradientPolicy = Literal["local", "all-reduce", "reduce-scatter", "push", "periodic"]
 OptimizerPolicy = Literal["replicated", "sharded"]
 ExchangePolicy = Literal["point-to-point", "backend"]
-Shares = tuple[Annotated[float, Field(ge=0, le=1)], ...]
+Shares = tuple[Annotated[float, Field(ge=0, le=1, strict=True)], ...]
 
 MIB = 2**20
 DDP_FIRST_BUCKET_BYTES = 1 * MIB  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
@@ -120,7 +130,7 @@ class Outer:
 
     learning_rate: PositiveFloat = 0.7
     """Factor on the mean change of the parameters and its momentum; 1 without momentum is `local_sgd`."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.9
     """Momentum of the mean changes."""
     precision: Literal["fp32", "int8"] = "fp32"
     """Precision of what ranks send. `int8`: in blocks of 1024 elements, a bucket's last one padded with zeros, each
@@ -140,10 +150,10 @@ class Streaming:
 
     fragments: PositiveInt = 2
     """At most as many as the model has layers with parameters."""
-    delay_steps: Annotated[int, Field(ge=0)] = 1
+    delay_steps: Annotated[int, Field(ge=0, strict=True)] = 1
     """Steps behind which a fragment's exchange goes on. Fewer than `sync_every_steps` // `fragments`, so that one
     fragment at a time is under way, and none at the end of a period. 0: ranks wait for it."""
-    local_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    local_ratio: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.5
     """Part a of a rank's own parameters after an update: a * its own + (1 - a) * outer parameters. 0: the outer ones
     alone, without the steps that were trained during the exchange."""
 
@@ -161,7 +171,7 @@ def int8_blocks(elements: int) -> int:
     return -(-elements // INT8_BLOCK_ELEMENTS)
 
 
-ChunkElements = Annotated[int, Field(gt=0, le=32768)]
+ChunkElements = Annotated[int, Field(gt=0, le=32768, strict=True)]
 """Elements of a chunk, so few that 16-bit integers number them."""
 
 
@@ -171,7 +181,7 @@ class SparseOuter:
 
     learning_rate: PositiveFloat = 1.0
     """Factor on the sum of what all ranks have sent."""
-    decay: Annotated[float, Field(ge=0, le=1)] = 0.95
+    decay: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.95
     """Factor on what a rank has not sent yet, before its new changes are added; takes the place of a momentum."""
     chunk_elements: ChunkElements = 4096
     """Elements of a bucket among which the largest are chosen; its last chunk is padded with zeros."""
@@ -183,7 +193,7 @@ class SparseOuter:
     optimizer's precision."""
 
 
-FirstCompressed = Annotated[int, Field(ge=2)]
+FirstCompressed = Annotated[int, Field(ge=2, strict=True)]
 """A step from which on gradients are compressed: DistributedDataParallel rebuilds its buckets after the first."""
 
 
@@ -208,7 +218,7 @@ class PowerSGD:
 class TopK:
     """Sparsification of gradients under `topk` (Aji and Heafield 2017, arXiv:1704.05021)."""
 
-    density_ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
+    density_ratio: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.01
     """Fraction of the elements of every bucket that each rank sends: the largest by magnitude, at least one."""
     error_feedback: bool = True
     """Add what a rank did not send to its gradients of the next step."""
@@ -267,14 +277,14 @@ def largest_count(options: TopK, elements: int) -> int:
 class Replanning:
     """Rebalancing of the batch at run time; `gssim.plan.rebalancing` describes how these options work together."""
 
-    ewma_weight: Annotated[float, Field(gt=0, le=1)] = 0.2
+    ewma_weight: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.2
     """Weight of the newest observation of a rank's speed in its running mean."""
-    drift_ratio: Annotated[float, Field(gt=1)] = 1.25
+    drift_ratio: Annotated[float, Field(gt=1, le=RANGES["ratio of times"][1], strict=True)] = 1.25
     """Changes of a rank's speed by less than this are noise."""
     drift_limit: PositiveFloat = 1.0
     """Drift is detected where the excess changes of a rank's speed, natural logarithms summed over steps, exceed this.
     """
-    hysteresis_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    hysteresis_ratio: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.05
     """Least expected gain of a new batch split, as a fraction of the slowest rank's time."""
     minimum_steps: PositiveInt = 5
     """Least number of steps between two batch splits, and before the first."""

@@ -256,15 +256,35 @@ def _weight_products_s(low: Lowering, rank: int, instance: LayerInstance, sample
     layer = instance.layer
     maps = dict(zip(map(id, input_gradient_sums(layer)), maps_of_sums(layer), strict=True))
     return {
-        number: _products_s(low, rank, [each.shape for each in maps[id(exchange)]], samples, "weight_gradient")
+        number: _products_s(low, rank, instance, maps[id(exchange)], "b", samples, "weight_gradient")
         for number, exchange in enumerate(reductions_in(layer, "b", "none"))
         if exchange.awaited is not None
     }
 
 
-def _products_s(low: Lowering, rank: int, shapes: Sequence[tuple[int, ...]], samples: int, kind: ProductKind) -> float:
-    tokens = samples * (low.scenario.workload.sequence_length or 1) // low.policies.cp
-    return cost.maps_time_s(low.device(rank), low.scenario.workload, shapes, tokens=tokens, kind=kind)
+def _products_s(
+    low: Lowering,
+    rank: int,
+    instance: LayerInstance,
+    maps: Sequence[Parameter],
+    phase: str,
+    samples: int,
+    kind: ProductKind,
+) -> float:
+    workload = low.scenario.workload
+    return cost.maps_time_s(
+        low.device(rank),
+        workload,
+        instance.layer,
+        [each.shape for each in maps],
+        phase=phase,
+        batch_size=samples,
+        tokens=samples * (workload.sequence_length or 1) // low.policies.cp,
+        kind=kind,
+        recompute=low.scenario.plan.recompute,
+        whole=low.whole_layer(instance),
+        positions=low.scenario.sequence_positions if low.policies.cp > 1 else None,
+    )
 
 
 def _products_beside(
@@ -295,7 +315,7 @@ def _products_beside(
             continue
         maps = (of_sums if gathers == (backward and not again) else of_input)[place]
         kind: ProductKind = "input_gradient" if backward else "forward"
-        if products_s := _products_s(low, rank, [each.shape for each in maps], samples, kind):
+        if products_s := _products_s(low, rank, instance, maps, phase, samples, kind):
             beside_s, copies_s = _copies_of_parts_s(low, rank, exchange, maps, samples)
             found[number] = _Product(hidden_ratio * (products_s + beside_s), gathers and not again, copies_s)
     return found

@@ -200,6 +200,46 @@ def layer_roofline_s(
 
     Products and attention run at measured rates by their sizes, where the device has these.
     """
+    flop, moved_bytes, streamed_bytes = _amounts(device, workload, layer, work, phase, batch_size, positions)
+    return roofline_s(
+        device,
+        product_precision(device, workload),
+        flop=flop,
+        moved_bytes=moved_bytes,
+        operations=work.operations,
+        streamed_bytes=streamed_bytes,
+    )
+
+
+def memory_bound_ratio(
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    work: Work,
+    phase: str,
+    batch_size: float,
+    *,
+    positions: int | None = None,
+) -> float:
+    """Return how many times as long as at their FLOP/s the products of `work` take, as the memory's bandwidth limits
+    them: 1 where it does not. The arguments are those of `layer_roofline_s`, whose time of the products this is.
+    """
+    flop, moved_bytes, streamed_bytes = _amounts(device, workload, layer, work, phase, batch_size, positions)
+    at_rate_s = flop / achieved_flop_per_s(device, product_precision(device, workload))
+    of_products = moved_bytes if device.kind == "tpu" else moved_bytes - streamed_bytes
+    return max(1.0, of_products / device.memory_bandwidth_bytes_per_s / at_rate_s) if at_rate_s else 1.0
+
+
+def _amounts(
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    work: Work,
+    phase: str,
+    batch_size: float,
+    positions: int | None,
+) -> tuple[float, float, float]:
+    """Return the FLOP of `work` as they count at the device's one rate, the moved bytes, and the streamed ones."""
     shape: dict[str, Any] = {"b": batch_size, "s": workload.sequence_length or 1}
     scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
     precision = product_precision(device, workload)
@@ -214,14 +254,8 @@ def layer_roofline_s(
         slower_ratio = achieved_flop_per_s(device, precision)
         slower_ratio /= achieved_flop_per_s(device, uncast_precision(device, workload))
         flop += uncast_flop * (slower_ratio - 1)
-    return roofline_s(
-        device,
-        precision,
-        flop=flop,
-        moved_bytes=work.moved_bytes.at(**shape) * scale,
-        operations=work.operations,
-        streamed_bytes=work.streamed_bytes.at(**shape) * scale if work.streamed_bytes is not None else 0.0,
-    )
+    streamed_bytes = work.streamed_bytes.at(**shape) * scale if work.streamed_bytes is not None else 0.0
+    return flop, work.moved_bytes.at(**shape) * scale, streamed_bytes
 
 
 def _uncast_flop(layer: Layer, phase: str, flop: float, *, b: float, s: int) -> float:

@@ -61,7 +61,7 @@ class SearchSpace:
     thresholds: tuple[Threshold, ...] = ()
     """Push thresholds to search besides the plan's. They change the training, so `least_density` or `most_loss_change`
     must be set too. Absent: with these, two per decade or those of the study; else none."""
-    least_density: Annotated[float, Field(gt=0, le=1)] | None = None
+    least_density: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     """Smallest fraction of the gradients that a plan may push."""
     study: str | None = None
     """Table of a study that measured the loss at several thresholds (`convergence.csv` of `analysis convergence`)."""

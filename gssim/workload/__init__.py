@@ -33,6 +33,8 @@ from gssim.workload.model import (
     unrolled,
 )
 from gssim.workload.optimizers import (
+    Implementation,
+    Optimizer,
     implementation_on,
     optimizer_moved_bytes,
     optimizer_state_bytes,

@@ -14,6 +14,7 @@ from typing import Literal
 
 from gssim.workload.muon import Matrix, elements_of, largest_temporaries
 
+Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw", "muon"]
 Implementation = Literal["for-loop", "foreach", "fused"]
 StatePrecision = Literal["8-bit", "4-bit"]
 

@@ -16,12 +16,12 @@ from gssim.workload.model import (
     under_autocast,
     with_adapters,
 )
-from gssim.workload.optimizers import StatePrecision
+from gssim.workload.optimizers import Optimizer, StatePrecision
 from gssim.workload.owned import with_frozen_layers
 from gssim.workload.quantized import FrozenPrecision
 
 GlueTask = Literal["CoLA", "SST-2", "MRPC", "QQP", "STS-B", "MNLI", "QNLI", "RTE", "WNLI"]
-Mean = Annotated[float, Field(allow_inf_nan=False)]
+Mean = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 
 
 @spec
@@ -175,7 +175,7 @@ class Workload:
     infinite, whose step is skipped, and doubled after 2000 other steps); predictions have no skipped steps. Absent: no
     scaling.
     """
-    optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw", "muon"] = "adamw"
+    optimizer: Optimizer = "adamw"
     """Optimizer, as in torch. `muon`: torch.optim.Muon for the matrices of the model's blocks, with a learning rate
     scaled by their shape so that AdamW's fits (`match_rms_adamw`), and AdamW for everything else. It needs whole
     matrices, so methods that shard them refuse it. With plan.zero1_implementation = `megatron` it is Megatron-LM's
@@ -191,7 +191,7 @@ class Workload:
     "fused"`: one kernel updates a tensor."""
     learning_rate: PositiveFloat = 1e-3
     """Learning rate, constant over the run."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.9
     """Momentum of sgd-momentum, and Nesterov momentum of muon. sgd-momentum with 0 is sgd: torch keeps no momentum."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay as the optimizer defines it: decoupled in adamw."""

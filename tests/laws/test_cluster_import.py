@@ -1,5 +1,6 @@
 """Cluster files from NCCL's XML, nvidia-smi, Slurm, topograph and the machine: the presets' shapes, and bad input."""
 
+import json
 import random
 import re
 import tomllib
@@ -219,6 +220,19 @@ def test_unequal_hosts_and_blocks(tmp_path):
     assert [each.type for each in cluster.devices[::8]] == ["h100-sxm", "a100-sxm-80"]
     assert cluster.nccl is not None
     assert any("joined by one switch" in note for note in found.notes)
+
+
+def test_a_switch_on_two_lines_is_refused_by_the_second_one(tmp_path):
+    """They were merged, or the first was forgotten: another network than the file's author meant."""
+    (tmp_path / "topology.conf").write_text("SwitchName=a \\\n Nodes=n1\n# SwitchName=a\nSwitchName=a Nodes=n2\n")
+    with pytest.raises(UserError, match=r"topology.conf line 4: a: is described twice"):
+        cluster_of([tmp_path / "topology.conf"], gpus=["h100"])
+
+
+@pytest.mark.parametrize("nic", ["nvlink4-h100", "pcie4x16", "upi-spr", "wan-1g", "roce"])
+def test_only_links_of_network_cards_are_such_cards(nic):
+    with pytest.raises(UserError, match=rf"--nic {nic}: .*allowed: ib-edr-100, .*roce-100.*tcp-100g-a100-80$"):
+        cluster_of([], gpus=["h100"], nics=[nic], hosts=2)
 
 
 @pytest.mark.parametrize("line", ["SwitchName=a Nodes=ALL", "BlockName=a Nodes=all", "SwitchName=a Switches=ALL"])
@@ -455,7 +469,13 @@ BAD = {
     "guess.xml": nccl_xml(sm=89, target="none"),
     "deep.xml": "<system>" + "<a>" * 500 + "</a>" * 500 + "</system>",
     "islands.conf": "SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[3-4]\n",
-    "cycle.conf": "SwitchName=a Nodes=n1\nSwitchName=b Switches=a\nSwitchName=a Switches=b\n",
+    "cycle.conf": "SwitchName=a Nodes=n1\nSwitchName=b Switches=a,c\nSwitchName=c Switches=b\n",
+    "names.conf": "BlockName=a SwitchName=b Nodes=n1\n",
+    "twice.conf": "SwitchName=a Nodes=n1 Nodes=n2\n",
+    "twice.yaml": "tree: {switches: [{switch: a, nodes: n1}, {switch: a, nodes: n2}]}\n",
+    "twice.json": json.dumps(
+        {"items": [{"metadata": {"name": "n1", "labels": {"network.topology.nvidia.com/leaf": "a"}}}] * 2}
+    ),
     "itself.conf": "SwitchName=a Switches=a\n",
     "range.conf": "SwitchName=a Nodes=n[1-999999999]\n",
     "product.conf": "SwitchName=a Nodes=n[1-999][1-999][1-999]\n",

@@ -86,9 +86,7 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, kind, table, message):
 
 
 def test_names_of_other_data_are_refused(tmp_path):
-    with pytest.raises(
-        UserError, match=r"workload\.data = 'imagenet': input should be 'auto', 'stdlib-bytes' or 'digits'"
-    ):
+    with pytest.raises(UserError, match=r"workload\.data = 'imagenet': must be 'auto', 'stdlib-bytes' or 'digits'"):
         scenario(tmp_path, table="", overrides=["workload.data=imagenet"])
     assert scenario(tmp_path, table="", overrides=["workload.data=stdlib-bytes"]).workload.data == "stdlib-bytes"
 

@@ -85,7 +85,7 @@ def test_memory_and_all_but_the_time_stay_as_they_are():
     [
         (A100, "has no rate in 8 bits"),
         ({"workload.precision": "fp32"}, "goes with 16 bits"),
-        ({"cluster.device_types.gpu.float8_ratio": 0.5}, "greater than or equal to 1"),
+        ({"cluster.device_types.gpu.float8_ratio": 0.5}, "must be at least 1"),
     ],
 )
 def test_what_has_no_rate_is_refused(changes, message):

@@ -323,6 +323,7 @@ REFUSED = {
     "nan": (changed(set_in_event(ts=float("nan"))), "ts = nan"),
     "huge": (changed(set_in_event(dur=10**400)), "must be a finite number"),
     "negative": (changed(set_in_event(dur=-1)), "must not be negative"),
+    "no-duration": (changed(lambda data: data["traceEvents"][3].pop("dur")), "dur = None: must be a finite number"),
     "args": (changed(set_in_event(args=[])), "args that are an object"),
     "rank": (changed(lambda data: data["distributedInfo"].update(rank="0")), "distributedInfo.rank = '0'"),
     "same-rank": (changed(lambda data: data["distributedInfo"].update(rank=1)), "rank 1 again"),

@@ -313,6 +313,21 @@ def test_products_hide_their_part_of_an_exchange(ranks, least_ratio):
     assert step_s(1e15) == pytest.approx(step_s(1e15, tp_overlap=True), rel=1e-6)
 
 
+@pytest.mark.parametrize("key", ["tp_overlap", "async_input_gradients"])
+def test_products_that_memory_bounds_hide_as_much_at_any_flop_per_s(key):
+    """They took their FLOP at the rate alone: at a higher rate they hid less, and the step was longer."""
+
+    def step_s(flop_per_s: float, **more) -> float:
+        slow = device_type(peak_flop_per_s={"fp32": flop_per_s}, memory_bandwidth_bytes_per_s=1e7)
+        made = star(2, types={"cpu": slow}, bandwidth=1e5, backend="nccl")
+        scenario = scenario_of(made, DIVIDED | more, model=GPT, sequence_length=64, global_batch_size=12)
+        return simulate(loaded_of(scenario)).result.step_time_s
+
+    slow_s, fast_s, alone_s = step_s(1e10, **{key: True}), step_s(1e12, **{key: True}), step_s(1e12)
+    assert fast_s == pytest.approx(slow_s, rel=1e-9)
+    assert fast_s < 0.99 * alone_s
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_on_gloo_rings_carry_each_part_once_and_products_hide_their_part_of_them(ranks):
     """Between slow links, a step is what they carry, and what is computed before and after the exchanges.

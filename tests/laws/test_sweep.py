@@ -134,7 +134,7 @@ def test_some_points_can_be_chosen(tmp_path):
     ("old", "new", "message"),
     [
         ("repeats = 2", "repeat = 2", r"repeat: unknown key; did you mean repeats\? allowed: scenario, question, set"),
-        ("repeats = 2", "repeats = 0", r"repeats = 0: input should be greater than 0"),
+        ("repeats = 2", "repeats = 0", r"repeats = 0: must be more than 0"),
         ("scenario.toml", "nowhere.toml", r"scenario = 'nowhere.toml': no such file beside it"),
         ('name = "long"', 'nam = "long"', r"groups\[1\]\.nam: unknown key; did you mean name\?"),
         (

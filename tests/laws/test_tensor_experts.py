@@ -202,7 +202,7 @@ def test_inputs_that_are_gathered_again_are_not_kept(model):
         (
             {"method": "gs_tp", "tp": 4, "ep": 4, "shares": {"shards": [0.4, 0.2, 0.2, 0.2]}},
             {},
-            r"plan\.shares\.shards = \(0\.4, .* slices of the same size; allowed: 'even'",
+            r"plan\.shares\.shards = \[0\.4, .* slices of the same size; allowed: 'even'",
         ),
         ({"method": "zero3", "dp_replicate": 2, "dp_shard": 1, "ep": 4}, {}, "shard a replica, of which there are 2"),
         ({}, {"sequence_length": 23}, r"workload\.sequence_length = 23: cannot be divided evenly"),

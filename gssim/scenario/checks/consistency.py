@@ -1,5 +1,7 @@
 """Consistency checks of a scenario: combinations of workload, plan and cluster that cannot run are refused."""
 
+from typing import get_args
+
 from gssim.cluster import applied, ends_of
 from gssim.errors import UserError
 from gssim.plan.policies import Policies, refuse_what_cannot_run
@@ -37,6 +39,7 @@ from gssim.scenario.checks.training import (
 )
 from gssim.scenario.scenario import Scenario
 from gssim.units import excess
+from gssim.workload import Implementation, Optimizer
 
 
 def check(scenario: Scenario, *, file: str) -> None:
@@ -48,6 +51,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         raise UserError(f"{file}: {error}") from None
     if not scenario.workload.model.layers:
         raise UserError(f"{file}: workload.model: has no layers; `gsreal trace` writes them")
+    _check_measured_optimizers(scenario, file)
     check_traced_variants(scenario, policies, file)
     check_compiled(scenario, policies, file)
     check_sizes(scenario, file)
@@ -93,6 +97,19 @@ def check(scenario: Scenario, *, file: str) -> None:
     check_compressor(scenario, policies, file)
     check_scalars(scenario, policies, file)
     check_offload(scenario, policies, file)
+
+
+def _check_measured_optimizers(scenario: Scenario, file: str) -> None:
+    """Raise UserError if a device has the time of an update that no workload could name."""
+    names, implementations = get_args(Optimizer), get_args(Implementation)
+    known = {*names, *(f"{name} {own}" for name in names for own in implementations)}
+    for kind, device in scenario.cluster.device_types.items():
+        unknown = sorted(device.optimizers.keys() - known)
+        if unknown:
+            raise UserError(
+                f"{file}: cluster.device_types.{kind}.optimizers.{unknown[0]}: unknown key; allowed: "
+                f"{', '.join(names)}, each alone or followed by {', '.join(implementations)}"
+            )
 
 
 def _check_kept_gradients(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -4,6 +4,7 @@ from gssim.errors import UserError
 from gssim.plan import Policies
 from gssim.scenario.expert_load import divided_expert_layers, layer_rows, parts_routed_apart, routes_parts
 from gssim.scenario.scenario import Scenario
+from gssim.units import shown_value
 from gssim.workload import Workload
 
 
@@ -93,8 +94,8 @@ def check_experts_of_parts(scenario: Scenario, policies: Policies, file: str) ->
             )
     if len(set(scenario.slice_shares)) > 1:
         raise UserError(
-            f"{file}: plan.shares.shards = {plan.shares.shards!r}: tensor ranks beside plan.ep = {policies.ep} have "
-            "slices of the same size; allowed: 'even'"
+            f"{file}: plan.shares.shards = {shown_value(plan.shares.shards)}: tensor ranks beside "
+            f"plan.ep = {policies.ep} have slices of the same size; allowed: 'even'"
         )
     for layer in model.expert_sequence_layers:
         if layer.units and layer.units % policies.tp:

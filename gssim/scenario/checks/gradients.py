@@ -7,7 +7,7 @@ from gssim.errors import UserError
 from gssim.plan import Plan, Policies, Push, default_plan
 from gssim.plan.encodings import MOST_INDEXED, coo_range_error
 from gssim.scenario.scenario import Scenario
-from gssim.units import counted
+from gssim.units import counted, shown_value
 from gssim.workload import ImageInput, unrolled
 from gssim.workload.owned import unchained
 
@@ -233,8 +233,8 @@ def check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
     shards_unevenly = policies.gradients == "push" or policies.partition == "weight-gradient" or cuts_unevenly
     if rules.shards != "even" and not shards_unevenly:
         raise UserError(
-            f"{file}: plan.shares.shards = {rules.shards!r}: method '{scenario.plan.method}' cannot shard unevenly; "
-            "allowed: 'even'"
+            f"{file}: plan.shares.shards = {shown_value(rules.shards)}: method '{scenario.plan.method}' "
+            "cannot shard unevenly; allowed: 'even'"
         )
     owners = policies.tp if cuts_unevenly else policies.mesh.replica_ranks
     for name, wanted, ranks in (("batch", rules.batch, policies.data_ranks), ("shards", rules.shards, owners)):
@@ -266,9 +266,9 @@ def _check_owners(scenario: Scenario, policies: Policies, file: str) -> None:
     one_level = policies.push_axis == "dp_shard"
     if policies.gradients != "push" or policies.tp > 1 or not (one_level or wanted == "memory"):
         raise UserError(
-            f"{file}: plan.shares.shards = {wanted!r}: cannot run yet with method '{scenario.plan.method}' and plan.tp "
-            f"= {policies.tp}; allowed today: even, compute, or one share per rank (memory: gs, gs_z3, gs_hier; cost: "
-            "gs, gs_z3)"
+            f"{file}: plan.shares.shards = {shown_value(wanted)}: cannot run yet with method '{scenario.plan.method}' "
+            f"and plan.tp = {policies.tp}; allowed today: even, compute, or one share per rank (memory: gs, gs_z3, "
+            "gs_hier; cost: gs, gs_z3)"
         )
     try:
         _ = scenario.shard_shares
@@ -328,8 +328,8 @@ def check_weight_gradient_owners(scenario: Scenario, policies: Policies, file: s
         )
     if rules.batch != "even":
         raise UserError(
-            f"{file}: plan.shares.batch = {rules.batch!r}: method '{scenario.plan.method}' runs the whole batch on "
-            "every rank; leave it out"
+            f"{file}: plan.shares.batch = {shown_value(rules.batch)}: method '{scenario.plan.method}' "
+            "runs the whole batch on every rank; leave it out"
         )
     if scenario.plan.recompute == "full" and isinstance(model.input, ImageInput):
         raise UserError(

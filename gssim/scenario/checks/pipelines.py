@@ -8,7 +8,7 @@ from gssim.plan.pipeline_schedule import SPLITTING, refuse
 from gssim.scenario.device_rates import reduce_precision
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
-from gssim.units import counted
+from gssim.units import counted, shown_value
 from gssim.workload import unrolled
 from gssim.workload.layer import REPLACED
 
@@ -21,7 +21,9 @@ def check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
             raise UserError(f"{file}: plan.pp = 1: method 'pipeline' does not average gradients of replicas; set pp")
         for key in ("schedule", "stages"):
             if getattr(plan, key) is not None:
-                raise UserError(f"{file}: plan.{key} = {getattr(plan, key)!r}: there is no pipeline; leave it out")
+                raise UserError(
+                    f"{file}: plan.{key} = {shown_value(getattr(plan, key))}: there is no pipeline; leave it out"
+                )
         if plan.receive_buffers != default_plan(plan.method).receive_buffers:
             raise UserError(
                 f"{file}: plan.receive_buffers = {plan.receive_buffers!r}: there is no pipeline; leave it out"

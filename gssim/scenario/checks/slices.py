@@ -12,6 +12,7 @@ from gssim.scenario.vocabulary_slices import (
     undivided_loss_reason,
     units_of_ranks,
 )
+from gssim.units import shown_value
 from gssim.workload import TokenInput
 
 
@@ -71,8 +72,9 @@ def _check_equal_owners(scenario: Scenario, where: str) -> None:
     groups = (shares[first : first + ranks] for first in range(0, len(shares), ranks))
     if scenario.policies.gradients == "push" and any(len(set(group)) > 1 for group in groups):
         raise UserError(
-            f"{where}: plan.shares.shards = {scenario.plan.shares.shards!r}: the ranks of a tensor group sum gradients "
-            "of norms or adapters, and would own other parts of them; allowed: even, or one share per replica"
+            f"{where}: plan.shares.shards = {shown_value(scenario.plan.shares.shards)}: the ranks of a tensor "
+            "group sum gradients of norms or adapters, and would own other parts of them; allowed: even, or one share "
+            "per replica"
         )
 
 
