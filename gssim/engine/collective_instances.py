@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import simpy
 
 from gssim.cluster import Cluster, Conditions, applied, contention_groups
 from gssim.collectives import Communication, Hops, Stage
@@ -20,7 +19,7 @@ from gssim.collectives.algorithms import SINGLE_FLOWS
 from gssim.engine.selection import CollectiveSchedule, Scheduler
 from gssim.engine.symmetry import Classes, Groups, RankClass, classes_of, repeated_groups
 from gssim.execution.cache import Same, Shared
-from gssim.network import Network, Router, codes
+from gssim.network import Clock, Network, Router, codes
 from gssim.program import Program
 from gssim.units import Ints, distinct_with_places, kinds_of_rows
 
@@ -128,7 +127,7 @@ def scheduler_of(cluster: Cluster, router: Router, ranks: int, shared: Shared) -
 
 
 def arrange(
-    env: simpy.Environment,
+    env: Clock,
     cluster: Cluster,
     program: Program,
     *,
@@ -180,7 +179,7 @@ class _Shared:
 
 
 def _arrangement(
-    env: simpy.Environment,
+    env: Clock,
     cluster: Cluster,
     program: Program,
     router: Router,
@@ -239,7 +238,7 @@ class Choice:
         if len(options) == 1:
             return options[0]
         stages = [stage for option in options for stage in option.stages]
-        network = Network(simpy.Environment(), self.router, stages, conditions=self.conditions)
+        network = Network(Clock(), self.router, stages, conditions=self.conditions)
         return min(options, key=lambda option: option.alone_s(network))
 
 

@@ -34,13 +34,13 @@ from gssim.execution.cache import Same
 from gssim.program import (
     Awaited,
     Chunk,
-    MessageName,
     Name,
     Outline,
     Part,
     Parts,
     Posted,
     Program,
+    Route,
     Task,
     TaskId,
     Template,
@@ -353,7 +353,12 @@ class OutlineOperations(PartOfMachine):
         self._transfers: dict[CollectiveInstance, PreparedTransfer | None] = {}
         self._instances: dict[int, dict[int, tuple[int, CollectiveInstance]]] = {}
         """For each collective (by `id`) and class: the number of its instance, and the instance."""
-        self._numbers: dict[TaskId | MessageName, int] = {}
+        self._numbers: dict[Hashable, int] = {}
+        """Numbers of collectives that are not a pipeline's messages, by identity."""
+        self._numbers_of_messages: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)
+        """Those of messages: by `Route.alike`, and then by micro-batch."""
+        self._numbers_of_end: dict[int, dict[Hashable, int]] = {}
+        """The same by `id` of the route, of either end."""
         self.instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
         """For each collective by number, and each class: the number of its instance, and the instance."""
         self._owner_of_link = self._link_owners()
@@ -528,13 +533,25 @@ class OutlineOperations(PartOfMachine):
 
     def _number(self, task: Task | Posted) -> int:
         """Return the number of the collective that a task joins."""
-        name = task.communication
-        assert name is not None
-        assert task.exchange is not None
-        if name not in self._numbers:
-            self._numbers[name] = len(self.instances_of_number)
+        name: Hashable
+        if isinstance(task, Posted):
+            numbers, name = self._numbers_of_route(task.route), task.micro_batch
+        else:
+            numbers, name = self._numbers, task.communication
+        number = numbers.get(name)
+        if number is None:
+            assert task.exchange is not None
+            number = numbers[name] = len(self.instances_of_number)
             self.instances_of_number.append(self._instances_of(task.exchange))
-        return self._numbers[name]
+        return number
+
+    def _numbers_of_route(self, route: Route) -> dict[Hashable, int]:
+        """Return the numbers of the messages of a route, by micro-batch: its other end has the same."""
+        numbers = self._numbers_of_end.get(id(route))
+        if numbers is None:
+            numbers = self._numbers_of_messages[route.alike]
+            self._numbers_of_end[id(route)] = numbers
+        return numbers
 
 
 def _collectives_at_once(
@@ -563,6 +580,9 @@ def _overlapping_collectives(
     `going`: the collectives in flight, by name. The caller passes those in flight before the parts; when the iteration
     ends, it holds those in flight after them.
     """
+    joined = (each for each in parts.distinct if not isinstance(each, Chunk) and each.stream != "compute")
+    if not going and not any(each.exchange is not None and counts(each.exchange) for each in joined):
+        return
     met: set[tuple[int, int]] = set()
     for part in parts:
         if not isinstance(part, Chunk) and part.stream == "compute":

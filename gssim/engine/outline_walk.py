@@ -23,7 +23,7 @@ import simpy
 from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.merged_classes import JointInstances, MergedClasses, Merging
 from gssim.engine.outline_operations import Operation, OutlineOperations, Piece
-from gssim.engine.rendezvous import call_at, carry_out, carry_prepared
+from gssim.engine.rendezvous import carry_out, carry_prepared
 from gssim.engine.state import MachineState, PartOfMachine
 from gssim.network import JointSessions, Prepared
 from gssim.result import PHASES
@@ -321,20 +321,19 @@ class OutlineWalk(PartOfMachine):
             return
         self._times[step][joint] += 1
         begin_s = reduce(add, known[0], start_s)
-        transfer = partial(self._transfer, joint, streams)
         if begin_s > self.env.now:
-            call_at(self.env, begin_s, transfer)
+            self.env.call(begin_s, partial(self._transfer, joint, streams))
         else:
-            transfer()
+            self._transfer(joint, streams)
 
-    def _transfer(self, joint: JointInstances, streams: Sequence[_Stream]) -> None:
-        """Carry the bytes of prepared instances from now on."""
+    def _transfer(self, joint: JointInstances, streams: Sequence[_Stream], event: object = None) -> None:
+        """Carry the bytes of prepared instances from now on; `event`: that of the clock, which calls this."""
         if joint not in self._joint:
             self._joint[joint] = self._joint_sessions(joint)
         sessions = self._joint[joint]
         if sessions is not None:
             carried = _Carried(streams, len(joint.instances))
-            self.machine.network.start_joint(sessions, partial(self._end_some, carried))
+            self.machine.network.start_joint(sessions, partial(self._end_some, carried), is_last=event is not None)
             return
         ended = self._completion_callback(joint, streams)
         for each in joint.instances:

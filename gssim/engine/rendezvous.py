@@ -22,7 +22,6 @@ import simpy
 
 from gssim import collectives
 from gssim.engine.collective_instances import CollectiveInstance
-from gssim.engine.host import Clock
 from gssim.engine.state import MachineState
 from gssim.engine.task_groups import task_groups_of
 from gssim.network import Prepared
@@ -292,16 +291,9 @@ def _handle(machine: MachineState, busy_until_s: float, reduction_s: float, ende
     """Call `ended` once processors have handled a collective's bytes (at `busy_until_s`) and reduced them."""
     end_s = max(machine.env.now, busy_until_s) + reduction_s
     if end_s > machine.env.now:
-        call_at(machine.env, end_s, ended)
+        machine.env.call(end_s, lambda _event: ended())
     else:
         ended()
-
-
-def call_at(env: Clock, time_s: float, function: Callable[[], None]) -> None:
-    """Call a function by the clock at a time that has not passed."""
-    event = env.at(time_s)
-    assert event.callbacks is not None
-    event.callbacks.append(lambda _event: function())
 
 
 def delays_of_collective(

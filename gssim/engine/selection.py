@@ -205,14 +205,21 @@ class Scheduler:
 
     def _long_distance_s(self, stages: Sequence[Stage]) -> float:
         """Return the latency of long-distance hops beyond a data centre, which NCCL's constants do not include."""
-        total_s = 0.0
-        for stage in stages:
-            if stage.coupled:
-                total_s += stage.steps * self.router.latency_beyond_s(stage.hops, DATA_CENTRE_LATENCY_S)
-            else:
-                beyond_s = self.router.latencies_s(stage.hops) - DATA_CENTRE_LATENCY_S
-                total_s += float(beyond_s.max(initial=0.0))
-        return total_s
+        return sum([self._beyond_s(stage.hops, stage.steps if stage.coupled else None) for stage in stages], 0.0)
+
+    def _beyond_s(self, hops: Hops, steps: float | None) -> float:
+        """Return such latency of hops that progress together, in all of some steps; without steps, of the longest hop.
+
+        Collectives of different sizes have the same hops.
+        """
+
+        def beyond_s() -> float:
+            if steps is not None:
+                return self.router.latency_beyond_s(hops, DATA_CENTRE_LATENCY_S)
+            return float((self.router.latencies_s(hops) - DATA_CENTRE_LATENCY_S).max(initial=0.0))
+
+        one_s = self._cache.once("long distance", (Same(hops), steps is None), beyond_s)
+        return one_s if steps is None else steps * one_s
 
     def _group(self, members: Members) -> Group:
         """Return a group as NCCL's tuner sees it, with the rates of the ring's hops inside hosts and between hosts."""

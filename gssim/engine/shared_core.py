@@ -17,7 +17,8 @@ import simpy
 
 from gssim.cluster import DeviceType
 from gssim.cluster.contention import communicating_excess
-from gssim.engine.host import Clock, Host
+from gssim.engine.host import Host
+from gssim.network import Clock
 
 TURN_S = 0.001
 """CPU time after which a device sleeps: `kPeriod` of the lab's throttle."""

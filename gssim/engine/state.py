@@ -20,12 +20,13 @@ from gssim.cluster import Cluster, Conditions, DeviceType, contention_groups, ha
 from gssim.cluster.contention import core_shares
 from gssim.collectives.stage import summed
 from gssim.engine.collective_instances import CollectiveInstance, arrange, router_of
-from gssim.engine.host import Clock, Host, Load
+from gssim.engine.host import Host, Load
 from gssim.engine.memory_tracker import MemoryTracker
 from gssim.engine.selection import CollectiveSchedule
 from gssim.engine.shared_core import SharedCore
 from gssim.engine.symmetry import is_jittery
 from gssim.execution.cache import Shared
+from gssim.network import Clock
 from gssim.program import Issue, Program, Task, TaskId
 from gssim.result import Span
 from gssim.units import Floats, Ints

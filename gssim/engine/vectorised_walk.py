@@ -29,7 +29,6 @@ from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.memory_tracker import group_peaks_of
 from gssim.engine.rendezvous import (
     PreparedTransfer,
-    call_at,
     carry_out,
     carry_prepared,
     delays_of_collective,
@@ -409,9 +408,11 @@ class VectorisedWalk(PartOfMachine):
             self.machine.env.process(self._run_instance(instance, step, start_s, arrivals))
             return
         transfer = partial(self._transfer, instance, step, known, arrivals)
-        call_at(self.machine.env, reduce(add, known[0], start_s), transfer)
+        self.machine.env.call(reduce(add, known[0], start_s), transfer)
 
-    def _transfer(self, instance: CollectiveInstance, step: int, known: PreparedTransfer, arrivals: _Arrivals) -> None:
+    def _transfer(
+        self, instance: CollectiveInstance, step: int, known: PreparedTransfer, arrivals: _Arrivals, _event: object
+    ) -> None:
         """Send the bytes of a collective."""
         if self.repeats:
             return

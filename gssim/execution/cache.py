@@ -58,6 +58,9 @@ class Recent:
         self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._weight = 0
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
     def once(self, key: Hashable, make: Callable[[], T], *, weight: Callable[[T], int]) -> T:
         """Return the cached value of a key, or else compute it with `make`; see `Shared.once`."""
         known = self._kept.get(key)

@@ -15,6 +15,7 @@ from gssim.cluster import Conditions, ends_of
 from gssim.cluster.lab_links import head_start_s
 from gssim.collectives import Hops, Stage
 from gssim.execution.cache import Shared
+from gssim.network.clock import Clock
 from gssim.network.folding import Folded, Sessions, fold
 from gssim.network.routes import Router
 from gssim.network.transfers import JointSessions, JointTransfer, Prepared, Transfer, transfer_of
@@ -112,7 +113,7 @@ class Network:
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: Clock,
         router: Router,
         stages: Sequence[Stage],
         *,
@@ -178,7 +179,7 @@ class Network:
     def alone_s(self, stage: Stage, pace: Pace | None = None) -> float:
         """Return the time of a stage on idle links."""
         alone = copy(self)
-        alone.env, alone.active, alone._starting = simpy.Environment(), [], []
+        alone.env, alone.active, alone._starting = Clock(), [], []
         alone._crossing = [0] * len(self.capacity)
         alone.carried, alone.left_s, alone._queued, alone._handled_s = self.carried.copy(), {}, {}, {}
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
@@ -237,14 +238,18 @@ class Network:
 
         return JointSessions.of(several, rates_of)
 
-    def start_joint(self, joint: JointSessions, ended: Callable[[int], object]) -> None:
-        """Start several stages now; `ended` is called with how many have ended, whenever some have."""
+    def start_joint(self, joint: JointSessions, ended: Callable[[int], object], *, is_last: bool = False) -> None:
+        """Start several stages now; `ended` is called with how many have ended, whenever some have.
+
+        `is_last`: whether the current call of the clock does nothing else after this.
+        """
         now_s, first = self.env.now, self._started
         self._started += len(joint.several)
         others = sorted(set(range(len(joint.several))).difference(*joint.groups))
         self._start_now(
             JointTransfer(joint, ended, now_s, first),
             *(transfer_of(joint.several[place], partial(ended, 1), now_s, first + place) for place in others),
+            is_last=is_last,
         )
 
     def on_idle_links_s(self, prepared: Prepared) -> float:
@@ -433,14 +438,17 @@ class Network:
         self._started += 1
         self._start_now(Transfer(group, sizes, then, self.env.now, self._started - 1))
 
-    def _start_now(self, *transfers: Transfer | JointTransfer) -> None:
-        if not self._starting:
-            now = self.env.timeout(0)
-            assert now.callbacks is not None
-            now.callbacks.append(lambda _event: self._begin())
+    def _start_now(self, *transfers: Transfer | JointTransfer, is_last: bool = False) -> None:
+        """Let transfers begin once all that start at this instant are known; `is_last`: as of `start_joint`."""
+        is_first = not self._starting
         self._starting += transfers
+        if is_first:
+            if is_last and self.env.is_idle_now:
+                self._begin()
+            else:
+                self.env.call(self.env.now, self._begin)
 
-    def _begin(self) -> None:
+    def _begin(self, _event: object = None) -> None:
         """Give rates to the transfers that start now, to those that touch one another together."""
         begun, self._starting = self._starting, []
         self.active += begun
@@ -489,7 +497,7 @@ class Network:
         `version` is still 1).
         """
 
-        def ended(_event: simpy.Event) -> None:
+        def ended(_event: object) -> None:
             if not transfer.parts:
                 self._leave(transfer)
                 transfer.ended(transfer.joint.sessions)
@@ -500,9 +508,7 @@ class Network:
                     self._end(first)
                     first.then()
 
-        wake = self.env.timeout(transfer.lasts_s)
-        assert wake.callbacks is not None
-        wake.callbacks.append(ended)
+        self.env.call(self.env.now + transfer.lasts_s, ended)
 
     def _go_alone(self, transfer: Transfer) -> None:
         """Schedule the end of a session that is alone on its links; it is void if another session begins before.
@@ -516,14 +522,12 @@ class Network:
         if math.isinf(last_s):
             return  # only background traffic, which never ends
 
-        def ended(_event: simpy.Event) -> None:
+        def ended(_event: object) -> None:
             if version == transfer.version:
                 self._end(transfer)
                 transfer.then()
 
-        wake = self.env.timeout(last_s)
-        assert wake.callbacks is not None
-        wake.callbacks.append(ended)
+        self.env.call(self.env.now + last_s, ended)
 
     def _end(self, transfer: Transfer) -> None:
         transfer.version += 1
@@ -654,9 +658,7 @@ class Network:
             first_s = min(first_s, self._changes_s(transfers, lasts_s))
         if math.isinf(first_s):
             return  # only background traffic, which never ends
-        wake = self.env.timeout(first_s)
-        assert wake.callbacks is not None
-        wake.callbacks.append(lambda _event: self._wake(transfers, versions))
+        self.env.call(self.env.now + first_s, lambda _event: self._wake(transfers, versions))
 
     def _changes_s(self, transfers: Sequence[Transfer], lasts_s: Sequence[Floats]) -> float:
         """Return the time until a session ends on a link that limits others which go on; infinite if there is none."""

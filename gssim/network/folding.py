@@ -144,6 +144,7 @@ def fold(router: Router, stages: Sequence[Stage], *, unfolded: bool, shared: Sha
 
 def _folded(router: Router, hop_sets: Mapping[tuple[int, bool], tuple[Hops, bool]], unfolded: bool) -> Folded:
     capacity = router.wiring.bandwidth_bytes_per_s
+    router.bundle_ahead([hops for hops, coupled in hop_sets.values() if coupled and hops.count])
     patterns = [_pattern(router, hops, coupled) for hops, coupled in hop_sets.values()]
     if unfolded:
         links = np.arange(len(capacity))

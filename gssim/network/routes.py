@@ -8,7 +8,7 @@ waits for the data ahead of it. On idle links, a notice takes almost no time fro
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -108,6 +108,8 @@ class _Known:
 
 PAIRS_AT_ONCE = 2**16
 """Number of pairs whose paths are searched together; the search's memory is proportional to it."""
+MOST_BUNDLED_AHEAD = 2**9
+"""Largest number of hops in a set whose load of links is computed together with that of others."""
 MOST_RECENT_PAIRS = 2**15
 """Largest number of pairs whose paths a router remembers beside those that were searched ahead."""
 MOST_LATEST_PAIRS = 2**8
@@ -149,8 +151,40 @@ class Router:
 
     def bundle(self, hops: Hops) -> Bundle:
         """Return the load of links by hops that progress together, computed by the cheaper of two methods."""
-        key = ("bundle", self.ways, Same(hops))
-        return self.kept.once(key, lambda: self._bundle(hops), weight=lambda found: len(found.load))
+        return self._once_bundled(hops, lambda: self._bundle(hops))
+
+    def _once_bundled(self, hops: Hops, make: Callable[[], Bundle]) -> Bundle:
+        return self.kept.once(("bundle", self.ways, Same(hops)), make, weight=lambda found: len(found.load))
+
+    def bundle_ahead(self, several: Iterable[Hops]) -> None:
+        """Compute the bundles of many small sets of hops at once, which takes much less time than one after another:
+        `bundle` then looks them up.
+        """
+        new: list[Hops] = []
+        for hops in several:
+            is_small = hops.count <= MOST_BUNDLED_AHEAD and not isinstance(hops, Exchange)
+            if is_small and ("bundle", self.ways, Same(hops)) not in self.kept and not is_worthwhile(self.wiring, hops):
+                new.append(hops)
+        at_once = PAIRS_AT_ONCE // MOST_BUNDLED_AHEAD
+        for start in range(0, len(new), at_once):
+            self._bundle_at_once(new[start : start + at_once])
+
+    def _bundle_at_once(self, several: Sequence[Hops]) -> None:
+        groups = [np.zeros(hops.count, np.int64) if hops.group is None else hops.group for hops in several]
+        first = np.cumsum([0, *(int(group[-1]) + 1 for group in groups)])
+        group = np.concatenate([own + start for own, start in zip(groups, first, strict=False)])
+        source, target, weight = (
+            np.concatenate(column) for column in zip(*((h.source, h.target, h.weight) for h in several), strict=True)
+        )
+        whole = self._added_up(self.incidence(source, target), weight, group)
+        ends, hop = np.searchsorted(whole.group, first).tolist(), 0
+        for number, hops in enumerate(several):
+            own, inside = slice(hop, hop + hops.count), slice(ends[number], ends[number + 1])
+            found = Bundle(
+                whole.group[inside] - first[number], whole.link[inside], whole.load[inside], whole.latency_s[own]
+            )
+            self._once_bundled(hops, lambda found=found: found)
+            hop = own.stop
 
     @cached_property
     def _blocks(self) -> Blocks:
@@ -214,10 +248,13 @@ class Router:
 
     def _summed(self, hops: Hops) -> Bundle:
         """Return the bundle as the sum over every hop's own path."""
-        on, links = self.of(hops), self.wiring.links
         group = np.zeros(len(hops.source), np.int64) if hops.group is None else hops.group
+        return self._added_up(self.of(hops), hops.weight, group)
+
+    def _added_up(self, on: Incidence, weight: Floats, group: Ints) -> Bundle:
+        links = self.wiring.links
         place, entry = distinct_with_places(group[on.flow] * links + on.link)
-        loads = summed(entry, on.share * hops.weight[on.flow], len(place))
+        loads = summed(entry, on.share * weight[on.flow], len(place))
         some = np.flatnonzero(loads)
         return Bundle(place[some] // links, place[some] % links, loads[some], on.latency_s)
 

@@ -11,7 +11,7 @@ time in which a rank would wait. Rank r is r second parts behind its first parts
 first stage, whose input has no gradient, the first part does nothing.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -53,6 +53,11 @@ class Action(NamedTuple):
     stage: int = -1
     micro_batch: int = -1
     messages: tuple[Message, ...] = ()
+
+
+def _on_messages(kind: str, messages: tuple[Message, ...]) -> Action:
+    """Return an action on messages alone (by place: a schedule has thousands, and names take twice as long)."""
+    return Action(kind, -1, -1, messages)
 
 
 @lru_cache(maxsize=64)
@@ -108,7 +113,7 @@ class _Recorder:
         self.first, self.last = stage == 0, stage == stages - 1
         self.actions: list[Action] = []
         self.variables: dict[str, tuple[Message, ...]] = {}
-        self.references = Counter[Message]()
+        self.references: dict[Message, int] = defaultdict(int)
         """How many variables refer to each tensor."""
 
     def assign(self, variable: str, *messages: Message) -> None:
@@ -121,7 +126,7 @@ class _Recorder:
         for message in before:
             self.references[message] -= 1
             if not self.references[message]:
-                self.actions.append(Action("release", messages=(message,)))
+                self.actions.append(_on_messages("release", (message,)))
 
     def unbind_all(self) -> None:
         """Unbind all variables, as when the function returns."""
@@ -131,7 +136,7 @@ class _Recorder:
     def post(self, kind: str, *messages: Message) -> None:
         """Post messages to be sent or received, if there are any, and if messages are recorded."""
         if messages and self.records_messages:
-            self.actions.append(Action(kind, messages=messages))
+            self.actions.append(_on_messages(kind, messages))
 
     def wait(self, *messages: Message) -> None:
         """Wait for messages, if there are any."""
@@ -359,8 +364,8 @@ def _with_messages(orders: list[list[Action]], stages: int) -> list[list[Action]
                 available[rank].add(message)
                 available[peer].add(message)
                 if peer != rank:
-                    actions[rank].append(Action("send", messages=(message,)))
-                    actions[peer].append(Action("receive", messages=(message,)))
+                    actions[rank].append(_on_messages("send", (message,)))
+                    actions[peer].append(_on_messages("receive", (message,)))
     return actions
 
 
@@ -379,8 +384,8 @@ def _outputs(action: Action, stages: int) -> tuple[Message, ...]:
     return (Message("gradient", action.stage, action.micro_batch),) if is_sent else ()
 
 
-def _with_waits(order: list[Action], stages: int, ranks: int, *, frees_sent: bool, messages: bool) -> Iterator[Action]:
-    """Yield the order with releases, and waits if it has `messages`, inserted where torch's runtime has them.
+def _with_waits(order: list[Action], stages: int, ranks: int, *, frees_sent: bool, messages: bool) -> list[Action]:
+    """Return the order with releases, and waits if it has `messages`, inserted where torch's runtime has them.
 
     After a split backward the input's gradient is also the `grad` of the buffer in which the input was received, which
     the next step's begin clears (torch: stage_backward_input, clear_runtime_states).
@@ -390,15 +395,16 @@ def _with_waits(order: list[Action], stages: int, ranks: int, *, frees_sent: boo
     freed: set[Message] = set()
     gradient: tuple[Message, ...] = ()
     received = {message for action in order if action.kind == "receive" for message in action.messages}
+    found: list[Action] = []
     for action in order:
         kind, stage, micro_batch, _ = action
         if kind not in ("forward", "backward"):
-            yield action
+            found.append(action)
             continue
-        needed = _inputs(action, stages)
+        needed = _inputs(action, stages) if received else ()
         if needed and needed[0] in received:
-            yield Action("wait", messages=needed)
-        yield action
+            found.append(_on_messages("wait", needed))
+        found.append(action)
         outputs = _outputs(action, stages)
         if ranks > 1:
             sent += outputs
@@ -409,16 +415,16 @@ def _with_waits(order: list[Action], stages: int, ranks: int, *, frees_sent: boo
                 unused += gradient
                 gradient = outputs
             freed.update(unused)
-            for message in unused:
-                yield Action("release", messages=(message,))
-    yield from _with_last_waits(sent, freed, waits=messages, splits=splits)
+            found += [_on_messages("release", (message,)) for message in unused]
+    found += _with_last_waits(sent, freed, waits=messages, splits=splits)
+    return found
 
 
 def _with_last_waits(sent: list[Message], freed: set[Message], *, waits: bool, splits: bool) -> Iterator[Action]:
     """Yield the waits, if there are any, for the messages `sent`, and the releases of those that are not in `freed`."""
     for message in reversed(sent):
         if waits:
-            yield Action("wait", messages=(message,))
+            yield _on_messages("wait", (message,))
         if message not in freed:
             stays = splits and message.kind == "gradient"
-            yield Action("release-after-step" if stays else "release", messages=(message,))
+            yield _on_messages("release-after-step" if stays else "release", (message,))

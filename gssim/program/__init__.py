@@ -17,6 +17,7 @@ from gssim.program.task import (
     Parts,
     Posted,
     Program,
+    Route,
     Task,
     TaskId,
     Template,

@@ -89,6 +89,8 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, named: Named, *,
     if low.policies.publish_overlaps:
         writer.gather_beside(actions)
     for place, action in enumerate(actions):
+        if writer.repeat(action):
+            continue
         if action.kind == "unshard":
             uses = (each for each in actions[place:] if each.kind in COMPUTES and each.stage == action.stage)
             writer.unshard(next(uses))
@@ -162,8 +164,11 @@ class _ScheduleWriter:
     parts: list[Part] = field(default_factory=list)
     deferred: list[Task] = field(default_factory=list)
     """Tasks that run after the schedule."""
-    computed: dict[tuple[int, str, Hashable, Gathered | None], _Computed] = field(default_factory=dict)
+    computed: dict[tuple[int, str, int, Gathered | None], _Computed] = field(default_factory=dict)
     """Forwards and backwards, by stage, direction, and what micro-batches with equal ones have in common."""
+    repeated: dict[tuple[str, int, int], tuple[Template, int | None]] = field(default_factory=dict)
+    """Those of which a further one is nothing but a chunk of the same template, and the stage in its identities; by
+    direction, stage, and the number of what micro-batches have in common."""
     routes: dict[tuple[str, int], tuple[Route, float]] = field(default_factory=dict)
     """What messages have in common, and the host time to post one; by kind of message and source stage."""
     posted: dict[Message, Posted] = field(default_factory=dict)
@@ -181,8 +186,8 @@ class _ScheduleWriter:
     begin."""
     awaited: dict[int, Waits] = field(default_factory=dict)
     """Tasks that precede forwards of a stage's first micro-batch: waits for these gathers; by stage number."""
-    micro_batches: Sequence[tuple[MicroBatch, Hashable, int | None]] = field(init=False)
-    """Each micro-batch, what it has in common with those of equal tasks, and its number in identities."""
+    micro_batches: Sequence[tuple[MicroBatch, int, int | None]] = field(init=False)
+    """Each micro-batch, the number of what it has in common with those of equal tasks, and its number in identities."""
     reduces_after_schedule: bool = field(init=False)
     """`Lowering.reduces_after_schedule`, which is the same for all stages."""
     computes: int = 0
@@ -199,9 +204,10 @@ class _ScheduleWriter:
             every = tuple([replace(each, sends_gradients=False) for each in every])
         # all micro-batches have the same size; those whose gradients are pushed may have messages of their own
         pushes = self.low.policies.gradients == "push"
+        alike: dict[Hashable, int] = {}
+        kinds = (each if pushes and each.sends_gradients else (each.first, each.sends_gradients) for each in every)
         self.micro_batches = [
-            (each, each if pushes and each.sends_gradients else (each.first, each.sends_gradients), each.number)
-            for each in every
+            (each, alike.setdefault(kind, len(alike)), each.number) for each, kind in zip(every, kinds, strict=True)
         ]
         self.reduces_after_schedule = self.low.reduces_after_schedule
 
@@ -218,6 +224,22 @@ class _ScheduleWriter:
         self.parts.append(part)
         self.latest = part
 
+    def repeat(self, action: Action) -> bool:
+        """Append a forward or backward if it is nothing but a further chunk, as nearly all of thousands are; return
+        whether it was.
+        """
+        kind, stage, micro_batch, _ = action
+        if kind not in COMPUTES or self.gathers or self.copies:
+            return False
+        _, like, number = self.micro_batches[micro_batch]
+        known = self.repeated.get((kind, stage, like))
+        if known is None:
+            return False
+        self.computes += 1
+        self.latest = chunk = Chunk(known[0], number, known[1])
+        self.parts.append(chunk)
+        return True
+
     def add_action(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
         """Append the tasks of an action."""
         if action.kind in COMPUTES:
@@ -231,7 +253,8 @@ class _ScheduleWriter:
             add = self.add_part if action.kind == "release" else self.after_step.append
             for message in action.messages:
                 number = self.micro_batches[message.micro_batch][2]
-                add(Chunk(self.release(message), number, message.source))
+                template = self.releases.get((message.kind, message.source)) or self.release(message)
+                add(Chunk(template, number, message.source))
         elif action.kind == "reshard":
             stage = self.stages[action.stage]
             freed = reshard_stage(stage, self.gathered.pop(action.stage, Gathered()), self.resharded)
@@ -292,6 +315,8 @@ class _ScheduleWriter:
             self.deferred += self.numbered(reductions, micro_batch, stage)
         if isinstance(own, Template):
             self.add_part(Chunk(own, number, stage))
+            if not (self.unpacks or self.reduces_after_schedule or reductions):
+                self.repeated[action.kind, action.stage, like] = own, stage
         else:
             self.add(*self.numbered(own, micro_batch, stage))
 

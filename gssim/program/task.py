@@ -451,6 +451,11 @@ class Route:
     group: Sequence[int] | None = None
     """`TaskId.group` of their collectives."""
 
+    @property
+    def alike(self) -> Hashable:
+        """What the route has in common with its other end, and with no other route."""
+        return self.kind, self.stage, self.group
+
 
 @dataclass(slots=True, eq=False)
 class Posted:
@@ -558,6 +563,10 @@ def can_be_template(tasks: Sequence[Task]) -> bool:
     )
 
 
+Place = tuple[int | None, int | None]
+"""Micro-batch and stage of a part."""
+
+
 class Parts(tuple[Part, ...]):
     """Parts of an outline, and what is derived from them: once for all outlines that have the same object.
 
@@ -568,14 +577,44 @@ class Parts(tuple[Part, ...]):
     """
 
     @cached_property
+    def _distinct_and_places(self) -> tuple[Sequence[Task | Chunk | Posted], dict[int, list[Place]]]:
+        distinct: list[Task | Chunk | Posted] = []
+        places: dict[int, list[Place]] = {}
+        for part in self:
+            if isinstance(part, Chunk):
+                alike, place = id(part.template), (part.micro_batch, part.stage)
+            elif isinstance(part, Posted):
+                alike, place = id(part.route), (part.micro_batch, None)
+            else:
+                if isinstance(part, Task):
+                    distinct.append(part)
+                continue
+            if alike in places:
+                places[alike].append(place)
+            else:
+                places[alike] = [place]
+                distinct.append(part)
+        return distinct, places
+
+    @property
+    def distinct(self) -> Sequence[Task | Chunk | Posted]:
+        """Parts that are tasks, and of those that share a template or a route the first."""
+        return self._distinct_and_places[0]
+
+    @property
+    def places(self) -> Mapping[int, Sequence[Place]]:
+        """Where a template is run, or a message of a route posted, by `id` of the template or route."""
+        return self._distinct_and_places[1]
+
+    @cached_property
     def templates(self) -> dict[int, Template]:
         """Templates of the chunks, by `id`."""
-        return {id(part.template): part.template for part in self if isinstance(part, Chunk)}
+        return {id(part.template): part.template for part in self.distinct if isinstance(part, Chunk)}
 
     @cached_property
     def plain(self) -> Sequence[Task]:
         """Parts that are tasks."""
-        return [part for part in self if isinstance(part, Task)]
+        return [part for part in self.distinct if isinstance(part, Task)]
 
     @cached_property
     def without_messages(self) -> Sequence[Task | Chunk]:
@@ -673,17 +712,17 @@ def distinct_tasks(tasks: Sequence[Task]) -> Iterable[Task]:
     return chain(tasks.schedule.plain, tasks.further.plain, *(template.tasks for template in templates.values()))
 
 
-def _in_common(by_rank: Iterable[Sequence[Task]]) -> Iterator[Part]:
+def _in_common(by_rank: Iterable[Sequence[Task]]) -> Iterator[Parts]:
     """Yield the parts of all ranks, those that outlines have in common only once."""
     seen = set[int]()
     for tasks in by_rank:
         if not isinstance(tasks, Outline):
-            yield from tasks
+            yield Parts(tasks)
             continue
         if id(tasks.schedule) not in seen:
             seen.add(id(tasks.schedule))
-            yield from tasks.schedule
-        yield from tasks.further
+            yield tasks.schedule
+        yield tasks.further
 
 
 def _collectives_of(tasks: Iterable[Task]) -> dict[TaskId, Communication]:
@@ -732,28 +771,29 @@ class Collectives(Mapping[TaskId, Communication]):
         """
         if not any(isinstance(tasks, Outline) for tasks in self._by_rank):
             return _count_distinct(self._all.values())
-        plain: dict[TaskId | MessageName, Communication] = {}
-        order: dict[int, Communication] = {}
+        plain: dict[TaskId, Communication] = {}
+        counts, order = Counter[int](), dict[int, Communication]()
         chunks: dict[tuple[TaskId, ...], _Repeated] = {}
-        of_template: dict[int, _Repeated] = {}
-        for part in _in_common(self._by_rank):
-            if isinstance(part, Chunk):
-                own = part.template.collectives
-                if not own:
-                    continue
-                if id(part.template) not in of_template:
-                    of_template[id(part.template)] = chunks.setdefault(tuple(own), _Repeated(own, set()))
-                    order |= {id(each): each for each in chunks[tuple(own)].collectives.values()}
-                of_template[id(part.template)].places.add((part.micro_batch, part.stage))
-                continue
-            name = part.communication
-            if name is not None and name not in plain:
-                assert part.exchange is not None
-                plain[name] = part.exchange
-                order[id(part.exchange)] = part.exchange
-        if _overlap((name for name in plain if isinstance(name, TaskId)), chunks.values()):
+        posted: dict[Hashable, set[Place]] = defaultdict(set)
+        """By `Route.alike`: the messages of a route have the same names at its other end."""
+        for parts in _in_common(self._by_rank):
+            for part in parts.distinct:
+                if isinstance(part, Chunk):
+                    exchanges = _repeat(part.template.collectives, parts.places[id(part.template)], chunks)
+                    order |= {id(each): each for each in exchanges}
+                elif isinstance(part, Posted):
+                    exchange = part.route.exchange
+                    new = set(parts.places[id(part.route)]) - posted[part.route.alike]
+                    posted[part.route.alike] |= new
+                    counts[id(exchange)] += len(new)
+                    order |= {id(exchange): exchange} if new else {}
+                elif part.communication is not None and part.communication not in plain:
+                    assert part.exchange is not None
+                    plain[part.communication] = part.exchange
+                    order[id(part.exchange)] = part.exchange
+        if _overlap(plain, chunks.values()):
             return _count_distinct(self._all.values())
-        counts: Counter[int] = Counter(map(id, plain.values()))
+        counts.update(map(id, plain.values()))
         for repeated in chunks.values():
             for communication in repeated.collectives.values():
                 counts[id(communication)] += len(repeated.places)
@@ -764,12 +804,23 @@ class _Repeated(NamedTuple):
     """The collectives of templates that name the same ones, and the (micro-batch, stage) pairs in which they run."""
 
     collectives: Mapping[TaskId, Communication]
-    places: set[tuple[int | None, int | None]]
+    places: set[Place]
+
+
+def _repeat(
+    own: Mapping[TaskId, Communication], places: Iterable[Place], chunks: dict[tuple[TaskId, ...], _Repeated]
+) -> Iterable[Communication]:
+    """Add the places of a template to those of its collectives; return these as first named, which is once for all."""
+    if not own:
+        return ()
+    repeated = chunks.setdefault(tuple(own), _Repeated(own, set()))
+    repeated.places.update(places)
+    return repeated.collectives.values()
 
 
 def _overlap(plain: Iterable[TaskId], chunks: Iterable[_Repeated]) -> bool:
     """Return whether a collective is also named by one task, or by chunks whose templates name other collectives."""
-    known: dict[TaskId, set[tuple[int | None, int | None]]] = defaultdict(set)
+    known: dict[TaskId, set[Place]] = defaultdict(set)
     for repeated in chunks:
         for name in repeated.collectives:
             if not known[name].isdisjoint(repeated.places):

@@ -16,8 +16,9 @@ from gssim.cluster.cluster import Emulation
 from gssim.cluster.contention import core_shares, dealt
 from gssim.collectives import Communication
 from gssim.engine import Machine
-from gssim.engine.host import Clock, Load
+from gssim.engine.host import Load
 from gssim.engine.shared_core import LEAST_SLEEP_S, MOST_CREDIT_S, TURN_S, SharedCore
+from gssim.network import Clock
 from gssim.planner.bounds.compute import least_jitter_ratio
 from gssim.scenario import load_scenario
 from gssim.scenario.device_rates import with_profile_slowdowns

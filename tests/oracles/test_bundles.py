@@ -1,5 +1,7 @@
 """Bundles: many messages taken together load links as each of them alone does, summed."""
 
+from unittest.mock import patch
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -29,6 +31,11 @@ def assert_bundled(wiring, hops: Hops) -> None:
     assert mine.link.tolist() == other.link.tolist()
     assert mine.load == pytest.approx(other.load, rel=1e-12)
     assert mine.latency_s == pytest.approx(other.latency_s, rel=1e-12, abs=1e-18)
+    with patch("gssim.network.routes.is_worthwhile", return_value=False):
+        router.bundle_ahead([Hops(hops.target, hops.source, hops.weight, hops.group), hops])
+    ahead = router.bundle(hops)
+    for name in ("group", "link", "load", "latency_s"):
+        assert getattr(ahead, name).tolist() == getattr(other, name).tolist()
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).filter(lambda ends: ends[0] != ends[1])))

@@ -15,7 +15,8 @@ from tasks import task_of
 from gssim.cluster.contention import communicating_excess
 from gssim.collectives import Communication
 from gssim.engine import machine, state
-from gssim.engine.host import Clock, Host
+from gssim.engine.host import Host
+from gssim.network import Clock
 from gssim.result import Span, typical_phases
 from gssim.result.result import phases_of
 from gssim.scenario import load_scenario

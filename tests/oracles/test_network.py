@@ -4,7 +4,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import by_link, cluster_of, star
@@ -13,7 +12,7 @@ from gssim.cluster import Cluster
 from gssim.collectives import Hops, Stage
 from gssim.engine.rendezvous import carry_prepared
 from gssim.errors import UserError
-from gssim.network import Network, Pace, Router, limited_rates
+from gssim.network import Clock, Network, Pace, Router, limited_rates
 from gssim.network.folding import _pattern, _refined, _traffic, codes
 
 
@@ -21,13 +20,13 @@ def message(source: int, target: int, size: float) -> Stage:
     return Stage(Hops.of([(source, target, 1.0)]), size, coupled=False)
 
 
-def network_of(env: simpy.Environment, cluster: Cluster, *stages: Stage) -> Network:
+def network_of(env: Clock, cluster: Cluster, *stages: Stage) -> Network:
     return Network(env, Router(cluster.wiring), stages)
 
 
 def transfers(cluster, *messages):
     """Return when each (source, target, bytes, start) has arrived, and the network."""
-    env = simpy.Environment()
+    env = Clock()
     stages = [message(*each[:3]) for each in messages]
     network = network_of(env, cluster, *stages)
     ended = {}
@@ -84,7 +83,7 @@ def test_ends_handle_messages_one_after_another_whether_they_are_prepared_or_not
     stage, pace = message(0, 1, 10.0), Pace(processor_s=4.0)
 
     def ended_s(start):
-        env = simpy.Environment()
+        env = Clock()
         network, times_s = network_of(env, cluster_of([("d0", "d1")], devices=2, bandwidth=10.0), stage), []
         for delay_s in (0.0, 1.0):
             env.process(start(network, delay_s, lambda: times_s.append(env.now)))
@@ -109,7 +108,7 @@ def test_transfers_on_links_of_their_own_end_in_the_order_in_which_they_begin():
     """A pipeline's rank that exchanges two messages posts the next ones in that order, and one of gloo's notices goes
     behind a message that was posted before it.
     """
-    env = simpy.Environment()
+    env = Clock()
     stages = [message(0, 1, 100.0), message(1, 0, 100.0)]
     network = network_of(env, cluster_of([("d0", "d1")], devices=2, bandwidth=10.0), *stages)
     ended: list[Stage] = []
@@ -170,7 +169,7 @@ def test_devices_that_no_links_connect_are_the_users_to_mend():
 
 
 def test_a_factor_occupies_the_link_longer_without_carrying_more():
-    env = simpy.Environment()
+    env = Clock()
     stage = message(0, 1, 100.0)
     network = network_of(env, cluster_of([("d0", "d1")], devices=2, bandwidth=10.0), stage)
     env.process(network.carry(stage, Pace(factor=1.5)))
@@ -187,7 +186,7 @@ def test_messages_over_one_connection_go_one_after_another(notices: bool):
     Measured in the lab: eight broadcasts of 256 KiB between two ranks, two at once, 10 ms apart at 100 Mbit/s, took 202
     ms, of which their bytes take 170; pairs that share the link make it 250.
     """
-    env = simpy.Environment()
+    env = Clock()
     stages = [message(0, 1, 100.0), message(0, 1, 50.0)]
     stages[1] = replace(stages[1], hops=stages[0].hops)
     network = network_of(env, cluster_of([("d0", "d1")], devices=2, bandwidth=10.0, latency_s=3.0), *stages)
@@ -207,7 +206,7 @@ def test_notices_go_behind_the_bytes_that_two_ranks_exchange_already():
     """Measured in the lab: DDP's two buckets between two ranks, 10 ms apart, took 396 ms a step; 383 with notices that
     overtake, 421 with one bucket after the other.
     """
-    env = simpy.Environment()
+    env = Clock()
     both_ways = Stage(Hops.of([(0, 1, 1.0), (1, 0, 1.0)]), 100.0)
     later = replace(both_ways, size_bytes=50.0)
     network = network_of(env, cluster_of([("d0", "d1")], devices=2, bandwidth=10.0, latency_s=3.0), both_ways)
@@ -226,7 +225,7 @@ def test_notices_go_behind_the_bytes_that_two_ranks_exchange_already():
 
 
 def test_a_latency_that_is_counted_elsewhere_does_not_count_twice():
-    env = simpy.Environment()
+    env = Clock()
     stage = message(0, 1, 100.0)
     network = network_of(env, cluster_of([("d0", "d1")], devices=2, bandwidth=10.0, latency_s=3.0), stage)
     env.process(network.carry(stage, Pace(latency=False)))
@@ -240,7 +239,7 @@ def test_hops_that_keep_pace_are_as_slow_as_the_slowest_and_take_their_mean_late
     slow = replace(cluster.links[1], bandwidth_bytes_per_s=2.0, latency_s=4.0)
     cluster = replace(cluster, links=(cluster.links[0], slow, cluster.links[2]))
     stage = Stage(Hops.of([(0, 1, 1.0), (1, 2, 1.0), (2, 0, 1.0)]), 20.0, steps=3)
-    env = simpy.Environment()
+    env = Clock()
     network = network_of(env, cluster, stage)
     env.process(network.carry(stage))
     env.run()
@@ -351,7 +350,7 @@ def test_the_time_of_unequal_messages_on_idle_links_is_that_by_the_clock(sizes, 
         cluster = star(4, bandwidth=bandwidth, latency_s=latency_s)
         first, *rest = cluster.links
         slow = replace(first, bandwidth_bytes_per_s=bandwidth / 7, latency_s=latency_s / 2)
-        network = network_of(simpy.Environment(), replace(cluster, links=(slow, *rest)), stage)
+        network = network_of(Clock(), replace(cluster, links=(slow, *rest)), stage)
         by_clock_s = pytest.approx(network.alone_s(stage), rel=1e-12)
         prepared = network.prepared(stage, Pace())
         assert (prepared is None) == bool(latency_s)
@@ -407,7 +406,7 @@ def test_equal_sessions_end_together_as_each_for_itself_whatever_crosses_their_l
     others = [(message(source, target, size), at_s) for source, target, size, at_s in data.draw(st.lists(ends))]
 
     def ended_s(*, jointly):
-        env = simpy.Environment()
+        env = Clock()
         network = network_of(env, cluster, *equal, *(stage for stage, _ in others))
         several = [network.prepared(stage, Pace()) for stage in equal]
         joint, log = network.joint(several), []

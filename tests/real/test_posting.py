@@ -17,7 +17,7 @@ from gssim.cluster import Curve
 from gssim.cluster.cluster import BackendCost
 from gssim.collectives import Communication
 from gssim.engine import Host, Load
-from gssim.engine.host import Clock
+from gssim.network import Clock
 from gssim.result import Result
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
