@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from gssim.execution.cache import Same
+from gssim.execution.cache import cached_by_identity
 from gssim.workload import (
     NO_ROLES,
     Buffer,
@@ -55,14 +55,12 @@ class Attention:
         The attention is the only compute-heavy operation that makes two tensors, one of which has the logarithms of its
         sums; its backward makes three.
         """
-        return _attention(Same(layer))
+        return _attention(layer)
 
 
-@lru_cache(maxsize=256)
-def _attention(held: Same) -> Attention | None:
+@cached_by_identity(maxsize=256)
+def _attention(layer: Layer) -> Attention | None:
     """Return the attention of a layer, which is asked for at every moment of its exchanges."""
-    layer = held.value
-    assert isinstance(layer, Layer)
     heavy = layer.selective_positions or ()
     buffers = for_samples(layer, 2).buffers  # moments are those of several samples
     born = Counter((each.born.phase, each.born.position) for each in buffers)
@@ -189,11 +187,9 @@ COSTS = (*(f"{name}_{what}" for name in PASSES for what in ("bytes", "streamed_b
 OPERATIONS = tuple(f"{name}_operations" for name in PASSES)
 
 
-@lru_cache(maxsize=64)
-def _parts(model: Same, positions: int) -> tuple[tuple[Layer, Layer], ...]:
+@cached_by_identity(maxsize=64)
+def _parts(traced: Model, positions: int) -> tuple[tuple[Layer, Layer], ...]:
     """Return, for each layer of a whole model on `positions` positions, the layer without and with the exchanges."""
-    traced = model.value
-    assert isinstance(traced, Model)
     once: dict[int, Layer] = {}
     parts = []
     for alone, exchanging in zip(
@@ -242,7 +238,7 @@ def instances_in_context(
 
     Equal layers are one object, if the operations of their neighbours are shifted equally.
     """
-    traced = _parts(Same(model), positions)
+    traced = _parts(model, positions)
     own = {id(each.layer): at_length(each.layer, positions) for each in instances}
     shifts = [_shift(own[id(each.layer)], *whole) for each, whole in zip(instances, traced, strict=True)]
     once: dict[tuple[object, ...], Layer] = {}
