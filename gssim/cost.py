@@ -23,15 +23,15 @@ from gssim.workload import (
     implementation_on,
     optimizer_moved_bytes,
 )
-from gssim.workload.muon import (
+from gssim.workload.optimizers import (
     NEWTON_SCHULZ_STEPS,
     OPERATIONS_PER_MATRIX,
     Matrix,
     elements_of,
     elementwise_bytes,
     newton_schulz_products,
+    optimizer_operations,
 )
-from gssim.workload.optimizers import optimizer_operations
 from gssim.workload.quantized import quantized_weights, stored
 
 Amount = TypeVar("Amount", float, Floats)

@@ -15,7 +15,7 @@ from gsreal.calibrate.bench import Bench, optimizer_alone
 from gsreal.gradient_sharding import shard_gradients
 from gsreal.lab.throttle import device_time_s
 from gsreal.measure import Timeline
-from gsreal.methods.cuts import cut_of
+from gsreal.methods.cuts import known_cut
 from gsreal.methods.tensor_slices import distribute, slices_of
 from gsreal.methods.training import Training, Weights
 from gsreal.models import TransformerBlock
@@ -60,8 +60,7 @@ def _blocks(bench: Bench, mesh: DeviceMesh | None, timeline: Timeline) -> nn.Seq
     """Return blocks sliced to half: by DTensor for a mesh, else by hand, without sums."""
     blocks = nn.Sequential(*(TransformerBlock(WIDTH, HEADS, causal=True) for _ in range(BLOCKS))).to(bench.device)
     for block in blocks:
-        cut = cut_of(block)
-        assert cut is not None  # CUTS has its class
+        cut = known_cut(block)  # CUTS has its class
         units = range(cut.units(block) // 2)
         if mesh is not None:
             distribute(block, cut, units, mesh, timeline)

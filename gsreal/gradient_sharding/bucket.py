@@ -172,6 +172,12 @@ class Bucket:
                 torch.add(slot.new_zeros(()), gradient.reshape(-1), alpha=self.weight, out=slot)
         parameter.grad = self._placeholder(parameter) if parameter in self.reached else None
 
+    @property
+    def collected_gradient(self) -> Tensor:
+        """`gradient`, between its collection in the backward and its push."""
+        assert self.gradient is not None
+        return self.gradient
+
     def _placeholder(self, parameter: nn.Parameter) -> PushedGradient:
         """Return the placeholder for a pushed gradient."""
         placeholder = self._placeholders.get(parameter)

@@ -191,8 +191,7 @@ class IntraNodeReducer:
 
         This rank's part then replaces the gradient.
         """
-        gradient, group = bucket.gradient, self.group
-        assert gradient is not None
+        gradient, group = bucket.collected_gradient, self.group
         if group is None or not bucket.is_divided_in_node:
             self._in_flight = bucket, gradient, None
             return

@@ -123,15 +123,16 @@ class Accumulated:
         """Return a range that another rank owns."""
         if self.in_residual and self.residual is not None:
             return self.residual.part(first, last)
-        assert self.bucket.gradient is not None
-        return self.bucket.gradient[first:last]
+        return self.bucket.collected_gradient[first:last]
 
     def pieces(self, first: int, last: int) -> list[Tensor]:
         """Return a range of the bucket, in pieces if the own range cuts it."""
-        assert self.bucket.gradient is not None
         own = self.bucket.own
         cuts = sorted({first, last, *(end for end in (own.start, own.stop) if first < end < last)})
-        return [self.bucket.gradient[a:b] if own.start <= a < own.stop else self.part(a, b) for a, b in pairwise(cuts)]
+        return [
+            self.bucket.collected_gradient[a:b] if own.start <= a < own.stop else self.part(a, b)
+            for a, b in pairwise(cuts)
+        ]
 
     def pieces_of_others(self, first: int, last: int) -> list[Tensor]:
         """Return what other ranks own of a range of the bucket, in pieces: all that may be sent of it."""
@@ -150,8 +151,7 @@ class Accumulated:
     def finish(self) -> None:
         """Store the residual once all messages are packed, and free the bucket's gradient."""
         if self.residual is not None and not self.in_residual:
-            assert self.bucket.gradient is not None
-            self.residual.store_remainder(self.bucket.gradient)
+            self.residual.store_remainder(self.bucket.collected_gradient)
         self.bucket.gradient = None
 
 
@@ -242,7 +242,6 @@ class Pusher:
     def push(self, bucket: Bucket) -> None:
         """Wait for the push in flight, then start this bucket's and free its gradient."""
         self.drain()
-        assert bucket.gradient is not None
         label = f"bucket {bucket.index}"
         with self.observe(f"threshold {label}", "compression"):
             self._add_carried(bucket)
@@ -262,8 +261,7 @@ class Pusher:
     def _add_carried(self, bucket: Bucket) -> None:
         residual, weight = self.residuals.get(bucket.index), bucket.owners.weights[bucket.owners.rank]
         if residual is not None and weight:
-            assert bucket.gradient is not None
-            residual.add_carried(bucket.gradient, weight / self.loss_scale)
+            residual.add_carried(bucket.collected_gradient, weight / self.loss_scale)
 
     def _count(self, bucket: Bucket, sends: Sequence[Message]) -> None:
         """Count the entries that are sent, and those that could have been."""
@@ -278,8 +276,7 @@ class Pusher:
         If the sum is divided by the received weight, it is a new tensor, without the gradient that an earlier push of
         the step has left: that one has been divided already.
         """
-        assert bucket.gradient is not None
-        own, weight = bucket.gradient[bucket.own], bucket.owners.weights[bucket.owners.rank]
+        own, weight = bucket.collected_gradient[bucket.own], bucket.owners.weights[bucket.owners.rank]
         if self._divides_by_weight(bucket) and bucket.shard.grad is not None:
             return own.to(bucket.shard.dtype, copy=True).mul_(weight)
         bucket.add_own_gradient(own, weight)
@@ -291,8 +288,7 @@ class Pusher:
 
     def _dense_messages(self, bucket: Bucket) -> list[Message]:
         """Return the messages of a dense push to every owner: views of the bucket, which keep its memory alive."""
-        assert bucket.gradient is not None
-        gradient, bucket.gradient = bucket.gradient, None
+        gradient, bucket.gradient = bucket.collected_gradient, None
         messages: list[Message] = []
         for owner, places in enumerate(bucket.ranges):
             part = gradient[slice(*places)] if owner != bucket.owners.rank else None
@@ -305,8 +301,7 @@ class Pusher:
         weight = bucket.owners.weights[rank]
         residual = self.residuals.get(bucket.index) if weight else None
         if residual is not None:
-            assert bucket.gradient is not None
-            residual.accumulate(bucket.gradient, weight / self.loss_scale, encoding.scratch)
+            residual.accumulate(bucket.collected_gradient, weight / self.loss_scale, encoding.scratch)
         accumulated = Accumulated(bucket, residual)
         thresholds: list[ThresholdedRange] = []
         if weight:

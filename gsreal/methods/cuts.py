@@ -145,6 +145,13 @@ def cut_of(block: nn.Module) -> Cut | None:
     return cut if isinstance(cut, Cut) else None
 
 
+def known_cut(block: nn.Module) -> Cut:
+    """Return the slicing rules of a block that can be cut, as the caller has checked."""
+    cut = cut_of(block)
+    assert cut is not None
+    return cut
+
+
 def cut_or_reason(block: nn.Module) -> Cut | str:
     """Return the slicing rules of a block, or why it cannot be cut, with the name of the module; see [Note: roles]."""
     kind = type(block)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gssim.scenario import has_master_copy
 from gssim.workload import Workload, unrolled
-from gssim.workload.muon import is_matrix
+from gssim.workload.optimizers import is_matrix
 
 
 class MuonAndAdamW(torch.optim.Optimizer):

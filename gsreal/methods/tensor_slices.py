@@ -48,6 +48,7 @@ from gsreal.methods.cuts import (
     cut_or_reason,
     is_linear,
     is_norm,
+    known_cut,
 )
 from gsreal.methods.mapped import Mapped
 from gsreal.methods.overlapped_maps import (
@@ -83,8 +84,7 @@ class Slice:
 
 def slices_of(block: nn.Module, held: Sequence[int]) -> dict[tuple[str, str], Slice]:
     """Return the slice of every sliced parameter, by (module, parameter), for a rank with these units."""
-    cut, runs = cut_of(block), _runs(held)
-    assert cut is not None  # the caller has asked
+    cut, runs = known_cut(block), _runs(held)
     units, slices = cut.units(block), {}
     for path in (*cut.columns, *cut.between, *cut.rows):
         module = block.get_submodule(path)
@@ -135,8 +135,7 @@ def partial_adapters(block: nn.Module) -> list[tuple[str, str]]:
 
     See [Note: sliced adapters].
     """
-    cut = cut_of(block)
-    assert cut is not None  # it is sliced
+    cut = known_cut(block)
     return [
         (f"{path}.adapter", whole)
         for paths, whole in ((cut.columns, "down"), (cut.rows, "up"))
@@ -166,8 +165,7 @@ class TensorExchanges:
 
 def slice_block(block: nn.Module, held: Sequence[int], exchanges: TensorExchanges) -> None:
     """Reduce a block to the units that a rank has."""
-    cut = cut_of(block)
-    assert cut is not None  # the caller has asked
+    cut = known_cut(block)
     slices = slices_of(block, held)
     for (path, name), part in slices.items():
         module = block.get_submodule(path)
@@ -347,8 +345,7 @@ def divide_sequences(
         if end not in blocks:
             names = [f"{end}.{name}" for name, p in module.get_submodule(end).named_parameters() if p.requires_grad]
     for path in (each for each in blocks if each in held):
-        cut = cut_of(block := module.get_submodule(path))
-        assert cut is not None  # they are sliced
+        cut = known_cut(block := module.get_submodule(path))
         adapters = partial_adapters(block)
         inside = {
             *cut.columns,
@@ -442,8 +439,7 @@ def slice_blocks(
         ring=PartsRing(mesh.get_group(), timeline) if scenario.plan.tp_overlap else None,
     )
     for block in blocks:
-        cut = cut_of(block)
-        assert cut is not None  # checked
+        cut = known_cut(block)
         sizes = units_of_ranks(cut.units(block), scenario.slice_shares)
         position = mesh.get_local_rank()
         own = range(sum(sizes[:position]), sum(sizes[: position + 1]))

@@ -311,7 +311,6 @@ def fit(
     give equal constants. `start` (of `GENERATIONS`; Ampere by default) has all other constants. Raises ValueError for
     fewer than four sizes.
 
-    >>> from gssim.collectives.nccl.times import times
     >>> wires = Group(ranks=8, bandwidth_bytes_per_s=300e9)
     >>> true = NcclTuning(latency_s=2e-5, bandwidth_ratio=0.7)
     >>> table = [(2.0**k, times(true, "all-reduce", 2.0**k, wires).time_s) for k in range(10, 31)]

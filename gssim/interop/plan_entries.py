@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from gssim.cluster import Cluster
-from gssim.errors import UserError
 from gssim.interop.reading import Keys, Value
 from gssim.interop.training import Entry, Training
 from gssim.plan import METHODS
@@ -435,27 +434,24 @@ def _batch(job: _Job, dp: int, pp: int) -> list[Entry]:
     if "plan.micro_batches" in overrides:
         many = Value(overrides["plan.micro_batches"], "--set plan.micro_batches")
         micro = micro if total is None else None
+    one = Value(1, "one sample a micro-batch, as the file does not say")
     open_keys = set()
-    if micro is None and (total is None or many is None):
-        micro = Value(1, "one sample a micro-batch, as the file does not say")
-        open_keys.add("plan.micro_batches")
-    if total is None and many is None:
-        many = Value(1, "no accumulation, as the file does not say")
-        open_keys.add("plan.micro_batches")
-    if total is None and micro is not None and many is not None:
+    if total is None:
+        if micro is None or many is None:
+            open_keys = {"plan.micro_batches", BATCH}
+        micro, many = micro or one, many or Value(1, "no accumulation, as the file does not say")
         origin = f"{micro.origin}; {many.origin}; on {dp} data-parallel ranks"
         total = Value(micro.value * many.value * dp, origin)
-        open_keys |= {"workload.global_batch_size"} if open_keys else set()
-    elif total is not None:
-        known = micro or many
-        share = known.value * dp if known is not None else dp
+    else:
+        known = micro or many or one
+        if known is one:
+            open_keys = {"plan.micro_batches"}
+        share = known.value * dp
         if not isinstance(total.value, int) or total.value % share:
-            keys.refuse_value(total, f"is no multiple of {share}: {known.origin if known else ''} on {dp} ranks", BATCH)
+            keys.refuse_value(total, f"is no multiple of {share}: {known.origin} on {dp} ranks", BATCH)
             return []
-        rest = Value(total.value // share, f"{total.origin}; {known.origin if known else ''}; {dp} data-parallel ranks")
-        micro, many = micro or rest, many or rest
-    if micro is None or many is None or total is None:
-        raise UserError(f"{keys.file}: says nothing of its batch")  # cannot happen: each format has a default
+        rest = Value(total.value // share, f"{total.origin}; {known.origin}; {dp} data-parallel ranks")
+        micro, many = (rest, many) if micro is None and many is not None else (known, many or rest)
     if total.value != micro.value * many.value * dp:
         reason = (
             f"{counted(micro.value, 'sample')} times {many.value} micro-batches times {dp} data-parallel ranks are "

@@ -37,7 +37,7 @@ from gssim.scenario import (
 from gssim.units import PRECISION_BYTES, Ints, Precision
 from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
-from gssim.workload.muon import Matrix, elements_of, matrices_of
+from gssim.workload.optimizers import Matrix, elements_of, matrices_of
 from gssim.workload.owned import OwnedLayers, frozen_roles, owned_layers
 
 P = ParamSpec("P")

@@ -20,8 +20,13 @@ from gssim.program.task import Bucket, Issue, Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
 from gssim.scenario.tensor_slices import native_parameters, native_tensors
 from gssim.workload import implementation_on, optimizer_state_bytes
-from gssim.workload.muon import Matrix, largest_temporaries
-from gssim.workload.optimizers import COUNTS_STEPS, optimizer_temporary_bytes, state_tensor_bytes
+from gssim.workload.optimizers import (
+    COUNTS_STEPS,
+    Matrix,
+    largest_temporaries,
+    optimizer_temporary_bytes,
+    state_tensor_bytes,
+)
 from gssim.workload.quantized import frozen_bytes
 
 Tensors = dict[str, tuple[float, ...]]

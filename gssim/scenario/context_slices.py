@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from gssim.execution.cache import Same
+from gssim.execution.cache import cached_by_identity
 from gssim.workload import (
     NO_ROLES,
     Buffer,
@@ -55,14 +55,19 @@ class Attention:
         The attention is the only compute-heavy operation that makes two tensors, one of which has the logarithms of its
         sums; its backward makes three.
         """
-        return _attention(Same(layer))
+        return _attention(layer)
+
+    @classmethod
+    def known(cls, layer: Layer) -> "Attention":
+        """Return the attention of a layer that has one, for which a scenario is checked."""
+        attention = cls.of(layer)
+        assert attention is not None
+        return attention
 
 
-@lru_cache(maxsize=256)
-def _attention(held: Same) -> Attention | None:
+@cached_by_identity(maxsize=256)
+def _attention(layer: Layer) -> Attention | None:
     """Return the attention of a layer, which is asked for at every moment of its exchanges."""
-    layer = held.value
-    assert isinstance(layer, Layer)
     heavy = layer.selective_positions or ()
     buffers = for_samples(layer, 2).buffers  # moments are those of several samples
     born = Counter((each.born.phase, each.born.position) for each in buffers)
@@ -89,6 +94,12 @@ class Shift:
     backward: int = 0
     after_backward: int = 0
 
+    @property
+    def attention(self) -> Attention:
+        """The attention of the layer, where anything is moved."""
+        assert self.at is not None
+        return self.at
+
     def __call__(self, phase: str, position: int) -> int:
         """Return the new position of an operation."""
         if self.at is None:
@@ -102,11 +113,9 @@ class Shift:
 
     def near(self, moment: Moment, layer: Layer) -> Moment:
         """Return the place of a moment of another layer here, at the same distance from the attention."""
-        other = Attention.of(layer)
-        assert other is not None  # both layers are traced in the same way
-        assert self.at is not None
-        forward = self.at.forward + self.forward - other.forward
-        backward = self.at.backward + self.backward - other.backward
+        own, other = self.attention, Attention.known(layer)  # both layers are traced in the same way
+        forward = own.forward + self.forward - other.forward
+        backward = own.backward + self.backward - other.backward
         return replace(moment, position=moment.position + (forward if moment.phase == "f" else backward))
 
 
@@ -160,8 +169,7 @@ def _pads_heads(layer: Layer) -> bool:
     """Return whether what a backward's exchanges send are not the gradients that the attention makes, as of heads that
     are padded for its kernel.
     """
-    at = Attention.of(layer)
-    assert at is not None
+    at = Attention.known(layer)
     made = {each.freed for each in layer.buffers if _is_input_gradient(each, at)}
     return any(each.received.freed not in made for each in _exchanges(layer, "b")[1:])
 
@@ -189,11 +197,9 @@ COSTS = (*(f"{name}_{what}" for name in PASSES for what in ("bytes", "streamed_b
 OPERATIONS = tuple(f"{name}_operations" for name in PASSES)
 
 
-@lru_cache(maxsize=64)
-def _parts(model: Same, positions: int) -> tuple[tuple[Layer, Layer], ...]:
+@cached_by_identity(maxsize=64)
+def _parts(traced: Model, positions: int) -> tuple[tuple[Layer, Layer], ...]:
     """Return, for each layer of a whole model on `positions` positions, the layer without and with the exchanges."""
-    traced = model.value
-    assert isinstance(traced, Model)
     once: dict[int, Layer] = {}
     parts = []
     for alone, exchanging in zip(
@@ -242,7 +248,7 @@ def instances_in_context(
 
     Equal layers are one object, if the operations of their neighbours are shifted equally.
     """
-    traced = _parts(Same(model), positions)
+    traced = _parts(model, positions)
     own = {id(each.layer): at_length(each.layer, positions) for each in instances}
     shifts = [_shift(own[id(each.layer)], *whole) for each, whole in zip(instances, traced, strict=True)]
     once: dict[tuple[object, ...], Layer] = {}
@@ -290,10 +296,7 @@ def _ring_places(layer: Layer) -> dict[str, int] | None:
 def _shift(own: Layer, alone: Layer, exchanging: Layer) -> Shift:
     if not exchanging.units or rings_of(exchanging):  # rings add no operation to the layer's own
         return Shift()
-    at, before, with_exchange = Attention.of(own), Attention.of(alone), Attention.of(exchanging)
-    assert at is not None  # a scenario is checked for it
-    assert before is not None
-    assert with_exchange is not None
+    at, before, with_exchange = map(Attention.known, (own, alone, exchanging))
     return Shift(
         at,
         with_exchange.forward - before.forward,
@@ -400,9 +403,7 @@ def _with_exchanges(
     `moved`: the block's own buffers, at their new moments. Each is returned with the position at which a forward that
     saves nothing frees it.
     """
-    at, other = shift.at, Attention.of(exchanging)
-    assert at is not None
-    assert other is not None
+    at, other = shift.attention, Attention.known(exchanging)
     saved = [id(each) for each in own.buffers if each.is_saved]
     releases = dict(zip(saved, own.recompute_releases or (0,) * len(saved), strict=True))
     outputs = [
@@ -446,9 +447,7 @@ def _own_buffers(
     exchanges them. `releases`: of the block without exchanges, by the buffer's `id`.
     `sent`: when the layer `exchanging` frees the gradients of queries, keys and values that it sends.
     """
-    at, other = shift.at, Attention.of(exchanging)
-    assert at is not None
-    assert other is not None
+    at, other = shift.attention, Attention.known(exchanging)
     outputs = [each.freed for each in exchanging.buffers if each.born == Moment("f", other.forward)]
     to_parts, of_output = _exchanges(exchanging, "f")[-1], next(iter(_exchanges(exchanging, "b")), None)
     copied = shift.near(to_parts.copy.born, exchanging).position
@@ -496,8 +495,7 @@ def _exchanged_buffers(
         output_release: where a forward that saves nothing frees the copy of the received outputs.
         gradient_ends: when the copies of received gradients are freed, by when `exchanging` frees the gradients sent.
     """
-    at = shift.at
-    assert at is not None
+    at = shift.attention
     (*to_heads, to_parts), of_gradients = _exchanges(exchanging, "f"), _exchanges(exchanging, "b")
     if to_parts.copy.freed.phase == "f":  # the map is frozen: autograd keeps nothing for the gradient of its weight
         end = max(output_release, shift("f", _end_of_product(own, at)))
@@ -535,9 +533,7 @@ def _end_of_module(own: Layer, exchanging: Layer, shift: Shift, kept: Buffer, re
     follows the module: they return as far after the attention as in the layer `exchanging`. So do all modules of whole
     attentions, which have no such sum. `release`: the last operation before.
     """
-    at, other = shift.at, Attention.of(exchanging)
-    assert at is not None
-    assert other is not None
+    at, other = shift.attention, Attention.known(exchanging)
     if not any(each.kind in ("all-reduce", "reduce-scatter") for each in own.reductions):
         alike = [each.freed for each in exchanging.buffers if each.born == kept.born and each.freed.phase == "f"]
         if alike:

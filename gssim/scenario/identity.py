@@ -10,16 +10,15 @@ represented by their digests.
 import hashlib
 import json
 from collections.abc import Hashable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from gssim.cluster import Cluster, Conditions
 from gssim.cluster.topology import structure_of
-from gssim.execution.cache import Same, Shared
+from gssim.execution.cache import Same, Shared, cached_by_identity
 from gssim.plan import Plan, Policies, Push
 from gssim.scenario.run import Run
 from gssim.units import adapter
-from gssim.workload import Workload
+from gssim.workload import Model, Workload
 from gssim.workload.gradient_statistics import GradientStatistics
 from gssim.workload.layer import ONE_SAMPLE, SEVERAL_SAMPLES, without_mark
 from gssim.workload.model import LAYER_LISTS, OWN_LAYERS, FusedKernels
@@ -89,7 +88,7 @@ def canonical(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
 
     return {
         "version": VERSION,
-        "workload": _fields(workload, leave_out=unasked) | {"model": _model_digest(Same(model))},
+        "workload": _fields(workload, leave_out=unasked) | {"model": _model_digest(model)},
         "plan": _fields(plan, leave_out=AS_RESOLVED) | {"publish": _fields(plan.publish, leave_out={"overlap"})},
         "policies": {name: getattr(policies, name) for name in POLICIES}
         | ({"compress": policies.compress} if policies.compress else {})
@@ -109,10 +108,9 @@ MOST_MODELS = 32
 scenarios to simulate. The models themselves are cached by `loading`."""
 
 
-@lru_cache(maxsize=MOST_MODELS)
-def _model_digest(same: Same) -> str:
+@cached_by_identity(maxsize=MOST_MODELS)
+def _model_digest(asked: Model) -> str:
     """Return the digest of a model without its name, its source, and what follows from its module."""
-    asked: Any = same.value
     model = asked.in_file_precision
     layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
     for layer in layers:  # marks of buffers, and the buffers of one sample, follow from the module
@@ -224,14 +222,12 @@ def layers_id(stored: object) -> str:
     return _digest(stored)
 
 
-@lru_cache(maxsize=MOST_MODELS)
-def _layers_id(stored: Same) -> str:
-    return layers_id(stored.value)
+_layers_id = cached_by_identity(maxsize=MOST_MODELS)(layers_id)
 
 
 def layers_id_of(scenario: ScenarioParts) -> str:
     """Return the `layers_id` that the scenario's Result has."""
-    return _layers_id(Same(_stored_model(scenario)))
+    return _layers_id(_stored_model(scenario))
 
 
 def _stored_model(scenario: ScenarioParts) -> Any:
@@ -244,7 +240,7 @@ def _stored_model(scenario: ScenarioParts) -> Any:
     unused |= set() if policies.ep > 1 else {"expert_layers", "expert_tensor_ranks"}
     unused |= set() if policies.ep > 1 and policies.tp > 1 else {"expert_sequence_layers"}
     unused |= set() if policies.cp > 1 else {"context_layers"}
-    return _plain_model(Same(model), frozenset(unused))
+    return _plain_model(model, frozenset(unused))
 
 
 def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
@@ -276,9 +272,8 @@ def _resolved_tables(scenario: ScenarioParts) -> dict[str, Any]:
     return data
 
 
-@lru_cache(maxsize=MOST_MODELS)
-def _plain_model(same: Same, unused: frozenset[str]) -> Any:
-    model: Any = same.value
+@cached_by_identity(maxsize=MOST_MODELS)
+def _plain_model(model: Model, unused: frozenset[str]) -> Any:
     excluded: dict[str, Any] = {**dict.fromkeys(unused, True), "fused_kernels": _unstored(model.fused_kernels)}
     own = model.in_file_precision
     if own is not model:  # these layers are stored too, as identities are those of them

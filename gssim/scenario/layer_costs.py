@@ -6,13 +6,12 @@ the same roofline.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 from gssim.cluster import DeviceType
 from gssim.cluster.kernel_rates import KernelRates, ProductKind
-from gssim.execution.cache import Same
+from gssim.execution.cache import cached_by_identity
 from gssim.scenario.device_rates import (
     achieved_flop_per_s,
     is_of,
@@ -75,13 +74,13 @@ def layer_costs_s(
 def _training_s(device: DeviceType, workload: Workload, layer: Layer, samples: float, *, name: str) -> float:
     """Return the roofline's time of one repetition of a layer, forward and backward; `name`: as of `sample_cost_s`."""
     achieved_flop_per_s(device, product_precision(device, workload), name=name)  # refused with the type's name
-    return _both_passes_s(Same(device), Same(workload), Same(layer), samples)
+    return _both_passes_s(device, workload, layer, samples)
 
 
-@lru_cache(maxsize=512)
-def _both_passes_s(device: Same, workload: Same, layer: Same, samples: float) -> float:
-    """Return the roofline's time of a layer's forward and backward; the plans of a search ask for the same ones."""
-    own: tuple[Any, Any, Any] = device.value, workload.value, layer.value
+@cached_by_identity(maxsize=512, objects=3)  # the plans of a search ask for the same ones
+def _both_passes_s(device: DeviceType, workload: Workload, layer: Layer, samples: float) -> float:
+    """Return the roofline's time of a layer's forward and backward."""
+    own = device, workload, layer
     return sum(layer_roofline_s(*own, work_on(*own, phase), phase, samples) for phase in ("f", "b"))
 
 

@@ -13,7 +13,7 @@ import tomli
 
 from gssim.cluster import Cluster, Conditions
 from gssim.errors import MistakenNameError, UserError, nearest_name
-from gssim.execution.cache import Same, Shared
+from gssim.execution.cache import Same, Shared, cached_by_identity
 from gssim.execution.files import is_nested_too_deep, read_json, read_text
 from gssim.plan import Plan
 from gssim.scenario.checks import check
@@ -313,7 +313,7 @@ def _model(path: Path, changes: Changes, shared: Shared, *, use: _Use | None = N
     if not changes:
         data = _model_tables(shared.once("text", _file_version(path), lambda: read_text(path)), path, use)
         check_kind(data, "model", str(path))
-        return _unchanged_model(path, Same(data))
+        return _unchanged_model(data, path)
     data = _content(path, shared)[1]
     check_kind(data, "model", str(path))
     key = (path, Same(data), repr(changes))
@@ -384,9 +384,9 @@ SAME_LAYERS = {
 """By precision of a workload: precisions of layers that are taken as they are."""
 
 
-@lru_cache(maxsize=MOST_READ)
-def _unchanged_model(path: Path, data: Same) -> Model:
-    return validated(Model, data.value, file=str(path))
+@cached_by_identity(maxsize=MOST_READ)
+def _unchanged_model(data: dict[str, Any], path: Path) -> Model:
+    return validated(Model, data, file=str(path))
 
 
 def _cluster(path: Path, changes: Changes, file: str, folders: _Folders, shared: Shared) -> Cluster:

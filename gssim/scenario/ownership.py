@@ -39,7 +39,7 @@ from gssim.workload import (
     passed_bytes,
     state_element_bytes,
 )
-from gssim.workload.muon import all_matrices
+from gssim.workload.optimizers import all_matrices
 from gssim.workload.quantized import frozen_bytes
 
 USABLE_RATIO = 0.92

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from gssim.execution.cache import Same
+from gssim.execution.cache import cached_by_identity
 from gssim.scenario.context_slices import in_context, ring_layer
 from gssim.scenario.device_rates import value_bytes
 from gssim.scenario.expert_load import layers_of_own_experts, on_context_parts, routes_parts
@@ -143,12 +143,12 @@ def held_slice(scenario: Scenario, position: int) -> Model:
     if policies.cp == 1:
         return model_slice(model, shares, position, slicing, positions=positions)
     of_part = (positions or 0) // policies.tp if policies.sequence_parallel else None
-    return _context_slice(Same(model), shares, position, slicing, positions or 0, of_part, policies.ring)
+    return _context_slice(model, shares, position, slicing, positions or 0, of_part, policies.ring)
 
 
-@lru_cache(maxsize=64)
+@cached_by_identity(maxsize=64)
 def _context_slice(
-    model: Same,
+    whole: Model,
     shares: tuple[float, ...],
     position: int,
     slicing: Slicing,
@@ -157,8 +157,6 @@ def _context_slice(
     ring: bool,
 ) -> Model:
     """Return a slice of a model on `positions` positions of each sequence, `of_part` of these between cut blocks."""
-    whole = model.value
-    assert isinstance(whole, Model)
     in_turn = replace(slicing, overlaps_sums=False, ring_length=None)
     cut = model_slice(whole, shares, position, in_turn, positions=of_part).layers
     parts = [(units_of_ranks(layer.units, shares)[position], layer.units) if layer.units else (1, 1) for layer in cut]

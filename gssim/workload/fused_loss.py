@@ -8,10 +8,9 @@ probability; that saving is not counted.
 """
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
-from gssim.execution.cache import Same
+from gssim.execution.cache import cached_by_identity
 from gssim.workload.layer import FIELDS_OF_TERMS, Buffer, Layer, Moment, Polynomial, layer_input_gradient
 from gssim.workload.model import LAYER_LISTS, Model, TokenInput
 
@@ -21,13 +20,11 @@ LOG_SUM_EXP_BYTES = 4
 
 def with_fused_loss(model: Model) -> Model:
     """Return the model with its head and loss fused; itself if they are. Raises ValueError if they cannot be."""
-    return model if model.loss_fused else _with_fused_loss(Same(model))
+    return model if model.loss_fused else _with_fused_loss(model)
 
 
-@lru_cache(maxsize=64)
-def _with_fused_loss(same: Same) -> Model:
-    model = same.value
-    assert isinstance(model, Model)
+@cached_by_identity(maxsize=64)
+def _with_fused_loss(model: Model) -> Model:
     if not isinstance(model.input, TokenInput) or model.input.classes is not None:
         raise ValueError(f"fused_loss = true: '{model.name}' predicts no tokens")
     changes: dict[str, Any] = {name: _fused(layers) for name in LAYER_LISTS if (layers := getattr(model, name))}

@@ -38,7 +38,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
-from gssim.execution.cache import Same
+from gssim.execution.cache import cached_by_identity
 from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Recompute, omits_defaults, spec
 
 _TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[uprea]))*)$")
@@ -814,10 +814,8 @@ NO_ROLES: dict[str, Any] = {"untrained_buffers": None, "untrained_reductions": (
 """Fields of a layer of which no costs are known but those of training all layers."""
 
 
-@lru_cache(maxsize=1024)
-def _for_samples(layer: Same, one: bool) -> Layer:
-    whole = layer.value
-    assert isinstance(whole, Layer)
+@cached_by_identity(maxsize=1024)
+def _for_samples(whole: Layer, one: bool) -> Layer:
     buffers = tuple(each for each in whole.buffers if each.exists_at(1 if one else 2))
     changes: dict[str, Any] = {"buffers": buffers}
     if whole.recompute_releases is not None:
@@ -834,7 +832,7 @@ def for_samples(layer: Layer, samples: float) -> Layer:
     """
     if not any(each.samples for each in layer.buffers):
         return layer
-    return _for_samples(Same(layer), samples == 1)
+    return _for_samples(layer, samples == 1)
 
 
 @lru_cache(maxsize=256)

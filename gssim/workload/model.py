@@ -75,7 +75,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -83,7 +83,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from gssim.execution.cache import Same
+from gssim.execution.cache import cached_by_identity
 from gssim.units import (
     PRECISION_BYTES,
     Count,
@@ -524,10 +524,8 @@ LONGEST_OPTION = 60
 """Most characters of an option in a message that says which command helps."""
 
 
-@lru_cache(maxsize=64)
-def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Model:
-    whole = model.value
-    assert isinstance(whole, Model)
+@cached_by_identity(maxsize=64)
+def _with_adapters(whole: Model, rank: int, alpha: float, targets: Targets) -> Model:
     adapted = next((each for each in whole.adapted if targets in (each.role, each.maps)), None)
     if adapted is None:
         known = ", ".join(f"{each.role!r} ({', '.join(each.maps)})" for each in whole.adapted) or "none"
@@ -570,13 +568,11 @@ def with_adapters(model: Model, adapters: Adapters) -> Model:
     if model.module.adapters == adapters:
         return model
     targets = adapters.targets if isinstance(adapters.targets, str) else tuple(sorted(adapters.targets))
-    return _with_adapters(Same(model), adapters.rank, adapters.alpha, targets)
+    return _with_adapters(model, adapters.rank, adapters.alpha, targets)
 
 
-@lru_cache(maxsize=64)
-def _under_autocast(model: Same, precision: Literal["bf16", "fp16"]) -> Model:
-    whole = model.value
-    assert isinstance(whole, Model)
+@cached_by_identity(maxsize=64)
+def _under_autocast(whole: Model, precision: Literal["bf16", "fp16"]) -> Model:
     traced = next((each for each in whole.autocast if each.precision == precision), None)
     if traced is None:
         raise ValueError(
@@ -604,13 +600,11 @@ def under_autocast(model: Model, precision: Literal["bf16", "fp16"]) -> Model:
 
     Raises ValueError if it is not traced under autocast in this precision.
     """
-    return model if model.traced_autocast == precision else _under_autocast(Same(model), precision)
+    return model if model.traced_autocast == precision else _under_autocast(model, precision)
 
 
-@lru_cache(maxsize=64)
-def _in_precision(same: Same, index: int) -> Model:
-    model = same.value
-    assert isinstance(model, Model)
+@cached_by_identity(maxsize=64)
+def _in_precision(model: Model, index: int) -> Model:
     other = model.other_precisions[index]
     names = (*LAYER_LISTS, "adapted", "partly_trained")
     traced: dict[str, Any] = {name: getattr(other, name) for name in names}
@@ -632,20 +626,17 @@ def in_precision(model: Model, precision: Precision) -> Model:
         if PRECISION_BYTES[each.precision] == size
         and all(bool(getattr(each, name)) == bool(getattr(model, name)) for name in LAYER_LISTS)
     ]
-    return _in_precision(Same(model), min(known)[1]) if known else model
+    return _in_precision(model, min(known)[1]) if known else model
 
 
-@lru_cache(maxsize=64)
-def _filed_as(same: Same, filed: Same) -> Model:
-    model, own = same.value, filed.value
-    assert isinstance(model, Model)
-    assert isinstance(own, Model)
-    return replace(model, _in_file_precision=own)
+@cached_by_identity(maxsize=64, objects=2)
+def _filed_as(model: Model, filed: Model) -> Model:
+    return replace(model, _in_file_precision=filed)
 
 
 def filed_as(model: Model, filed: Model) -> Model:
     """Return the model with `filed` as its `in_file_precision`; itself if that is so already."""
-    return model if model.in_file_precision is filed else _filed_as(Same(model), Same(filed))
+    return model if model.in_file_precision is filed else _filed_as(model, filed)
 
 
 def _in_other_kinds(name: str, fused: FusedKernels) -> list[tuple[str, object]]:
@@ -673,10 +664,8 @@ def _check_same_modules(where: str, found: Sequence[Layer], own: Sequence[Layer]
     )
 
 
-@lru_cache(maxsize=64)
-def _with_fused_kernels(same: Same) -> Model:
-    model = same.value
-    assert isinstance(model, Model)
+@cached_by_identity(maxsize=64)
+def _with_fused_kernels(model: Model) -> Model:
     fused = model.fused_kernels
     assert fused is not None
     for where, kernels in (
@@ -702,7 +691,7 @@ def with_fused_kernels(model: Model) -> Model:
     fused = model.fused_kernels
     if fused is None or not (fused.layers or fused.autocast or fused.other_precisions):
         return model
-    return _with_fused_kernels(Same(model))
+    return _with_fused_kernels(model)
 
 
 @cache

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from typing import Any
 
-from gssim.execution.cache import Same
+from gssim.execution.cache import cached_by_identity
 from gssim.workload.layer import (
     NO_COST,
     NO_ROLES,
@@ -95,7 +94,7 @@ def with_frozen_layers(model: Model, patterns: tuple[str, ...]) -> Model:
     cannot be.
     """
     if model.module.frozen is None:
-        return _with_frozen_layers(Same(model), patterns)
+        return _with_frozen_layers(model, patterns)
     whole = unrolled(replace(model, layers=model.whole_layers))
     if _frozen_names(whole, _frozen_layers(whole, patterns)) != model.module.frozen:
         raise ValueError(f"frozen = {list(patterns)}: other layers of the model are frozen already")
@@ -120,10 +119,8 @@ def _frozen_names(layers: Sequence[LayerInstance], frozen: AbstractSet[int]) -> 
     return tuple(name for index in sorted(frozen) for name in layers[index].parameter_names)
 
 
-@lru_cache(maxsize=64)
-def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
-    model = same.value
-    assert isinstance(model, Model)
+@cached_by_identity(maxsize=64)
+def _with_frozen_layers(model: Model, patterns: tuple[str, ...]) -> Model:
     layers = unrolled(model)
     with_parameters = [instance for instance in layers if instance.layer.parameters]
     modules = [instance.module for instance in with_parameters]

@@ -21,7 +21,7 @@ from gssim.program import Lowering
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.workload import Workload, optimizer_state_bytes, unrolled
-from gssim.workload.muon import (
+from gssim.workload.optimizers import (
     NEWTON_SCHULZ_STEPS,
     OPERATIONS_PER_MATRIX,
     elements_of,
@@ -29,8 +29,8 @@ from gssim.workload.muon import (
     is_matrix,
     largest_temporaries,
     newton_schulz_products,
+    optimizer_temporary_bytes,
 )
-from gssim.workload.optimizers import optimizer_temporary_bytes
 
 SIDES = st.integers(1, 40)
 DEMO = scenario_file("demo.toml")

@@ -15,7 +15,7 @@ from real_runs import (
 )
 
 from gssim.scenario import load_model
-from gssim.workload.muon import NEWTON_SCHULZ_STEPS, all_matrices, largest_temporaries
+from gssim.workload.optimizers import NEWTON_SCHULZ_STEPS, all_matrices, largest_temporaries
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 from gsreal.measure import MemoryCounter

@@ -36,7 +36,7 @@ from gssim.scenario import (
 from gssim.scenario.scenario import sequence_positions
 from gssim.units import PRECISION_BYTES, Recompute
 from gssim.workload import Buffer, Layer, LayerInstance, state_element_bytes, unrolled
-from gssim.workload.muon import is_matrix
+from gssim.workload.optimizers import is_matrix
 
 MAX_REPLAYED_SAMPLES = 8
 """Largest number of samples at which activations are followed buffer by buffer; only powers of two are."""

@@ -11,7 +11,7 @@ from gssim.scenario.scenario import Scenario
 from gssim.scenario.vocabulary_slices import shares_embedding
 from gssim.workload import TokenInput, Workload
 from gssim.workload.layer import REPLACED
-from gssim.workload.muon import all_matrices
+from gssim.workload.optimizers import all_matrices
 
 
 def check_optimizer_state(workload: Workload, file: str) -> None:
