@@ -563,10 +563,10 @@ def _numbers(text: str, option: str, *, whole: bool = False) -> list[float]:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = [-1.0]
-    if not all(0 <= number < math.inf for number in numbers) or len(set(numbers)) < len(numbers):
-        raise UserError(f"{option} {text}: must be distinct numbers of at least 0, separated by commas")
-    if whole and any(number < 1 or number % 1 for number in numbers):
-        raise UserError(f"{option} {text}: must be whole numbers of at least 1")
+    allowed = all(0 <= number < math.inf and not (whole and (number < 1 or number % 1)) for number in numbers)
+    if not allowed or len(set(numbers)) < len(numbers):
+        kind = "whole numbers of at least 1" if whole else "numbers of at least 0"
+        raise UserError(f"{option} {text}: must be distinct {kind}, separated by commas")
     return numbers
 
 
