@@ -63,7 +63,9 @@ def run_command(
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="Folder to save checkpoints in, and to resume from.")
     ] = None,
-    every: Annotated[int, typer.Option("--every", help="Number of steps between checkpoints.")] = 10,
+    every: Annotated[
+        int | None, typer.Option("--every", help="Number of steps between checkpoints; by default 10.")
+    ] = None,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", help="How often to restart all ranks if one dies.")
     ] = 0,
@@ -86,7 +88,11 @@ def run_command(
 
     set_trust(trust_code)
 
-    _check_positive("--every", every)
+    if every is not None:
+        _check_positive("--every", every)
+        if checkpoint is None:
+            raise UserError(f"--every {every}: nothing is saved; name a folder with --checkpoint, or leave it out")
+    every = every or 10
     _check_timeout(timeout_s)
     alone = listening_on(interface)
     os.environ.update(srun_environment(os.environ))

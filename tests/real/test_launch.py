@@ -566,6 +566,7 @@ def refusal(monkeypatch, capsys, tmp_path):
     ("options", "message"),
     [
         (("--timeout", "0"), "--timeout 0: must be seconds, more than 0"),
+        (("--every", "3"), "--every 3: nothing is saved; name a folder with --checkpoint, or leave it out"),
         (("--timeout", "nan"), "--timeout nan: must be seconds, more than 0"),
         (("--interface", "nowhere0"), "--interface nowhere0: this machine has "),
     ],
