@@ -63,7 +63,9 @@ def run_command(
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="Folder to save checkpoints in, and to resume from.")
     ] = None,
-    every: Annotated[int, typer.Option("--every", help="Number of steps between checkpoints.")] = 10,
+    every: Annotated[
+        int | None, typer.Option("--every", help="Number of steps between checkpoints; by default 10.")
+    ] = None,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", help="How often to restart all ranks if one dies.")
     ] = 0,
@@ -86,7 +88,11 @@ def run_command(
 
     set_trust(trust_code)
 
-    _check_positive("--every", every)
+    if every is not None:
+        _check_positive("--every", every)
+        if checkpoint is None:
+            raise UserError(f"--every {every}: nothing is saved; name a folder with --checkpoint, or leave it out")
+    every = every or 10
     _check_timeout(timeout_s)
     alone = listening_on(interface)
     os.environ.update(srun_environment(os.environ))
@@ -563,10 +569,10 @@ def _numbers(text: str, option: str, *, whole: bool = False) -> list[float]:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = [-1.0]
-    if not all(0 <= number < math.inf for number in numbers) or len(set(numbers)) < len(numbers):
-        raise UserError(f"{option} {text}: must be distinct numbers of at least 0, separated by commas")
-    if whole and any(number < 1 or number % 1 for number in numbers):
-        raise UserError(f"{option} {text}: must be whole numbers of at least 1")
+    allowed = all(0 <= number < math.inf and not (whole and (number < 1 or number % 1)) for number in numbers)
+    if not allowed or len(set(numbers)) < len(numbers):
+        kind = "whole numbers of at least 1" if whole else "numbers of at least 0"
+        raise UserError(f"{option} {text}: must be distinct {kind}, separated by commas")
     return numbers
 
 

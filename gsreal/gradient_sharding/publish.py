@@ -45,7 +45,7 @@ class ParameterUpdates(Protocol):
     def wait(self, bucket: Bucket) -> None:
         """Wait for a bucket's parameters."""
 
-    def finish(self) -> None:
+    def finish(self) -> object:
         """Wait for all parameters."""
 
 
@@ -193,10 +193,12 @@ class Publisher:
         """Whether parameters have yet to arrive at this replica."""
         return bool(self._arrivals)
 
-    def finish(self) -> None:
-        """Wait for all buckets."""
-        for bucket in list(self._arrivals):
+    def finish(self) -> list[Bucket]:
+        """Wait for all buckets; return those that were in flight."""
+        in_flight = list(self._arrivals)
+        for bucket in in_flight:
             self.wait(bucket)
+        return in_flight
 
     def _start_or_run(self, bucket: Bucket, exchange: Callable[[], Callable[[], None]]) -> None:
         """Exchange a bucket's messages, or only start it if it overlaps; on a GPU in a side stream."""

@@ -108,6 +108,8 @@ class GradientSharding(torch.optim.Optimizer):
         """Autograd's ids of the current backward and those nested in it."""
         self._pushing = True
         """Whether the current backward pushes its gradients."""
+        self._not_awaited: Collection[Bucket] = ()
+        """Buckets that were still in flight as the current backward began: no module has waited for them."""
         self._handles: list[RemovableHandle] = []
         LIVE.add(self)
         self.is_replaced = False
@@ -170,6 +172,12 @@ class GradientSharding(torch.optim.Optimizer):
             backward = torch._C._current_graph_task_id()
             if backward not in self._backwards:
                 self._begin_backward(backward)
+            if bucket in self._not_awaited:
+                raise RuntimeError(
+                    f"{self.names[parameter]} was read before its published values had arrived: no module was called "
+                    "that waits for it, or torch.compile left out its hook (if it had compiled another such module); "
+                    "call finish() of what shard_gradients returned before the forward"
+                )
             if self._pushing:
                 self._check_gradient(parameter, bucket)
             bucket.on_gradient(parameter, pushes=self._pushing)
@@ -192,7 +200,7 @@ class GradientSharding(torch.optim.Optimizer):
         self._check_no_interruption()
         if len(self.names) > 1:
             self._discard_if_removed()
-        self.publisher.finish()  # what no module has waited for uses the memory that pushes use
+        self._not_awaited = self.publisher.finish()  # what no module has waited for uses the memory that pushes use
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._backwards.add(backward)
         self._pushing = self._push_enabled

@@ -467,6 +467,22 @@ def writes_to_parameters_that_are_in_flight():
 
 
 @case
+def reads_of_parameters_that_are_in_flight():
+    """In code that calls no module of theirs; torch.compile leaves out hooks that another module of the class lacks."""
+    for finishes in (True, False):
+        model = mlp()
+        optimizer = shard_gradients(model, SGD, publish_overlaps=True, **SMALL)
+        train(model, optimizer, True, steps=1)
+        if finishes:
+            optimizer.finish()
+        squares = model[4].weight.square().sum()
+        if finishes:
+            squares.backward()
+        else:
+            refused("4.weight was read before its published values had arrived", squares.backward)
+
+
+@case
 def states_that_ranks_load_differently():
     for form in REPLICATED:
         model = mlp()

@@ -151,7 +151,8 @@ def check_publish(scenario: Scenario, policies: Policies, file: str) -> None:
             continue
         where = f"{file}: plan.publish.{key}"
         if policies.partition == "weight-gradient":
-            raise UserError(f"{where} = {value}: cannot run yet with method '{method}'; allowed today: gs, gs_hier")
+            where += f" = {str(value).lower()}"
+            raise UserError(f"{where}: cannot run yet with method '{method}'; allowed today: gs, gs_hier")
         if not publishes:
             own = ", or zero1 with plan.zero1_implementation = 'megatron'" if key == "overlap" else ""
             raise UserError(f"{where}: method '{method}' publishes no parameters; allowed with gs, gs_hier{own}")
