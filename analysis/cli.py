@@ -13,7 +13,7 @@ import typer
 
 from gssim.errors import UserError, one_line
 from gssim.execution.files import check_place, locked, write_bytes, write_text
-from gssim.terminal import INTERRUPTED, Overrides, run_command_line
+from gssim.terminal import INTERRUPTED, Overrides, Version, run_command_line
 
 if TYPE_CHECKING:
     from analysis.compare.comparison import Joined
@@ -26,7 +26,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 @app.callback()
-def about() -> None:
+def about(version: Version = False) -> None:
     """Compare predictions with measurements and study thresholds, as tables, charts and HTML reports."""
 
 
@@ -35,7 +35,10 @@ def compare_command(
     results: Annotated[list[Path], typer.Argument(help="Result files; folders, archives (.tar.xz) to search.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for comparison.csv and the charts.")],
 ) -> None:
-    """Join predictions with measurements of the same scenario: tables, comparison.csv, groups.csv and charts."""
+    """Join predictions with measurements of the same scenario: tables, comparison.csv, groups.csv and charts.
+
+    Example: python -m analysis compare out/results --out out/comparison
+    """
     from analysis import charts
     from analysis.compare.comparison import compare, differences, join
     from analysis.compare.groups import group_table
@@ -119,7 +122,10 @@ def ingest_command(
         Path | None, typer.Option("--trace", help="Also write a step of median length, for `timeline`.")
     ] = None,
 ) -> None:
-    """Turn profiler traces of your own job into a measured Result: step, phases, collectives, memory."""
+    """Turn profiler traces of your own job into a measured Result: step, phases, collectives, memory.
+
+    Example: python -m analysis ingest rank*.json.gz --scenario mine.toml --out out/job/measured.json
+    """
     from analysis.ingest.job import ingest, print_ingested
     from gssim.execution.files import write_files
     from gssim.scenario import load_scenario
@@ -151,7 +157,10 @@ def sweep_command(
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder for the charts, each as PNG and SVG.")],
 ) -> None:
-    """Draw the charts of a sweep or a search: steps by phase and threshold, fastest plans, fronts, memory, scaling."""
+    """Draw the charts of a sweep or a search: steps by phase and threshold, fastest plans, fronts, memory, scaling.
+
+    Example: python -m analysis sweep out/table.parquet --out out/charts
+    """
     from analysis import charts
     from analysis.html_report.contents import read_points
     from analysis.html_report.sweep import summary

@@ -1,11 +1,15 @@
 """Command lines that cannot be understood, or ask for what there is not: one line on stderr and exit code 2."""
 
 import importlib
+import inspect
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+import gssim
 
 REFUSED = [
     ("gssim", "run", "missing argument"),
@@ -64,6 +68,37 @@ def run(monkeypatch, program, arguments):
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(MODULES[program]).main()
     return ended.value.code
+
+
+@pytest.mark.parametrize("program", MODULES)
+def test_a_program_says_its_version(monkeypatch, capsys, program):
+    assert run(monkeypatch, program, "--version") == 0
+    assert capsys.readouterr().out == f"gssim {gssim.__version__}\n"
+
+
+@pytest.mark.parametrize("program", MODULES)
+def test_the_examples_of_the_help_name_options_and_files_that_there_are(program):
+    if program == "gsreal":
+        pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    app = importlib.import_module(MODULES[program]).app
+    commands = {command.name: command.callback for command in app.registered_commands}
+    examples = [line for callback in commands.values() for line in EXAMPLE.findall(inspect.getdoc(callback) or "")]
+    assert len(examples) >= 3
+    for words in map(str.split, examples):
+        name = words[len(program_words(program))]
+        kinds = [each.annotation for each in inspect.signature(commands[name]).parameters.values()]
+        options = [option for kind in kinds for option in kind.__metadata__]
+        known = {word for option in options for word in (option.default, *(option.param_decls or ()))}
+        assert words[: len(program_words(program))] == program_words(program)
+        assert {word for word in words if word.startswith("--")} <= known
+        assert all((ROOT / word).exists() for word in words if word.startswith("scenarios/"))
+
+
+EXAMPLE = re.compile("Example: (.*)")
+
+
+def program_words(program):
+    return ["python", "-m", program] if program == "analysis" else [program]
 
 
 @pytest.mark.parametrize(("program", "arguments", "message"), REFUSED, ids=[f"{p} {a}" for p, a, _ in REFUSED])
