@@ -92,14 +92,23 @@ def keys_command(
 @app.command("timeline")
 def timeline_command(
     predicted: Annotated[Path, typer.Argument(help="Trace of `gssim run --trace`.")],
-    measured: Annotated[Path, typer.Argument(help="Trace of `gsreal run --trace` or `gsreal lab --trace`.")],
+    measured: Annotated[
+        Path | None, typer.Argument(help="Trace of `gsreal run --trace`, `gsreal lab --trace` or `ingest --trace`.")
+    ] = None,
+    *,
     out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG or SVG).")],
 ) -> None:
-    """Draw one step of the same scenario, predicted above measured: rank by rank on one time axis."""
+    """Draw one step, predicted above measured, or predicted alone: rank by rank on one time axis."""
     from analysis import charts
     from analysis.compare.timeline import read_step, with_common_labels
 
     _check_picture(out)
+    if measured is None:
+        step = read_step(predicted)
+        side = "measured" if step.source == "measured" else "predicted"
+        charts.save(charts.timeline({side: step}, names={side: predicted.name}), out)
+        print(one_line(str(out)))
+        return
     sides = read_step(predicted), read_step(measured)
     for side, source, path in zip(sides, ("simulated", "measured"), (predicted, measured), strict=True):
         if side.source not in (None, source):
@@ -107,8 +116,8 @@ def timeline_command(
     if None not in (ids := {side.scenario_id for side in sides}) and len(ids) > 1:
         both = " and ".join(str(side.scenario_id) for side in sides)
         raise UserError(f"{predicted}, {measured}: traces of different scenarios ({both})")
-    figure = charts.timeline(with_common_labels(*sides), sides[1], names=(predicted.name, measured.name))
-    charts.save(figure, out)
+    steps = {"predicted": with_common_labels(*sides), "measured": sides[1]}
+    charts.save(charts.timeline(steps, names={"predicted": predicted.name, "measured": measured.name}), out)
     print(one_line(str(out)))
 
 
