@@ -284,9 +284,10 @@ def models_command(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    from rich.table import Table  # here, as other commands need no table of models
+    from rich.table import Column, Table  # here, as other commands need no table of models
 
-    table = Table("model", "parameters", "longest sequence", "origin")
+    origin_column = Column("origin", no_wrap=True, overflow="ellipsis")  # --json has all of it
+    table = Table(Column("model", no_wrap=True), "parameters", "longest sequence", origin_column)
     for row in rows:
         longest = row["maximum_sequence_length"]
         origin = str(row["source"]).partition(";")[0]
