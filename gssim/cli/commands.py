@@ -3,6 +3,7 @@ for wrong input.
 """
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -258,6 +259,8 @@ def _make_table(
             on_progress=on_progress,
         )
     terminal.print_table(table, asked.question)
+    drawn = shlex.join(["python", "-m", "analysis", "sweep", str(out), "--out", str(out.with_suffix(""))])
+    print(one_line(f"charts: {drawn}"), file=sys.stderr)
     reasons = [why for status, why in zip(table["status"], table["reason"], strict=True) if status == "failed"]
     if reasons:
         raise RunFailedError(f"sweep: {len(reasons)} of {table.height} points failed (see {out}): {reasons[0]}")

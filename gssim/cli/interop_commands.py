@@ -19,7 +19,7 @@ from gssim.planner import with_suggested_changes
 from gssim.result import Result
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
-from gssim.terminal import PIPE_WIDTH, Overrides, ScenarioFile, activity, plain_console, write_or_print
+from gssim.terminal import PIPE_WIDTH, Overrides, ScenarioFile, activity, folding, plain_console, write_or_print
 from gssim.units import counted, human_bytes
 from gssim.workload import shipped_models
 
@@ -284,12 +284,18 @@ def models_command(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    from rich.table import Column, Table  # here, as other commands need no table of models
+    console = plain_console(PIPE_WIDTH)
+    heads = ("model", "parameters", "longest sequence")
+    cells = [(str(row["name"]), f"{row['parameters']:,}", str(row["maximum_sequence_length"] or "")) for row in rows]
+    used = sum(max(map(len, column)) + 3 for column in zip(heads, *cells, strict=True))
+    room = console.width - used - 4
+    table = folding((*heads, "origin") if room >= LEAST_ORIGIN else heads)
+    for row, texts in zip(rows, cells, strict=True):
+        origin = str(row["source"]).partition(";")[0]  # --json has all of it
+        shown = origin if len(origin) <= room else f"{origin[: room - 3]}..."
+        table.add_row(*texts, *([shown] if room >= LEAST_ORIGIN else []))
+    console.print(table)
 
-    origin_column = Column("origin", no_wrap=True, overflow="ellipsis")  # --json has all of it
-    table = Table(Column("model", no_wrap=True), "parameters", "longest sequence", origin_column)
-    for row in rows:
-        longest = row["maximum_sequence_length"]
-        origin = str(row["source"]).partition(";")[0]
-        table.add_row(str(row["name"]), f"{row['parameters']:,}", "" if longest is None else str(longest), origin)
-    plain_console(PIPE_WIDTH).print(table)
+
+LEAST_ORIGIN = 20
+"""Least room, in letters, in which a model's origin is shown."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import gssim
+from gssim.workload.model import shipped_models
 
 REFUSED = [
     ("gssim", "run", "missing argument"),
@@ -68,6 +69,17 @@ def run(monkeypatch, program, arguments):
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(MODULES[program]).main()
     return ended.value.code
+
+
+@pytest.mark.parametrize(("columns", "origins"), [(80, False), (140, True)])
+def test_a_model_is_one_line_however_narrow_the_terminal(monkeypatch, capsys, columns, origins):
+    """Origins were broken into nine lines of two words in 80 columns."""
+    monkeypatch.setattr("gssim.cli.interop_commands.PIPE_WIDTH", columns)
+    assert run(monkeypatch, "gssim", "models") == 0
+    lines = capsys.readouterr().out.splitlines()[3:-1]
+    assert max(map(len, lines)) <= columns
+    assert len(lines) == len(shipped_models())
+    assert {line.count("│") for line in lines} == {5 if origins else 4}
 
 
 @pytest.mark.parametrize("program", MODULES)
