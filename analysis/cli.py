@@ -105,8 +105,8 @@ def timeline_command(
     _check_picture(out)
     if measured is None:
         step = read_step(predicted)
-        side = "measured" if step.source == "measured" else "predicted"
-        charts.save(charts.timeline({side: step}, names={side: predicted.name}), out)
+        alone = "measured" if step.source == "measured" else "predicted"
+        charts.save(charts.timeline({alone: step}, names={alone: predicted.name}), out)
         print(one_line(str(out)))
         return
     sides = read_step(predicted), read_step(measured)

@@ -26,7 +26,6 @@ from gssim.planner import Search, with_suggested_changes
 from gssim.program import program_table, program_text
 from gssim.result import chrome_trace, file_name
 from gssim.scenario import load_scenario
-from gssim.scenario.device_rates import model_flop_utilisation
 from gssim.scenario.support import supported
 from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
 from gssim.simulation import program_of, record_steady_step, simulate
@@ -109,10 +108,7 @@ def run_command(
     if as_json:
         sys.stdout.write(result.to_json())
     else:
-        scenario_run = loaded.scenario
-        used = model_flop_utilisation(
-            scenario_run.cluster, scenario_run.workload, ranks=scenario_run.ranks, step_time_s=result.step_time_s
-        )
+        used = loaded.scenario.model_flop_utilisation(result.step_time_s)
         terminal.print_result(result, changed=overrides or (), utilisation_ratio=used)
     if timing:
         times = {"load_s": loaded_s - began_s, "simulate_s": ended_s - loaded_s, "remedies_s": advised_s - ended_s}
