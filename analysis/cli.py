@@ -13,7 +13,7 @@ import typer
 
 from gssim.errors import UserError, one_line
 from gssim.execution.files import check_place, locked, write_bytes, write_text
-from gssim.terminal import INTERRUPTED, Overrides, run_command_line
+from gssim.terminal import INTERRUPTED, Overrides, Version, run_command_line
 
 if TYPE_CHECKING:
     from analysis.compare.comparison import Joined
@@ -26,7 +26,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 @app.callback()
-def about() -> None:
+def about(version: Version = False) -> None:
     """Compare predictions with measurements and study thresholds, as tables, charts and HTML reports."""
 
 
@@ -35,7 +35,10 @@ def compare_command(
     results: Annotated[list[Path], typer.Argument(help="Result files; folders, archives (.tar.xz) to search.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for comparison.csv and the charts.")],
 ) -> None:
-    """Join predictions with measurements of the same scenario: tables, comparison.csv, groups.csv and charts."""
+    """Join predictions with measurements of the same scenario: tables, comparison.csv, groups.csv and charts.
+
+    Example: python -m analysis compare out/results --out out/comparison
+    """
     from analysis import charts
     from analysis.compare.comparison import compare, differences, join
     from analysis.compare.groups import group_table
@@ -89,14 +92,23 @@ def keys_command(
 @app.command("timeline")
 def timeline_command(
     predicted: Annotated[Path, typer.Argument(help="Trace of `gssim run --trace`.")],
-    measured: Annotated[Path, typer.Argument(help="Trace of `gsreal run --trace` or `gsreal lab --trace`.")],
+    measured: Annotated[
+        Path | None, typer.Argument(help="Trace of `gsreal run --trace`, `gsreal lab --trace` or `ingest --trace`.")
+    ] = None,
+    *,
     out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG or SVG).")],
 ) -> None:
-    """Draw one step of the same scenario, predicted above measured: rank by rank on one time axis."""
+    """Draw one step, predicted above measured, or predicted alone: rank by rank on one time axis."""
     from analysis import charts
     from analysis.compare.timeline import read_step, with_common_labels
 
     _check_picture(out)
+    if measured is None:
+        step = read_step(predicted)
+        alone = "measured" if step.source == "measured" else "predicted"
+        charts.save(charts.timeline({alone: step}, names={alone: predicted.name}), out)
+        print(one_line(str(out)))
+        return
     sides = read_step(predicted), read_step(measured)
     for side, source, path in zip(sides, ("simulated", "measured"), (predicted, measured), strict=True):
         if side.source not in (None, source):
@@ -104,8 +116,8 @@ def timeline_command(
     if None not in (ids := {side.scenario_id for side in sides}) and len(ids) > 1:
         both = " and ".join(str(side.scenario_id) for side in sides)
         raise UserError(f"{predicted}, {measured}: traces of different scenarios ({both})")
-    figure = charts.timeline(with_common_labels(*sides), sides[1], names=(predicted.name, measured.name))
-    charts.save(figure, out)
+    steps = {"predicted": with_common_labels(*sides), "measured": sides[1]}
+    charts.save(charts.timeline(steps, names={"predicted": predicted.name, "measured": measured.name}), out)
     print(one_line(str(out)))
 
 
@@ -119,7 +131,10 @@ def ingest_command(
         Path | None, typer.Option("--trace", help="Also write a step of median length, for `timeline`.")
     ] = None,
 ) -> None:
-    """Turn profiler traces of your own job into a measured Result: step, phases, collectives, memory."""
+    """Turn profiler traces of your own job into a measured Result: step, phases, collectives, memory.
+
+    Example: python -m analysis ingest rank*.json.gz --scenario mine.toml --out out/job/measured.json
+    """
     from analysis.ingest.job import ingest, print_ingested
     from gssim.execution.files import write_files
     from gssim.scenario import load_scenario
@@ -151,7 +166,10 @@ def sweep_command(
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder for the charts, each as PNG and SVG.")],
 ) -> None:
-    """Draw the charts of a sweep or a search: steps by phase and threshold, fastest plans, fronts, memory, scaling."""
+    """Draw the charts of a sweep or a search: steps by phase and threshold, fastest plans, fronts, memory, scaling.
+
+    Example: python -m analysis sweep out/table.parquet --out out/charts
+    """
     from analysis import charts
     from analysis.html_report.contents import read_points
     from analysis.html_report.sweep import summary

@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +21,17 @@ from gsreal.run.progress import DEFAULT_TIMEOUT_S
 from gssim.errors import UserError
 from gssim.execution.files import locked, remove_abandoned, scratch_folder
 from gssim.result import file_name
-from gssim.terminal import AsJson, Only, Overrides, ScenarioFile, activity, run_command_line, unwinding, write_or_print
+from gssim.terminal import (
+    AsJson,
+    Only,
+    Overrides,
+    ScenarioFile,
+    Version,
+    activity,
+    run_command_line,
+    unwinding,
+    write_or_print,
+)
 from gssim.units import excess
 
 if TYPE_CHECKING:
@@ -47,7 +57,7 @@ TrustCode = Annotated[
 
 
 @app.callback()
-def about() -> None:
+def about(version: Version = False) -> None:
     """Execute scenarios with torch.distributed and measure them."""
     if importlib.util.find_spec("torch") is None:
         raise UserError("torch is missing: pip install 'gssim[real]'")
@@ -79,6 +89,8 @@ def run_command(
     """Execute one scenario: one process a rank, on this machine, or on the nodes where torchrun or srun starts it.
 
     Calls the factory that the model file names.
+
+    Example: gsreal run scenarios/demo.toml --set cluster=out/this.toml --out out/results
     """
     from gsreal.model_files.build import set_trust
     from gsreal.run.launch import Guard, launch, listening_on
@@ -129,7 +141,7 @@ def run_command(
             launch("gsreal.run.worker", arguments, ranks=ours.ranks, max_restarts=max_restarts, guard=guard)
         result = read_result(file)
         text = file.read_text(encoding="utf-8")
-    _write_result(result, text, out / name if out else None, as_json=as_json)
+    _write_result(result, text, out / name if out else None, as_json=as_json, changed=overrides or ())
 
 
 @contextmanager
@@ -180,6 +192,8 @@ def lab_command(
     """Execute one scenario, or a sweep, on an emulated cluster: shaped links between namespaces, slowed-down cores.
 
     Calls the factory that each model file names.
+
+    Example: gsreal lab scenarios/lab-two-sites.toml --out out/results
     """
     from gsreal.lab.building import check_tools
     from gsreal.model_files.build import set_trust
@@ -205,7 +219,7 @@ def lab_command(
         _check_writable(trace, out and out / name)
         warn_of_other_processors([loaded.scenario.cluster])
         result = run_lab(loaded, overrides or [], trace=trace, timeout_s=timeout_s)
-        _write_result(result, result.to_json(), out / name if out else None, as_json=as_json)
+        _write_result(result, result.to_json(), out / name if out else None, as_json=as_json, changed=overrides or ())
     else:
         _clean()
 
@@ -260,7 +274,7 @@ def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
     return loaded
 
 
-def _write_result(result: "Result", text: str, file: Path | None, *, as_json: bool) -> None:
+def _write_result(result: "Result", text: str, file: Path | None, *, as_json: bool, changed: Sequence[str]) -> None:
     """Write a Result to a file, if one is named, and print it."""
     from gssim.execution.files import write_text
 
@@ -271,7 +285,7 @@ def _write_result(result: "Result", text: str, file: Path | None, *, as_json: bo
     else:
         from gssim.terminal import print_result
 
-        print_result(result)
+        print_result(result, changed=changed)
 
 
 @app.command("script")
@@ -319,6 +333,8 @@ def validate_command(
     """Calibrate this machine, run the points of a sweep on it, predict them, and compare: tables, charts, a page.
 
     Calls the factory that each model file names.
+
+    Example: gsreal validate scenarios/sweeps/demo.toml --device cpu --only ddp --out out/validated
     """
     from gsreal.machine import ENVIRONMENT, die_with_parent
 
@@ -439,6 +455,8 @@ def calibrate_command(
     Where torchrun or srun starts it on several nodes, it measures each of them and the links between each two, and the
     first node writes the file. Where several ranks have a GPU each, the file is for NCCL, with the topology that `gssim
     cluster --detect` finds. Calls the factories that the model files name.
+
+    Example: gsreal calibrate scenarios/models/gpt-byte-1m.toml --ranks 2 --batch-sizes 4,8,16 --out out/this.toml
     """
     import torch
 
@@ -657,6 +675,8 @@ def trace_command(
     """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU.
 
     Calls the factory that is named, or that the model file names: only for the latter must it be trusted.
+
+    Example: gsreal trace config.json --precision bf16 --out out/mine.toml
     """
     from gsreal.model_files.build import set_trust
     from gsreal.model_files.request import Request

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -37,13 +38,26 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 140
 """Width of the output to a file or pipe."""
 SHOWN_LINKS = 5
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
+SET_HELP = "Override a key, such as plan.tp=2 (all keys: scenarios/README.md); repeatable."
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
 Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="NAME", help="Only points of this name; * and ? are wildcards; repeatable."),
 ]
 ScenarioFile = Annotated[Path, typer.Argument(help="A scenario's file, such as scenarios/demo.toml.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the Result as JSON, or a list of them.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"gssim {metadata.version('gssim')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+]
+"""Option of each program; they are parts of one package."""
 
 
 class PlainConsole(Console):

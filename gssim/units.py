@@ -647,9 +647,11 @@ def signed_percent(ratio: float) -> str:
 def human_seconds(time_s: float) -> str:
     """Return a time for people.
 
-    >>> human_seconds(0.0021)
-    '2.10 ms'
+    >>> human_seconds(0.0021), human_seconds(0.0)
+    ('2.10 ms', '0 s')
     """
+    if time_s == 0:
+        return "0 s"
     for unit, factor in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(time_s) >= factor:
             return f"{time_s / factor:.2f} {unit}"

@@ -269,10 +269,10 @@ LANE_IN, STRIP_IN, GAP_IN, RANK_GAP_IN = 0.36, 0.2, 0.07, 0.3
 TEXT_MARGIN_IN = 0.1
 
 
-def timeline(predicted: Step, measured: Step, *, names: tuple[str, str]) -> Figure:
-    """Return the chart of one step; `names`: the names of both trace files."""
-    ranks = sorted({*predicted.ranks, *measured.ranks})[:MOST_RANKS]
-    sides = {"predicted": predicted, "measured": measured}
+def timeline(sides: Mapping[str, Step], *, names: Mapping[str, str]) -> Figure:
+    """Return the chart of one step, predicted, measured or both; `names`: those of the trace files, by the same key."""
+    all_ranks = sorted({rank for step in sides.values() for rank in step.ranks})
+    ranks = all_ranks[:MOST_RANKS]
     heights_in = 0.0
     for rank in ranks:
         for step in sides.values():
@@ -284,13 +284,13 @@ def timeline(predicted: Step, measured: Step, *, names: tuple[str, str]) -> Figu
         figure = new_figure(width_in, TIMELINE_TOP_IN + panel_in + TIMELINE_BOTTOM_IN)
         axes = add_axes(figure, (TIMELINE_LEFT_IN, TIMELINE_BOTTOM_IN, PANEL_IN, panel_in))
         _timeline_panel(axes, sides, ranks, panel_in)
-        left_out = len({*predicted.ranks, *measured.ranks}) - len(ranks)
+        left_out = len(all_ranks) - len(ranks)
         drawn = {block.phase for step in sides.values() for lane in step.lanes for block in lane.blocks}
         _timeline_heading(figure, names, left_out, [phase for phase in MEASURED_PHASES if phase in drawn | {"idle"}])
     return figure
 
 
-def _timeline_panel(axes: Axes, sides: dict[str, Step], ranks: list[int], panel_in: float) -> None:
+def _timeline_panel(axes: Axes, sides: Mapping[str, Step], ranks: list[int], panel_in: float) -> None:
     longest_s = max(step.time_s for step in sides.values())
     unit, factor = unit_for(longest_s, TIME_UNITS)
     axes.set_xlim(0, 1.003 * longest_s / factor)
@@ -371,9 +371,11 @@ def _block(axes: Axes, block: Block, place: tuple[float, float], factor: float, 
         )
 
 
-def _timeline_heading(figure: Figure, names: tuple[str, str], left_out: int, shown: Sequence[str]) -> None:
-    title = "One step, predicted above measured: who does what, when, and waits for what?"
-    note = f"Predicted (hatched): {names[0]}; measured: {names[1]}. Thin lines: streams beside the compute stream."
+def _timeline_heading(figure: Figure, names: Mapping[str, str], left_out: int, shown: Sequence[str]) -> None:
+    title = f"One step, {' above '.join(names)}: who does what, when, and waits for what?"
+    files = "; ".join(f"{side}{' (hatched)' * (side == 'predicted')}: {name}" for side, name in names.items())
+    note = f"{files[0].upper()}{files[1:]}. Thin lines: streams beside the compute stream."
+    note += " Of equal ranks one is drawn." if list(names) == ["predicted"] else ""
     if left_out:
         note += f" {left_out} more ranks are not drawn."
     write_heading(figure, title, [note], notes_in=0.62)

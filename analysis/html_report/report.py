@@ -250,7 +250,8 @@ def _short(contents: Contents) -> list[str]:
 
 def _overlay(overlay: Overlay) -> Part:
     pair = (with_common_labels(overlay.predicted, overlay.measured), overlay.measured)
-    drawn = timeline(*pair, names=overlay.files)
+    sides = ("predicted", "measured")
+    drawn = timeline(dict(zip(sides, pair, strict=True)), names=dict(zip(sides, overlay.files, strict=True)))
     ours, theirs = overlay.predicted.time_s, overlay.measured.time_s
     words = (
         f"Timeline of one step of {overlay.name}, rank by rank, predicted above measured. Predicted {seconds(ours)}, "

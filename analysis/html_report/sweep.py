@@ -224,7 +224,7 @@ def _points(rows: Sequence[Row]) -> Markup:
             "" if row["ranks"] is None else f"{row['ranks']:,}",
             seconds(row["step_time_s"]),
             "" if row["throughput_samples_per_s"] is None else f"{row['throughput_samples_per_s']:.4g}",
-            density_words(row) if row["step_time_s"] is not None else "",
+            "" if row["step_time_s"] is None else "dense" if is_dense(row) else density_words(row),
             "" if row["peak_allocated_bytes"] is None else size(peak_bytes(row)),
             "" if row["cost_usd_per_step"] is None else f"{row['cost_usd_per_step']:.3g}",
         ]
@@ -237,7 +237,7 @@ def _points(rows: Sequence[Row]) -> Markup:
         Column("method", False),
         *(Column(head) for head in heads),
     ]
-    return table("Points, in the order of the sweep", columns, lines)
+    return table("Points, in the order of the table", columns, lines)
 
 
 def _bottlenecks(sweep: SweepTable, layout: Layout) -> Markup:

@@ -274,6 +274,8 @@ def write_calibrated(path: Path, measured: Sequence[dict[str, Any]], data: dict[
     write_cluster(path, data)
     drawn = shlex.join(["python", "-m", "analysis", "draw", str(path), "--out", str(path.with_suffix(".png"))])
     print(one_line(drawn))
+    used = shlex.join(["gssim", "run", "SCENARIO", "--set", f"cluster={path}"])
+    print(one_line(f"gsreal: calibrate: to predict with it: {used}"), file=sys.stderr)
 
 
 def write_all_reduces(table: Path, measured: dict[str, Any]) -> None:

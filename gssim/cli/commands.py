@@ -3,6 +3,7 @@ for wrong input.
 """
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,20 +26,32 @@ from gssim.planner import Search, with_suggested_changes
 from gssim.program import program_table, program_text
 from gssim.result import chrome_trace, file_name
 from gssim.scenario import load_scenario
-from gssim.scenario.device_rates import model_flop_utilisation
 from gssim.scenario.support import supported
 from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
 from gssim.simulation import program_of, record_steady_step, simulate
 from gssim.sweeps import TABLES, check_table_place, parts_folder, points_in, predict, tabulate
-from gssim.terminal import AsJson, Only, Overrides, ScenarioFile, activity, idle_list, progress_bar, run_command_line
+from gssim.terminal import (
+    AsJson,
+    Only,
+    Overrides,
+    ScenarioFile,
+    Version,
+    activity,
+    idle_list,
+    progress_bar,
+    run_command_line,
+)
 from gssim.units import whole_number
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
-def about() -> None:
-    """Predict memory and step time of sharding plans on unequal clusters."""
+def about(version: Version = False) -> None:
+    """Predict memory and step time of sharding plans on unequal clusters.
+
+    Exit codes: 0 answered, 1 failed, 2 wrong input, and of `fits` 3 if the training does not fit.
+    """
 
 
 @app.command("check")
@@ -70,7 +83,10 @@ def run_command(
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write the step's timeline (Chrome trace).")] = None,
 ) -> None:
-    """Predict one scenario."""
+    """Predict one scenario.
+
+    Example: gssim run scenarios/demo.toml --set plan.method=zero2 --trace out/step.json
+    """
     with activity("gssim: run") as doing:
         began_s = time.perf_counter()
         loaded = load_scenario(scenario, overrides or [])
@@ -94,10 +110,7 @@ def run_command(
     if as_json:
         sys.stdout.write(result.to_json())
     else:
-        scenario_run = loaded.scenario
-        used = model_flop_utilisation(
-            scenario_run.cluster, scenario_run.workload, ranks=scenario_run.ranks, step_time_s=result.step_time_s
-        )
+        used = loaded.scenario.model_flop_utilisation(result.step_time_s)
         terminal.print_result(result, changed=overrides or (), utilisation_ratio=used)
     if timing:
         times = {"load_s": loaded_s - began_s, "simulate_s": ended_s - loaded_s, "remedies_s": advised_s - ended_s}
@@ -112,7 +125,10 @@ def program_command(
     rank: Annotated[int, typer.Option("--rank", help="The rank whose tasks are printed.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of tasks as JSON.")] = False,
 ) -> None:
-    """Print what a rank does in a step, one task a line: operation, fields, stream, time, memory, dependencies."""
+    """Print what a rank does in a step, one task a line: operation, fields, stream, time, memory, dependencies.
+
+    Example: gssim program scenarios/demo.toml --rank 1
+    """
     with activity("gssim: program"):
         loaded = load_scenario(scenario, overrides or [])
         ranks = loaded.scenario.ranks
@@ -179,7 +195,10 @@ def sweep_command(
     again: Annotated[bool, typer.Option("--again", help="Also predict points again that --out already has.")] = False,
     only: Only = None,
 ) -> None:
-    """Predict every point of a sweep."""
+    """Predict every point of a sweep.
+
+    Example: gssim sweep scenarios/sweeps/demo.toml --out out/demo.parquet
+    """
     count = checked_jobs(jobs)
     _check_options(out, jobs, dask, as_json=as_json)
     asked = load_sweep(sweep)
@@ -226,6 +245,8 @@ def _make_table(
     with _report_interrupt(parts_folder(out)), progress_bar("predicting") as on_progress:
         table = tabulate(points, sweep=asked, file=file, out=out, workers=workers, again=again, on_progress=on_progress)
     terminal.print_table(table, asked.question)
+    drawn = shlex.join(["python", "-m", "analysis", "sweep", str(out), "--out", str(out.with_suffix(""))])
+    print(one_line(f"charts: {drawn}"), file=sys.stderr)
     reasons = [why for status, why in zip(table["status"], table["reason"], strict=True) if status == "failed"]
     if reasons:
         raise RunFailedError(f"sweep: {len(reasons)} of {table.height} points failed (see {out}): {reasons[0]}")
@@ -285,6 +306,8 @@ def search_command(
     --set search.KEY=VALUE overrides it.
     --json prints the Results of the best plans in order, then of the other plans on the Pareto front of time and
     memory; provenance.search distinguishes them.
+
+    Example: gssim search scenarios/search-unequal-gpus.toml --top 3 --seconds 60
     """
     asked = {
         "objective": objective and json.dumps(objective),

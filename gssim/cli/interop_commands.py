@@ -19,7 +19,7 @@ from gssim.planner import with_suggested_changes
 from gssim.result import Result
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
-from gssim.terminal import PIPE_WIDTH, Overrides, ScenarioFile, activity, plain_console, write_or_print
+from gssim.terminal import PIPE_WIDTH, Overrides, ScenarioFile, activity, folding, plain_console, write_or_print
 from gssim.units import counted, human_bytes
 from gssim.workload import shipped_models
 
@@ -58,6 +58,8 @@ def import_command(
 
     Keys without an effect and defaults are listed on stderr. A key that changes the answer and cannot be simulated is
     refused, and nothing is written; --set gives what it would have said, --ignore leaves it out.
+
+    Example: gssim import scenarios/imports/deepspeed.json --model llama3-8b --cluster scenarios/clusters/dgx-h100.toml
     """
     text = interop.standard_input() if str(file) == "-" else None
     try:
@@ -94,6 +96,8 @@ def export_command(
     """Write a scenario's plan as a configuration of another program, or as a script for torchrun.
 
     A plan that the program cannot execute is refused; what its format cannot hold is listed on stderr.
+
+    Example: gssim export scenarios/llama3-8b-fsdp.toml --to torchtitan
     """
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     try:
@@ -158,6 +162,8 @@ def cluster_command(
     """Make a cluster file from what machines, schedulers and libraries write about hosts and switches.
 
     What was assumed is listed on stderr, and in the file. The last line is the command that draws the cluster.
+
+    Example: gssim cluster --gpu a100 --hosts 4 --out out/four.toml
     """
     if not (files or gpu or detect):
         raise UserError("Missing argument 'files', or --gpu, or --detect (see `gssim cluster --help`)")
@@ -204,6 +210,8 @@ def fits_command(
     """Say in one line whether a training fits, by how much, and what to change; exit 0 if it does, 3 if not.
 
     Assumes one sample of the model's longest sequence on each data-parallel rank, 16 bits (--set: fp32), and AdamW.
+
+    Example: gssim fits llama3-8b --gpu h100 --count 8 --plan zero3 --set workload.global_batch_size=16
     """
     given = {"plan.method": method or ("single" if count == 1 else "zero3")}
     with activity("gssim: fits") as doing:
@@ -276,11 +284,18 @@ def models_command(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    from rich.table import Table  # here, as other commands need no table of models
+    console = plain_console(PIPE_WIDTH)
+    heads = ("model", "parameters", "longest sequence")
+    cells = [(str(row["name"]), f"{row['parameters']:,}", str(row["maximum_sequence_length"] or "")) for row in rows]
+    used = sum(max(map(len, column)) + 3 for column in zip(heads, *cells, strict=True))
+    room = console.width - used - 4
+    table = folding((*heads, "origin") if room >= LEAST_ORIGIN else heads)
+    for row, texts in zip(rows, cells, strict=True):
+        origin = str(row["source"]).partition(";")[0]  # --json has all of it
+        shown = origin if len(origin) <= room else f"{origin[: room - 3]}..."
+        table.add_row(*texts, *([shown] if room >= LEAST_ORIGIN else []))
+    console.print(table)
 
-    table = Table("model", "parameters", "longest sequence", "origin")
-    for row in rows:
-        longest = row["maximum_sequence_length"]
-        origin = str(row["source"]).partition(";")[0]
-        table.add_row(str(row["name"]), f"{row['parameters']:,}", "" if longest is None else str(longest), origin)
-    plain_console(PIPE_WIDTH).print(table)
+
+LEAST_ORIGIN = 20
+"""Least room, in letters, in which a model's origin is shown."""

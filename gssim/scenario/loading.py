@@ -142,8 +142,8 @@ def _load(
     """Load a scenario and return it with the files that were read; see `load_scenario`."""
     folders = _Folders(path.parent)
     if tables is None and str(path) in shipped_models() and not path.exists():
-        advice = f"`gssim fits {path} --gpu h100 --count 8`, or `--set workload.model={path}` with a scenario"
-        raise MistakenNameError(f"{path}: no such file; it is the name of a model: {advice}")
+        usage = f"`gssim fits {path} --gpu h100 --count 8`, or `--set workload.model={path}` with a scenario"
+        raise MistakenNameError(f"{path}: no such file; it is the name of a model: {usage}")
     text, content = _content(path, shared) if tables is None else ("", _with_own_layers(tables, shared))
     data = _copy_of_tables(content)
     file = str(path)

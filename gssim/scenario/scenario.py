@@ -15,6 +15,7 @@ from gssim.errors import UserError
 from gssim.execution.cache import Shared
 from gssim.plan import METHODS, REPLICA_AXES, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.result import Result
+from gssim.scenario.device_rates import model_flop_utilisation
 from gssim.scenario.expert_load import layers_of_own_experts, on_context_parts, routes_parts
 from gssim.scenario.identity import ScenarioParts, calibration_id, layers_id_of, resolved, scenario_id
 from gssim.scenario.layer_costs import sample_cost_s
@@ -132,6 +133,14 @@ class Scenario:
         if source is None:
             raise UserError(f"{self.name}: was not loaded from a file; change what gssim.load returns")
         return source.load(replace(source, overrides=(*source.overrides, *overrides_of(changes))))
+
+    def model_flop_utilisation(self, step_time_s: float) -> float | None:
+        """Return the fraction of its devices' peak rates that the model's FLOP reach in a step of this time (MFU).
+
+        The model's FLOP are three times those of its forward, whatever is recomputed. None on CPUs, and where some
+        layers are frozen or have adapters.
+        """
+        return model_flop_utilisation(self.cluster, self.workload, ranks=self.ranks, step_time_s=step_time_s)
 
     @cached_property
     def policies(self) -> Policies:

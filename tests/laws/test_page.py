@@ -129,7 +129,7 @@ def test_a_page_has_all_that_a_folder_holds(page: str) -> None:
     ):
         assert words in read.text, words
     without_scripts = SCRIPT.sub("", page)
-    assert without_scripts.count("<figure>") == without_scripts.count("data:image/") == 3 + 6 + 1
+    assert without_scripts.count("<figure>") == without_scripts.count("data:image/") == 3 + 5 + 1
 
 
 def test_a_study_at_equal_samples_bytes_and_time_has_a_page(tmp_path: Path) -> None:

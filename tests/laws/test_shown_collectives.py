@@ -7,7 +7,6 @@ import pytest
 
 from gssim.result import Collective, LinkUse
 from gssim.scenario import load_scenario
-from gssim.scenario.device_rates import model_flop_utilisation
 from gssim.simulation import simulate
 from gssim.terminal import print_result
 from gssim.units import human_seconds
@@ -65,15 +64,12 @@ def test_a_step_is_given_in_tokens_in_money_and_as_a_part_of_the_peak(result, ca
 
 def test_the_model_flop_utilisation_is_three_forwards_over_the_peaks():
     """Of GPT-2's products and attention by hand: 6 FLOP of a weight and token, 12 of a position, layer and width."""
-    loaded = load_scenario(SCENARIOS / "gpt2-half.toml")
-    cluster, workload = loaded.scenario.cluster, loaded.scenario.workload
-    tokens, length = workload.global_batch_size * workload.sequence_length, workload.sequence_length
+    scenario = load_scenario(SCENARIOS / "gpt2-half.toml").scenario
+    length = scenario.workload.sequence_length
     weights = 12 * 12 * 768**2 + 50257 * 768  # of the blocks' products, and of the head
-    flop = tokens * (6 * weights + 12 * 12 * 768 * length)
-    used = model_flop_utilisation(cluster, workload, ranks=16, step_time_s=2.0)
-    assert used == pytest.approx(flop / (2.0 * 16 * 67e12), rel=1e-3)
-    cores = load_scenario(SCENARIOS / "demo.toml").scenario
-    assert model_flop_utilisation(cores.cluster, cores.workload, ranks=2, step_time_s=1.0) is None
+    flop = scenario.workload.global_batch_size * length * (6 * weights + 12 * 12 * 768 * length)
+    assert scenario.model_flop_utilisation(2.0) == pytest.approx(flop / (2.0 * 16 * 67e12), rel=1e-3)
+    assert load_scenario(SCENARIOS / "demo.toml").scenario.model_flop_utilisation(1.0) is None
 
 
 def test_what_a_call_carries_is_shown_beside_its_size(result, capsys):

@@ -129,7 +129,8 @@ def test_the_picture_has_both_sides_on_one_axis(
     assert out.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == f"{out}\n"
     later = [Span(1, span.stream, span.label, span.phase, span.start_s, span.end_s) for span in MEASURED]
-    figure = timeline(step_of(PREDICTED, 10.0), step_of(MEASURED + later, 10.5), names=("p", "m"))
+    steps = {"predicted": step_of(PREDICTED, 10.0), "measured": step_of(MEASURED + later, 10.5)}
+    figure = timeline(steps, names={"predicted": "p", "measured": "m"})
     (axes,) = figure.axes
     texts = [text.get_text() for text in axes.texts]
     assert texts.count("wait for all-reduce") == 3  # predicted, and measured of both ranks
@@ -137,6 +138,19 @@ def test_the_picture_has_both_sides_on_one_axis(
     assert any("not in this trace" in text for text in texts)
     ends = {round(bar.get_x() + bar.get_width(), 3) for bar in axes.patches}
     assert max(ends) == 10.5
+
+
+@pytest.mark.parametrize("side", ["predicted", "measured"])
+def test_one_trace_is_drawn_alone(
+    side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a plan is run, there is a prediction only: the picture needed a measurement too."""
+    path, out = write_traces(tmp_path)[side == "measured"], tmp_path / "t.png"
+    assert run(monkeypatch, path, "--out", out) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    texts = [text.get_text() for text in timeline({side: read_step(path)}, names={side: "x.json"}).texts]
+    assert texts[0] == f"One step, {side}: who does what, when, and waits for what?"
+    assert texts[1].startswith(f"{side.capitalize()}{' (hatched)' if side == 'predicted' else ''}: x.json. ")
 
 
 def test_traces_of_different_scenarios_are_refused(

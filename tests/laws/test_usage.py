@@ -1,11 +1,16 @@
 """Command lines that cannot be understood, or ask for what there is not: one line on stderr and exit code 2."""
 
 import importlib
+import inspect
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+import gssim
+from gssim.workload.model import shipped_models
 
 REFUSED = [
     ("gssim", "run", "missing argument"),
@@ -64,6 +69,48 @@ def run(monkeypatch, program, arguments):
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(MODULES[program]).main()
     return ended.value.code
+
+
+@pytest.mark.parametrize(("columns", "origins"), [(80, False), (140, True)])
+def test_a_model_is_one_line_however_narrow_the_terminal(monkeypatch, capsys, columns, origins):
+    """Origins were broken into nine lines of two words in 80 columns."""
+    monkeypatch.setattr("gssim.cli.interop_commands.PIPE_WIDTH", columns)
+    assert run(monkeypatch, "gssim", "models") == 0
+    lines = capsys.readouterr().out.splitlines()[3:-1]
+    assert max(map(len, lines)) <= columns
+    assert len(lines) == len(shipped_models())
+    assert {line.count("│") for line in lines} == {5 if origins else 4}
+
+
+@pytest.mark.parametrize("program", MODULES)
+def test_a_program_says_its_version(monkeypatch, capsys, program):
+    assert run(monkeypatch, program, "--version") == 0
+    assert capsys.readouterr().out == f"gssim {gssim.__version__}\n"
+
+
+@pytest.mark.parametrize("program", MODULES)
+def test_the_examples_of_the_help_name_options_and_files_that_there_are(program):
+    if program == "gsreal":
+        pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    app = importlib.import_module(MODULES[program]).app
+    commands = {command.name: command.callback for command in app.registered_commands}
+    examples = [line for callback in commands.values() for line in EXAMPLE.findall(inspect.getdoc(callback) or "")]
+    assert len(examples) >= 3
+    for words in map(str.split, examples):
+        name = words[len(program_words(program))]
+        kinds = [each.annotation for each in inspect.signature(commands[name]).parameters.values()]
+        options = [option for kind in kinds for option in kind.__metadata__]
+        known = {word for option in options for word in (option.default, *(option.param_decls or ()))}
+        assert words[: len(program_words(program))] == program_words(program)
+        assert {word for word in words if word.startswith("--")} <= known
+        assert all((ROOT / word).exists() for word in words if word.startswith("scenarios/"))
+
+
+EXAMPLE = re.compile("Example: (.*)")
+
+
+def program_words(program):
+    return ["python", "-m", program] if program == "analysis" else [program]
 
 
 @pytest.mark.parametrize(("program", "arguments", "message"), REFUSED, ids=[f"{p} {a}" for p, a, _ in REFUSED])
