@@ -136,8 +136,8 @@ def _check_rows(workload: Workload, file: str, *, parts: int) -> None:
     unknown = [] if isinstance(load, str) else [name for name in load.layers or () if name not in modules]
     if unknown:
         raise UserError(
-            f"{file}: workload.expert_load.layers['{unknown[0]}']: no such layer with experts; there are {len(modules)}, "
-            f"from {modules[0]} to {modules[-1]}"
+            f"{file}: workload.expert_load.layers['{unknown[0]}']: no such layer with experts; there are "
+            f"{len(modules)}, from {modules[0]} to {modules[-1]}"
         )
 
 
