@@ -263,7 +263,7 @@ class Machine(MachineState):
         refill_s = self._refill_s(index, task)
         jitter = self._jitter(index, task)
         host, alone_s = self.hosts[self.classes[index].host], (task.duration_s + refill_s) * jitter
-        if host.coupled:
+        if host.coupled and task.id.op != "inner-steps":  # whose time has what other devices add to it already
             yield from host.compute(index, alone_s, self.devices[index], refill_s=refill_s * jitter)
         else:
             yield self.env.timeout(alone_s)

@@ -167,6 +167,12 @@ def test_a_capacity_leaves_no_other_load():
         scenario({"method": "ddp", "ep": 4}, model=with_capacity(1.0), expert_load={"skew": 0.5})
 
 
+def test_a_load_of_layers_that_the_model_has_not_is_refused():
+    layers = dict.fromkeys([*(f"blocks.{number}" for number in range(4)), "blocks.7"], (1.0,) * 12)
+    with pytest.raises(UserError, match=r"layers\['blocks\.7'\]: no such layer .* 4, from blocks\.0 to blocks\.3"):
+        scenario({"method": "ddp", "ep": 4}, expert_load={"layers": layers})
+
+
 @pytest.mark.parametrize("ep", [1, 2])
 def test_a_load_that_no_real_run_can_route_is_refused(ep):
     with pytest.raises(UserError, match=r"expert_load\.skew = 3: expert 0 .* allowed: at most 1/2 of the load"):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from strategies import loaded_of, scenario_of, star, tiny_model
+from strategies import built, device_type, loaded_of, scenario_of, star, tiny_model, topology
 
 from analysis.compare.comparison import PERIODIC_COLUMNS, compare, join
 from analysis.compare.table import ResultFile
@@ -114,6 +114,21 @@ def test_the_outer_optimizer_keeps_two_copies_of_the_parameters():
         "outer_parameters": size,
         "outer_momentum": size,
     }
+
+
+@pytest.mark.parametrize(
+    ("per_host", "more"),
+    [(2, {}), (1, {"lab": {"cpu_share_ratio": 0.5, "cores": 1}})],
+    ids=["devices-of-a-host", "devices-of-a-core"],
+)
+def test_an_outer_step_beside_neighbours_is_as_long_after_any_number_of_inner_ones(per_host, more):
+    """Inner steps, whose time has what neighbours add to it, were slowed down once more before an outer one."""
+    slow = {"fast": device_type(neighbour_slowdown_ratio=1.5, **more)}
+    cluster = built(topology("switch", count=2, devices_per_host=per_host, bandwidth=1e12), types=slow)
+    short, long = (result_of("local_sgd", cluster=cluster, sync_every_steps=every).periods for every in (2, 9))
+    assert long.inner_step_time_s == pytest.approx(short.inner_step_time_s)
+    assert long.outer_step_time_s == pytest.approx(short.outer_step_time_s)
+    assert long.outer_step_time_s == pytest.approx(long.inner_step_time_s, rel=1e-2)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -89,7 +89,7 @@ MIXTURES = {
         heads=48,
         kv_heads=8,
         ffn=16384,
-        vocabulary=32768,
+        vocabulary=32000,
         sequence_length=4096,
         experts=Experts(count=8, chosen=2, width=16384, dense_blocks=0),
     ),

@@ -125,12 +125,20 @@ def _check_expert_load(scenario: Scenario, ranks: int, where: str, file: str) ->
 
 def _check_rows(workload: Workload, file: str, *, parts: int) -> None:
     """Refuse a load that does not fit the layers with routed experts; `parts`: of samples that are routed apart."""
-    for layer in workload.model.expert_layers:
-        for module in layer.modules if layer.experts_per_token and layer.units else ():
+    routed = [layer for layer in workload.model.expert_layers if layer.experts_per_token and layer.units]
+    for layer in routed:
+        for module in layer.modules:
             try:
                 layer_rows(workload, layer, module, parts=parts)
             except UserError as error:
                 raise UserError(f"{file}: {error}") from None
+    load, modules = workload.expert_load, [module for layer in routed for module in layer.modules]
+    unknown = [] if isinstance(load, str) else [name for name in load.layers or () if name not in modules]
+    if unknown:
+        raise UserError(
+            f"{file}: workload.expert_load.layers['{unknown[0]}']: no such layer with experts; there are "
+            f"{len(modules)}, from {modules[0]} to {modules[-1]}"
+        )
 
 
 def variant_in_trace(workload: Workload) -> tuple[str, str]:
