@@ -6,6 +6,7 @@ As a command, traces the files that it is given, or else all of tests, again: se
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -62,14 +63,16 @@ def kept(request: Request) -> Path:
 def traced_again(file: Path) -> Model:
     """Return the model of a file as it is traced today, with all that the file holds.
 
-    Ways in which ranks divide layers that the file lacks, as no test needs them, are left out.
+    Ways in which ranks divide layers that the file lacks, as no test needs them, are left out. The reason that a file
+    without sliced layers states stays.
     """
     known = load_model(file)
     lengths = known.traced_sequence_lengths
     alone = lengths[0] if len(lengths) == 1 else None
     lacks = [name for name in trace.DIVIDED_STEPS if not getattr(known, name)]
     with patch.dict(trace.DIVIDED_STEPS, dict.fromkeys(lacks, lambda *_given: None)):
-        return _traced_on_cpus(Request(model=str(file), arguments=(), name=file.stem, sequence_length=alone))
+        again = _traced_on_cpus(Request(model=str(file), arguments=(), name=file.stem, sequence_length=alone))
+    return again if known.sliced_layers else replace(again, uncut_reason=known.uncut_reason)
 
 
 def _traced_on_cpus(request: Request) -> Model:
