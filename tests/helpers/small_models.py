@@ -1,51 +1,27 @@
-"""Model files of small configurations of the families that ship, traced as `gsreal trace` does."""
+"""Model files of tests: small models, traced as `gsreal trace` does.
 
-from collections.abc import Iterator
+As a command, traces the files that it is given, or else all of tests, again: see CONTRIBUTING.md.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+from gsreal.model_files import request as tracing
 from gsreal.model_files import trace
 from gsreal.model_files.request import Request, traced_model
 from gsreal.model_files.trace import write_model
 from gssim.execution.files import write_text
-
-LENGTH = 24
-FAMILIES = {
-    "gpt-tied": ("gsreal.models.gpt", "width=48 heads=4 layers=3 tied=true maximum_length=24"),
-    "gpt2": (
-        "hf:gpt2",
-        "n_embd=48 n_head=4 n_layer=3 n_positions=24 vocab_size=256 resid_pdrop=0.0 embd_pdrop=0.0 attn_pdrop=0.0",
-    ),
-    "llama": (
-        "hf:llama",
-        "vocab_size=256 hidden_size=48 intermediate_size=96 num_hidden_layers=3 num_attention_heads=4 "
-        "num_key_value_heads=2 max_position_embeddings=24",
-    ),
-    "mixtral": (
-        "hf:mixtral",
-        "vocab_size=256 hidden_size=48 intermediate_size=96 num_hidden_layers=3 num_attention_heads=4 "
-        "num_key_value_heads=2 max_position_embeddings=24 num_local_experts=4 num_experts_per_tok=2",
-    ),
-    "bert": (
-        "hf:bert",
-        "vocab_size=257 hidden_size=48 intermediate_size=96 num_hidden_layers=3 num_attention_heads=4 "
-        "max_position_embeddings=24 hidden_dropout_prob=0.0 attention_probs_dropout_prob=0.0",
-    ),
-    "resnet": ("hf:resnet", "hidden_sizes=[16,32] depths=[1,2] embedding_size=16 layer_type=basic num_channels=1"),
-    "vit": (
-        "hf:vit",
-        "hidden_size=32 intermediate_size=64 num_hidden_layers=3 num_attention_heads=4 image_size=8 "
-        "patch_size=2 num_channels=1 hidden_dropout_prob=0.0 attention_probs_dropout_prob=0.0",
-    ),
-}
-"""Models to trace, with their arguments."""
-VOCABULARY = 256
-"""Bytes; a masked-token model has one token more."""
-
+from gssim.scenario import load_model
+from gssim.workload import Model
 
 KEPT = Path(__file__).resolve().parent / "models" / "of_tests"
-"""Model files that real tests run, traced when the tests were written; a slow test traces them again."""
+"""Model files that real tests run."""
+MODELS_OF_TESTS = sorted(KEPT.parent.rglob("*.toml"))
+"""All model files of tests; a slow test traces them again, and this module run as a command writes them anew."""
 
 
 @contextmanager
@@ -80,26 +56,47 @@ def kept(request: Request) -> Path:
     path, first = KEPT / f"{request.name}.toml", f"# {request}\n"
     if not path.exists() or not path.read_text(encoding="utf-8").startswith(first):
         KEPT.mkdir(exist_ok=True)
-        write_model(path, traced_model(request))
+        _write(path, _traced_on_cpus(request), first)
+    return path
+
+
+def traced_again(file: Path) -> Model:
+    """Return the model of a file as it is traced today, with all that the file holds.
+
+    Ways in which ranks divide layers that the file lacks, as no test needs them, are left out. The reason that a file
+    without sliced layers states stays.
+    """
+    known = load_model(file)
+    lengths = known.traced_sequence_lengths
+    alone = lengths[0] if len(lengths) == 1 else None
+    lacks = [name for name in trace.DIVIDED_STEPS if not getattr(known, name)]
+    with patch.dict(trace.DIVIDED_STEPS, dict.fromkeys(lacks, lambda *_given: None)):
+        again = _traced_on_cpus(Request(model=str(file), arguments=(), name=file.stem, sequence_length=alone))
+    return again if known.sliced_layers else replace(again, uncut_reason=known.uncut_reason)
+
+
+def _traced_on_cpus(request: Request) -> Model:
+    """Return the traced model without what GPUs run otherwise, which would double a file: tests run it on CPUs."""
+    with patch.object(tracing, "_trace_fused_kernels", lambda *_given: None):
+        return traced_model(request)
+
+
+def trace_files_again(files: Sequence[Path]) -> None:
+    """Write those of the files anew whose models are traced otherwise today; print a line for each file."""
+    for file in files:
+        model, first = traced_again(file), file.read_text(encoding="utf-8").partition("\n")[0]
+        same = model == load_model(file)
+        if not same:
+            _write(file, model, f"{first}\n" if first.startswith("# ") else "")
+        print(f"{file}: {'as it was' if same else 'traced otherwise: written anew'}", flush=True)
+
+
+def _write(path: Path, model: Model, first: str) -> None:
+    """Write a model file that begins with the line `first`."""
+    write_model(path, model)
+    if first:
         write_text(path, first + path.read_text(encoding="utf-8"))
-    return path
 
 
-def model_file(folder: Path, family: str) -> Path:
-    """Trace a family's small configuration; return its model file."""
-    model, arguments = FAMILIES[family]
-    image = family in ("resnet", "vit")
-    request = Request(
-        model=model,
-        arguments=tuple(arguments.split()),
-        name=f"small-{family}",
-        vocabulary=None if image else VOCABULARY + (family == "bert"),
-        maximum_sequence_length=LENGTH,
-        image="1x8x8" if image else None,
-        classes=10 if image else None,
-        sequence_length=None if image else LENGTH,
-        task="masked-token" if family == "bert" else "next-token",
-    )
-    path = folder / f"{family}.toml"
-    write_model(path, traced_model(request))
-    return path
+if __name__ == "__main__":
+    trace_files_again([Path(name) for name in sys.argv[1:]] or MODELS_OF_TESTS)

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
-from small_models import KEPT, whole_layers_alone
+from small_models import MODELS_OF_TESTS, traced_again, whole_layers_alone
 from strategies import scenario_of, star
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache, _CacheKeyState
@@ -799,13 +799,9 @@ def test_tracing_a_model_file_again_changes_no_byte_of_it(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", sorted(KEPT.glob("*.toml")), ids=lambda file: file.stem)
-def test_models_that_real_tests_run_are_traced_as_they_were(file, tmp_path):
-    known = load_model(file)
-    lengths = known.traced_sequence_lengths
-    alone = lengths[0] if len(lengths) == 1 else None
-    again = traced_model(request_for(str(file), image=None, sequence_length=alone))
-    assert replace(again, source=known.source) == known
+@pytest.mark.parametrize("file", MODELS_OF_TESTS, ids=lambda file: file.stem)
+def test_model_files_of_tests_are_traced_as_they_were(file):
+    assert traced_again(file) == load_model(file)
 
 
 # Any module ----------------------------------------------------------------------------------------------------------

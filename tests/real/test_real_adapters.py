@@ -17,7 +17,7 @@ MODELS = {
     "gpt": ("gsreal.models.gpt", {"width": 48, "heads": 4, "layers": 3, "maximum_length": 24}),
     "llama": ("hf:llama", LLAMA),
 }
-NEOX = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+NEOX = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 1}
 NEOX |= {"vocab_size": 256, "max_position_embeddings": 24, "use_cache": "false"}
 RECOMPUTED_ALONE = {"neox": ("hf:gpt_neox", NEOX)}
 """A model that holds its embeddings, which are frozen, to the end of its forward: checkpointed blocks keep them."""
