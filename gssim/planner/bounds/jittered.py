@@ -1,11 +1,11 @@
 """Lower bounds of the median step of devices whose speed varies randomly, from the variates that a simulation draws.
 
 [Note: drawn] A rank draws the random factors of its compute one after another, from a seed of its own, so that they are
-known before anything is simulated. A step of the run ends when its last rank does. The rank that ended the step before
-last begins this one no earlier, and ends it no earlier than its own tasks take, with those factors, if nothing slows
-them down and its peers are always ready. So no step is shorter than the shortest of its ranks' own, and the median of
-the steps is no shorter than the median of these. Where other streams than that of the compute draw factors too, or
-devices share cores, the order of the draws depends on times, and nothing is known.
+known before anything is simulated. Of the ranks that end a step, the last one begins the next step no earlier, and ends
+that no earlier than its own tasks take with their factors, if nothing slows them down and its peers are always ready. A
+step lasts from the last end of one step to that of the next. So it is no shorter than the shortest of its ranks' own
+steps, and the median of the steps is no shorter than the median of these. Where other streams than that of the compute
+draw factors too, or devices share cores, the order of the draws depends on times, and nothing is known.
 """
 
 from collections import defaultdict
