@@ -44,6 +44,27 @@ class Same:
         return id(self.value)
 
 
+class Hashed:
+    """A value as part of a key, whose hash is computed once: that of a long tuple takes long each time.
+
+    >>> Hashed((1, 2)) == Hashed((1, 2)), Hashed((1, 2)) == Hashed((1, 3))
+    (True, False)
+    """
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: Hashable) -> None:
+        self.value, self._hash = value, hash(value)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Hashed) and self._hash == other._hash and self.value == other.value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 class Recent:
     """A least-recently-used cache with limited total weight; the latest value is kept whatever its weight.
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from gssim import sparsity
 from gssim.collectives import Pairs, summed, sums_of_others
-from gssim.execution.cache import Same
+from gssim.execution.cache import Hashed, Same
 from gssim.plan import Division, absolute_threshold, encodings
 from gssim.program.lowering import Lowering, once_a_run, once_a_step, once_for_densities, once_for_statistics
 from gssim.program.task import Bucket, MicroBatch
@@ -187,9 +187,19 @@ def push_totals(low: Lowering, micro_batch: MicroBatch, place: int) -> PushTotal
 
 @once_for_densities
 def _push_totals(low: Lowering, _step: int, micro_batch: MicroBatch, place: int) -> PushTotals:
-    sizes = push_sizes(low, micro_batch, place)
-    entries = float(sizes.payloads(sizes.messages.entries).sum())
-    return PushTotals(sizes.payloads(sizes.messages.size_bytes), entries)
+    """Return the totals, which plans share whose ranks own and send the same: they may recompute other activations."""
+
+    def totals() -> PushTotals:
+        sizes = push_sizes(low, micro_batch, place)
+        entries = float(sizes.payloads(sizes.messages.entries).sum())
+        return PushTotals(sizes.payloads(sizes.messages.size_bytes), entries)
+
+    kinds, numbers = _sender_classes(low, micro_batch)
+    selects = low.push.selects
+    sent = [Same(_push_ratios(low, kind)) if selects and kind.samples else bool(kind.samples) for kind in kinds]
+    own = (low.push.encoding, low.value_bytes)
+    key = (owned_pieces(low, place).identity, tuple(sent), tuple(numbers), *own)
+    return low.shared.once("totals of pushes", key, totals, most=MAX_CACHED_DENSITIES)
 
 
 @once_a_step
@@ -291,6 +301,13 @@ class OwnedPieces:
         """Number of pieces in an owner's range, by kind of bucket and run."""
         whole = self.elements_owned
         return np.bincount(self.owner, minlength=whole.size).reshape(whole.shape).astype(np.float64)
+
+    @cached_property
+    def identity(self) -> Hashable:
+        """A key that is equal for equal pieces."""
+        ranges = self.ranges
+        arrays = (self.runs, self.elements_owned, self.owner, self.elements, ranges.tensor, ranges.first, ranges.last)
+        return tuple(self.kinds), self.tensors, *(each.tobytes() for each in arrays)
 
     def entries(self, ratios: Mapping[str, sparsity.Ratios]) -> Floats:
         """Return the number of entries that are sent of every range, given the fraction sent of each tensor."""
@@ -453,7 +470,8 @@ def _ratios_of_means(low: Lowering, sender: Sender) -> Mapping[str, sparsity.Rat
     step, lag_steps = _density_step(low)
     key = (Same(statistics), Same(low.scenario.workload.model), low.push, sender, step, lag_steps)
     found = beside_own if sender.cut else lambda: by_parameter(low, ratios_of)
-    return low.shared.once("densities of pushes", key, found, most=MAX_CACHED_DENSITIES)
+    most = max(MAX_CACHED_DENSITIES, MOST_FRACTIONS // len(_parameters_alike(low)))
+    return low.shared.once("densities of pushes", key, found, most=most)
 
 
 def by_parameter(low: Lowering, ratios_of: Callable[[str], sparsity.Ratios]) -> Mapping[str, sparsity.Ratios]:
@@ -493,7 +511,11 @@ def in_order(low: Lowering, ratios: Mapping[str, sparsity.Ratios]) -> Hashable:
     alike = _parameters_alike(low)
     # of parameters that are alike the first, unless some of these have fractions of their own
     names = ratios if any(_cut_tensors(low)) or _partial_names(low) else dict.fromkeys(alike.values())
-    return low.shared.once("order of densities", Same(ratios), lambda: tuple([ratios[name] for name in names]))
+
+    def key() -> Hashable:
+        return Hashed(tuple([ratios[name] for name in names]))
+
+    return low.shared.once("order of densities", Same(ratios), key, most=MAX_CACHED_DENSITIES)
 
 
 @once_a_step
@@ -531,6 +553,9 @@ def _movements(low: Lowering, steps: int) -> Sequence[float]:
 MAX_CACHED_DENSITIES = 1024
 """Maximum number of cached densities. A sweep of thresholds has one per step and threshold. Networks compared under one
 plan have one per step, number of samples, and end of a band."""
+MOST_FRACTIONS = 2**17
+"""Number of fractions of tensors that are cached even if that takes more densities: a search of a small model has one
+for each step, threshold, and number of samples of a micro-batch."""
 
 
 def _sender_samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[float, float]:
@@ -552,10 +577,15 @@ def mean_push_density(low: Lowering) -> float:
     for owners, micro_batch in product(low.all_owners, sending):
         for place in range(owners.places) if is_thresholded(low) else ():
             sent += push_totals(owners, micro_batch, place).entries
-        elements = sum(sum(owners.division(bucket).places) for bucket in low.buckets)
-        offered += (owners.nodes - 1) * elements
-        sent += 0.0 if is_thresholded(low) else (owners.nodes - 1) * elements
+        offered += (owners.nodes - 1) * _divided_elements(owners)
+        sent += 0.0 if is_thresholded(low) else (owners.nodes - 1) * _divided_elements(owners)
     return sent / offered if offered else 0.0
+
+
+@once_a_run
+def _divided_elements(low: Lowering) -> int:
+    """Return the elements of all buckets, each of all of its places."""
+    return sum(sum(low.division(bucket).places) for bucket in low.buckets)
 
 
 # Residuals and scratch ------------------------------------------------------------------------------------------------

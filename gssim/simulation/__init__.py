@@ -23,4 +23,4 @@ from gssim.simulation.run import (
     simulate,
     with_spread_and_band,
 )
-from gssim.simulation.steady_run import TooSlowError
+from gssim.simulation.steady_run import JITTERY_STEPS, TooSlowError

@@ -11,15 +11,18 @@ import pytest
 from searching import InThisProcess, check_bounds, fullest, searched
 from strategies import device_type, exponential_statistics, loaded_of, scenario_of, star
 
+from gssim.collectives import Pairs
 from gssim.errors import UserError
 from gssim.execution.cache import Shared
 from gssim.plan import METHODS, resolve
 from gssim.planner import PLAN, Batches, candidates
-from gssim.planner.bounds import Bounds, LoweredBounds, lowered
+from gssim.planner.bounds import Bounds, LoweredBounds, jittered, lowered
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.parts import NOT_RESOLVED, ModelParts
+from gssim.program import messages
+from gssim.program.messages import messages_of
 from gssim.scenario import SearchSpace, load_model, load_scenario
-from gssim.simulation import program_of, simulate
+from gssim.simulation import program_of, push_density, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -611,3 +614,57 @@ def test_bounds_are_the_same_whichever_plans_were_bounded_before():
         bound = every.of(each.plan)
         assert alone.of(each.plan) == bound, each.override
         assert alone.closer(each.plan, bound) == every.closer(each.plan, bound), each.override
+
+
+JITTER = {"steps": (0.3, 0.0), "tasks": (0.0, 0.2), "both": (0.05, 0.02)}
+"""Standard deviations of a step's time and of a task's; some factors of the first two are cut off."""
+
+
+@pytest.mark.parametrize("jitter", JITTER.values(), ids=JITTER)
+def test_the_bound_of_random_speed_is_the_median_step_of_a_device_alone_and_no_more_of_several(jitter):
+    """Before, it was half of the least time, as every task might take half of its time."""
+    step_ratio, task_ratio = jitter
+    varied = device_type(step_jitter_ratio=step_ratio, task_jitter_ratio=task_ratio)
+    types = {"varied": varied, "steady": device_type(peak_flop_per_s={"fp32": 4e8})}
+    for method, devices in (("single", 1), ("ddp", 2), ("zero3", 2), ("gs", 2), ("gs_z3", 2), ("pipeline", 2)):
+        cluster = star(devices, types=types, type_names=["varied", "steady"][:devices])
+        push = {"push": {"threshold": 1e-3}} if METHODS[method].gradients == "push" else {}
+        scenario = scenario_of(cluster, {"method": method, "micro_batches": 2, **push}, gradients="made.json")
+        loaded, shared = loaded_of(scenario, exponential_statistics()), Shared()
+        bounds = LoweredBounds(loaded, "step-time", shared)
+        bound_s = jittered.median_step_s(loaded.scenario, bounds.program, bounds.collectives)
+        step_time_s = simulate(loaded, shared=shared, spread=False).result.step_time_s
+        assert bounds.allocated_bound().time_s >= bound_s > 0, method
+        if method == "single":
+            assert bound_s == pytest.approx(step_time_s, rel=1e-12)
+        assert bound_s <= step_time_s * (1 + 1e-12), method
+
+
+def test_bounds_compare_no_matrices_of_thresholded_pushes(monkeypatch):
+    """Those of many thresholds have equal hashes, and comparing them took a tenth of a search."""
+
+    def compared(self, other):
+        raise AssertionError("matrices are compared")
+
+    monkeypatch.setattr(Pairs, "__eq__", compared)
+    monkeypatch.setattr(Pairs, "__hash__", None)
+    loaded = loaded_of(scenario_of(star(2), {"method": "gs"}, gradients="made.json"), exponential_statistics())
+    shared = Shared()
+    for threshold in (1e-3, 1e-2):
+        plan = PLAN.validate_python({"method": "gs", "push": {"threshold": threshold}})
+        bounds = LoweredBounds(replace(loaded, scenario=replace(loaded.scenario, plan=plan)), "step-time", shared)
+        assert bounds.allocated_bound().time_s > 0
+
+
+def test_plans_that_differ_in_what_they_recompute_share_the_totals_of_their_pushes(monkeypatch):
+    made = []
+    monkeypatch.setattr(messages, "messages_of", lambda *given: made.append(given) or messages_of(*given))
+    loaded = loaded_of(scenario_of(star(2), {"method": "gs"}, gradients="made.json"), exponential_statistics())
+    shared, densities = Shared(), []
+    for changes in ({}, {"recompute": "full"}, {"micro_batches": 2}, {"push": {"threshold": 2e-3}}):
+        plan = PLAN.validate_python({"method": "gs", "push": {"threshold": 1e-3}} | changes)
+        other, count = replace(loaded, scenario=replace(loaded.scenario, plan=plan)), len(made)
+        densities.append(push_density(other, shared))
+        assert (len(made) > count) == ("push" in changes or not changes)
+        assert densities[-1] == push_density(other, Shared())
+    assert densities[0] == densities[1] == densities[2] > densities[3]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from gssim.execution.cache import Same, Shared
 from gssim.plan import Plan, Policies
-from gssim.planner.bounds import lowered
+from gssim.planner.bounds import jittered, lowered
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import ComputeBounds
 from gssim.planner.bounds.memory import MemoryBounds
@@ -136,7 +136,8 @@ class LoweredBounds:
         """Return the bound from the least step time and the allocated memory, without the allocator's overhead."""
         scenario = self.loaded.scenario
         full = 0.0 if self.peaks is None else lowered.full_ratio(scenario, self.program, self.peaks)
-        return self.of_time(lowered.step_time_s(scenario, self.program, self.collectives), full)
+        alone_s = lowered.step_time_s(scenario, self.program, self.collectives)
+        return self.of_time(max(alone_s, jittered.median_step_s(scenario, self.program, self.collectives)), full)
 
     def with_shared_links(self, bound: Bound) -> Bound:
         """Return a bound that includes the sharing of links by equal groups; see [Note: shared links] in `lowered`."""

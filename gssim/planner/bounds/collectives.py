@@ -4,15 +4,15 @@
 Those between other ranks may be over when a late rank arrives, so a rank's bound counts only what it receives itself.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from gssim import collectives
 from gssim.collectives import Communication, Hops, Stage
 from gssim.engine import CollectiveSchedule, router_of, scheduler_of
-from gssim.execution.cache import Shared
+from gssim.execution.cache import Recent, Same, Shared
 from gssim.scenario import Scenario
 from gssim.units import Floats
 
@@ -30,6 +30,23 @@ class CollectiveBound:
     """Busy time of each link."""
 
 
+@dataclass(frozen=True, eq=False)
+class _OfGroups:
+    """Lower bounds of one collective that several groups carry out."""
+
+    taken: Mapping[Sequence[int], CollectiveBound]
+    """By group; only the first ones, see `MAX_GROUPS`."""
+    links_s: Floats
+    """Busy time of each link, by all of these groups together."""
+    received_s: dict[int, float] = field(default_factory=dict)
+    """Time of each rank that has been asked for; see [Note: received]."""
+
+
+MOST_MATRICES = 1024
+"""Number of collectives whose bounds are kept of those whose pairs send unequal bytes: thresholds let hardly any of
+these repeat."""
+
+
 class CollectiveBounds:
     """Bounds of collectives among the ranks of a scenario, each computed once."""
 
@@ -39,28 +56,27 @@ class CollectiveBounds:
         self.scheduler = scheduler_of(scenario.cluster, self.router, scenario.ranks, shared)
         self.links = self.router.wiring.links
         self._taken: dict[Communication, CollectiveBound] = {}
-        self._received_s: dict[tuple[Communication, int], float] = {}
-        self._of_all: dict[Communication, tuple[dict[Sequence[int], CollectiveBound], Floats]] = {}
+        self._of_all: dict[Communication, _OfGroups] = {}
+        self._of_matrices = Recent(MOST_MATRICES)
 
     def alone_s(self, communication: Communication, rank: int) -> float:
         """Return the least time of a collective for the group of `rank`, in seconds."""
-        taken = self._of(communication)[0]
-        group = next((group for group in taken if rank in group), None)
+        known = self._of(communication)
+        group = next((group for group in known.taken if rank in group), None)
         if group is None:
             return 0.0
         if communication.carried_kind != "all-to-all":
-            return taken[group].alone_s
-        key = (communication, rank)
-        if key not in self._received_s:
+            return known.taken[group].alone_s
+        if rank not in known.received_s:
             alone = replace(communication, beside=(), group=group)
             ways = self.scheduler.candidates(alone)
-            self._received_s[key] = min(
+            known.received_s[rank] = min(
                 self.received_s(way, [_received(stage, rank) for stage in way.stages])
                 if way.notices and not way.measured
                 else self.of_way(way).alone_s
                 for way in ways
             )
-        return self._received_s[key]
+        return known.received_s[rank]
 
     def received_s(self, scheduled: CollectiveSchedule, messages: Sequence[Stage]) -> float:
         """Return the least time of messages that begin pair by pair, at once; see [Note: received]."""
@@ -71,23 +87,36 @@ class CollectiveBounds:
         """Return the busy time of each link for all groups of some collectives, each with its number of repetitions."""
         found = np.zeros(self.links)
         for communication, count in communications:
-            found += count * self._of(communication)[1]
+            found += count * self._of(communication).links_s
         return found
 
-    def _of(self, communication: Communication) -> tuple[dict[Sequence[int], CollectiveBound], Floats]:
-        """Return the bounds of a collective by group, and the busy time of links by all groups together."""
-        if communication not in self._of_all:
+    def _of(self, communication: Communication) -> _OfGroups:
+        """Return the bounds of a collective by group, and of all its groups together.
+
+        Matrices are compared by identity: the bytes of most are unlike all others', which takes long to find out.
+        """
+
+        def bounded() -> _OfGroups:
             alone = replace(communication, beside=())
             taken = {group: self._of_group(replace(alone, group=group)) for group in communication.groups[:MAX_GROUPS]}
-            self._of_all[communication] = taken, np.sum([each.links_s for each in taken.values()], axis=0)
+            return _OfGroups(taken, np.sum([each.links_s for each in taken.values()], axis=0))
+
+        if communication.pair_bytes:
+            key: Hashable = Same(communication)
+            return self._of_matrices.once(key, bounded, weight=lambda _: 1)
+        if communication not in self._of_all:
+            self._of_all[communication] = bounded()
         return self._of_all[communication]
 
     def _of_group(self, communication: Communication) -> CollectiveBound:
-        if communication not in self._taken:
+        found = None if communication.pair_bytes else self._taken.get(communication)
+        if found is None:
             ways = [self.of_way(each) for each in self.scheduler.candidates(communication)]
             alone_s = min(each.alone_s for each in ways)
-            self._taken[communication] = CollectiveBound(alone_s, np.min([each.links_s for each in ways], axis=0))
-        return self._taken[communication]
+            found = CollectiveBound(alone_s, np.min([each.links_s for each in ways], axis=0))
+            if not communication.pair_bytes:
+                self._taken[communication] = found
+        return found
 
     def of_way(self, scheduled: CollectiveSchedule) -> CollectiveBound:
         """Return the bound of one schedule: no stage ends before its busiest link has carried all of its bytes."""
