@@ -352,6 +352,27 @@ class Communication:
         group, *beside = groups
         return cls(kind, group, size_bytes, beside=tuple(beside), **settings)
 
+    def of_groups(self, group: Sequence[int], *beside: Sequence[int]) -> "Communication":
+        """Return the same collective of other groups (`dataclasses.replace` takes three times as long).
+
+        >>> Communication("all-reduce", range(2), 8.0, data_dependent=True).of_groups((0, 2), (1, 3))
+        Communication(kind='all-reduce', group=(0, 2), size_bytes=8.0, pair_bytes=(), part_bytes=(), \
+data_dependent=True, root=0, beside=((1, 3),), carried_as='', at_once=1, half_precision='')
+        """
+        return Communication(
+            self.kind,
+            group,
+            self.size_bytes,
+            self.pair_bytes,
+            self.part_bytes,
+            self.data_dependent,
+            self.root,
+            beside,
+            self.carried_as,
+            self.at_once,
+            self.half_precision,
+        )
+
     @property
     def groups(self) -> tuple[Sequence[int], ...]:
         """All groups, each with a collective of its own."""

@@ -255,7 +255,7 @@ class _ScheduleCache:
         `groups_in_all`: number of all groups that carry it out, including unequal ones; if they have too many flows
         together, flows are not simulated one by one.
         """
-        alone = replace(communication, beside=()) if communication.beside else communication
+        alone = communication.of_groups(communication.group) if communication.beside else communication
         compared = replace(alone, pair_bytes=()) if alone.pair_bytes else alone
         key = (compared, id(alone.pair_bytes))  # matrices are shared, and large
         if key not in self._chosen:
@@ -297,7 +297,7 @@ def _instances(
                     parts[groups].append((part, tuple([represented[rank] for rank in first])))
             equal = []
             for part, members in parts[groups]:
-                own = communication if part == groups else replace(communication, group=part[0], beside=part[1:])
+                own = communication if part == groups else communication.of_groups(*part)
                 equal.append(CollectiveInstance(own, schedules.of(own, len(groups)), members))
             alike = tuple(equal)
             if not communication.pair_bytes:

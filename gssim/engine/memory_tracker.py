@@ -57,11 +57,16 @@ class MemoryTracker:
 
     def run(self, needs: Iterable[Footprint]) -> None:
         """Run tasks one after another."""
+        current, level_bytes = self.current, self._current_bytes
         for need in needs:
-            if self._current_bytes + need.peak_bytes > self.peak_bytes:
+            if level_bytes + need.peak_bytes > self.peak_bytes:
+                self._current_bytes = level_bytes
                 self.begin("compute", need)
-            for category, size in need.kept:
-                self._add(category, size)
+            for category, size in need.kept:  # as `_add` does: a step of a pipeline has thousands
+                total = current.get(category, 0.0) + size
+                current[category] = total if abs(total) > NOISE_BYTES else 0.0
+                level_bytes += size
+        self._current_bytes = level_bytes
         self._transient["compute"] = NOTHING
 
 

@@ -366,8 +366,6 @@ class OutlineOperations(PartOfMachine):
         """For each class, the classes of links that only its compute stream uses."""
         self._delays_s: dict[CollectiveInstance, tuple[float, ...] | None] = {}
         """Delays of collectives of one class; see `_alone_delays`."""
-        self._joined: dict[int, Sequence[tuple[Communication, Sequence[int]]]] = {}
-        """`_joined_by` of each template, by `id`."""
         self._kept: list[Sequence[_Section]] = []
         """All sections, to whose templates operations refer by `id`."""
         self._written: dict[Hashable, _OperationWriter] = {}
@@ -440,7 +438,7 @@ class OutlineOperations(PartOfMachine):
         `added_up`: whether tasks that do not wait for the host may become a row of delays. Classes whose collectives
         take equally long share what is added up, also in programs of other numbers of micro-batches.
         """
-        joined = self._joined_by(template)
+        joined = template.exchanges
         instances = [self._instances_of(exchange)[index][1] for exchange, _ in joined]
         delays_s = [self._alone_delays(each, index) for each in instances]
         if None in delays_s:
@@ -453,19 +451,9 @@ class OutlineOperations(PartOfMachine):
         if times is None:
             return None
         counted: dict[CollectiveInstance, int] = {}
-        for (_, places), instance in zip(joined, instances, strict=True):
-            counted[instance] = counted.get(instance, 0) + len(places)
+        for (_, times_joined), instance in zip(joined, instances, strict=True):
+            counted[instance] = counted.get(instance, 0) + times_joined
         return PricedTemplate(*times, counted)
-
-    def _joined_by(self, template: Template) -> Sequence[tuple[Communication, Sequence[int]]]:
-        """Return the distinct collectives of a template, each with the places of the tasks that join it."""
-        if id(template) not in self._joined:
-            places: dict[int, tuple[Communication, list[int]]] = {}
-            for place, task in enumerate(template.tasks):
-                if task.exchange is not None:
-                    places.setdefault(id(task.exchange), (task.exchange, []))[1].append(place)
-            self._joined[id(template)] = list(places.values())
-        return self._joined[id(template)]
 
     def _instances_of(self, exchange: Communication) -> Mapping[int, tuple[int, CollectiveInstance]]:
         if id(exchange) not in self._instances:
@@ -515,7 +503,7 @@ class OutlineOperations(PartOfMachine):
         """
         joined = {
             id(exchange): [(index, self._instances_of(exchange)[index][1]) for index in indices]
-            for exchange, _ in self._joined_by(template)
+            for exchange, _ in template.exchanges
         }
         is_alone = {
             key: all([self._alone_delays(each, index) is not None for index, each in several])

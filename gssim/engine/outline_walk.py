@@ -292,7 +292,8 @@ class OutlineWalk(PartOfMachine):
             raise UnequalClassesError
         if step and stream.operations[stream.place].collective < 0:
             self._further_s = min(self._further_s, latest_s)
-        _wait(stream, "exposed_communication", latest_s)
+        if latest_s > stream.now_s or stream.is_apart or stream.apart_s:
+            _wait(stream, "exposed_communication", latest_s)
         stream.is_apart = is_apart
         return False
 

@@ -92,12 +92,16 @@ class Recent:
             stored: T = known[0]
             return stored
         value = make()
-        self._kept[key] = (value, weight(value))
-        self._weight += weight(value)
+        self.keep(key, value, weight=weight(value))
+        return value
+
+    def keep(self, key: Hashable, value: object, *, weight: int) -> None:
+        """Cache the value of a key that has none yet."""
+        self._kept[key] = (value, weight)
+        self._weight += weight
         while self._weight > self.most and len(self._kept) > 1:
             _, (_, dropped) = self._kept.popitem(last=False)
             self._weight -= dropped
-        return value
 
 
 class Shared:

@@ -418,8 +418,9 @@ class Network:
 
     def handled_after_s(self, sessions: Sessions, processor_s: float) -> float:
         """Return the time from now until the ends of sessions have handled their bytes, and let later ones wait."""
-        waits_s = max(0.0, self._handled_s.get(sessions, 0.0) - self.env.now)
-        self._handled_s[sessions] = self.env.now + waits_s + processor_s
+        now_s: float = self.env.now
+        waits_s = max(0.0, self._handled_s.get(sessions, 0.0) - now_s)
+        self._handled_s[sessions] = now_s + waits_s + processor_s
         return waits_s + processor_s
 
     def _let_through(self, group: Sessions, sizes: Floats, group_bytes: int, *, coupled: bool) -> Floats:

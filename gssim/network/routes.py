@@ -8,7 +8,7 @@ waits for the data ahead of it. On idle links, a notice takes almost no time fro
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -151,10 +151,8 @@ class Router:
 
     def bundle(self, hops: Hops) -> Bundle:
         """Return the load of links by hops that progress together, computed by the cheaper of two methods."""
-        return self._once_bundled(hops, lambda: self._bundle(hops))
-
-    def _once_bundled(self, hops: Hops, make: Callable[[], Bundle]) -> Bundle:
-        return self.kept.once(("bundle", self.ways, Same(hops)), make, weight=lambda found: len(found.load))
+        key = ("bundle", self.ways, Same(hops))
+        return self.kept.once(key, lambda: self._bundle(hops), weight=lambda found: len(found.load))
 
     def bundle_ahead(self, several: Iterable[Hops]) -> None:
         """Compute the bundles of many small sets of hops at once, which takes much less time than one after another:
@@ -183,7 +181,7 @@ class Router:
             found = Bundle(
                 whole.group[inside] - first[number], whole.link[inside], whole.load[inside], whole.latency_s[own]
             )
-            self._once_bundled(hops, lambda found=found: found)
+            self.kept.keep(("bundle", self.ways, Same(hops)), found, weight=len(found.load))
             hop = own.stop
 
     @cached_property

@@ -1,7 +1,7 @@
 """Identities of collectives that are unique over all parts of a model, and collectives of equal tensor slices."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from gssim.collectives import Communication
 from gssim.program.task import Task
@@ -57,4 +57,4 @@ class Named:
         if own not in self._beside:
             groups = [tuple([rank + copy for rank in group]) for copy in range(self.copies) for group in own]
             self._beside[own] = tuple(groups[1:])
-        return replace(exchange, beside=self._beside[own])
+        return exchange.of_groups(exchange.group, *self._beside[own])

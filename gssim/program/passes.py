@@ -767,7 +767,7 @@ def _own_exchange(low: Lowering, rank: int, task: Task, exchange: Communication)
         made = ring_exchange if task.id.op == "rotate" else gathering_exchange
         return made(low, samples, exchange.size_bytes)
     group, *groups = layer_groups(low, samples, "cp" if task.id.op in CONTEXT_OPERATIONS else "tp")
-    return replace(exchange, group=group, beside=tuple(groups))
+    return exchange.of_groups(group, *groups)
 
 
 def _rename_layer(name: TaskId, layers: Mapping[str, str]) -> TaskId:

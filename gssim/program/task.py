@@ -404,6 +404,13 @@ class Template:
         """Collectives of the tasks."""
         return _collectives_of(self.tasks)
 
+    @cached_property
+    def exchanges(self) -> Sequence[tuple[Communication, int]]:
+        """Distinct collectives, compared by identity and in the order of their first tasks, and how many tasks join
+        each.
+        """
+        return _count_distinct(task.exchange for task in self.tasks if task.exchange is not None)
+
 
 @dataclass(slots=True, eq=False)
 class Chunk:

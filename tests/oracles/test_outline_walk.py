@@ -373,7 +373,7 @@ def test_collectives_that_take_no_time_follow_one_another_however_many_there_are
 def test_messages_of_merged_classes_are_carried_as_one_while_nothing_else_crosses_their_links(changes, monkeypatch):
     started: list[object] = []
     start = Network.start_joint
-    monkeypatch.setattr(Network, "start_joint", lambda *each: (started.append(each), start(*each)))
+    monkeypatch.setattr(Network, "start_joint", lambda *each, **named: (started.append(each), start(*each, **named)))
     together, result, spans = outcome(changes)
     assert started
     monkeypatch.setattr(Network, "joint", lambda *_: None)
