@@ -76,6 +76,11 @@ class _FakeTensors(FakeTensorMode):
     multiple of 32, which is no polynomial in the length: at most 124 bytes more for each head and sample.
     """
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+        """Attributes of this mode's fake tensors that need no gradient, by device."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Return False, as `Recorder` does."""
@@ -108,12 +113,51 @@ class _FakeTensors(FakeTensorMode):
             else:
                 super()._prep_args_for_hash(result, (argument,), state, id_hashed_objects)
 
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+        """Return a tensor of the cached metadata, as torch does.
+
+        Torch's constructor sets the attributes of a new fake tensor one by one, which took a seventh of a trace's time.
+        Those of dense tensors without symbolic sizes are here copied from one that the constructor has made.
+        """
+        like = entry.metadata
+        if entry.inplace_idx is not None or like is None or like.layout is not torch.strided or self.shape_env:
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+        if like.is_conj or like.is_neg:
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+        with torch._C._DisableTorchDispatch():
+            made = torch.empty_strided(
+                like.shape, like.stride, dtype=like.dtype, device="meta", requires_grad=like.requires_grad
+            )
+            if entry.view_idx is not None:
+                made.set_(args[entry.view_idx].untyped_storage(), like.storage_offset, like.shape, like.stride)
+            return self._with_device(made, like.device)
+
+    def _with_device(self, made: Tensor, device: torch.device) -> FakeTensor:
+        """Return a tensor of the device `meta` as one of this mode that is on another device."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            found = FakeTensor(self, made, device)
+            self._attributes[device] = {name: value for name, value in vars(found).items() if name != "fake_mode"}
+            return found
+        found = Tensor._make_subclass(
+            FakeTensor, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        if self._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(found)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(found)
+        found.fake_mode = self
+        vars(found).update(attributes)
+        return found
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
             with self:
                 return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
-        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        # without torch's guard against compiling, and its debug log, which took a tenth of a trace's time
+        of_torch = func in OF_TORCH or not self.cache_enabled
+        result: Any = (self.dispatch if of_torch else self._cached_dispatch_impl)(func, types, args, kwargs)
         if func is torch.ops.aten.linspace.default and result.numel() <= fake_tensor.CONSTANT_NUMEL_LIMIT:
             with unset_fake_temporarily():
                 result.constant = func(*args, **kwargs)
@@ -194,6 +238,8 @@ LAYOUTS: dict[Any, Callable[..., Any]] = {
 A later view of the result is then a copy in the trace alone, or in the run alone."""
 
 
+OF_TORCH = frozenset({*fake_tensor._DISPATCH_META_HANDLERS, *fake_tensor._DISPATCH_HANDLE_DIRECTLY})
+"""Questions about a tensor that torch's fake tensors answer without an operation."""
 MOST_READ = 4096
 """Elements of the largest tensors of which a module's construction may read values."""
 

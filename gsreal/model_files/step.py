@@ -138,10 +138,12 @@ def record_step(
                 _run_compiled(model, module, record, prepared.inputs, apart, where) if model.compiled else nullcontext()
             ):
                 if like is None or model.compiled:
-                    prepared.record_saved(where)
+                    # a compiled block is one node, which needs all saved at once
+                    prepared.record_saved(where, needed=not record.kernel_plans)
                 prepared.record_operations(where, None if model.compiled else like)
                 prepared.record_unsaved(where, like)
-                prepared.record_needed(like)
+                if like is not None:
+                    record.before_saved = like.before_saved
         except UnknownOperationError as error:
             raise UserError(f"{where}: {error}") from None
         # a layer that also has parameters of other modules, which run between this block and the next, is not treated
@@ -397,8 +399,12 @@ class _PreparedStep:
         self.stand_in.record_with(recorder)
         return recorder
 
-    def record_saved(self, where: str) -> None:
-        """Record the unique storages that autograd saves, the work before the last of them, and each layer's output."""
+    def record_saved(self, where: str, *, needed: bool = False) -> None:
+        """Record the unique storages that autograd saves, the work before the last of them, and each layer's output.
+
+        `needed`: also how many storages a layer's backward creates before it needs a saved one. A checkpointed block
+        recomputes its forward only at that moment.
+        """
         record, module = self.record, self.module
         known = known_storages(module, self.inputs, self.targets)
         seen: set[int] = set()
@@ -425,11 +431,22 @@ class _PreparedStep:
                 record.saved_after[recorder.layer] = len(recorder.record.counted[recorder.layer, "f"])
             return tensor
 
-        hooks, cast = saved_tensors_hooks(pack, lambda tensor: tensor), autocast(record.autocast)
+        def unpack(tensor: Tensor) -> Tensor:
+            place = (recorder.layer, "b")
+            if recorder.phase == "b" and recorder.layer not in record.before_saved:
+                created = sum(alive.born[:2] == place for alive in recorder.record.alive)
+                record.before_saved[recorder.layer] = created
+            return tensor
+
         boundaries = layer_boundaries(module, record.modules, enter=recorder.enter)
-        with recorder, boundaries as out, self.noting_outputs(where), hooks, cast:
-            loss = loss_of(out(logits_of(module(self.inputs))), self.targets)
-            record.output[len(record.modules)] = loss.numel() * loss.element_size()
+        with recorder, boundaries as out, saved_tensors_hooks(pack, unpack):
+            with self.noting_outputs(where), autocast(record.autocast):
+                loss = loss_of(out(logits_of(module(self.inputs))), self.targets)
+                record.output[len(record.modules)] = loss.numel() * loss.element_size()
+            if needed and loss.requires_grad:
+                recorder.enter(len(record.modules), "b")
+                with _as_user_errors(where, "backward"):
+                    loss.backward()
         module.zero_grad(set_to_none=True)
 
     @contextmanager
@@ -455,6 +472,9 @@ class _PreparedStep:
         `like`: a record at another shape, whose saved storages are taken over; None: `record_saved` has run.
         """
         record, recorder = self.record, self.recorder(self.record)
+        # torch asks for a parameter's device when it makes the node that accumulates its gradient, and the recorder
+        # counts that: here the nodes exist already
+        nodes = [each.view_as(each).grad_fn for each in self.module.parameters() if each.requires_grad]
         if like is None:
             with _as_user_errors(where, "backward"):
                 record_backward(recorder, self.module, self.inputs, self.targets)
@@ -463,12 +483,9 @@ class _PreparedStep:
             for layer, operations in like.saved_after.items():
                 if not operations:
                     record.until_saved[layer] = {"full": Work(), **dict.fromkeys(SELECTIVE, Work())}
-            # torch asks for a parameter's device when it makes the node that accumulates its gradient, and the recorder
-            # counts that: the nodes exist already in the first record, and so they do here
-            nodes = [each.view_as(each).grad_fn for each in self.module.parameters() if each.requires_grad]
             forward = self.noting_outputs(where)
             record_backward(recorder, self.module, self.inputs, self.targets, forward=forward)
-            del nodes
+        del nodes
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
@@ -561,29 +578,6 @@ class _PreparedStep:
         yield handed_on
         for handle in handles:
             handle.remove()
-
-    def record_needed(self, like: Record | None) -> None:
-        """Record how many storages a layer's backward creates before it needs a saved tensor, or take that from `like`.
-
-        A checkpointed block recomputes its forward only at that moment.
-        """
-        record = self.record
-        if like is not None or record.kernel_plans:  # a compiled block is one node, which needs all saved at once
-            record.before_saved = like.before_saved if like is not None else {}
-            return
-        created: dict[int, int] = {}
-        recorder = self.recorder(Record(record.modules, record.blocks, autocast=record.autocast))
-
-        def unpack(tensor: Tensor) -> Tensor:
-            if recorder.phase == "b":
-                place = (recorder.layer, "b")
-                created.setdefault(recorder.layer, sum(alive.born[:2] == place for alive in recorder.record.alive))
-            return tensor
-
-        self.module.zero_grad(set_to_none=True)
-        with saved_tensors_hooks(lambda tensor: tensor, unpack):
-            record_backward(recorder, self.module, self.inputs, self.targets)
-        record.before_saved = created
 
 
 def record_backward(

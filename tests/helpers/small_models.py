@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-from gsreal.model_files import request as tracing
-from gsreal.model_files import trace
+from gsreal.model_files import request, trace
 from gsreal.model_files.request import Request, traced_model
 from gsreal.model_files.trace import write_model
 from gssim.execution.files import write_text
@@ -25,11 +24,12 @@ MODELS_OF_TESTS = sorted(KEPT.parent.rglob("*.toml"))
 
 
 @contextmanager
-def whole_layers_alone(*, sliced: bool = False, split: bool = True) -> Iterator[None]:
+def whole_layers_alone(*, sliced: bool = False, split: bool = True, precisions: bool = True) -> Iterator[None]:
     """Trace layers whole (and, if `sliced`, under tensor parallelism) alone, in a third of the time.
 
     What divides sequences, contexts and experts is left out, and what ranks do that train only some layers; and, unless
-    `split`, a quarter of the rest: the costs of a split backward, which no other quantity of a layer depends on.
+    `split`, a quarter of the rest: the costs of a split backward, which no other quantity of a layer depends on. Unless
+    `precisions`, layers are traced in the model's own precision alone, and not in others of its file.
     """
     left_out = [name for name in trace.DIVIDED_STEPS if not (sliced and name == "sliced_layers")]
     nothing = dict.fromkeys(left_out, lambda *_given: None)
@@ -39,6 +39,8 @@ def whole_layers_alone(*, sliced: bool = False, split: bool = True) -> Iterator[
     ]
     if not split:
         patches.append(patch.object(trace, "with_split_costs", lambda _model, layers, *_given, **_where: layers))
+    if not precisions:
+        patches.append(patch.object(request, "_other_precisions", lambda *_given: []))
     for each in patches:
         each.start()
     try:

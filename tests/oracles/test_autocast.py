@@ -252,6 +252,8 @@ def test_products_of_routed_experts_run_at_the_rate_of_fp32_because_torch_does_n
 def test_layers_under_autocast_are_traced_with_one_sample_too() -> None:
     """Peaks that runs showed over those of such marks were those of oneDNN, which copies matrices in 16 bits."""
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
+    from small_models import whole_layers_alone
+
     from gsreal.model_files.request import Request, traced_model
 
     settings = "n_layer=1 n_embd=16 n_head=2 vocab_size=32 max_position_embeddings=16 use_cache=false"
@@ -264,7 +266,8 @@ def test_layers_under_autocast_are_traced_with_one_sample_too() -> None:
         sequence_length=12,
         autocast=("bf16",),
     )
-    model = traced_model(request)
+    with whole_layers_alone(split=False):
+        model = traced_model(request)
     marked = [any(each.samples for layer in of.layers for each in layer.buffers) for of in (model, *model.autocast)]
     assert marked == [True, True]
 

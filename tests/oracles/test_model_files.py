@@ -91,7 +91,7 @@ NOTED = [
 def test_a_file_notes_which_buffers_hold_integers_as_a_fresh_trace_does(name):
     """Files traced before that was noted halved positions and masks in 16 bits: 4 bytes too few a position."""
     file = MODELS / f"{name}.toml"
-    with whole_layers_alone(split=False):
+    with whole_layers_alone(split=False, precisions=False):
         again = traced_model(Request(model=str(file), arguments=(), name=None))
     kept = load_model(file)
     assert [layer.buffers for layer in again.layers] == [layer.buffers for layer in kept.layers]
@@ -279,7 +279,7 @@ def test_blocks_with_two_heads_of_keys_are_cut_in_two():
     """
     sizes = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     given = {"arguments": tuple(f"{key}={value}" for key, value in sizes.items()), "vocabulary": 64, "image": None}
-    with whole_layers_alone(sliced=True):
+    with whole_layers_alone(sliced=True, split=False):
         model = traced_model(request_for("hf:llama", **given, auto_class=None, sequence_length=LENGTH))
     assert {layer.units for layer in model.sliced_layers if layer.block} == {2}
     record = record_step(model, Step(batch_size=2, sequence_length=LENGTH, units=1), where="here")
@@ -342,7 +342,8 @@ def test_what_a_model_file_holds_is_traced_again_in_another_precision(tmp_path):
     """It was left out with `--precision`, unless the user said `--adapters` and `--frozen` once more."""
     small = request_for("gsreal.models.gpt", **SMALL)
     others = [name for name in tracer.DIVIDED_STEPS if name != "sliced_layers"]
-    with patch.dict(tracer.DIVIDED_STEPS, dict.fromkeys(others, lambda *_given: None)):
+    unsplit = patch.object(tracer, "with_split_costs", lambda _model, layers, *_given, **_where: layers)
+    with patch.dict(tracer.DIVIDED_STEPS, dict.fromkeys(others, lambda *_given: None)), unsplit:
         asked = replace(small, adapters=("down",), frozen=True)
         tracer.write_model(tmp_path / "fp32.toml", traced_model(asked))
         request = replace(asked, model=str(tmp_path / "fp32.toml"), arguments=(), adapters=(), frozen=False)

@@ -28,7 +28,7 @@ from gsreal.measure.memory import _StorageTracker
 from gsreal.methods.blocks import checkpoint_blocks
 from gsreal.methods.cuts import ATTENTION_OUTPUTS, FIRST_MAPS, HEAD_COUNTS, LAST_MAPS, QUERIES_KEYS_VALUES
 from gsreal.model_files.build import build_module, example_batch, loss_of
-from gsreal.model_files.fake_module import _FakeTensors, without_values
+from gsreal.model_files.fake_module import _FakeTensors, metadata_key, without_values
 from gsreal.model_files.layers import layer_modules
 from gsreal.model_files.lstm import workspace_parts
 from gsreal.model_files.partial_backward import with_partial_costs
@@ -772,14 +772,6 @@ def test_layers_are_not_recorded_without_what_one_of_them_allocates_beside_froze
     assert not with_traced_frozen(model, where="here").partly_trained.sliced_layers
 
 
-def test_compiled_blocks_have_no_costs_of_partly_trained_layers():
-    path = MODELS / "gpt-byte-150k.toml"
-    with whole_layers_alone():  # whose costs do not matter here
-        found = traced_model(Request(model=str(path), arguments=(), name="again", sequence_length=8, compiled=True))
-    assert load_model(path).partly_trained is not None
-    assert found.partly_trained is None
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -1157,6 +1149,37 @@ def test_keys_of_cached_results_tell_tensors_apart_as_torchs_own_do() -> None:
         assert [[one == other for other in ours] for one in ours] == [
             [one == other for other in theirs] for one in theirs
         ]
+
+
+def test_a_result_from_the_cache_is_the_tensor_that_torch_makes() -> None:
+    """Ours are made in a shorter way: of the second of two same operations, the result comes from the cache."""
+
+    def results(mode: Any) -> list[torch.Tensor]:
+        with mode:
+            base, weight = torch.empty(4, 6), torch.empty(5, 6, requires_grad=True)
+            return [
+                result
+                for _ in range(2)
+                for result in (
+                    *(base + 1, base.t(), base[:, 1:], base.bfloat16(), base.sum(), base.add_(1), base.argmax(1)),
+                    *(
+                        torch.nn.functional.linear(base, weight),
+                        *torch.var_mean(base, 1),
+                        torch.empty(2, device="meta"),
+                    ),
+                    base.long(),
+                )
+            ]
+
+    ours, theirs = results(_FakeTensors(allow_non_fake_inputs=False)), results(FakeTensorMode())
+    for our, their in zip(ours, theirs, strict=True):
+        assert metadata_key(our) == metadata_key(their)
+        assert (our.is_leaf, our._is_view()) == (their.is_leaf, their._is_view())
+        assert str(torch._C._dispatch_keys(our)) == str(torch._C._dispatch_keys(their))
+        assert vars(our) | {"fake_mode": None} == vars(their) | {"fake_mode": None}
+    number = len(ours) // 2
+    storages = [each.untyped_storage()._cdata for each in ours]
+    assert storages[1] == storages[2] == storages[5] == storages[number + 1] != storages[0] != storages[number]
 
 
 def test_what_no_key_describes_is_left_to_torch() -> None:

@@ -9,7 +9,10 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
+from small_models import whole_layers_alone
+
 from gsreal.model_files.recorder import Record
+from gsreal.model_files.request import Request, traced_model
 from gsreal.model_files.step import Step, record_step
 from gssim.errors import UserError
 from gssim.scenario import load_model
@@ -88,6 +91,14 @@ def test_a_plan_of_kernels_and_buffers_holds_for_other_shapes_too():
     for mine, theirs in zip(other.alive, first.alive, strict=True):
         assert (mine.born, mine.freed) == (theirs.born, theirs.freed)
     assert 3 * other.saved[FIRST] == 2 * first.saved[FIRST]
+
+
+def test_compiled_blocks_have_no_costs_of_partly_trained_layers():
+    path = MODELS / "gpt-byte-150k.toml"
+    with whole_layers_alone():  # whose costs do not matter here
+        found = traced_model(Request(model=str(path), arguments=(), name="again", sequence_length=8, compiled=True))
+    assert load_model(path).partly_trained is not None
+    assert found.partly_trained is None
 
 
 def test_a_model_without_a_stack_of_blocks_is_not_compiled():
