@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-from gsreal.model_files import request, trace
+from gsreal.model_files import request as tracing
+from gsreal.model_files import trace
 from gsreal.model_files.request import Request, traced_model
 from gsreal.model_files.trace import write_model
 from gssim.execution.files import write_text
@@ -40,7 +41,7 @@ def whole_layers_alone(*, sliced: bool = False, split: bool = True, precisions: 
     if not split:
         patches.append(patch.object(trace, "with_split_costs", lambda _model, layers, *_given, **_where: layers))
     if not precisions:
-        patches.append(patch.object(request, "_other_precisions", lambda *_given: []))
+        patches.append(patch.object(tracing, "_other_precisions", lambda *_given: []))
     for each in patches:
         each.start()
     try:
