@@ -1,5 +1,6 @@
 """Pipelines walked chunk by chunk come to exactly what they come to task by task."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,9 @@ def both_ways(changes, monkeypatch):
     tasks = outcome(changes)
     assert chunks[0].typical.machine.outline_walk is not None
     assert tasks[0].typical.machine.outline_walk is None
+    program = chunks[0].typical.machine.program
+    by_parts = Counter(each for each, count in program.exchanges for _ in range(count))
+    assert by_parts == Counter(program.communications.values()), "counted by parts, and one by one"
     return chunks, tasks
 
 
