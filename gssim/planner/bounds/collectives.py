@@ -4,7 +4,7 @@
 Those between other ranks may be over when a late rank arrives, so a rank's bound counts only what it receives itself.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -43,8 +43,7 @@ class _OfGroups:
 
 
 MOST_MATRICES = 1024
-"""Number of collectives whose bounds are kept of those whose pairs send unequal bytes: thresholds let hardly any of
-these repeat."""
+"""Number of collectives whose bounds are kept of those whose bytes depend on the data: hardly any of these repeat."""
 
 
 class CollectiveBounds:
@@ -93,7 +92,7 @@ class CollectiveBounds:
     def _of(self, communication: Communication) -> _OfGroups:
         """Return the bounds of a collective by group, and of all its groups together.
 
-        Matrices are compared by identity: the bytes of most are unlike all others', which takes long to find out.
+        Those whose bytes depend on the data are compared by identity: matrices take long to compare, and few repeat.
         """
 
         def bounded() -> _OfGroups:
@@ -101,20 +100,19 @@ class CollectiveBounds:
             taken = {group: self._of_group(replace(alone, group=group)) for group in communication.groups[:MAX_GROUPS]}
             return _OfGroups(taken, np.sum([each.links_s for each in taken.values()], axis=0))
 
-        if communication.pair_bytes:
-            key: Hashable = Same(communication)
-            return self._of_matrices.once(key, bounded, weight=lambda _: 1)
+        if communication.data_dependent:
+            return self._of_matrices.once(Same(communication), bounded, weight=lambda _: 1)
         if communication not in self._of_all:
             self._of_all[communication] = bounded()
         return self._of_all[communication]
 
     def _of_group(self, communication: Communication) -> CollectiveBound:
-        found = None if communication.pair_bytes else self._taken.get(communication)
+        found = None if communication.data_dependent else self._taken.get(communication)
         if found is None:
             ways = [self.of_way(each) for each in self.scheduler.candidates(communication)]
             alone_s = min(each.alone_s for each in ways)
             found = CollectiveBound(alone_s, np.min([each.links_s for each in ways], axis=0))
-            if not communication.pair_bytes:
+            if not communication.data_dependent:
                 self._taken[communication] = found
         return found
 
