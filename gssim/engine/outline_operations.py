@@ -356,9 +356,9 @@ class OutlineOperations(PartOfMachine):
         self._numbers: dict[Hashable, int] = {}
         """Numbers of collectives that are not a pipeline's messages, by identity."""
         self._numbers_of_messages: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)
-        """Those of messages: by `Route.alike`, and then by micro-batch."""
+        """Numbers of pipelines' messages, by `Route.identity`, and then by micro-batch."""
         self._numbers_of_end: dict[int, dict[Hashable, int]] = {}
-        """The same by `id` of the route, of either end."""
+        """Values of `_numbers_of_messages` by `id` of a route: the two ends of a message have routes of their own."""
         self.instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
         """For each collective by number, and each class: the number of its instance, and the instance."""
         self._owner_of_link = self._link_owners()
@@ -537,7 +537,7 @@ class OutlineOperations(PartOfMachine):
         """Return the numbers of the messages of a route, by micro-batch: its other end has the same."""
         numbers = self._numbers_of_end.get(id(route))
         if numbers is None:
-            numbers = self._numbers_of_messages[route.alike]
+            numbers = self._numbers_of_messages[route.identity]
             self._numbers_of_end[id(route)] = numbers
         return numbers
 

@@ -208,9 +208,10 @@ class Scheduler:
         return sum([self._beyond_s(stage.hops, stage.steps if stage.coupled else None) for stage in stages], 0.0)
 
     def _beyond_s(self, hops: Hops, steps: float | None) -> float:
-        """Return such latency of hops that progress together, in all of some steps; without steps, of the longest hop.
+        """Return the seconds of latency beyond a data centre's, of one stage's hops.
 
-        Collectives of different sizes have the same hops.
+        `steps`: the number of steps that the hops take together; None: they do not, and the longest hop counts. It is
+        cached without the steps, since collectives of different sizes have the same hops.
         """
 
         def beyond_s() -> float:

@@ -236,7 +236,7 @@ class Steps:
         return self._equal[step]
 
     def _at(self, step: int) -> Sequence[Lowering]:
-        """Return the lowerings of a step."""
+        """Return the lowerings of all parts of the model at a step; those of the latest step are kept."""
         if self._latest is None or self._latest[0] != step:
             self._latest = step, [low.at_step(step) for low in self._lowerings]
         return self._latest[1]
