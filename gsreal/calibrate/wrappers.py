@@ -408,7 +408,7 @@ FEW_TENSORS, MANY_TENSORS = 8, 48
 
 
 def replica_costs(bench: Bench) -> dict[str, float]:
-    """Return what DistributedDataParallel adds, without its all-reduces: for each gradient, and for each forward."""
+    """Return the seconds that DistributedDataParallel adds for each gradient and each forward, without all-reduces."""
     group = dist.new_group([0])
 
     def replicated(module: nn.Module) -> tuple[nn.Module, None]:

@@ -457,7 +457,7 @@ def slice_blocks(
 def partial_gradients(
     scenario: Scenario, places: Sequence[tuple[nn.Module, str]], timeline: Timeline, mesh: DeviceMesh
 ) -> PartialGradients | None:
-    """Return what sums these parameters' gradients before each update; None: there are none."""
+    """Return the object that sums these parameters' gradients before each update; None if there are none."""
     shards = scenario.policies.shards if scenario.policies.gradients == "reduce-scatter" else 1
     return PartialGradients(places, mesh.get_group(), timeline, shards) if places else None
 

@@ -65,7 +65,7 @@ class Piece(NamedTuple):
 
 
 class PricedTemplate(NamedTuple):
-    """What a chunk's template takes on a class of ranks: its time, and its collectives."""
+    """Time and collectives of a chunk's template on a class of ranks."""
 
     delays_s: tuple[float, ...]
     seconds: Mapping[str, float]
@@ -237,7 +237,7 @@ class _Role:
 
 
 class _PricedChunks(NamedTuple):
-    """What becomes of the chunks of a role."""
+    """How the chunks of a role are executed: templates as a whole, cut into sections, or not at all."""
 
     whole: Collection[int]
     """`id`s of the templates that are priced as a whole."""
@@ -316,7 +316,7 @@ class _OperationWriter(NamedTuple):
 
 
 class RoleOperations(NamedTuple):
-    """What the classes of a role do in a step."""
+    """The operations of ranks with the same program in a step: the times of templates, and the order in each stream."""
 
     priced: Mapping[int, Sequence[PricedTemplate]]
     """Times of its templates, by class (index) and number of the template."""

@@ -217,7 +217,7 @@ def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
 
 
 class Sender(NamedTuple):
-    """What the density of a node's pushes depends on."""
+    """The inputs of a node's push density: nodes with equal ones push the same fractions."""
 
     samples: float
     part: float

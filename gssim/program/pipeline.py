@@ -49,7 +49,7 @@ the micro-batch's number. The last argument says which sharded parameters are al
 
 
 class Scheduled(NamedTuple):
-    """What a pipeline rank does in a step, but for its update."""
+    """The parts of a pipeline rank's step, but for its update."""
 
     before_update: Sequence[Part]
     after_update: Sequence[Part]
@@ -410,7 +410,7 @@ class _ScheduleWriter:
             self.add(Task(posted.message.serving("post"), "exposed_communication", duration_s=posting_s))
 
     def route(self, message: Message, *, sends: bool) -> tuple[Route, float]:
-        """Return what all messages like this one have in common (stream, group, size), and the time to post one."""
+        """Return the route of a message (stream, group, size), and the seconds of the host to post it."""
         count, size = len(self.replicas[0]), self.size_bytes(message)
         source, target = message.source % count, message.target % count
         exchange = Communication.among(((ranks[source], ranks[target]) for ranks in self.replicas), "send", size)

@@ -446,7 +446,7 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """What a rank's messages from one stage to another have in common."""
+    """The way of a rank's messages from one stage to another; they differ in their micro-batch only."""
 
     kind: Literal["activation", "gradient"]
     stage: int
