@@ -91,7 +91,7 @@ def keys_command(
 
 @app.command("timeline")
 def timeline_command(
-    predicted: Annotated[Path, typer.Argument(help="Trace of `gssim run --trace`.")],
+    predicted: Annotated[Path, typer.Argument(help="Trace of `gssim run --trace`; or a measured one, alone.")],
     measured: Annotated[
         Path | None, typer.Argument(help="Trace of `gsreal run --trace`, `gsreal lab --trace` or `ingest --trace`.")
     ] = None,

@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class SweepTable:
-    """All points of a sweep."""
+    """A table with a row for each point of a sweep, as charts read it."""
 
     name: str
     """Name of the file, without its suffix."""
@@ -287,7 +287,7 @@ class Layout:
     plans: tuple[str, ...]
 
     def setting_of(self, row: Row) -> Place:
-        """Return the setting of a point."""
+        """Return the values of a point in the columns of `settings`."""
         return tuple(row[column] for column in self.settings)
 
     def plan_of(self, row: Row) -> Place:

@@ -375,9 +375,10 @@ def unmeasured(kind: str, ranks: int) -> str:
 
 
 def settings_of(shapes: Sequence[Loaded], kind: str, out: Path) -> Settings:
-    """Return what to calibrate for some scenarios: their models, written beside, at the batch sizes that ranks train.
+    """Return the settings of a calibration for some scenarios: their models, and the batch sizes of their ranks.
 
-    Raises UserError where they have several sequence lengths or precisions: a calibration has one of each.
+    The models are written to `out/models`. Raises UserError where the scenarios have several sequence lengths or
+    precisions: a calibration has one of each.
     """
     workloads = [each.scenario.workload for each in shapes]
     lengths = sorted({each.sequence_length for each in workloads if each.sequence_length is not None})

@@ -192,11 +192,12 @@ def maps_time_s(
     whole: Layer | None = None,
     positions: int | None = None,
 ) -> float:
-    """Return the time to multiply tokens by each of some weight matrices of a layer, without any other operation.
+    """Return the seconds of multiplying tokens by some weight matrices of a layer, without any other operation.
 
-    `kind`: which products: the forward's, or the backward's for the gradient of the input or of the weights; all other
-    arguments are those of `layer_time_s`. In 8 bits, the rate is `float8_ratio` times the device's in the precision.
-    Where memory bounds the layer's products, these take as much longer as all of them:
+    `shapes`: (outputs, inputs) of each matrix. `kind`: the forward's products, or the backward's for the gradient of
+    the input or of the weights. All other arguments are those of `layer_time_s`. In 8 bits, the rate is `float8_ratio`
+    times the device's in the precision. If the memory's bandwidth slows the layer's products down, then these by the
+    same factor:
 
         t = 2 * tokens * elements / rate * time of the layer's products by the roofline / their time at the rate
     """

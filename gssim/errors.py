@@ -66,8 +66,10 @@ def field_name(name: str) -> str:
 
 
 def nearest_name(name: str, known: Iterable[str], *, least_ratio: float = 0.6) -> str | None:
-    """Return the name that was probably meant: what other programs call so, or one that is equal but for case, begins
-    alike, or is written alike.
+    """Return the one of the known names that was probably meant; None if none is close.
+
+    It is this project's word for a name of another program, equal but for case, longer with the same beginning, or
+    written alike.
 
     `least_ratio`: of letters in common, as difflib counts them. Endings of files, which all have, make no names alike.
 

@@ -85,8 +85,8 @@ def _uncertain(result: Result) -> Iterator[str]:
 def print_result(result: Result, *, changed: Sequence[str] = (), utilisation_ratio: float | None = None) -> None:
     """Print a Result for people.
 
-    `changed`: overrides of the scenario's file, `KEY=VALUE`, whose question they may change; `utilisation_ratio`: of
-    the devices' peak FLOP/s by the model's, if known.
+    `changed`: overrides, `KEY=VALUE`; they are printed below the file's question, which they may contradict.
+    `utilisation_ratio`: the MFU, see `Scenario.model_flop_utilisation`; None if it is not known.
     """
     console = plain_console(PIPE_WIDTH)
     scenario = result.scenario
@@ -121,7 +121,7 @@ def print_result(result: Result, *, changed: Sequence[str] = (), utilisation_rat
 
 
 def _tokens(result: Result) -> str:
-    """Return tokens per second, in all and of a device, of a model of tokens; else an empty text."""
+    """Return a text with the tokens per second, in all and per device; empty if the model has no tokens."""
     workload = result.scenario["workload"]
     if workload["model"]["input"]["kind"] != "tokens":
         return ""

@@ -101,7 +101,7 @@ def predicted_vs_measured(comparison: pl.DataFrame) -> Figure:
         side_in = LARGE_IN if large else max(4.4, LABEL_GAP_IN * (len(labels) + 1))
         label_in = 0.04 * side_in + 0.15 + max((label_width_in(f"{label}  (+100.0 %)") for label in labels), default=0)
         left_in, bottom_in = 0.85, 2.05
-        quantities = [each for each in (STEP_TIME, PEAK_MEMORY) if _known(comparison, each)] or [STEP_TIME]
+        quantities = [each for each in (STEP_TIME, PEAK_MEMORY) if _is_compared(comparison, each)] or [STEP_TIME]
         # side by side; of many points, whose labels are long, one above the other
         across_in, down_in = (0.0, side_in + STACKED_IN) if large else (left_in + side_in + label_in, 0.0)
         across_in, down_in = ((len(quantities) - 1) * step_in for step_in in (across_in, down_in))
@@ -137,8 +137,8 @@ def predicted_vs_measured(comparison: pl.DataFrame) -> Figure:
     return figure
 
 
-def _known(comparison: pl.DataFrame, quantity: Quantity) -> bool:
-    """Return whether any scenario has the quantity, predicted and measured."""
+def _is_compared(comparison: pl.DataFrame, quantity: Quantity) -> bool:
+    """Return whether any scenario has both a predicted and a measured value of the quantity."""
     columns = (quantity.measured, quantity.predicted, quantity.error)
     return comparison.select(pl.all_horizontal(pl.col(columns).is_not_null()).any()).item() is True
 

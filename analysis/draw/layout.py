@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def extent(self) -> tuple[float, float, float, float]:
-        """Left, bottom, right and top of the picture."""
+        """Left, bottom, right and top of the picture, in the units of `nodes`."""
         xs = [x for n in self.nodes.values() for x in (n.x - n.width / 2, n.x + n.width / 2)]
         ys = [y for n in self.nodes.values() for y in (n.y - n.height / 2 - 0.17 * bool(n.below), n.y + n.height / 2)]
         xs += [x for b in self.boxes for x in (b.left, b.right)] + [x for ends in self.ends for x, _ in ends]

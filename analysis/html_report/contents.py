@@ -63,7 +63,7 @@ class Overlay:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a report."""
+    """The files of a folder that a report shows, by kind."""
 
     comparisons: tuple[Comparison, ...]
     sweeps: tuple[SweepTable, ...]

@@ -378,7 +378,10 @@ def _offsets(traces: Sequence[RankTrace], meetings: Sequence[Meeting]) -> list[f
 
 
 def _step(traces: Sequence[RankTrace], step: int, offsets_s: Sequence[float], result: Result) -> Step:
-    """Return one step of all ranks on the first rank's clock, from when the last of them began it."""
+    """Return one step of all ranks on one clock, in seconds since the last rank began it.
+
+    `offsets_s`: by how much each rank's clock is ahead of the first one's, by place in `traces`.
+    """
     zeros_s = [
         trace.origin_s - traces[0].origin_s - offset_s for trace, offset_s in zip(traces, offsets_s, strict=True)
     ]

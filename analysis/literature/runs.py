@@ -324,7 +324,7 @@ class UnscoredError(SkippedError):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a table itself tells of compute and network, in place of the model's operations and the data sheets."""
+    """A table's own figures of compute and network, which replace the model's operations and the data sheets."""
 
     parameters: int
     compute_s: float

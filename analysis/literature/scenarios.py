@@ -168,7 +168,7 @@ def _message_costs(run: Run, operation_s: float) -> dict[str, Any]:
 
 
 def _call_overheads(platform: Platform, ranks: int, expert_ranks: int) -> dict[str, Any]:
-    """Return what calls of collectives take in addition to the latencies of links, where they were measured.
+    """Return the backend costs of calls of collectives beyond links' latencies, where they were measured.
 
     `expert_ranks`: number of ranks that divide experts, among which there are all-to-alls.
     """
@@ -184,7 +184,7 @@ def _call_overheads(platform: Platform, ranks: int, expert_ranks: int) -> dict[s
 
 
 def _list_overheads(run: Run, operation_s: float) -> dict[str, Any]:
-    """Return what a block's collectives take if each of its tensors has a call with a list of the ranks' parts.
+    """Return the backend costs of a block's collectives if each tensor has a call with a list of the ranks' parts.
 
     Each part is an operation that the host launches. Vectors are not gathered (`param_persistence_threshold`).
     """

@@ -136,7 +136,7 @@ def agreement_of(rows: Iterable[ScoredRow]) -> Agreement:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceScore:
-    """The score of one source of figures."""
+    """The predictions of one source's rows, and which of these count for its score."""
 
     source: str
     rows: tuple[ScoredRow, ...]

@@ -177,7 +177,7 @@ def read_courses(loaded: LoadedStudy) -> tuple[Training, ...]:
 
 
 def _training(job: Mapping[str, Any]) -> Training | None:
-    """Return what a job's file holds; None where it is of another job."""
+    """Return the training in a job's file; None if the file is of another job."""
     seen = json.loads(Path(job["out"]).read_text(encoding="utf-8"))
     if any(seen["job"].get(key) != job[key] for key in ("overrides", "unequal_ratio", "scenario_id")):
         return None

@@ -313,7 +313,7 @@ def _step_parts(
 
 
 def gradient_hook_cost(bench: Bench) -> float:
-    """Return the time that collecting one gradient adds to a step under Gradient Sharding, without copying.
+    """Return the seconds that collecting one gradient adds to a step under Gradient Sharding, without copying.
 
     That is the hook's time in the backward, and `optimizer.step()` without its update and exchanges.
     """
@@ -348,7 +348,7 @@ LOOP_STEPS, COLD_STEPS = 60, 20
 
 
 def step_cost(bench: Bench) -> float:
-    """Return the host's time for a training step besides forward, backward and update: the batch, the loss, the marks.
+    """Return the host's seconds for a training step besides forward, backward and update: batch, loss, time marks.
 
     It is the time of a training loop whose model is one tiny linear map, less that of the three alone.
     """
@@ -408,7 +408,7 @@ FEW_TENSORS, MANY_TENSORS = 8, 48
 
 
 def replica_costs(bench: Bench) -> dict[str, float]:
-    """Return what DistributedDataParallel adds, without its all-reduces: for each gradient, and for each forward."""
+    """Return the seconds that DistributedDataParallel adds for each gradient and each forward, without all-reduces."""
     group = dist.new_group([0])
 
     def replicated(module: nn.Module) -> tuple[nn.Module, None]:

@@ -27,7 +27,7 @@ Pixels = NDArray[np.uint8]
 
 
 class Images:
-    """The images of a folder, each once an epoch."""
+    """Source of batches from the images of a folder, in ImageNet's layout; each image comes once an epoch."""
 
     def __init__(self, data: ImageFolder, model: ImageInput, batch_size: int) -> None:
         self.data, self.shape, self.batch_size = data, model.shape, batch_size

@@ -428,7 +428,7 @@ def _own_memory(value: Any) -> Any:
 
 
 def _own_copy(value: Any) -> Any:
-    """Return a copy of a group's option; a tensor's without what computed it."""
+    """Return a copy of a group's option; a tensor's is detached from its graph."""
     return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 

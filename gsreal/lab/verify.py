@@ -216,7 +216,7 @@ def _arriving(receiver: socket.socket, long_s: float, delay_s: float) -> float:
 
 
 def _delay_once(a: End, b: End) -> float:
-    """Return half of the median round-trip time of a byte."""
+    """Return half of the median round-trip time of a byte, in seconds."""
     with _connection(a, b) as (near, far):
         trips = []
         for _ in range(ROUNDS):

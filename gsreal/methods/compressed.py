@@ -121,7 +121,7 @@ class Compressor:
 
 
 class LowRankCompressor(Compressor):
-    """PowerSGD."""
+    """Compresses gradients to factors of low rank, with error feedback: PowerSGD."""
 
     def __init__(
         self, group: dist.ProcessGroup, timeline: Timeline, *, options: PowerSGD, overlap: bool, seed: int

@@ -146,7 +146,7 @@ def partial_adapters(block: nn.Module) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class TensorExchanges:
-    """TensorExchanges of tensor-parallel ranks that have slices of the same blocks."""
+    """Exchanges of tensor-parallel ranks that have slices of the same blocks."""
 
     ranks: int
     all_reduce: AllReduce
@@ -160,7 +160,7 @@ class TensorExchanges:
     """Begins the sum of an input's gradient, which then overlaps with the products of weights' gradients; None: it
     follows them."""
     ring: PartsRing | None = None
-    """TensorExchanges `parts` while linear maps are computed part by part; None: before and after them."""
+    """Exchanges `parts` while linear maps are computed part by part; None: they are exchanged before and after them."""
 
 
 def slice_block(block: nn.Module, held: Sequence[int], exchanges: TensorExchanges) -> None:
@@ -457,7 +457,7 @@ def slice_blocks(
 def partial_gradients(
     scenario: Scenario, places: Sequence[tuple[nn.Module, str]], timeline: Timeline, mesh: DeviceMesh
 ) -> PartialGradients | None:
-    """Return what sums these parameters' gradients before each update; None: there are none."""
+    """Return the object that sums these parameters' gradients before each update; None if there are none."""
     shards = scenario.policies.shards if scenario.policies.gradients == "reduce-scatter" else 1
     return PartialGradients(places, mesh.get_group(), timeline, shards) if places else None
 

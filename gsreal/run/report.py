@@ -86,7 +86,7 @@ def refuse_divergence(losses: Sequence[float], evaluations: Sequence[Evaluation]
 
 @dataclass
 class RankReport:
-    """Measurements of one rank."""
+    """The measurements that one rank sends to the first, which makes a Result of them all."""
 
     device: str
     ends_s: list[float]

@@ -64,7 +64,7 @@ class BlockSketches:
 
 
 def typical(courses: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the median over courses, element by element.
+    """Return the median over courses, element by element, of arrays of equal shape.
 
     Gradients of one course can be several times as large for a step, and would dominate a mean.
 
@@ -228,7 +228,7 @@ class GradientBook:
         return [course[step] for course in self.courses]
 
     def trace(self) -> dict[str, Any]:
-        """Return the book as a TensorTrace."""
+        """Return the fields of a `gssim.workload.gradient_statistics.TensorTrace`, typical over all courses."""
         pages = [self.pages(step) for step in self.steps]
         looks = [[look for page in every for look in page.looks.values()] for every in pages]
         means = [np.sum([look.sketches.means for look in every], axis=0) for every in looks]
@@ -327,7 +327,7 @@ class ChangeBook:
         self.feedback.add(change)
 
     def trace(self) -> dict[str, Any]:
-        """Return the book as a ChangeTrace."""
+        """Return the fields of a `gssim.workload.gradient_statistics.ChangeTrace`, typical over all courses."""
         pages = [[course[step] for course in self.courses] for step in self.steps]
         elements = np.maximum(1, self.elements)
         parts = partition([np.sum(every, axis=(0, 1)) / elements for every in pages], small=self.small)

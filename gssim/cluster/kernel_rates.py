@@ -42,7 +42,7 @@ class ProductRates:
             raise ValueError("sizes must increase, and flop_per_s must have one rate for each combination (m, k, n)")
 
     def at(self, m: float, k: float, n: float) -> float:
-        """Return the rate of a product, interpolated linearly in the logarithms of sizes and rates.
+        """Return the FLOP/s of a product of (m, k) and (k, n), interpolated linearly in logarithms of sizes and rates.
 
         Above the largest size the rate stays constant. Below the smallest size the time does, as the kernel does not
         fill the device.
@@ -90,7 +90,7 @@ class AttentionRates:
             raise ValueError("lengths must increase, and there must be one rate for each length")
 
     def at(self, length: float, *, backward: bool, causal: bool) -> float:
-        """Return the rate at a length, interpolated linearly in logarithms; constant beyond the measured lengths.
+        """Return the FLOP/s at a length, interpolated linearly in logarithms; constant beyond the measured lengths.
 
         >>> others = {name: (7.0, 7.0) for name in ("causal_backward", "forward", "backward")}
         >>> rates = AttentionRates(head_width=64, lengths=(1.0, 100.0), causal_forward=(1.0, 100.0), **others)

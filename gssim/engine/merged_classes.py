@@ -36,7 +36,7 @@ class JointInstances:
 
 @dataclass(frozen=True, eq=False)
 class MergedClasses:
-    """What merged classes of ranks do in a step; see [Note: merged classes]."""
+    """Classes of ranks that are walked as one, with their operations in a step; see [Note: merged classes]."""
 
     classes: Sequence[int]
     """Indices of the classes."""
@@ -69,7 +69,7 @@ class Merging:
 
     @classmethod
     def of(cls, operations: OutlineOperations, *, merges_classes: bool) -> "Merging":
-        """Return what all classes do, merged where possible; `merges_classes`: whether any are merged."""
+        """Return all classes, merged where they are equal; `merges_classes`: whether any are merged."""
         colours = _colours(operations, merges_classes=merges_classes)
         joined = operations.instances_of_number
         distinct = {id(by_class): by_class for by_class in joined}  # messages of all micro-batches have the same
@@ -79,7 +79,7 @@ class Merging:
 
 
 def _merged_classes(roles: Sequence[RoleOperations], colours: Sequence[int]) -> Iterator[MergedClasses]:
-    """Yield what classes do, as one where they have equal colours."""
+    """Yield the classes of all roles; those of equal colours are one."""
     priced = {index: own for each in roles for index, own in each.priced.items()}
     operations_of = {index: each for each in roles for index in each.priced}
     by_colour: dict[int, list[int]] = defaultdict(list)

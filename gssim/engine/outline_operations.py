@@ -65,7 +65,7 @@ class Piece(NamedTuple):
 
 
 class PricedTemplate(NamedTuple):
-    """What a chunk's template takes on a class of ranks: its time, and its collectives."""
+    """Time and collectives of a chunk's template on a class of ranks."""
 
     delays_s: tuple[float, ...]
     seconds: Mapping[str, float]
@@ -237,7 +237,7 @@ class _Role:
 
 
 class _PricedChunks(NamedTuple):
-    """What becomes of the chunks of a role."""
+    """How the chunks of a role are executed: templates as a whole, cut into sections, or not at all."""
 
     whole: Collection[int]
     """`id`s of the templates that are priced as a whole."""
@@ -316,7 +316,7 @@ class _OperationWriter(NamedTuple):
 
 
 class RoleOperations(NamedTuple):
-    """What the classes of a role do in a step."""
+    """The operations of ranks with the same program in a step: the times of templates, and the order in each stream."""
 
     priced: Mapping[int, Sequence[PricedTemplate]]
     """Times of its templates, by class (index) and number of the template."""
@@ -356,9 +356,9 @@ class OutlineOperations(PartOfMachine):
         self._numbers: dict[Hashable, int] = {}
         """Numbers of collectives that are not a pipeline's messages, by identity."""
         self._numbers_of_messages: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)
-        """Those of messages: by `Route.alike`, and then by micro-batch."""
+        """Numbers of pipelines' messages, by `Route.identity`, and then by micro-batch."""
         self._numbers_of_end: dict[int, dict[Hashable, int]] = {}
-        """The same by `id` of the route, of either end."""
+        """Values of `_numbers_of_messages` by `id` of a route: the two ends of a message have routes of their own."""
         self.instances_of_number: list[Mapping[int, tuple[int, CollectiveInstance]]] = []
         """For each collective by number, and each class: the number of its instance, and the instance."""
         self._owner_of_link = self._link_owners()
@@ -537,7 +537,7 @@ class OutlineOperations(PartOfMachine):
         """Return the numbers of the messages of a route, by micro-batch: its other end has the same."""
         numbers = self._numbers_of_end.get(id(route))
         if numbers is None:
-            numbers = self._numbers_of_messages[route.alike]
+            numbers = self._numbers_of_messages[route.identity]
             self._numbers_of_end[id(route)] = numbers
         return numbers
 

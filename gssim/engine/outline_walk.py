@@ -438,7 +438,10 @@ def _wait(stream: _Stream, phase: str, until_s: float) -> None:
 
 
 def _after_pieces(stream: _Stream, pieces: Sequence[Piece]) -> float:
-    """Return the (latest) end of a stream's next task or chunk, given in pieces, and add its time to its phases."""
+    """Return the end (of several roles, the latest) of a stream's next task or chunk, in seconds of simulated time.
+
+    The time of its pieces is added to the rank's phases.
+    """
     rank, step = stream.rank, stream.step
     several = rank.merged.unequal.get(stream.place) if stream.computes else None
     if several is None and (not stream.computes or len(rank.seconds[step]) == 1):

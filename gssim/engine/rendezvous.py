@@ -164,8 +164,8 @@ class RunningCollectives:
 
     @cached_property
     def _instance_of(self) -> dict[tuple[int, TaskId], tuple[int, CollectiveInstance]]:
-        """The instance of a collective in which a class takes part, and its number among those of all collectives; by
-        class and collective.
+        """Number and instance by (class index, identity of the collective); instances of all collectives are numbered
+        in a row.
         """
         every = chain.from_iterable(
             [(collective, instance) for instance in instances]

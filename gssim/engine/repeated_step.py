@@ -44,7 +44,7 @@ class RepeatedStep:
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """Which tasks of a task group follow others."""
+    """Dependencies between the tasks of a task group, by place in its sequence of tasks."""
 
     after: Sequence[Sequence[int]]
     """For each task, the tasks of other streams that it waits for."""
@@ -57,7 +57,7 @@ class _Order:
 
 
 class CollectivesOfStep(Protocol):
-    """What is known of a step's collectives."""
+    """Delays of a step's collectives, in seconds, and the instances that ranks join."""
 
     def instance_of(self, ranks: Ranks, name: TaskId) -> Ints:
         """Return the number of the instance that each rank of a task group joins."""
@@ -126,7 +126,10 @@ def _latest_arrivals(
     times: Sequence[StepTimes],
     collectives: CollectivesOfStep,
 ) -> tuple[Floats, Floats]:
-    """Return the latest arrivals at each instance of a collective, in the first and in the second step."""
+    """Return when the last rank arrives at each instance of a collective, in the first and in the second step.
+
+    In seconds of simulated time, by number of the instance.
+    """
     first_s, second_s = np.full((2, collectives.count(name)), -np.inf)
     for (ranks, order), found in zip(groups, times, strict=True):
         place = order.joins.get(name)

@@ -66,7 +66,7 @@ class CollectiveSchedule:
         return max(0.0, self.fixed_s - self.following_saving_s - self.queued_s)
 
     def pace(self, stage: Stage, *, latency: bool = True, lead_s: float = 0.0) -> Pace:
-        """Return what the backend adds to the time of a stage on its links."""
+        """Return the times and factors that the backend adds to a stage's time on its links; `lead_s`: see `Pace`."""
         return Pace(
             self.factor,
             latency and self.path_latency,
@@ -208,9 +208,10 @@ class Scheduler:
         return sum([self._beyond_s(stage.hops, stage.steps if stage.coupled else None) for stage in stages], 0.0)
 
     def _beyond_s(self, hops: Hops, steps: float | None) -> float:
-        """Return such latency of hops that progress together, in all of some steps; without steps, of the longest hop.
+        """Return the seconds of latency beyond a data centre's, of one stage's hops.
 
-        Collectives of different sizes have the same hops.
+        `steps`: the number of steps that the hops take together; None: they do not, and the longest hop counts. It is
+        cached without the steps, since collectives of different sizes have the same hops.
         """
 
         def beyond_s() -> float:
@@ -338,7 +339,7 @@ class Scheduler:
         return self._cache.once("candidates", communication, lambda: self._candidates(communication))
 
     def in_every(self, hops: Hops, groups: Sequence[Sequence[int]]) -> Hops:
-        """Return the hops of a collective as every one of several groups carries it out."""
+        """Return the hops of all groups that carry out the same collective; `hops`: those of one group."""
         key = (Same(hops), tuple(groups))
 
         def new_hops() -> Hops:

@@ -56,7 +56,7 @@ class TaskSpan(NamedTuple):
 
 
 class StreamTask(NamedTuple):
-    """A task as its stream executes it."""
+    """A task with its dependencies on other streams, as numbers."""
 
     task: Task
     number: int | None

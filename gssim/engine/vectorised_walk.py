@@ -450,7 +450,7 @@ class VectorisedWalk(PartOfMachine):
     # Outcome ----------------------------------------------------------------------------------------------------------
 
     def blocked_ranks(self) -> list[str]:
-        """Return the ranks that wait for ever, each with what it waits for."""
+        """Return a line for each rank of a deadlock: the rank, its collective, and a rank that does not join this."""
         classes, texts = self.machine.classes, []
         named = list(self._names)
         waiting = [

@@ -45,7 +45,7 @@ class Same:
 
 
 class Hashed:
-    """A value as part of a key, whose hash is computed once: that of a long tuple takes long each time.
+    """A value as part of a key, whose hash is computed only once: a tuple computes its own each time.
 
     >>> Hashed((1, 2)) == Hashed((1, 2)), Hashed((1, 2)) == Hashed((1, 3))
     (True, False)
@@ -143,8 +143,10 @@ class Shared:
 
 
 def cached_by_identity(maxsize: int, *, objects: int = 1) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that caches a function's latest results; its first `objects` arguments are told apart by
-    identity, as large values that never change, the others by value. Arguments are given by position.
+    """Return a decorator that caches a function's latest `maxsize` results.
+
+    Its first `objects` arguments are compared by identity, for which they must never change; this is for values that
+    take long to hash. The others are compared by value. All are given by position.
 
     >>> @cached_by_identity(maxsize=8)
     ... def total(values: list[int], times: int) -> int:

@@ -35,7 +35,7 @@ ONE_BUCKET = "1024 TiB"
 
 @dataclass(frozen=True)
 class _Job:
-    """What a file says of a training, and what it is to run on."""
+    """A training as a file describes it, with the model and the cluster that it is to run on."""
 
     training: Training
     keys: Keys

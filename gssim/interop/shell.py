@@ -72,7 +72,7 @@ class Script:
 
 
 def follow(text: str, *, file: str, given: Mapping[str, str] | None = None, source: Source | None = None) -> Script:
-    r"""Return what a script would start; `source` returns the texts of the files that it includes.
+    r"""Return the commands that a script would start; `source` returns the texts of the files that it includes.
 
     Raises UserError where the text is no shell script.
 

@@ -130,7 +130,7 @@ class Words:
         return self.state.variables.get(name, "" if name in self.own else None)
 
     def text(self, raw: str) -> str:
-        """Return a word as one text."""
+        """Return the text to which a word expands; where it expands to several words, they are joined by spaces."""
         text = ""
         for part, kind in self._expanded(raw):
             text += (" " if kind == "next" and text else "") + part

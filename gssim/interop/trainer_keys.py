@@ -175,20 +175,20 @@ def _deepspeed_in(keys: Keys, training: Training, file: str, program: str) -> No
             keys.refuse("deepspeed", f"its {theirs.origin} contradicts {origin}")
 
 
-def _engine_in(keys: Keys, training: Training, found: Training, file: str) -> None:
-    """Set what DeepSpeed's engine decides; `found`: the training in its file."""
+def _engine_in(keys: Keys, training: Training, inner: Training, file: str) -> None:
+    """Set what DeepSpeed's engine decides; `inner`: the training that DeepSpeed's own file describes."""
     for name in OF_ENGINE:
-        setattr(training, name, getattr(found, name))
+        setattr(training, name, getattr(inner, name))
     for name in ("dp_shard", "tp", "loss_scale"):
-        setattr(training, name, getattr(training, name) or getattr(found, name))
-    if found.clip_norm is not None:
-        training.clip_norm = found.clip_norm
-    if found.optimizer is not None:  # the Trainer makes none of its own then
+        setattr(training, name, getattr(training, name) or getattr(inner, name))
+    if inner.clip_norm is not None:
+        training.clip_norm = inner.clip_norm
+    if inner.optimizer is not None:  # the Trainer makes none of its own then
         for name in ("optim", "optimizer"):
             if keys.has(name):
                 keys.note(name, f"the optimizer of {file} takes its place")
         for name in ("optimizer", "optimizer_implementation", "optimizer_state_precision"):
-            setattr(training, name, getattr(found, name))
+            setattr(training, name, getattr(inner, name))
 
 
 def add_adapters(

@@ -54,7 +54,7 @@ class _Effect:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Which earlier blocks requests free, for given lengths of the lists of blocks."""
+    """The earlier blocks that requests free, for given lengths of the lists of blocks."""
 
     first: Sequence[int]
     """For each list, how many of its first blocks are freed."""

@@ -110,11 +110,11 @@ class Blocks:
 
     @cached_property
     def block(self) -> Ints:
-        """Block of each port."""
+        """Index of each port's block."""
         return np.concatenate([self.above, np.arange(len(self.upper))])
 
     def of_links(self, wiring: Wiring) -> Ints:
-        """Return the block of each link."""
+        """Return the index of the block that each link is in, in the order of `wiring`'s links."""
         source, target = self.above[wiring.source], self.above[wiring.target]
         return np.asarray(np.where((source == target) | (self.upper[target] == wiring.source), target, source))
 

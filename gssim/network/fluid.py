@@ -83,7 +83,7 @@ def first_change_s(transfers: Sequence[tuple[Floats, Ints, Ints, Ints]], *, link
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a backend adds to the time of a stage on its links."""
+    """Times and factors that a backend adds to the time of a stage on its links."""
 
     factor: float = 1.0
     """Time per byte relative to that on the bare links."""

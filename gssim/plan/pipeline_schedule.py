@@ -56,7 +56,7 @@ class Action(NamedTuple):
 
 
 def _on_messages(kind: str, messages: tuple[Message, ...]) -> Action:
-    """Return an action on messages alone (by place: a schedule has thousands, and names take twice as long)."""
+    """Return an action on messages alone; keyword arguments would take twice as long, of thousands in a schedule."""
     return Action(kind, -1, -1, messages)
 
 

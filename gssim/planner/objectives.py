@@ -16,7 +16,7 @@ ROUNDING = 1e-9
 
 
 def objective_of(result: Result, objective: Objective) -> float:
-    """Return a Result's value of the objective."""
+    """Return what a step takes by the objective: seconds, USD or J. The Result must have it."""
     values = {"step-time": result.step_time_s, "cost": result.cost_usd_per_step, "energy": result.energy_j_per_step}
     value = values[objective]
     assert value is not None

@@ -620,7 +620,7 @@ class Lowering:
         return self.policies.gradients == "push" and micro_batch.sent_before and not micro_batch.first
 
     def compute_kind(self, rank: int, micro_batch: MicroBatch) -> ComputeKind:
-        """Return what a rank's forward and backward of a micro-batch depend on."""
+        """Return a key that is equal where ranks and micro-batches have the same tasks of forward and backward."""
         return ComputeKind(
             self.scenario.cluster.devices[rank].type,
             self.batch_sizes[rank],

@@ -217,7 +217,7 @@ def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
 
 
 class Sender(NamedTuple):
-    """What the density of a node's pushes depends on."""
+    """The inputs of a node's push density: nodes with equal ones push the same fractions."""
 
     samples: float
     part: float
@@ -554,8 +554,8 @@ MAX_CACHED_DENSITIES = 1024
 """Maximum number of cached densities. A sweep of thresholds has one per step and threshold. Networks compared under one
 plan have one per step, number of samples, and end of a band."""
 MOST_FRACTIONS = 2**17
-"""Number of fractions of tensors that are cached even if that takes more densities: a search of a small model has one
-for each step, threshold, and number of samples of a micro-batch."""
+"""Number of cached fractions, one for each tensor of a density: of a model with few tensors, more densities than
+`MAX_CACHED_DENSITIES` are cached, as a search needs one for each step, threshold, and size of a micro-batch."""
 
 
 def _sender_samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[float, float]:

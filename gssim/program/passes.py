@@ -236,7 +236,7 @@ class Steps:
         return self._equal[step]
 
     def _at(self, step: int) -> Sequence[Lowering]:
-        """Return the lowerings of a step."""
+        """Return the lowerings of all parts of the model at a step; those of the latest step are kept."""
         if self._latest is None or self._latest[0] != step:
             self._latest = step, [low.at_step(step) for low in self._lowerings]
         return self._latest[1]
@@ -341,7 +341,7 @@ class Steps:
         return [outline if chunked else tuple(tasks_of(outline.parts)) for outline in outlines]
 
     def _named(self, low: Lowering) -> Named:
-        """Return what names the collectives; programs that differ in their number of micro-batches share it."""
+        """Return the names of collectives; programs that differ in their number of micro-batches share them."""
 
         def new() -> Named:
             return Named(low.policies.tp, self._copies, several=len(self._lowerings) > 1)
@@ -357,7 +357,7 @@ MOST_NAMED = 4
 
 
 def step_key(low: Lowering) -> tuple[Hashable, ...]:
-    """Return what a step's program depends on beyond the run: densities, and work that only some steps do."""
+    """Return a key of a step: densities, and work of some steps only. Steps with equal keys have equal programs."""
     thresholded, ratios = is_thresholded(low), None
     if thresholded and low.push.selects and low.sends_by_data:
         sending = [each for each in low.micro_batches if each.sends_gradients]
@@ -622,7 +622,7 @@ def _rank_kind(low: Lowering, rank: int) -> _RankKind:
 
 
 class _MicroBatchKind(NamedTuple):
-    """What the tasks of a micro-batch depend on besides its number."""
+    """Key of a micro-batch: those with equal keys have equal tasks, but for their number."""
 
     rank: _RankKind
     samples: int

@@ -49,7 +49,7 @@ the micro-batch's number. The last argument says which sharded parameters are al
 
 
 class Scheduled(NamedTuple):
-    """What a pipeline rank does in a step, but for its update."""
+    """The parts of a pipeline rank's step, but for its update."""
 
     before_update: Sequence[Part]
     after_update: Sequence[Part]
@@ -167,8 +167,8 @@ class _ScheduleWriter:
     computed: dict[tuple[int, str, int, Gathered | None], _Computed] = field(default_factory=dict)
     """Forwards and backwards, by stage, direction, and what micro-batches with equal ones have in common."""
     repeated: dict[tuple[str, int, int], tuple[Template, int | None]] = field(default_factory=dict)
-    """Those of which a further one is nothing but a chunk of the same template, and the stage in its identities; by
-    direction, stage, and the number of what micro-batches have in common."""
+    """Template, and stage in identities, of forwards and backwards that need no more than a chunk; by direction, stage,
+    and class of micro-batches."""
     routes: dict[tuple[str, int], tuple[Route, float]] = field(default_factory=dict)
     """What messages have in common, and the host time to post one; by kind of message and source stage."""
     posted: dict[Message, Posted] = field(default_factory=dict)
@@ -225,8 +225,9 @@ class _ScheduleWriter:
         self.latest = part
 
     def repeat(self, action: Action) -> bool:
-        """Append a forward or backward if it is nothing but a further chunk, as nearly all of thousands are; return
-        whether it was.
+        """Append a forward or backward that needs no more than a chunk of a template that is there; return whether.
+
+        Nearly all of a schedule's thousands of actions are such.
         """
         kind, stage, micro_batch, _ = action
         if kind not in COMPUTES or self.gathers or self.copies:
@@ -409,7 +410,7 @@ class _ScheduleWriter:
             self.add(Task(posted.message.serving("post"), "exposed_communication", duration_s=posting_s))
 
     def route(self, message: Message, *, sends: bool) -> tuple[Route, float]:
-        """Return what all messages like this one have in common (stream, group, size), and the time to post one."""
+        """Return the route of a message (stream, group, size), and the seconds of the host to post it."""
         count, size = len(self.replicas[0]), self.size_bytes(message)
         source, target = message.source % count, message.target % count
         exchange = Communication.among(((ranks[source], ranks[target]) for ranks in self.replicas), "send", size)

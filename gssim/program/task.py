@@ -446,7 +446,7 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """What a rank's messages from one stage to another have in common."""
+    """The way of a rank's messages from one stage to another; they differ in their micro-batch only."""
 
     kind: Literal["activation", "gradient"]
     stage: int
@@ -459,8 +459,8 @@ class Route:
     """`TaskId.group` of their collectives."""
 
     @property
-    def alike(self) -> Hashable:
-        """What the route has in common with its other end, and with no other route."""
+    def identity(self) -> Hashable:
+        """A key that is equal for the two ends of a route, and for no other route."""
         return self.kind, self.stage, self.group
 
 
@@ -719,8 +719,8 @@ def distinct_tasks(tasks: Sequence[Task]) -> Iterable[Task]:
     return chain(tasks.schedule.plain, tasks.further.plain, *(template.tasks for template in templates.values()))
 
 
-def _in_common(by_rank: Iterable[Sequence[Task]]) -> Iterator[Parts]:
-    """Yield the parts of all ranks, those that outlines have in common only once."""
+def _distinct_parts(by_rank: Iterable[Sequence[Task]]) -> Iterator[Parts]:
+    """Yield the parts of all ranks; a schedule that several outlines share comes only once."""
     seen = set[int]()
     for tasks in by_rank:
         if not isinstance(tasks, Outline):
@@ -782,16 +782,16 @@ class Collectives(Mapping[TaskId, Communication]):
         counts, order = Counter[int](), dict[int, Communication]()
         chunks: dict[tuple[TaskId, ...], _Repeated] = {}
         posted: dict[Hashable, set[Place]] = defaultdict(set)
-        """By `Route.alike`: the messages of a route have the same names at its other end."""
-        for parts in _in_common(self._by_rank):
+        """By `Route.identity`: the messages of a route have the same names at its other end."""
+        for parts in _distinct_parts(self._by_rank):
             for part in parts.distinct:
                 if isinstance(part, Chunk):
                     exchanges = _repeat(part.template.collectives, parts.places[id(part.template)], chunks)
                     order |= {id(each): each for each in exchanges}
                 elif isinstance(part, Posted):
                     exchange = part.route.exchange
-                    new = set(parts.places[id(part.route)]) - posted[part.route.alike]
-                    posted[part.route.alike] |= new
+                    new = set(parts.places[id(part.route)]) - posted[part.route.identity]
+                    posted[part.route.identity] |= new
                     counts[id(exchange)] += len(new)
                     order |= {id(exchange): exchange} if new else {}
                 elif part.communication is not None and part.communication not in plain:
@@ -817,7 +817,7 @@ class _Repeated(NamedTuple):
 def _repeat(
     own: Mapping[TaskId, Communication], places: Iterable[Place], chunks: dict[tuple[TaskId, ...], _Repeated]
 ) -> Iterable[Communication]:
-    """Add the places of a template to those of its collectives; return these as first named, which is once for all."""
+    """Add the places where a template runs; return its collectives: for equal templates the same objects."""
     if not own:
         return ()
     repeated = chunks.setdefault(tuple(own), _Repeated(own, set()))

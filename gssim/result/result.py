@@ -85,11 +85,11 @@ class Interval(Protocol):
 
     @property
     def start_s(self) -> float:
-        """Its beginning."""
+        """Its beginning, in seconds."""
 
     @property
     def end_s(self) -> float:
-        """Its end."""
+        """Its end, in seconds."""
 
 
 T = TypeVar("T", bound=Interval)

@@ -220,8 +220,10 @@ def memory_bound_ratio(
     *,
     positions: int | None = None,
 ) -> float:
-    """Return how many times as long as at their FLOP/s the products of `work` take, as the memory's bandwidth limits
-    them: 1 where it does not. The arguments are those of `layer_roofline_s`, whose time of the products this is.
+    """Return the time of the products of `work` over their time at the device's FLOP/s: above 1 if the memory's
+    bandwidth limits them, else 1.
+
+    The time is that of `layer_roofline_s`, whose arguments these are.
     """
     flop, moved_bytes, streamed_bytes = _amounts(device, workload, layer, work, phase, batch_size, positions)
     at_rate_s = flop / achieved_flop_per_s(device, product_precision(device, workload))
@@ -238,7 +240,10 @@ def _amounts(
     batch_size: float,
     positions: int | None,
 ) -> tuple[float, float, float]:
-    """Return the FLOP of `work` as they count at the device's one rate, the moved bytes, and the streamed ones."""
+    """Return the FLOP, the moved bytes and the streamed bytes of `work`.
+
+    Products that are slower than the device's achieved rate count as the FLOP that take as long at that rate.
+    """
     shape: dict[str, Any] = {"b": batch_size, "s": workload.sequence_length or 1}
     scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
     precision = product_precision(device, workload)

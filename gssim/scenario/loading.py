@@ -408,7 +408,7 @@ def _cluster(path: Path, changes: Changes, file: str, folders: _Folders, shared:
 
 
 def _check_device_types(data: dict[str, Any], changes: Changes, file: str) -> None:
-    """Raise UserError for an override of a value of a device type that the cluster has not, and that is not new."""
+    """Raise MistakenNameError if an override sets a value of a device type that neither the cluster nor they define."""
     types = data.get("device_types")
     parts = [key.split(".") for key, _ in changes if key.startswith("device_types.")]
     new = {name for _, name, *rest in parts if rest[:1] in ([], ["preset"], ["kind"])}

@@ -142,7 +142,7 @@ class _MemoryBudget:
         return tuple(room / self.whole_bytes for room in self.room_bytes)
 
     def lack(self, rank: int | None) -> str:
-        """Return what an owner lacks, in words, or what all together lack, of whom one has the least room."""
+        """Return a text on the memory that the owner `rank` lacks; None: that all owners together lack."""
         if rank is not None:
             return f"must hold {human_bytes(-self.room_bytes[rank])} more than it may, without any shard"
         return (

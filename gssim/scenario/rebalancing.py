@@ -27,7 +27,7 @@ class RebalancingState:
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Samples of each rank."""
+        """Number of samples of each rank in a step."""
         return self.watch.batch
 
 

@@ -55,7 +55,7 @@ _WHOLE_ONLY: dict[str, Any] = dict.fromkeys(DIVIDED_LISTS, ())
 
 @dataclass(frozen=True)
 class Slicing:
-    """What of a model tensor-parallel ranks divide besides the units of its blocks, and when they exchange."""
+    """How tensor-parallel ranks divide a model besides the units of its blocks, and when they exchange."""
 
     vocabulary: DividedVocabulary | None = None
     """How they divide the vocabulary; None: not at all."""

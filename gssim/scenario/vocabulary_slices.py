@@ -31,7 +31,7 @@ from gssim.workload import (
 
 @dataclass(frozen=True)
 class DividedVocabulary:
-    """Which parts of the vocabulary tensor-parallel ranks divide."""
+    """The layers whose vocabulary tensor-parallel ranks divide: the embedding, and the head with the loss."""
 
     embedding: bool
     loss: bool

@@ -134,7 +134,7 @@ class StepTimes:
 
 
 class _Sizing(NamedTuple):
-    """Which parts of the ranks' memory are computed: reserved bytes, and what is known of them beforehand."""
+    """Settings of the simulation of memory: whether reserved bytes are computed, and figures that are known before."""
 
     reserved: bool = True
     """Whether to compute reserved memory, with the allocator's overhead."""

@@ -32,7 +32,7 @@ class CountedStep:
 
 @dataclass(frozen=True)
 class VaryingRun:
-    """All steps of a run."""
+    """The steps of a run whose conditions change: slow ranks, and rebalanced batches and shards."""
 
     steps: tuple[CountedStep, ...]
     """Steps after the warm-up."""

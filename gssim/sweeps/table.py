@@ -148,7 +148,7 @@ def _memory(result: Result) -> Row:
 
 
 def class_of(ranks: Iterable[RankClass], rank: int) -> RankClass:
-    """Return the class of a rank."""
+    """Return the entry of equal ranks to which a rank belongs, which must be in one of them."""
     return next(each for each in ranks if rank in each.ranks)
 
 

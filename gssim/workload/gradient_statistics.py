@@ -131,7 +131,10 @@ class Transfer:
 
 @spec
 class GradientStatistics:
-    """Statistics of the gradients of a training run."""
+    """Gradient magnitudes of training runs, and the pushes and publications that thresholds would have caused.
+
+    `gsreal gradients` measures them, and writes the file that `workload.gradients` names; they predict densities.
+    """
 
     schema: Literal["gssim.gradients/3"] = SCHEMA
     model: str

@@ -80,7 +80,7 @@ class _Transferred:
         self.relative: dict[tuple[int, int], RelativeDensity] = {}
 
     def statistics(self, precision: str) -> GradientStatistics:
-        """Return the statistics."""
+        """Return the statistics of the model that the family predicts; `precision`: that of its training."""
         distinct = {(each.key, self._rows_of(each), each.share): each for each in self.parameters}
         elements = np.array([float(math.prod(each.shape)) for each in self.parameters])
         scales = np.array([self._rms(each, 0, self.batch) for each in self.parameters])

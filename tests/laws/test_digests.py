@@ -122,7 +122,7 @@ def test_comparison_says_what_was_made_with_other_code(tmp_path):
     both_sides(tmp_path / "other", gsreal="0123456789abcdef", torch="2.11")
     (said,) = said_of(tmp_path / "other")
     assert said.startswith("1 of 1 measured with another gsreal than this one")
-    assert said.endswith("--again measures anew")
+    assert said.endswith("(ddp-even); run it again, with --again if a sweep or a study made it")
 
 
 # Archives ------------------------------------------------------------------------------------------------------------

@@ -89,17 +89,17 @@ class Bounds:
         return replace(bound, time_s=least_s, objective=self._objective(least_s, busy_s))
 
     def _samples(self, plan: Plan, policies: Policies) -> tuple[int, ...]:
-        """Return the samples of each rank."""
+        """Return the number of samples that each rank trains on in a step."""
         sizes = self.parts.batch_sizes(plan, policies)
         return tuple(sizes[policies.data_rank(rank)] for rank in range(policies.ranks))
 
     def _objective(self, time_s: float, busy_s: Sequence[float]) -> float:
-        """Return the lower bound of the objective for this step time and each rank's compute time."""
+        """Return the lower bound of the objective (s, USD or J) for a step time and each rank's compute time."""
         return least(self.parts.scenario, self.objective, time_s, busy_s)
 
 
 def least(scenario: Scenario, objective: Objective, time_s: float, busy_s: Sequence[float]) -> float:
-    """Return the lower bound of the objective for this step time and each rank's compute time."""
+    """Return the lower bound of the objective (s, USD or J) for a step time and each rank's compute time."""
     used = [scenario.cluster.type_of(rank) for rank in range(len(busy_s))]
     if objective == "cost":
         return sum(device.price_usd_per_h or 0.0 for device in used) * time_s / 3600

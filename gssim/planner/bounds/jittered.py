@@ -1,11 +1,12 @@
 """Lower bounds of the median step of devices whose speed varies randomly, from the variates that a simulation draws.
 
 [Note: drawn] A rank draws the random factors of its compute one after another, from a seed of its own, so that they are
-known before anything is simulated. Of the ranks that end a step, the last one begins the next step no earlier, and ends
-that no earlier than its own tasks take with their factors, if nothing slows them down and its peers are always ready. A
-step lasts from the last end of one step to that of the next. So it is no shorter than the shortest of its ranks' own
-steps, and the median of the steps is no shorter than the median of these. Where other streams than that of the compute
-draw factors too, or devices share cores, the order of the draws depends on times, and nothing is known.
+known before anything is simulated. Let a rank's own step be the time of its tasks with their factors, if nothing else
+slows them down and its peers are always ready. A step begins when the last rank ends the
+previous one, and ends when the last rank ends it. The rank that was last in the previous one begins this one no
+earlier, and takes its own step at least. So a step is no shorter than the shortest of all ranks' own steps, and the
+median step is no shorter than the median of these. If other streams than that of the compute draw factors too, or
+devices share cores, the order of the draws depends on times, and there is no bound.
 """
 
 from collections import defaultdict
@@ -27,18 +28,19 @@ from gssim.units import Floats
 
 
 class _Run(NamedTuple):
-    """Tasks of a stream in a row, of which others wait for the last one only, and the first one alone waits."""
+    """Consecutive tasks of a stream: only the first one waits for others, and others wait only for the last one."""
 
     number: int | None
     """Number of the last task, if others wait for it."""
     computes: slice
-    """Those of its tasks that draw a factor, among those of the rank."""
+    """Indices in `_Role.durations_s` of its tasks that draw a factor."""
     exchanges: Sequence[Communication]
     after: Sequence[int]
+    """Numbers of the tasks that the first one waits for."""
 
 
 class _Role(NamedTuple):
-    """The tasks of a role."""
+    """The tasks of ranks that run the same program, as runs in each stream."""
 
     durations_s: Floats
     """Of each task that draws a factor, in the order of the draws."""
@@ -58,7 +60,7 @@ def median_step_s(scenario: Scenario, program: Program, collectives: CollectiveB
     for rank, (device, number) in enumerate(zip(devices, program.role_of, strict=True)):
         role = roles[number]
         assert role is not None
-        computed_s = _drawn(device, (scenario.run.seed, rank), role.durations_s)
+        computed_s = _compute_before_s(device, (scenario.run.seed, rank), role.durations_s)
 
         def alone_s(communication: Communication, rank: int = rank) -> float:
             return collectives.alone_s(communication, rank)
@@ -67,10 +69,11 @@ def median_step_s(scenario: Scenario, program: Program, collectives: CollectiveB
     return float(np.median(least_s))
 
 
-def _drawn(device: DeviceType, seed: Sequence[int], durations_s: Floats) -> Floats:
-    """Return the compute of each counted step before each task, in seconds, by task and step; and of all tasks last.
+def _compute_before_s(device: DeviceType, seed: Sequence[int], durations_s: Floats) -> Floats:
+    """Return the seconds of compute before each task of each counted step: an array (tasks + 1, steps).
 
-    The factors are those of `Machine`: one of the step, if the steps vary, then one of each task, if the tasks vary.
+    Its last row is the compute of all tasks. The factors are those of `Machine`: one of the step, if the steps vary,
+    then one of each task, if the tasks vary.
     """
     of_step, of_task = device.step_jitter_ratio, device.task_jitter_ratio
     draws = bool(of_step) + (len(durations_s) if of_task else 0)
@@ -126,8 +129,9 @@ def _role(tasks: Sequence[Task], exchanges: dict[Any, Communication]) -> _Role |
 def _steps_s(
     streams: Mapping[str, Sequence[_Run]], computed_s: Floats, alone_s: Callable[[Communication], float]
 ) -> Floats:
-    """Return the least time of each step from its beginning to the end of its compute stream.
+    """Return the least seconds of each step, from its beginning to the end of its compute stream.
 
+    `computed_s`: see `_compute_before_s`. `alone_s`: returns a lower bound of the seconds of a collective.
     Tasks of other streams that wait for none of the step's compute may have run in the step before.
     """
     ends_s: dict[int, Any] = {}

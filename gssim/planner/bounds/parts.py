@@ -89,7 +89,7 @@ class ModelParts:
         return self.once(("policies", _resolved_keys(plan)), found)
 
     def batch_sizes(self, plan: Plan, policies: Policies) -> tuple[int, ...]:
-        """Return the samples of each part of the batch."""
+        """Return the number of samples in each data rank's part of the batch."""
         rule, total = plan.shares.batch, self.workload.global_batch_size
         if not isinstance(rule, str):
             return tuple(round(share * total) for share in rule)
