@@ -146,7 +146,7 @@ def partial_adapters(block: nn.Module) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class TensorExchanges:
-    """TensorExchanges of tensor-parallel ranks that have slices of the same blocks."""
+    """What tensor-parallel ranks exchange that have slices of the same blocks."""
 
     ranks: int
     all_reduce: AllReduce
@@ -160,7 +160,7 @@ class TensorExchanges:
     """Begins the sum of an input's gradient, which then overlaps with the products of weights' gradients; None: it
     follows them."""
     ring: PartsRing | None = None
-    """TensorExchanges `parts` while linear maps are computed part by part; None: before and after them."""
+    """Exchanges `parts` while linear maps are computed part by part; None: they are exchanged before and after."""
 
 
 def slice_block(block: nn.Module, held: Sequence[int], exchanges: TensorExchanges) -> None:
