@@ -466,7 +466,7 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
         tag, tags = shown_value(fault["ctx"]["tag"]), fault["ctx"]["expected_tags"].replace("'", "")
         return f"{file}: {path}.kind = {tag}: allowed: {tags}{more}"
     if "[key]" in fault["loc"]:  # a name in a table by name, whose value may be right
-        names = re.findall("'([^']*)'", " ".join(each["ctx"].get("expected", "") for each in same))
+        names = re.findall("'([^']*)'", " ".join(each.get("ctx", {}).get("expected", "") for each in same))
         return f"{file}: {path}: {_unknown_key(names) if names else _said(fault)}{more}"
     message = ", or ".join(dict.fromkeys(map(_said, same))).replace(", or must be", ", or")
     if fault["type"] == "literal_error" and isinstance(fault["input"], str):

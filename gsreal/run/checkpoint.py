@@ -344,7 +344,7 @@ def check_checkpoints(scenario: Scenario, folder: Path, every: int, *, where: st
     ours = identity(scenario)
     for key in {**progress.training, **ours}:  # some are only in one of them
         saved, asked = progress.training.get(key), ours.get(key)
-        if saved != asked:
+        if saved != asked and not (key == FORM and saved == _form(scenario, counts_shards=True)):
             raise UserError(
                 f"--checkpoint {folder}: was saved by another training: {key} = {saved!r} there, {asked!r} in {where}"
             )
@@ -477,12 +477,16 @@ def identity(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def _form(scenario: Scenario) -> str:
-    """Return the kind of saved state: torch's, or that of Gradient Sharding, with or without master copies."""
+def _form(scenario: Scenario, *, counts_shards: bool = False) -> str:
+    """Return the kind of saved state: torch's, or that of Gradient Sharding, with or without master copies.
+
+    `counts_shards`: whether shards of parameters count as master copies, as in checkpoints of earlier versions.
+    """
     policies, copies = scenario.policies, has_master_copy(scenario.workload)
     if policies.gradients != "push":
         return "torch" + (", master copies" if copies and policies.parameters == "replicated" else "")
     copies = copies or scenario.plan.publish.threshold is not None
+    copies = copies or (counts_shards and policies.parameters != "replicated")
     form = "gradient-sharding" + (", master copies" if copies else "")
     tied = tied_parameters(unrolled(scenario.workload.model), scenario.stage_ranges) if policies.pp > 1 else ()
     return form + (", a state for each copy of tied parameters" if tied else "")
@@ -583,7 +587,8 @@ def _read_own(training: Training, folder: Path) -> bool:
 def _read_loss_scale(training: Training, folder: Path) -> None:
     """Restore the factor on the loss, which is equal on all ranks, whatever the number of ranks is now."""
     if training.scaler is not None:
-        first = torch.load(folder / "rank-0.pt", weights_only=True)
+        # the file may have residuals of a GPU, which are not read
+        first = torch.load(folder / "rank-0.pt", weights_only=True, map_location="cpu", mmap=True)
         training.scaler.scale, training.scaler.clean_steps = first["loss_scale"]
 
 

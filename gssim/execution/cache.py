@@ -166,7 +166,9 @@ def cached_by_identity(maxsize: int, *, objects: int = 1) -> Callable[[Callable[
             return of_values(*(each.value for each in key[:objects]), *key[objects:])
 
         @wraps(function)
-        def looked_up(*arguments: P.args, **_named: P.kwargs) -> T:
+        def looked_up(*arguments: P.args, **named: P.kwargs) -> T:
+            if named:
+                raise TypeError(f"{function.__name__}: takes arguments by position, not {', '.join(named)}")
             return cached(*map(Same, arguments[:objects]), *arguments[objects:])
 
         return looked_up

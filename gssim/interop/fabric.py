@@ -107,9 +107,10 @@ def _lines_of_conf(text: str, file: str) -> Iterator[tuple[str, dict[str, str]]]
     lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
         whole = before + line
-        if line.endswith("\\") and number < len(lines):
-            before = whole[:-1] + " "
-            continue
+        if line.endswith("\\"):
+            whole = before = whole[:-1] + " "
+            if number < len(lines):
+                continue
         where, before, first = f"{file} line {first}", "", number + 1
         pairs: dict[str, str] = {}
         for word in whole.partition("#")[0].split():

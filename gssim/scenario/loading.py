@@ -409,7 +409,7 @@ def _cluster(path: Path, changes: Changes, file: str, folders: _Folders, shared:
 
 def _check_device_types(data: dict[str, Any], changes: Changes, file: str) -> None:
     """Raise MistakenNameError if an override sets a value of a device type that neither the cluster nor they define."""
-    types = data.get("device_types")
+    types = None if "device_types" in dict(changes) else data.get("device_types")  # it may be replaced as a whole
     parts = [key.split(".") for key, _ in changes if key.startswith("device_types.")]
     new = {name for _, name, *rest in parts if rest[:1] in ([], ["preset"], ["kind"])}
     for _, name, *_ in parts:

@@ -61,6 +61,10 @@ def test_an_override_of_a_device_type_that_the_cluster_has_not(refusal, tmp_path
     """It was taken for a new type: `device_types.b200.kind: missing`."""
     line = refusal(write_files(tmp_path), "cluster.device_types.b200.memory_bytes=80 GB")
     assert "device_types.b200: the cluster has no such type; it has " in line
+    two = 'cluster.device_types={intel-r-xeon-r-processor-core={preset="t4"}, b200={preset="t4"}}'
+    whole = [two, "cluster.device_types.b200.price_usd_per_h=1", 'cluster.device_types.b200.source="x"']
+    types = load_scenario(SCENARIOS / "demo.toml", whole, gradients_needed=False).scenario.cluster.device_types
+    assert types["b200"].price_usd_per_h == 1
 
 
 def test_a_folder_for_a_scenario(refusal, tmp_path):

@@ -215,7 +215,7 @@ def test_a_tree_of_three_levels(tmp_path):
 
 def test_unequal_hosts_and_blocks(tmp_path):
     files = {"a.xml": nccl_xml(), "b.xml": nccl_xml(sm=80, links=12, speed="16.0 GT/s PCIe", mbits=200000)}
-    files["topology.conf"] = "BlockName=b1 Nodes=x1\nBlockName=b2 Nodes=x2\nBlockSizes=1\n"
+    files["topology.conf"] = "BlockName=b1 Nodes=x1\nBlockName=b2 Nodes=x2\nBlockSizes=1 \\\n"
     cluster, found = made(tmp_path, files)
     assert [each.type for each in cluster.devices[::8]] == ["h100-sxm", "a100-sxm-80"]
     assert cluster.nccl is not None

@@ -171,6 +171,9 @@ def test_a_load_of_layers_that_the_model_has_not_is_refused():
     layers = dict.fromkeys([*(f"blocks.{number}" for number in range(4)), "blocks.7"], (1.0,) * 12)
     with pytest.raises(UserError, match=r"layers\['blocks\.7'\]: no such layer .* 4, from blocks\.0 to blocks\.3"):
         scenario({"method": "ddp", "ep": 4}, expert_load={"layers": layers})
+    dense = replace(MIXTURE, expert_layers=())
+    with pytest.raises(UserError, match=r"layers\['blocks\.0'\]: no such layer with experts; there are none"):
+        scenario({"method": "ddp"}, model=dense, expert_load={"layers": layers}, expert_routing="load")
 
 
 @pytest.mark.parametrize("ep", [1, 2])

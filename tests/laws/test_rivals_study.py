@@ -264,7 +264,7 @@ def mapped():
     whole = load_study(STUDY)
     variants = tuple(each for each in whole.study.variants if each.name in NAMES)
     loaded = replace(whole, study=replace(whole.study, variants=variants))
-    ends = {"dense": (1.0, 1.1, 0.9), "LocalSGD, 8 steps": (2.0, 2.1, 1.9), "GS, threshold inf": (2.5, 2.6, 2.4)}
+    ends = {"dense": (1.0, 1.1, 0.9), "LocalSGD, 8 steps": (2.3, 2.4, 2.2), "GS, threshold inf": (2.5, 2.6, 2.4)}
     courses = [
         replace(
             course(name, ends=ends[name], step_bytes=1.0, step_time_s=1.0, density=0.0 if "GS" in name else None),

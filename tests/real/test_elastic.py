@@ -400,6 +400,17 @@ def test_shards_of_parameters_have_no_master_copies_beside_them_but_in_16_bits(t
         written(folder, load_scenario(DEMO, plan, gradients_needed=False).scenario, 4)
         replicas = load_scenario(DEMO, overrides(2, STEPS, "plan.method=gs", *changes), gradients_needed=False).scenario
         check_checkpoints(replicas, folder, 1, where="scenario.toml")
+    progress = tmp_path / "fp64" / "step-00000004" / "progress.json"
+    by_this_version = progress.read_text()
+    progress.write_text(by_this_version.replace('"gradient-sharding"', '"gradient-sharding, master copies"'))
+    sharded = load_scenario(
+        DEMO, overrides(2, STEPS, "plan.method=gs_z3", "workload.precision=fp64"), gradients_needed=False
+    )
+    check_checkpoints(sharded.scenario, tmp_path / "fp64", 1, where="scenario.toml")  # as earlier versions called it
+    assert "master copies' there, 'gradient-sharding' in" in refusal(
+        "plan.method=gs", "workload.precision=fp64", folder=tmp_path / "fp64"
+    )
+    progress.write_text(by_this_version)
     thresholded = refusal("plan.method=gs", "plan.publish.threshold=0", folder=tmp_path / "fp64")
     assert "state = 'gradient-sharding' there, 'gradient-sharding, master copies' in scenario.toml" in thresholded
 

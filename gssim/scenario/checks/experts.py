@@ -135,9 +135,9 @@ def _check_rows(workload: Workload, file: str, *, parts: int) -> None:
     load, modules = workload.expert_load, [module for layer in routed for module in layer.modules]
     unknown = [] if isinstance(load, str) else [name for name in load.layers or () if name not in modules]
     if unknown:
+        known = f"{len(modules)}, from {modules[0]} to {modules[-1]}" if modules else "none"
         raise UserError(
-            f"{file}: workload.expert_load.layers['{unknown[0]}']: no such layer with experts; there are "
-            f"{len(modules)}, from {modules[0]} to {modules[-1]}"
+            f"{file}: workload.expert_load.layers['{unknown[0]}']: no such layer with experts; there are {known}"
         )
 
 
