@@ -5,7 +5,7 @@ As a command, traces the files that it is given, or else all of tests, again: se
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -42,13 +42,10 @@ def whole_layers_alone(*, sliced: bool = False, split: bool = True, precisions: 
         patches.append(patch.object(trace, "with_split_costs", lambda _model, layers, *_given, **_where: layers))
     if not precisions:
         patches.append(patch.object(tracing, "_trace_other_precisions", lambda *_given: []))
-    for each in patches:
-        each.start()
-    try:
-        yield
-    finally:
+    with ExitStack() as active:
         for each in patches:
-            each.stop()
+            active.enter_context(each)
+        yield
 
 
 def kept(request: Request) -> Path:

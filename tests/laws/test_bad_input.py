@@ -46,9 +46,11 @@ def test_a_missing_scenario(refusal, tmp_path):
 
 
 def test_files_that_were_probably_meant_are_named(refusal, tmp_path):
-    (tmp_path / "pair.toml").touch()
-    assert refusal(tmp_path / "pari.toml").endswith(f"no such file; did you mean {tmp_path / 'pair.toml'}?")
-    assert refusal(tmp_path.parent / "pair").endswith(f"no such file; did you mean {tmp_path / 'pair.toml'}?")
+    pair = tmp_path / "folder" / "pair.toml"
+    pair.parent.mkdir()
+    pair.touch()
+    assert refusal(pair.parent / "pari.toml").endswith(f"no such file; did you mean {pair}?")
+    assert refusal(tmp_path / "pair").endswith(f"no such file; did you mean {pair}?")
     assert "it is the name of a model: `gssim fits llama3-8b " in refusal("llama3-8b")
     demo = SCENARIOS / "demo.toml"
     with pytest.raises(UserError, match=r"cluster = 'two-cores': no such file; did you mean clusters/two-cores.toml\?"):
