@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from strategies import cluster_of, device_type, scenario_of
+from strategies import cluster_of, device_type, exponential_statistics, scenario_of
 
 from gssim.plan.plan import Replanning, ShareRules
 from gssim.result import Result
@@ -94,6 +94,19 @@ def test_a_ratio_of_one_changes_nothing_and_overlapping_slow_downs_multiply():
     both, three = result_of(slowdowns=[HALF_SPEED, third]), result_of(slowdowns=[HALF_SPEED | {"compute_ratio": 3.0}])
     assert both.step_times_s[25] == pytest.approx(three.step_times_s[25])
     assert both.step_times_s[39] < both.step_times_s[25]
+
+
+def test_every_step_takes_as_long_as_its_own_messages_and_dense_ones_count_for_no_median():
+    push = {"threshold": 1e-2, "warmup_steps": 5}  # three dense ones after the warm-up
+    slow = HALF_SPEED | {"first_step": 0, "compute_ratio": 1.0}
+    found, dense, sparse = (
+        simulate(replace(run_of(steps=5, **plan), gradients=exponential_statistics(samples=(24,)))).result
+        for plan in ({"push": push, "slowdowns": [slow]}, {}, {"push": {"threshold": 1e-2}})
+    )
+    assert sparse.step_time_s != pytest.approx(dense.step_time_s, rel=1e-6)
+    expected_s = [dense.step_time_s] * 3 + [sparse.step_time_s] * 2
+    assert found.step_times_s == pytest.approx(expected_s, rel=1e-9)
+    assert (found.step_time_s, found.step_time_p10_s) == pytest.approx((sparse.step_time_s,) * 2, rel=1e-9)
 
 
 @pytest.mark.parametrize("method", METHODS)
