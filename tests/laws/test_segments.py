@@ -124,6 +124,19 @@ def test_with_replanning_the_slow_down_is_answered_within_three_steps_and_so_is_
     assert {entry.batch_share for entry in mended.ranks} == {0.5}
 
 
+def test_the_host_of_a_slow_gpu_is_as_slow_if_the_gpu_waits_for_what_it_issues():
+    gpu = device_type(kind="cuda", operation_overhead_s=1e-3, peak_flop_per_s={"fp32": 1e13})
+    cluster = star(2, types={"gpu": gpu}, bandwidth=1e12)
+    model = load_model(MODELS / "gpt-byte-1m.toml")
+    always = [{"rank": rank, "first_step": 0, "compute_ratio": 3.0} for rank in range(2)]
+    plain, slow = (
+        simulate(Loaded(file="test", scenario=scenario_of(cluster, {"method": "tensor"}, run=run, model=model)))
+        for run in ({"steps": 2}, {"steps": 2, "slowdowns": always})
+    )
+    for phase in ("forward", "backward"):
+        assert slow.result.phases_s[phase] == pytest.approx(3 * plain.result.phases_s[phase], rel=0.02)
+
+
 TWICE = {"batch": (0.75, 0.25)}
 CUT = [
     *({"method": method, "tp": 2} for method in ("ddp", "zero1", "zero2", "zero3", "gs", "gs_z3")),
