@@ -143,7 +143,9 @@ class Stage:
     stretch_ratio: float = 1.0
     """Time of the transfer relative to that of its bytes alone; more than 1 for filling and draining a pipeline."""
     queued_ratio: float = 0.0
-    """Relative increase of the transfer time where notices wait behind data; see [Note: queues] in `network.routes`."""
+    """Relative increase of the transfer time where notices wait for a whole message; see [Note: queues] in
+    `network.routes`.
+    """
     reduced_bytes: float = 0.0
     """Bytes that a rank adds to its own data, for the rank that adds the most."""
 

@@ -22,7 +22,7 @@ from gssim.collectives.stage import HostCopies
 from gssim.engine.host import Load
 from gssim.errors import UserError
 from gssim.execution.cache import Same, Shared
-from gssim.network import Network, Pace, Router, notices_queue
+from gssim.network import Network, Pace, Router, queued_ratio
 from gssim.units import Floats, Ints, distinct, kinds_of_rows
 
 NCCL_ALGORITHMS = {"ring": "ring", "tree": "double-tree", "nvls": "in-switch"}
@@ -409,8 +409,8 @@ class Scheduler:
         """Return the stage, stretched if receivers' notices wait in queues behind the stage's own data."""
         if not stage.queued_ratio or not collectives.has_notices(self.cluster.backend):
             return stage
-        waits = self._cache.once("queues", Same(stage.hops), lambda: notices_queue(self.router, stage.hops))
-        return replace(stage, stretch_ratio=stage.stretch_ratio * (1 + stage.queued_ratio)) if waits else stage
+        waits_ratio = self._cache.once("queues", Same(stage.hops), lambda: queued_ratio(self.router, stage.hops))
+        return replace(stage, stretch_ratio=stage.stretch_ratio * (1 + waits_ratio * stage.queued_ratio))
 
     def _fitting_algorithms(self, members: Members, communication: Communication) -> tuple[CollectiveSchedule, ...]:
         """Return the schedules of all algorithms that fit the shape of the group.

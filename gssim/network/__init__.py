@@ -3,5 +3,5 @@
 from gssim.network.clock import Clock
 from gssim.network.fluid import Network, Pace, limited_rates
 from gssim.network.folding import codes
-from gssim.network.routes import Router, notices_queue
+from gssim.network.routes import Router, queued_ratio
 from gssim.network.transfers import JointSessions, Prepared

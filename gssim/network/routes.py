@@ -4,6 +4,10 @@
 kernel's limits on a connection's queue). A slower link farther along the path cannot do so: all data that the sender's
 fast port transmits waits in the switch before that link, in order of arrival. A receiver's notice on the same path
 waits for the data ahead of it. On idle links, a notice takes almost no time from switch to switch.
+
+While a port transmits a message of S bytes at rate u, the slower link behind it, of rate d, carries only S d/u of them.
+So a notice waits for at most S (1 - d/u) bytes: 1 - d/u of the message's time on the slow link, which is nothing if
+both are equally fast. A faster port thus makes a ring slower, by at most one message.
 """
 
 import hashlib
@@ -456,32 +460,22 @@ def _collected(entries: list[tuple[Ints, Ints, Floats]], latency_s: Floats) -> I
     return Incidence(flow[order], link, share, latency_s)
 
 
-AS_BUSY = 0.99
-"""Load relative to the busiest link above which a link counts as busiest too, to allow for rounding."""
+def queued_ratio(router: Router, hops: Hops) -> float:
+    """Return the longest time for which a notice of hops that progress together waits in a queue behind the data of
+    other such hops, relative to the time in which the busiest link carries its data; see [Note: queues].
 
-
-def notices_queue(router: Router, hops: Hops) -> bool:
-    """Return whether notices of hops that progress together wait in queues behind the data of other such hops.
-
-    That is so if a link limits hops whose senders have faster ports, and the notice of another hop that is also limited
-    crosses that link.
+    Each hop carries one message in that time. A link's queue takes in a message as fast as the sender's port transmits
+    it, and so has its remainder left when the port has finished. A notice of a hop that waits for slower links for only
+    a part of the time makes up for the rest of it.
     """
-    on, rates = router.of(hops), router.wiring.bandwidth_bytes_per_s
-    busy_s: Floats = summed(on.link, on.share * hops.weight[on.flow], router.wiring.links) / rates
-    slow = np.asarray(busy_s >= AS_BUSY * busy_s.max(initial=0.0)) & (busy_s > 0)
-    own = router.wiring.source[on.link] == hops.source[on.flow]
-    limited_at_port = _any(on.flow, slow[on.link] & own, hops.count)
-    in_network = slow[on.link] & ~limited_at_port[on.flow]
-    if not in_network.any():
-        return False
-    limited = _any(on.flow, slow[on.link], hops.count)
+    on, wiring = router.of(hops), router.wiring
+    busy_s: Floats = summed(on.link, on.share * hops.weight[on.flow], wiring.links) / wiring.bandwidth_bytes_per_s
+    busy_ratio = busy_s / max(busy_s.max(initial=0.0), np.finfo(float).tiny)
+    own = wiring.source[on.link] == hops.source[on.flow]
+    port_ratio, limit_ratio, queue_ratio = np.zeros(hops.count), np.zeros(hops.count), np.zeros(wiring.links)
+    np.maximum.at(port_ratio, on.flow[own], busy_ratio[on.link[own]])
+    np.maximum.at(limit_ratio, on.flow, busy_ratio[on.link])
+    np.maximum.at(queue_ratio, on.link, busy_ratio[on.link] - port_ratio[on.flow])
     back = router.of(Hops(hops.target, hops.source, hops.weight))
-    queues = _any(on.link, in_network, router.wiring.links)
-    return bool((queues[back.link] & limited[back.flow]).any())
-
-
-def _any(owner: Ints, marks: Bools, owners: int) -> Bools:
-    """Return for every owner whether one of its entries is marked."""
-    marked = np.zeros(owners, dtype=bool)
-    marked[owner[marks]] = True
-    return marked
+    waits_ratio = queue_ratio[back.link] - (1.0 - limit_ratio[back.flow])
+    return float(waits_ratio.max(initial=0.0))

@@ -541,11 +541,17 @@ def _step_tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:
             alike.steps[kind] += alike.micro_batches[kind, micro_batch]
     tasks, ratio = [*_load_batch(low, rank), *optimize(low, rank, alike.steps[kind])], low.slowed.get(rank, 1.0)
     if ratio != 1:
-        tasks = [replace(t, duration_s=ratio * t.duration_s) if t.phase in SLOWED_PHASES else t for t in tasks]
+        tasks = [_slowed(task, ratio) if task.phase in SLOWED_PHASES else task for task in tasks]
     if low.scenario.plan.shares.replan:  # the batch split and the shard sizes follow the compute times
         exchange = Communication("all-gather", low.group, REPORTED_BYTES * len(low.group))
         tasks = [*tasks, collective_task(TaskId("share-compute-times"), exchange)]
     return [*_with_host_waits(tasks)] if low.scenario.cluster.backend == "gloo" else [*tasks]
+
+
+def _slowed(task: Task, ratio: float) -> Task:
+    """Return a task of a slow rank, whose host is as much slower as its device."""
+    issue = task.issue and replace(task.issue, host_s=ratio * task.issue.host_s)
+    return replace(task, duration_s=ratio * task.duration_s, issue=issue)
 
 
 def _load_batch(low: Lowering, rank: int) -> list[Task]:

@@ -89,7 +89,7 @@ from gssim.simulation.steady_run import (
     times_of_steps,
 )
 from gssim.simulation.timeline import step_of
-from gssim.simulation.varying_run import Segment, StepReport, simulate_steps
+from gssim.simulation.varying_run import Segment, StepReport, simulate_steps, typical_of
 from gssim.units import Floats
 from gssim.workload.gradient_statistics import GradientStatistics, at_end
 
@@ -115,12 +115,6 @@ class Simulated:
             if span.end_s > start_s and span.start_s < end_s
         )
 
-    @cached_property
-    def step_times(self) -> "StepTimes":
-        """Step times, and the compute time of ranks: the inputs of rebalancing batch split and shard sizes."""
-        compute_s, update_s = (times_in(self.typical, phases) for phases in (COMPUTE_PHASES, UPDATE_PHASES))
-        return StepTimes(self.typical.times_s, compute_s, update_s)
-
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -131,6 +125,12 @@ class StepTimes:
     """By step and rank."""
     update_s: Floats
     """By step and rank."""
+
+    @classmethod
+    def of(cls, steady: SteadyRun) -> "StepTimes":
+        """Return the times of a run: the inputs of rebalancing batch split and shard sizes."""
+        compute_s, update_s = (times_in(steady, phases) for phases in (COMPUTE_PHASES, UPDATE_PHASES))
+        return cls(steady.times_s, compute_s, update_s)
 
 
 class _Sizing(NamedTuple):
@@ -449,14 +449,18 @@ class _MedianStep(NamedTuple):
 
 
 def _median_step(simulation: _Simulation, steps: Steps) -> _MedianStep:
-    scenario, numbers = simulation.scenario, simulation.distinct_steps
+    numbers, first_thresholded = simulation.distinct_steps, _dense_steps(simulation.scenario)
     if len(numbers) == 1:
         steps.program(numbers[0])  # which also has its traffic
     sent_bytes = [steps.sent_bytes(number) for number in numbers]
-    first_thresholded = max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
     ordered = sorted(range(first_thresholded, len(numbers)), key=lambda place: sent_bytes[place])
     middle, light = (numbers[ordered[(len(ordered) - 1) // part]] for part in (2, 10))
     return _MedianStep(middle, light, first_thresholded)
+
+
+def _dense_steps(scenario: Scenario) -> int:
+    """Return the number of dense steps of the run before thresholding begins."""
+    return max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
 
 
 def _run_light_step(simulation: _Simulation, steps: Steps, median_step: _MedianStep, typical: SteadyRun) -> SteadyRun:
@@ -511,27 +515,42 @@ def _program_for_memory(simulation: _Simulation) -> Program:
 
 def _predict_varying(simulation: _Simulation) -> Simulated:
     """Return the prediction where steps differ. Shares, memory and bytes are those at the end of the run; phases, and
-    the step by which links are measured, are a median step's.
+    the step by which links are measured, are a median step's. Where messages differ from step to step, so do the steps'
+    times; the dense steps before thresholding begins count for neither the median nor the tenth percentile.
     """
     scenario, shared = simulation.scenario, simulation.shared
     by_segment: dict[Segment, Simulated] = {}
+    times_of: dict[tuple[Segment, int], StepTimes] = {}
+    """By the conditions of a step, and the first step with an equal program."""
+
+    def under(segment: Segment) -> _Simulation:
+        return simulation.of(scenario.with_shares(segment.samples, segment.shard_shares))
 
     def steady(segment: Segment) -> Simulated:
         if segment not in by_segment:
-            with_shares = simulation.of(scenario.with_shares(segment.samples, segment.shard_shares))
-            by_segment[segment] = _predict_steady(with_shares, segment.slowed)
+            by_segment[segment] = _predict_steady(under(segment), segment.slowed, spread=False)
         return by_segment[segment]
 
+    def step_times(segment: Segment, step: int) -> StepTimes:
+        typical, alike = steady(segment).typical, len(simulation.distinct_steps) == 1
+        steps = under(segment).steps(segment.slowed)
+        key = segment, 0 if alike else steps.first_equal(step)
+        if key not in times_of:
+            run = typical if alike else under(segment).run(steps.program(step), peaks=False)
+            times_of[key] = StepTimes.of(run)
+        return times_of[key]
+
     def measure(segment: Segment, step: int) -> StepReport:
-        step_times = steady(segment).step_times
-        number = step % len(step_times.step_times_s)
-        compute_s, update_s = step_times.compute_s[number].tolist(), step_times.update_s[number].tolist()
-        return StepReport(step_times.step_times_s[number], tuple(compute_s), tuple(update_s))
+        times = step_times(segment, step)
+        number = step % len(times.step_times_s)
+        compute_s, update_s = times.compute_s[number].tolist(), times.update_s[number].tolist()
+        return StepReport(times.step_times_s[number], tuple(compute_s), tuple(update_s))
 
     run = simulate_steps(scenario, measure)
-    times_s = tuple(step.time_s for step in run.steps)
-    typical, last = steady(run.typical.segment), steady(run.last)
-    step_time_s = median(times_s)
+    times_s, counted = tuple(step.time_s for step in run.steps), run.steps[_dense_steps(scenario) :]
+    counted_s = sorted(step.time_s for step in counted)
+    typical, last = steady(typical_of(counted).segment), steady(run.last)
+    step_time_s = median(counted_s)
     scale = step_time_s / typical.result.step_time_s
     misfits = [simulated.result.does_not_fit for simulated in by_segment.values() if simulated.result.does_not_fit]
     margins = [simulated.result.margin for simulated in by_segment.values() if simulated.result.margin]
@@ -541,7 +560,7 @@ def _predict_varying(simulation: _Simulation) -> Simulated:
             scenario_id=scenario.identity(shared),
             scenario=scenario.resolved(shared),
             step_time_s=step_time_s,
-            step_time_p10_s=sorted(times_s)[len(times_s) // 10],
+            step_time_p10_s=counted_s[len(counted_s) // 10],
             step_times_s=times_s,
             phases_s={name: value * scale for name, value in typical.result.phases_s.items()},
             ranks=with_phases_of(last.result.ranks, typical.result.ranks, scale=scale),

@@ -5,7 +5,7 @@ new kind follow those of the old. In such plans ranks synchronise at the end of 
 The time to move shards is left out: it occurs once, and is small compared to what it saves, or it would not be done.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,17 +40,17 @@ class VaryingRun:
     """New batch splits and shard sizes, from the first step of the warm-up on."""
 
     @property
-    def typical(self) -> CountedStep:
-        """A step of median length, of equally long ones the earliest."""
-        ordered = sorted(range(len(self.steps)), key=lambda step: (comparable_s(self.steps[step].time_s), step))
-        return self.steps[ordered[(len(ordered) - 1) // 2]]
-
-    @property
     def last(self) -> Segment:
         """Conditions at the end of the run, but without slow ranks."""
         if self.divisions:
             return Segment(self.divisions[-1].samples, self.divisions[-1].shard_shares, ())
         return Segment(self.steps[0].segment.samples, self.steps[0].segment.shard_shares, ())
+
+
+def typical_of(steps: Sequence[CountedStep]) -> CountedStep:
+    """Return a step of median length, of equally long ones the earliest."""
+    ordered = sorted(range(len(steps)), key=lambda step: (comparable_s(steps[step].time_s), step))
+    return steps[ordered[(len(ordered) - 1) // 2]]
 
 
 def comparable_s(time_s: float) -> float:

@@ -10,7 +10,7 @@ from strategies import cluster_of, communication_time_s
 
 from gssim.cluster import Cluster, Link
 from gssim.collectives import Communication, Hops
-from gssim.network import Router, notices_queue
+from gssim.network import Router, queued_ratio
 
 FAST, SLOW = 1e9, 1e8
 SIZE = 2.4e6  # whose parts go in no more than two messages
@@ -41,38 +41,49 @@ def ring(members: int) -> Hops:
     return Hops.of([(i, (i + 1) % members, 1.0) for i in range(members)])
 
 
-def queue(cluster: Cluster) -> bool:
-    return notices_queue(Router(cluster.wiring), ring(len(cluster.devices)))
+def queued(cluster: Cluster) -> float:
+    return queued_ratio(Router(cluster.wiring), ring(len(cluster.devices)))
 
 
-def test_behind_a_slow_link_of_a_switch_notices_wait_for_data_from_fast_ports():
-    assert queue(star(FAST, FAST, SLOW))
-    assert queue(star(FAST, SLOW, FAST, SLOW))
-    assert queue(sites(SLOW))
+@pytest.mark.parametrize("cluster", [star(FAST, FAST, SLOW), star(FAST, SLOW, FAST, SLOW), sites(SLOW)])
+def test_behind_a_slow_link_of_a_switch_notices_wait_for_what_fast_ports_have_sent_ahead(cluster):
+    assert queued(cluster) == pytest.approx(1 - SLOW / FAST)
 
 
-@given(st.integers(3, 6), st.floats(1e6, 1e10))
-def test_where_all_ports_are_alike_data_waits_in_their_senders(members, rate):
-    assert not queue(star(*[rate] * members))
+@given(st.integers(3, 6), st.floats(1e6, 1e10), st.floats(0.0, 1.0))
+def test_ports_faster_by_a_little_queue_as_little_data(members, rate, added_ratio):
+    rates = [rate] * (members - 1) + [rate * (1 + added_ratio)]
+    assert queued(star(*rates)) == pytest.approx(1 - 1 / (1 + added_ratio), abs=1e-12)
 
 
 def test_a_trunk_that_is_no_slower_than_the_ports_has_no_queue():
-    assert not queue(sites(FAST))
-    assert not queue(sites(2 * FAST))
+    assert queued(sites(FAST)) == queued(sites(2 * FAST)) == 0
+
+
+def test_a_hop_that_is_less_busy_makes_up_for_its_notices_waiting():
+    # device 2 receives at 0.5 of the others' rate and sends at 0.8 of it: notices to it wait 0.5
+    rates = {("d0", "sw"): FAST, ("d1", "sw"): FAST}
+    cluster = wired(rates, devices=3, switches=("sw",))
+    ways = (("d2", "sw", 0.8 * FAST), ("sw", "d2", 0.5 * FAST))
+    links = tuple(
+        Link(between=(a, b), bandwidth_bytes_per_s=rate, latency_s=0.0, directed=True, source="assumed")
+        for a, b, rate in ways
+    )
+    assert queued(replace(cluster, links=cluster.links + links)) == pytest.approx(0.5 - (1 - 0.5 / 0.8))
 
 
 def test_a_queue_that_no_notice_of_a_hop_as_slow_must_pass_holds_up_nothing():
     # one message, to the slow device: its notice goes the other way
-    assert not notices_queue(Router(star(FAST, FAST, SLOW).wiring), Hops.of([(0, 2, 1.0)]))
+    assert queued_ratio(Router(star(FAST, FAST, SLOW).wiring), Hops.of([(0, 2, 1.0)])) == 0
 
 
 @pytest.mark.parametrize("members", [3, 4, 6])
-def test_a_ring_that_passes_a_queue_takes_one_message_longer(members):
+def test_a_ring_that_passes_a_queue_takes_almost_one_message_longer(members):
     # 2 (n - 1) steps of two messages each
     cluster = star(*[FAST] * (members - 1), SLOW)
     message_s = SIZE / members / 2 / SLOW
     found_s = communication_time_s(cluster, Communication("all-reduce", tuple(range(members)), SIZE))
-    assert found_s == pytest.approx((4 * (members - 1) + 1) * message_s, rel=1e-9)
+    assert found_s == pytest.approx((4 * (members - 1) + 1 - SLOW / FAST) * message_s, rel=1e-9)
 
 
 def test_nccl_has_no_notices():

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from strategies import cluster_of, device_type, scenario_of
+from strategies import cluster_of, device_type, exponential_statistics, scenario_of
 
 from gssim.plan.plan import Replanning, ShareRules
 from gssim.result import Result
@@ -96,6 +96,19 @@ def test_a_ratio_of_one_changes_nothing_and_overlapping_slow_downs_multiply():
     assert both.step_times_s[39] < both.step_times_s[25]
 
 
+def test_every_step_takes_as_long_as_its_own_messages_and_dense_ones_count_for_no_median():
+    push = {"threshold": 1e-2, "warmup_steps": 5}  # three dense ones after the warm-up
+    slow = HALF_SPEED | {"first_step": 0, "compute_ratio": 1.0}
+    found, dense, sparse = (
+        simulate(replace(run_of(steps=5, **plan), gradients=exponential_statistics(samples=(24,)))).result
+        for plan in ({"push": push, "slowdowns": [slow]}, {}, {"push": {"threshold": 1e-2}})
+    )
+    assert sparse.step_time_s != pytest.approx(dense.step_time_s, rel=1e-6)
+    expected_s = [dense.step_time_s] * 3 + [sparse.step_time_s] * 2
+    assert found.step_times_s == pytest.approx(expected_s, rel=1e-9)
+    assert (found.step_time_s, found.step_time_p10_s) == pytest.approx((sparse.step_time_s,) * 2, rel=1e-9)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_with_replanning_the_slow_down_is_answered_within_three_steps_and_so_is_its_end(method):
     slow = result_of(method, slowdowns=[HALF_SPEED])
@@ -109,6 +122,19 @@ def test_with_replanning_the_slow_down_is_answered_within_three_steps_and_so_is_
     compute_s = sum(result_of(method).phases_s[name] for name in ("forward", "backward"))
     assert during == pytest.approx(before + compute_s / 3, rel=0.05)  # 2/3 of the work on the fast rank, not 1/2
     assert {entry.batch_share for entry in mended.ranks} == {0.5}
+
+
+def test_the_host_of_a_slow_gpu_is_as_slow_if_the_gpu_waits_for_what_it_issues():
+    gpu = device_type(kind="cuda", operation_overhead_s=1e-3, peak_flop_per_s={"fp32": 1e13})
+    cluster = star(2, types={"gpu": gpu}, bandwidth=1e12)
+    model = load_model(MODELS / "gpt-byte-1m.toml")
+    always = [{"rank": rank, "first_step": 0, "compute_ratio": 3.0} for rank in range(2)]
+    plain, slow = (
+        simulate(Loaded(file="test", scenario=scenario_of(cluster, {"method": "tensor"}, run=run, model=model)))
+        for run in ({"steps": 2}, {"steps": 2, "slowdowns": always})
+    )
+    for phase in ("forward", "backward"):
+        assert slow.result.phases_s[phase] == pytest.approx(3 * plain.result.phases_s[phase], rel=0.02)
 
 
 TWICE = {"batch": (0.75, 0.25)}
