@@ -1,5 +1,12 @@
 """Executes a program in simulated time: each rank's streams run as SimPy processes, or faster, vectorised or by chunks,
 where that gives the same result.
+
+[Note: faster parts] A step may take slightly longer if one of its parts becomes faster, because something else then
+happens at the same time (Graham 1969, "Bounds on multiprocessing timing anomalies"). Seen in random scenarios, and gone
+without the cause: uneven exchanges that meet on links of a ring (0.02 %); communication of a faster rank that falls
+into the compute of others, which `communicating_slowdown_ratio` slows down (0.06 %); a faster port, behind whose data
+notices queue ([Note: queues] in `network.routes`); and messages of pairs that follow one another ([Note: pairs] in
+`rendezvous`).
 """
 
 import math

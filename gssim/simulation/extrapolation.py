@@ -16,7 +16,9 @@ many micro-batches, until the pace has settled or the step has no more of them.
 buffer for each of them, GPipe keeps the activations of all, and inputs are those of the whole batch. It does not grow
 evenly: in a short step the peak may be in the update, in a long one before the first backward, and more outputs may be
 on their way to a slower stage. So the program of all micro-batches is lowered, but not simulated. It has no messages
-between stages, which take no memory.
+between stages, which take no memory. The allocator's overhead is that of the longest simulated step. It depends on
+which freed blocks the tensors take, and so erratically on the number of micro-batches: of 32 MB, 24 micro-batches
+showed 0.8 MB (the remainder of a block, which is less than 1 MiB), 20 or 30 of them 8 kB.
 """
 
 from collections.abc import Mapping, Sequence

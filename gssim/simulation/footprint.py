@@ -5,9 +5,10 @@ see `allocator_replay`.
 
 [Note: fits] On a device with PyTorch's caching allocator (kind `cuda`), a plan fits if the reserved memory and the
 memory outside the allocator do not exceed the device's memory. If they would, the plan still fits if the allocator can
-release enough cached memory in time: the step is replayed with the device's memory as the limit. If the allocated
-memory alone exceeds the limit, nothing is replayed, since the step fails before its peak. On other devices the reserved
-memory is the allocated memory.
+release enough cached memory in time: the step is replayed with the device's memory as the limit. If the requested
+bytes alone exceed the limit, nothing is replayed, since the step fails before its peak: the peak, and by how much it
+exceeds the device, are then those of the requested bytes, without the rounding of blocks (1 % was seen). On other
+devices the reserved memory is the allocated memory.
 
 [Note: comparable ranks] Among ranks with equally many tasks and equal allocator settings, two are replayed: those with
 the largest and the smallest peak (one, if these are nearly equal). The overhead of peaks in between is interpolated.

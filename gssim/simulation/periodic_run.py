@@ -12,6 +12,7 @@ simulated as one program until it is steady, and a rank's steps end with their t
 is in flight from one period to the next. Here too, one period stands for all with the same slow ranks.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -72,10 +73,13 @@ def outer_bytes(scenario: Scenario, collectives: Sequence[Collective]) -> float:
     return sum(each.bytes * each.count for each in collectives if scenario.policies.joins_replicas(each.group))
 
 
-def slowed_steps(scenario: Scenario) -> list[Slowed]:
-    """Return the slow ranks of every step of a run, including the warm-up."""
+def slowed_steps(scenario: Scenario, *, multiple: int = 1) -> list[Slowed]:
+    """Return the slow ranks of every step of a run, including the warm-up; and of as many more steps after the end as
+    make their number a multiple of `multiple`.
+    """
     run = scenario.run
-    return [tuple(sorted(run.slowed(step).items())) for step in range(-run.warmup_steps, run.steps)]
+    steps = math.ceil((run.warmup_steps + run.steps) / multiple) * multiple
+    return [tuple(sorted(run.slowed(step - run.warmup_steps).items())) for step in range(steps)]
 
 
 def periodic_result(
@@ -145,7 +149,8 @@ def fragments_result(
 ) -> tuple[Result, FragmentPeriod]:
     """Return the Result of a run whose periods synchronize fragments, and a period of median length.
 
-    See [Note: periods simulated].
+    See [Note: periods simulated]. If the run ends within a period, that one goes on as if the run did, but only its
+    steps before the end count. (The run has a whole period, too.)
 
     Args:
         scenario: a scenario whose plan synchronizes fragments.
@@ -153,26 +158,25 @@ def fragments_result(
         shared: cache of the parts that scenarios have in common.
     """
     every, run = scenario.policies.sync_every_steps or 1, scenario.run
-    slowed = slowed_steps(scenario)
+    slowed, last = slowed_steps(scenario, multiple=every), run.warmup_steps + run.steps
     by_slowed: dict[tuple[Slowed, ...], FragmentPeriod] = {}
     times_s: list[float] = []
     counted: list[FragmentPeriod] = []
     for first in range(0, len(slowed), every):
-        own = slowed[first : first + every]
-        numbers = [first + step - run.warmup_steps for step in range(len(own))]
-        if numbers[-1] < 0:
+        key = tuple(slowed[first : first + every])
+        if first + every <= run.warmup_steps:
             continue
-        key = (*own, *[()] * (every - len(own)))  # the run may end within a period
         if key not in by_slowed:
             by_slowed[key] = period_of(key)
-        times_s += [by_slowed[key].times_s[step] for step, number in enumerate(numbers) if number >= 0]
-        counted.append(by_slowed[key])
+        times_s += by_slowed[key].times_s[max(0, run.warmup_steps - first) : last - first]
+        if first + every <= last:
+            counted.append(by_slowed[key])
     ordered = sorted(counted, key=lambda each: sum(each.times_s))
     typical = ordered[(len(ordered) - 1) // 2]
     result, steps = typical.result, fragment_steps(scenario.plan, scenario.policies)
     periods = fragment_periods(
         times_s,
-        last=len(slowed),
+        last=last,
         every=every,
         fragments=steps,
         outer_bytes=outer_bytes(scenario, result.collectives),

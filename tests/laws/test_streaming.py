@@ -171,6 +171,10 @@ def test_a_run_may_end_within_a_period():
     assert more.step_time_s == pytest.approx(whole.step_time_s)
     for name, value in asdict(whole.periods).items():
         assert getattr(more.periods, name) == (value if name.endswith("steps") else pytest.approx(value))
+    slow = {"slowdowns": [{"rank": 0, "first_step": 0, "compute_ratio": 2}], "warmup_steps": 0}
+    cluster = star(2, bandwidth=1e12)
+    whole, more = (result_of(cluster=cluster, run={"steps": steps} | slow) for steps in (4, 6))
+    assert more.phases_s == pytest.approx(whole.phases_s)
 
 
 @pytest.mark.parametrize("settings", [{}, {"streaming": {"fragments": 2, "delay_steps": 0}}, {"bucket_bytes": 100}])
