@@ -41,7 +41,7 @@ def whole_layers_alone(*, sliced: bool = False, split: bool = True, precisions: 
     if not split:
         patches.append(patch.object(trace, "with_split_costs", lambda _model, layers, *_given, **_where: layers))
     if not precisions:
-        patches.append(patch.object(tracing, "_other_precisions", lambda *_given: []))
+        patches.append(patch.object(tracing, "_trace_other_precisions", lambda *_given: []))
     for each in patches:
         each.start()
     try:
