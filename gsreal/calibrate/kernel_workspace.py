@@ -5,7 +5,7 @@ whichever are more. (After it there are its results, which the trace has already
 selects other kernels if channels are not a multiple of its vectors. So each variant of a layer is measured: whole,
 sliced to each number of units, and with parts of its backward left out. Whole and sliced layers are measured under
 torch.autocast too, if the model is traced under it. (There a CPU's operations on tensors of two precisions take
-workspace as well: torch has no kernels for them, and casts one of the tensors.)
+workspace as well: copies of operands, which count once, as the trace's are left out where workspaces are measured.)
 """
 
 from collections import defaultdict

@@ -9,7 +9,7 @@ from math import lcm, prod
 from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
-from gsreal.model_files.recorder import NoPolynomialError, Record, Work
+from gsreal.model_files.recorder import NoPolynomialError, Record, StorageLife, Work
 from gssim.units import Recompute
 from gssim.workload import (
     FIELDS_OF_TERMS,
@@ -22,7 +22,7 @@ from gssim.workload import (
     Polynomial,
     Reduction,
 )
-from gssim.workload.layer import REPLACED
+from gssim.workload.layer import OPERAND_CASTS, REPLACED
 
 LOSS = "loss"
 """Name of the last layer, which runs outside any module."""
@@ -274,7 +274,7 @@ def fit_buffers(
         buffer = Buffer(
             born=_moment(alive.born, index),
             freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(freed, index),
-            category=REPLACED if alive.replaced_next else "activations" if is_saved else "temporaries",
+            category=_category(alive, is_saved=is_saved),
             size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", terms),
             fixed=alive.fixed,
             casts_input=alive.casts_input and casts_again,
@@ -288,6 +288,12 @@ def fit_buffers(
         if not alive.parts:
             buffers.append(buffer)
     return tuple(buffers)
+
+
+def _category(alive: StorageLife, *, is_saved: bool) -> str:
+    if alive.casts_operand:
+        return OPERAND_CASTS
+    return REPLACED if alive.replaced_next else "activations" if is_saved else "temporaries"
 
 
 def fit_polynomial(values: Mapping[Shape, int], checked: Shape, what: str, terms: Terms) -> Polynomial:

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gsreal.methods.blocks import PRODUCTS, SELECTIVE, is_kept
 from gsreal.model_files.lstm import workspace_parts
+from gsreal.model_files.operand_casts import operand_casts
 from gssim.units import Recompute
 
 aten = torch.ops.aten
@@ -179,6 +180,8 @@ class StorageLife:
     """Whether it is torch.autocast's copy of the layer's input in 16 bits."""
     casts_parameter: bool = False
     """Whether it is torch.autocast's copy of a parameter in 16 bits, which it keeps to the end of the forward."""
+    casts_operand: bool = False
+    """Whether a CPU makes it inside an operation, as a copy of an operand; see `operand_casts`."""
     summed_in_place: bool = False
     """Whether it is a gradient to which autograd adds another in place, or a product to which a linear map adds its
     bias in place; the trace has the sum in a new storage."""
@@ -390,13 +393,11 @@ class Recorder(TorchDispatchMode):
             self._count(func, args, kwargs, result, inputs, outputs, place)
         for tensor in outputs:
             self._born(tensor)
+        self._note_operand_casts(func, args, outputs)
         if func is aten.mkldnn_rnn_layer.default:
             self._note_parts(func, args, result[3])
-        if func is aten._to_copy.default and self._is_cast(args[0], result):
-            cast = self.live[result.untyped_storage()._cdata]
-            cast.casts_input = args[0] is self.input()  # not a view of it
-            # can_try_cache in aten/src/ATen/autocast_mode.cpp
-            cast.casts_parameter = args[0].is_leaf and args[0].requires_grad and not args[0]._is_view()
+        if func is aten._to_copy.default:
+            self._note_cast(args[0], result)
         return result
 
     def _used(self, tensor: Tensor) -> None:
@@ -440,11 +441,20 @@ class Recorder(TorchDispatchMode):
         parts = workspace_parts(func, args)
         self.live[workspace.untyped_storage()._cdata].parts = parts if len(parts) > 1 else ()
 
-    def _is_cast(self, source: Tensor, copy: Tensor) -> bool:
-        """Return whether a copy is one that autocast makes."""
+    def _note_operand_casts(self, func: Any, args: Any, outputs: Sequence[Tensor]) -> None:
+        """Note the copies of operands that a CPU makes inside an operation."""
+        for size_bytes in operand_casts(func, args, outputs):
+            self.record.alive.append(StorageLife(size_bytes, self.now(), self.now(), casts_operand=True))
+
+    def _note_cast(self, source: Tensor, copy: Tensor) -> None:
+        """Note of a copy in another data type what it copies, if autocast makes it."""
         if self.record.autocast is None or self.phase != "f":
-            return False
-        return source.dtype == torch.float32 and copy.element_size() < source.element_size()
+            return
+        if source.dtype == torch.float32 and copy.element_size() < source.element_size():
+            cast = self.live[copy.untyped_storage()._cdata]
+            cast.casts_input = source is self.input()  # not a view of it
+            # can_try_cache in aten/src/ATen/autocast_mode.cpp
+            cast.casts_parameter = source.is_leaf and source.requires_grad and not source._is_view()
 
     def _count(
         self,

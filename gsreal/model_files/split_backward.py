@@ -8,19 +8,27 @@ operation with parameters it also keeps the gradient of the output. The second p
 their parameters alone, in the order in which the module lists its parameters. It frees what only they saved; all else
 is freed at its end. A gradient that is added to an earlier one is freed once those of the next operation are computed.
 The first stage of a pipeline sends no gradient: its whole backward is the second part.
+
+[Note: ends of stages] At the end of the first part torch detaches the stage's output from autograd's graph. Nodes that
+follow the last operation with parameters, and with them what only they saved, are then freed: in a block of routed
+experts, for example, the outputs of the experts, which are weighted after their last product. Within a stage, the nodes
+of the next block keep them to the end. So the first part of each block's backward is also traced as the last of a
+stage, at one shape.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import _backward
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gsreal.methods.mapped import Mapped
 from gsreal.model_files.build import example_batch, logits_of, loss_of
 from gsreal.model_files.fake_module import fake_module, without_values
 from gsreal.model_files.fit import TERMS, Shape, fit_buffers, fit_polynomial, parameters_of
@@ -46,21 +54,51 @@ def with_split_costs(
         return list(layers)
     try:
         records = {shape: record_stage_step(model, layers, first, shape, where) for shape in (*shapes, checked)}
-        parts = [_part(records, checked, layers, index) for index in range(first, len(layers))]
+        ending = _released_at_ends(model, layers, first, records, where)
+        parts = [_part(records, ending, checked, layers, index) for index in range(first, len(layers))]
     except (NoPolynomialError, RuntimeError):  # the latter from torch, of a module that it cannot split so
         return list(layers)
     return [*layers[:first], *(replace(each, split=part) for each, part in zip(layers[first:], parts, strict=True))]
 
 
-def record_stage_step(model: Model, layers: Sequence[Layer], first: int, shape: Shape, where: str) -> Record:
-    """Return the record of a step at one shape whose stage begins with layer number `first`."""
+def record_stage_step(
+    model: Model, layers: Sequence[Layer], first: int, shape: Shape, where: str, *, last: int | None = None
+) -> Record:
+    """Return the record of a step at one shape whose stage begins with layer number `first`.
+
+    `last`: the layer that the stage ends with, of whose backward only the first part is recorded; None: the loss.
+    """
     names = [layer.name for layer in layers if layer.modules]
     before = {each.name.replace("{}", layer.name) for layer in layers[:first] for each in layer.parameters}
     with without_values(model):
         module = fake_module(model, where)
         module.train()
         inputs, targets = example_batch(model, batch_size=shape.b, sequence_length=shape.s)
+        if last is not None:
+            return record_first_part(module, names, first, last, inputs, targets)
         return record_split(module, names, first, before, inputs, targets)
+
+
+def _released_at_ends(
+    model: Model, layers: Sequence[Layer], first: int, records: Records, where: str
+) -> Mapping[int, AbstractSet[int]]:
+    """Return the numbers of the storages, of those that a block's forward and first part create, that are freed when
+    the first part ends if the block is the last of a stage, by the block's index; see [Note: ends of stages].
+    """
+    shape, record = next(iter(records.items()))
+    released: dict[int, AbstractSet[int]] = {}
+    for index in (index for index in range(first, len(layers) - 1) if layers[index].block):
+        ended = record_stage_step(model, layers, first, shape, where, last=index)
+        alone, within = (_of_first_part(each, index) for each in (ended, record))
+        if [each.size_bytes for each in alone] != [each.size_bytes for each in within]:
+            raise NoPolynomialError("a block allocates other tensors as the last of a stage")
+        at_end = (each.freed is not None and each.freed[1:] == ("input-end", 0) for each in alone)
+        released[index] = {number for number, is_released in enumerate(at_end) if is_released}
+    return released
+
+
+def _of_first_part(record: Record, index: int) -> list[StorageLife]:
+    return [life for life in record.alive if life.born[0] == index and life.born[1] in ("f", "i")]
 
 
 @dataclass
@@ -144,6 +182,37 @@ def record_split(
     return record
 
 
+def record_first_part(
+    module: nn.Module, names: list[str], first: int, last: int, inputs: Tensor, targets: Tensor
+) -> Record:
+    """Return the record of a forward, and of the first part of the backward of the layers from `first` to `last`.
+
+    Other arguments as of `record_split`. What is freed as the part ends has the moment `input-end`.
+    """
+    record = Record(names, blocks=set())
+    recorder = Recorder(record, known_storages(module, inputs, targets))
+    outputs: list[Tensor] = []
+    boundaries = layer_boundaries(
+        module, names, enter=lambda layer, phase: recorder.enter(layer, "i" if phase == "b" else phase),
+        take=lambda given: outputs.append(given) if recorder.layer == last + 1 else None,
+    )  # fmt: skip
+    with _receive_first_input(module, names[first]) as received, recorder, boundaries as out:
+        out(logits_of(module(inputs)))
+        recorder.enter(len(names), "i")
+        if outputs[0]._is_view():  # which torch does not detach in place
+            outputs[0] = Mapped.apply(outputs[0], Tensor.detach, lambda gradient: gradient)
+        gradients = [torch.ones_like(outputs[0])]
+        recorder.enter(last, "i")
+        parameters = [each for each in module.parameters() if each.requires_grad]
+        _, kept = _backward.stage_backward_input(outputs, gradients, received, iter(parameters))
+    for life in record.alive:
+        if life.freed is not None and life.freed[1] == "i" and life.freed[0] < first:
+            life.freed = (life.born[0], "input-end", 0)
+    record.alive = [replace(life) for life in record.alive]  # copies: what is still held is freed on return
+    del kept
+    return record
+
+
 @contextmanager
 def _receive_first_input(module: nn.Module, name: str) -> Iterator[list[Tensor]]:
     """Let a layer's first input with a gradient be received from another device; yield the list that it is put in."""
@@ -203,6 +272,8 @@ def _tidy(recorder: Recorder, order: Sequence[int], of_input: StorageLife, lives
         freed = life.freed
         if life is of_input:
             freed = ends[life.born[0] - 1]  # a layer that passes its gradient on creates none
+        elif life.casts_operand:
+            pass
         elif freed is None or freed[1] == "end":
             freed = None
         elif freed[1] == "w" and freed[2] == 0 and freed[0] in before:
@@ -217,8 +288,10 @@ def _tidy(recorder: Recorder, order: Sequence[int], of_input: StorageLife, lives
     record.alive = alive
 
 
-def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int) -> SplitBackward:
-    """Return one layer's split backward from the records of the steps."""
+def _part(
+    records: Records, ending: Mapping[int, AbstractSet[int]], checked: Shape, layers: Sequence[Layer], index: int
+) -> SplitBackward:
+    """Return one layer's split backward from the records of the steps; `ending`: see `_released_at_ends`."""
     first, name = next(iter(records.values())), layers[index].name
     if any(len(record.alive) != len(first.alive) for record in records.values()):
         raise NoPolynomialError("the operations depend on batch size or sequence length")
@@ -231,16 +304,30 @@ def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int)
     parameters: tuple[Parameter, ...] = parameters_of(records, index, name)
     if not {each.name for each in layers[index].parameters} <= {each.name for each in parameters}:
         raise NoPolynomialError("a parameter gets no gradient")
+    fitted = fit_buffers(records, checked, index, name, WHOLE)
+    ended = fit_buffers(_as_last(records, index, ending.get(index, ())), checked, index, name, WHOLE)
     buffers = tuple(  # a tensor of the forward, or of the first part, that a later part frees is kept for that part
         replace(buffer, category="activations")
         if buffer.born.phase in ("f", "i") and buffer.freed.phase != buffer.born.phase
         else buffer
-        for buffer in _with_forward_of(layers[index], fit_buffers(records, checked, index, name, WHOLE))
+        for buffer in _with_forward_of(layers[index], fitted)
     )
     moments = [moment for each in buffers for moment in (each.born, each.freed)]
     if any(abs(moment.layer_offset) > 1 for moment in moments):
         raise NoPolynomialError("a buffer lives from one layer to a distant one")
-    return SplitBackward(parameters=parameters, buffers=buffers, **costs)
+    freed = tuple(n for n, (a, b) in enumerate(zip(fitted, ended, strict=True)) if a.freed != b.freed)
+    return SplitBackward(parameters=parameters, buffers=buffers, freed_as_last=freed, **costs)
+
+
+def _as_last(records: Records, index: int, released: Collection[int]) -> Records:
+    """Return the records with those storages of a layer's forward and first part freed as that part ends."""
+    changed = {}
+    for shape, record in records.items():
+        lives = _of_first_part(record, index)
+        ending = {id(lives[number]) for number in released}
+        alive = [replace(e, freed=(index, "input-end", 0)) if id(e) in ending else e for e in record.alive]
+        changed[shape] = replace(record, alive=alive)
+    return changed
 
 
 def _with_forward_of(layer: Layer, buffers: Sequence[Buffer]) -> list[Buffer]:

@@ -25,7 +25,7 @@ from gssim.workload import (
     for_samples,
     gradient_order,
 )
-from gssim.workload.layer import REPLACED
+from gssim.workload.layer import OPERAND_CASTS, REPLACED
 from gssim.workload.owned import LAST
 
 LARGEST_BLOCK_THREADS = 512
@@ -226,6 +226,8 @@ def activation_timeline(
         if key not in by_layers:  # repetitions share their events
             relative: dict[tuple[int, str], list[Event]] = defaultdict(list)
             for number, buffer in _with_joined_sums(lives(layer, previous, after)).items():
+                if buffer.category == OPERAND_CASTS:  # a workspace of kernels
+                    continue
                 size = buffer.bytes_at(b=batch_size, s=sequence_length, scale=scale)
                 is_replaced = buffer.category == REPLACED  # the one that the forward before has left is freed then
                 category = "temporaries" if is_replaced else buffer.category

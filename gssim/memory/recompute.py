@@ -34,7 +34,7 @@ from dataclasses import replace
 from gssim.memory.lifetimes import FORWARD_END
 from gssim.units import Recompute
 from gssim.workload import Buffer, Layer, Moment, Polynomial, layer_output, passed_bytes
-from gssim.workload.layer import REPLACED, layer_input_gradient
+from gssim.workload.layer import OPERAND_CASTS, REPLACED, layer_input_gradient
 from gssim.workload.owned import LAST
 
 CPU_RANDOM_STATE_BYTES = 5056
@@ -64,7 +64,7 @@ def recomputed_buffers(
     releases = dict(zip(map(id, _saved_buffers(layer)), layer.recompute_releases or (), strict=False))
     positions = [each.born.position for each in layer.buffers if each.born.phase == "f"]
     last = max([*releases.values(), *positions], default=0)
-    for buffer in (each for each in layer.buffers if each.category != REPLACED):
+    for buffer in (each for each in layer.buffers if each.category not in (REPLACED, OPERAND_CASTS)):
         is_forward = buffer.born.phase == "f"
         if layer.block and is_forward and buffer.born.position in kept:
             moved.append(replace(buffer, freed=_replacement_release(buffer, layer, before), category="activations"))

@@ -1,14 +1,16 @@
 """Workspace that a layer's kernels allocate, and at which operation, as profiled for the same way of running it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from gssim.cluster import LayerProfile
+from gssim.cluster.measured import Scratch
 from gssim.memory import Event, reduction_buffer_bytes, rerun_positions, scratch_bytes
 from gssim.program.lowering import Lowering
 from gssim.scenario import Scenario, units_of_ranks
 from gssim.scenario.device_rates import scratch_profile
 from gssim.units import PRECISION_BYTES
-from gssim.workload import ImageInput, LayerInstance
+from gssim.workload import ImageInput, Layer, LayerInstance, Moment, for_samples
+from gssim.workload.layer import OPERAND_CASTS
 from gssim.workload.quantized import quantized_weights
 
 
@@ -18,31 +20,33 @@ def scratch_events(
     """Return the allocations of workspace in a phase, and the bytes that are allocated at an unknown moment besides.
 
     `traced`: the layer's memory events; they place the peak of a profile that records peaks only. Without a profile,
-    only the buffers of reductions over rows on a GPU are known. The dequantized copy of the largest quantized weight is
-    always among the bytes of unknown moment.
+    only the buffers of reductions over rows on a GPU are known, and a CPU's copies of operands. The dequantized copy of
+    the largest quantized weight is always among the bytes of unknown moment.
     """
     profile = scratch_profile(low.device(rank), low.scenario.workload, low.whole_layer(instance) or instance.layer)
     if not samples:
         return [], 0.0
+    casts = list(_operand_casts(low, rank, instance, phase, samples))
     if phase in ("i", "w"):  # profiles are of whole backwards, at other positions: at most what one of these takes
-        whole = [] if profile is None else _measured_events(low, rank, instance, "b", samples, profile)
-        return [], max((size for _, size, *_ in whole), default=0.0)
+        whole = None if profile is None else _measured_events(low, rank, instance, "b", samples, profile)
+        return (casts, 0.0) if whole is None else ([], max((size for _, size, *_ in whole), default=0.0))
     weights = quantized_weights(instance.layer, low.scenario.workload.frozen_precision)
     copied_bytes = float(max((each.elements for each in weights), default=0) * low.value_bytes)
     if profile is not None and profile.scratch_bytes is not None:
-        return _measured_events(low, rank, instance, phase, samples, profile), copied_bytes
-    bias_events = _bias_gradient_events(low, rank, instance, samples) if phase == "b" else []
+        measured = _measured_events(low, rank, instance, phase, samples, profile)
+        return casts if measured is None else measured, copied_bytes
+    events = [*casts, *(_bias_gradient_events(low, rank, instance, samples) if phase == "b" else [])]
     unplaced_bytes = (
-        0.0 if profile is None else _worst_case_bytes(low, rank, instance, phase, samples, [*traced, *bias_events])
+        0.0 if profile is None else _worst_case_bytes(low, rank, instance, phase, samples, [*traced, *events])
     )
-    return bias_events, unplaced_bytes + copied_bytes
+    return events, unplaced_bytes + copied_bytes
 
 
 def unmeasured_workspace(scenario: Scenario) -> tuple[str, ...]:
     """Return a line for each type of CPU whose kernels take workspace that is in no profile, and so counts as 0.
 
-    On a CPU, convolutions and LSTMs take workspace, products in 16 bits, and under autocast operations on tensors of
-    two precisions.
+    On a CPU, convolutions and LSTMs take workspace, and products in 16 bits. What operations on tensors of two data
+    types take is in the trace.
     """
     workload = scenario.workload
     precision = workload.autocast or workload.precision
@@ -88,20 +92,40 @@ def _bias_gradient_events(low: Lowering, rank: int, instance: LayerInstance, sam
     return events
 
 
+def _operand_casts(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> Iterator[Event]:
+    """Yield the copies that a CPU makes of operands, at the operations in which it does; none on another device."""
+    layer, length = instance.layer, low.scenario.workload.sequence_length or 1
+    if low.device(rank).kind != "cpu":
+        return
+    buffers = layer.split.buffers if layer.split and phase in ("i", "w") else for_samples(layer, samples).buffers
+    casts = [each for each in buffers if each.category == OPERAND_CASTS]
+    sizes = (each.bytes_at(b=samples, s=length, scale=low.traced_scale) for each in casts)
+    yield from _events_of(low, layer, phase, zip((each.born for each in casts), sizes, strict=True))
+
+
 def _measured_events(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, profile: LayerProfile
-) -> list[Event]:
-    layer = instance.layer
+) -> list[Event] | None:
+    """Return the measured workspaces of a layer's phase; None where it was not measured as this rank runs it."""
+    measured = (profile.scratch_bytes or {}).get(_profile_key(low, rank, instance))
+    if measured is None:
+        return None
+    return list(_events_of(low, instance.layer, phase, ((each, each.at(samples)) for each in measured)))
+
+
+def _events_of(
+    low: Lowering, layer: Layer, phase: str, workspaces: Iterable[tuple[Moment | Scratch, float]]
+) -> Iterator[Event]:
+    """Yield the events of those workspaces of a layer, with their sizes, that operations of a phase take."""
     again, traced_phase = phase == "r", "f" if phase == "r" else phase
     recompute = low.scenario.plan.recompute
     kept = (layer.kept_positions(recompute) or ()) if again else ()
     first, last = rerun_positions(layer, recompute)
-    events = []
-    for scratch in (profile.scratch_bytes or {}).get(_profile_key(low, rank, instance), ()):
-        runs = not again or (first <= scratch.position <= last and scratch.position not in kept)
-        if scratch.phase == traced_phase and runs and (size := scratch.at(samples)):
-            events += [Event(scratch.position, sign * size, "temporaries") for sign in (1, -1)]
-    return events
+    for at, size in workspaces:
+        runs = not again or (first <= at.position <= last and at.position not in kept)
+        if at.phase == traced_phase and runs and size:
+            yield Event(at.position, size, "temporaries")
+            yield Event(at.position, -size, "temporaries")
 
 
 def _profile_key(low: Lowering, rank: int, instance: LayerInstance) -> str:

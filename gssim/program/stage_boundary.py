@@ -17,7 +17,7 @@ layer's input through an operation of its own (RegisterPostBackwardFunction), af
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from gssim.execution.cache import Same
 from gssim.memory import FORWARD_END, Event, Lives, Timeline, following
 from gssim.scenario import of_no_sample
 from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial, for_samples, layer_input_gradient
+from gssim.workload.layer import OPERAND_CASTS
 
 LAST = 2**31
 """A position in a phase after all others."""
@@ -151,9 +152,11 @@ def stage_timeline(
         receives = input_is_leaf and number == stage.shared and stage.before is not None
         context = receives, *map(id, (before, layer, *after))
         buffers = lives(layer, before, after)
+        if number == len(stage.layers) - 1 and stage.after is not None:
+            buffers = _of_last(layer, buffers)
         if receives:
             buffers = _with_input_cast_once(buffers)
-        for place, buffer in enumerate(buffers):
+        for place, buffer in _without_casts(buffers):
             freed = _release_moment(stage, number, buffer, output)
             # repetitions share their events; a moment's fields are hashed in a third of the time of its own hash
             key = (context, place, freed.phase, freed.position, freed.layer_offset)
@@ -176,6 +179,19 @@ def stage_timeline(
         size = scale * stage.passed_part.at(b=batch_size, s=sequence_length)
         events[len(stage.layers) - 1, "f"].append(Event(LAST, size, "activations"))
     return Timeline(events, end)
+
+
+def _without_casts(buffers: Sequence[Buffer]) -> Iterator[tuple[int, Buffer]]:
+    """Yield the buffers with their numbers, without copies of operands, which are a workspace of kernels."""
+    return ((n, each) for n, each in enumerate(buffers) if each.category != OPERAND_CASTS)
+
+
+def _of_last(layer: Layer, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+    """Return the buffers of a layer as those of the last layer of a stage that sends its output."""
+    if layer.split is None or buffers is not layer.split.buffers:
+        return buffers
+    freed = layer.split.freed_as_last
+    return [replace(e, freed=Moment("input-end")) if n in freed else e for n, e in enumerate(buffers)]
 
 
 def _with_input_cast_once(buffers: Sequence[Buffer]) -> list[Buffer]:

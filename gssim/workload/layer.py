@@ -403,7 +403,10 @@ def passed_bytes(layer: "Layer", after: "Layer | None") -> Polynomial:
 REPLACED = "replaced"
 """Category of a tensor that the module keeps in an attribute (not as torch's buffer) until its next forward makes
 another, as torch.nn.utils.weight_norm does: it is always there, and while the forward replaces it there are two."""
-BUFFER_CATEGORIES = ("input", "activations", "temporaries", REPLACED)
+OPERAND_CASTS = "operand-casts"
+"""Category of a copy of an operand that a CPU makes inside an operation on tensors of several data types. It counts as
+a kernel's workspace: not on other devices, whose kernels convert what they read, nor where workspaces are measured."""
+BUFFER_CATEGORIES = ("input", "activations", "temporaries", REPLACED, OPERAND_CASTS)
 
 _PARAMETER = re.compile(r"^(\S+) ((?:\d+[uea]?(?:x\d+[uea]?)*)|scalar) (\S+) (\S+?)( summed)?$")
 
@@ -653,6 +656,11 @@ class SplitBackward:
     freed."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
     """Tensors of the layer, with their lifetimes in a step with this backward."""
+    freed_as_last: tuple[Count, ...] = ()
+    """Numbers of those buffers, from 0, that are freed when the first part ends if the layer is the last of a stage
+    that sends its output: what its backward needs only after its last operation with parameters."""
+
+    _serialized = omits_defaults("freed_as_last")
 
 
 @spec
@@ -732,7 +740,8 @@ class Layer:
     place, or a linear map its bias, so that its memory passes to the sum; `pages`: its size is rounded up to 4096
     bytes, as is each part of what oneDNN keeps of an LSTM for its backward on a CPU; `handed-on`: it is one of several
     tensors that a block returns to later layers, and would be freed at that moment if the block's backward did not need
-    it. Tensors of the category `replaced` are kept by the module until its next forward."""
+    it. Tensors of the category `replaced` are kept by the module until its next forward; those of
+    `operand-casts` are copies of operands that a CPU alone makes inside an operation, while that runs."""
     module_buffer_bytes: Count = 0
     """Bytes of the module's buffers (not parameters), such as running means, in fp32."""
     integer_buffer_bytes: Count = 0

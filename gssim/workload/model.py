@@ -44,10 +44,14 @@ place] in `gssim.workload.layer`. Layers are traced with the lists of operations
 losses and norms run in fp32, which adds an fp32 copy of the logits. Layers that ranks divide are traced under autocast
 too. Partial sums of maps that are cut by rows are then exchanged in 16 bits, and so are queries, keys and values under
 context parallelism. Gradients of the inputs of maps that are cut by columns, parts of sequences that are gathered, and
-rows of experts are exchanged in fp32. Torch's grouped product, of routed experts, is not cast: it runs in fp32. A sum
-of a tensor in fp32 and one in 16 bits first copies the latter to fp32 on a CPU (aten/src/ATen/TensorIterator.cpp,
-compute_types), not on CUDA. Model files lack this copy: where a block's last sum is the peak, as in the first stage of
-a pipeline, measured peaks on CPUs are up to 2 % above the predicted ones.
+rows of experts are exchanged in fp32. Torch's grouped product, of routed experts, is not cast: it runs in fp32.
+
+[Note: operand casts] A CPU has no kernels for operands of two data types. A sum of a tensor in fp32 and one in 16 bits
+first copies the latter to fp32, as every elementwise operation does with each of its operands, whole
+(`gsreal.model_files.operand_casts`). Under autocast this happens where a block's output in 16 bits is added to the
+residual stream, which is the peak of the first stage of a pipeline. The copies are buffers of the category
+`operand-casts`. They count on CPUs alone, and not where a profile has the measured workspaces of kernels, which include
+them. Older model files lack them, the shipped ones among these.
 
 [Note: precisions] Bytes in 16 bits are not half of those in fp32. A norm that computes in fp32 makes two more copies of
 its input then, attention keeps its log-sum-exp in fp32, and kernels have other workspaces. So a model is traced in

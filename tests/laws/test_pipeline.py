@@ -15,7 +15,9 @@ from strategies import clusters, device_type, loaded_of, machine_of, scenario_of
 
 from gssim.cluster.cluster import BackendCost
 from gssim.errors import UserError
+from gssim.memory import LAST, split_backward_buffers
 from gssim.program import lower
+from gssim.program.stage_boundary import stage_timeline, stages_of
 from gssim.result import CATEGORIES, Result
 from gssim.scenario import Scenario, load_model
 from gssim.scenario.ownership import activation_bytes, owners_of_stages
@@ -25,7 +27,8 @@ from gssim.workload import Model, Polynomial, SplitBackward, unrolled
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 GPT, BERT, RESNET = (load_model(MODELS / f"{name}.toml") for name in ("gpt-byte-1m", "bert-byte-1m", "resnet-digits"))
-AUTOCAST = load_model(MODELS.parents[1] / "tests" / "helpers" / "models" / "of_tests" / "divided-autocast-bert.toml")
+MODELS_OF_TESTS = MODELS.parents[1] / "tests" / "helpers" / "models" / "of_tests"
+AUTOCAST = load_model(MODELS_OF_TESTS / "divided-autocast-bert.toml")
 FORWARD_S, BACKWARD_S = 0.001, 0.002
 """Times of one layer of the chain, for a micro-batch of one sample of one token, on a device of 1 GFLOP/s."""
 
@@ -237,6 +240,16 @@ def test_split_backwards_give_back_all_that_they_take(model, samples):
     for memory, held in zip(machine.memory, program.persistent, strict=True):
         left = {category: size for category, size in memory.current.items() if size}
         assert left == {category: size for category, size in held.items() if size}
+
+
+def test_what_only_gradients_of_inputs_need_is_freed_with_the_first_part_at_the_end_of_a_stage():
+    """Torch detaches a stage's output then: what follows a mixture's last product was predicted to be kept."""
+    block, *rest = unrolled(load_model(MODELS_OF_TESTS / "tiny-mixture.toml"))[3:]
+    shape = {"batch_size": 2, "sequence_length": 24, "scale": 1.0, "lives": split_backward_buffers}
+    timelines = [stage_timeline(stage, **shape) for stage in stages_of([[block], [block], [block, *rest]])[1:]]
+    freed = [[-each.size_bytes / 2 for each in kept.at(0, "i") if each.position == LAST] for kept in timelines]
+    assert freed[0] == [1152, 192, 384, 96, 192, 384, 9216]  # outputs of experts, weights and places of their rows
+    assert not set(freed[0]) & set(freed[1])  # the loss's alone
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ CASES: dict[int, dict[str, list[str]]] = {
         "zero-bubble-bert-adamw": [*GPT, *ADAMW64, *ZERO_BUBBLE, *FOUR],
         # torch refuses a stage that ends with the last norm: its output is a view
         "zero-bubble-gpt2-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *FOUR, small("gpt2"), "plan.stages=[2,2,1,2]"],
+        # stages that end in a block free what follows its last product with the first part of the backward
+        "zero-bubble-mixture-sgd": [*GPT, *SGD, *ZERO_BUBBLE, *FOUR, small("of_tests/tiny-mixture")],
         "zero-bubble-tied-clipped-sgd": [
             *GPT,
             *SGD,
