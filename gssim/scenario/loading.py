@@ -414,9 +414,8 @@ def _check_device_types(data: dict[str, Any], changes: Changes, file: str) -> No
     new = {name for _, name, *rest in parts if rest[:1] in ([], ["preset"], ["kind"])}
     for _, name, *_ in parts:
         if isinstance(types, dict) and name not in types and name not in new:
-            raise MistakenNameError(
-                f"{file}: device_types.{name}: the cluster has no such type; it has {', '.join(types)}"
-            )
+            # no mistaken name, which would end a sweep over clusters of which only some have the type
+            raise UserError(f"{file}: device_types.{name}: the cluster has no such type; it has {', '.join(types)}")
 
 
 def _with_changes(data: dict[str, Any], under: str, changes: Changes) -> dict[str, Any]:

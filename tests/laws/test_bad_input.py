@@ -11,7 +11,7 @@ import pytest
 from strategies import MODEL_TOML, PAIR_TOML, SCENARIO_TOML, write_files
 
 from gssim.cli import commands, main
-from gssim.errors import UserError
+from gssim.errors import MistakenNameError, UserError
 from gssim.scenario import check_kind, load_scenario
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
@@ -63,6 +63,9 @@ def test_an_override_of_a_device_type_that_the_cluster_has_not(refusal, tmp_path
     """It was taken for a new type: `device_types.b200.kind: missing`."""
     line = refusal(write_files(tmp_path), "cluster.device_types.b200.memory_bytes=80 GB")
     assert "device_types.b200: the cluster has no such type; it has " in line
+    with pytest.raises(UserError) as of_one_cluster:
+        load_scenario(SCENARIOS / "demo.toml", ["cluster.device_types.b200.efficiency_ratio=0.5"])
+    assert not isinstance(of_one_cluster.value, MistakenNameError)  # a sweep goes on with clusters that have the type
     two = 'cluster.device_types={intel-r-xeon-r-processor-core={preset="t4"}, b200={preset="t4"}}'
     whole = [two, "cluster.device_types.b200.price_usd_per_h=1", 'cluster.device_types.b200.source="x"']
     types = load_scenario(SCENARIOS / "demo.toml", whole, gradients_needed=False).scenario.cluster.device_types
