@@ -257,10 +257,10 @@ def group_peaks_of(program: Program, task_group: TaskGroup, steps: int) -> Group
             peak[number, categories[name]] = size
         for name, size in need.kept:
             kept[number, categories[name]] = size
-    streams = {stream: number for number, stream in enumerate(task_group.streams)}
+    streams = {stream: number for number, stream in enumerate(task_group.shape.streams)}
     needs = _MemoryNeeds(
         tuple(places.tolist()),
-        tuple(streams[task_group.tasks[place].stream] for place in places.tolist()),
+        tuple(streams[task_group.shape.stream_of[place]] for place in places.tolist()),
         tuple(categories),
         np.ascontiguousarray(peak[numbers].swapaxes(1, 2)),
         np.array([need.peak_bytes for need in needs_of])[numbers],

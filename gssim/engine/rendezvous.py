@@ -23,9 +23,9 @@ import simpy
 from gssim import collectives
 from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.state import MachineState
-from gssim.engine.task_groups import task_groups_of
+from gssim.engine.task_groups import TaskShape, task_groups_of
 from gssim.network import Prepared
-from gssim.program import Program, Task, TaskId
+from gssim.program import Task, TaskId
 
 
 class Rendezvous:
@@ -343,37 +343,34 @@ def links_used_in_turn(machine: MachineState) -> frozenset[int]:
     several = list(users.values())
     in_all = [frozenset.intersection(*{instance.class_numbers for _, instance in alike}) for alike in several]
     """For each set of users, the classes that take part in all of its collectives."""
-    groups = machine.program.once(task_groups_of)
-    first_alike = {role: group.roles[0] for group in groups for role in group.roles}  # they join alike
+    groups = machine.program.once(task_groups_of, machine.shared)
+    shapes = {role: group.shape for group in groups for role in group.roles}
     in_turn: set[int] = set()
     for numbers, equal in by_users.items():
         common = frozenset.intersection(*{in_all[number] for number in numbers})
         if not common:
             continue
-        role = first_alike[machine.roles[min(common)]]
+        shape = shapes[machine.roles[min(common)]]
         joined = (alike for number in numbers for alike, _ in several[number])
-        if machine.program.once(joins_all_in_turn, role) or machine.program.once(
-            joins_in_turn, role, frozenset(chain.from_iterable(joined))
-        ):
+        if shape.once(joins_all_in_turn) or shape.once(joins_in_turn, frozenset(chain.from_iterable(joined))):
             in_turn.update(equal)
     return frozenset(in_turn - machine.network.busy_links)
 
 
-def joins_all_in_turn(program: Program, role: int) -> bool:
+def joins_all_in_turn(shape: TaskShape) -> bool:
     """Return whether a rank always joins all of its collectives, and so any of them, one after another."""
-    every = (task.communication for task in program.tasks[role])
-    return joins_in_turn(program, role, frozenset(name for name in every if name is not None))
+    return joins_in_turn(shape, frozenset(name for name in shape.joined if name is not None))
 
 
-def joins_in_turn(program: Program, role: int, names: Set[TaskId]) -> bool:
+def joins_in_turn(shape: TaskShape, names: Set[TaskId]) -> bool:
     """Return whether a rank joins the collectives `names` in the same order whatever the times of its tasks.
 
     It does if they are on one stream, or if each is joined by a task that depends on the one that joins the previous.
     """
-    if len({task.stream for task in program.tasks[role] if task.communication in names}) <= 1:
+    if len({stream for stream, name in zip(shape.stream_of, shape.joined, strict=True) if name in names}) <= 1:
         return True  # as a stream does all of its tasks
     before: tuple[int, int] | None = None  # stream and place of the previously joined collective
-    for name, stream, place, behind in program.once(_joins, role):
+    for name, stream, place, behind in shape.once(_joins):
         if name in names:
             if before is not None and behind[before[0]] < before[1]:
                 return False
@@ -381,32 +378,30 @@ def joins_in_turn(program: Program, role: int, names: Set[TaskId]) -> bool:
     return True
 
 
-def _joins(program: Program, role: int) -> Sequence[tuple[TaskId, int, int, tuple[int, ...]]]:
+def _joins(shape: TaskShape) -> Sequence[tuple[TaskId, int, int, tuple[int, ...]]]:
     """Return the collectives that a rank joins in two steps: each with the stream and the place of the task that joins
     it, and for every stream the place of the last task that this one follows; -1: none.
 
     A task follows the tasks before it on its stream, the tasks that it waits for, and, transitively, what these follow.
     The second step shows whether its first collective follows the last one of the first.
     """
-    tasks, streams = program.tasks[role], dict[str, int]()
-    for task in tasks:
-        streams.setdefault(task.stream, len(streams))
-    awaited = {each for task in tasks for each in task.after}
+    streams = {stream: number for number, stream in enumerate(dict.fromkeys(shape.stream_of))}
+    awaited = set(chain.from_iterable(shape.after))
     latest: dict[str, tuple[int, ...]] = dict.fromkeys(streams, (-1,) * len(streams))
     """By stream: for every stream, the place of the last task that this stream's latest task follows (or is)."""
     joins = []
     place = 0
     for _ in range(2):
         known: dict[TaskId, tuple[int, ...]] = {}
-        for task in tasks:
-            own, behind = streams[task.stream], latest[task.stream]
-            for each in task.after:
+        for own_id, stream, joined, after in zip(shape.ids, shape.stream_of, shape.joined, shape.after, strict=True):
+            own, behind = streams[stream], latest[stream]
+            for each in after:
                 if each in known:
                     behind = tuple(map(max, behind, known[each]))
-            if task.communication is not None:
-                joins.append((task.communication, own, place, behind))
-            latest[task.stream] = behind = (*behind[:own], place, *behind[own + 1 :])
-            if task.id in awaited:
-                known[task.id] = behind
+            if joined is not None:
+                joins.append((joined, own, place, behind))
+            latest[stream] = behind = (*behind[:own], place, *behind[own + 1 :])
+            if own_id in awaited:
+                known[own_id] = behind
             place += 1
     return joins

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
-from gssim.engine.task_groups import Ranks, TaskGroup
-from gssim.program import Program, TaskId
+from gssim.engine.task_groups import Ranks, TaskShape
+from gssim.program import TaskId
 from gssim.units import Floats, Ints
 
 
@@ -69,9 +69,9 @@ class CollectivesOfStep(Protocol):
         """Return the number of instances."""
 
 
-def repeated_step(program: Program, every: Sequence[Ranks], collectives: CollectivesOfStep) -> RepeatedStep | None:
+def repeated_step(every: Sequence[Ranks], collectives: CollectivesOfStep) -> RepeatedStep | None:
     """Return the steps after the first, once all ranks have ended the first one; None if they have to be walked."""
-    orders = [order for ranks in every if (order := program.once(_order_of, ranks.task_group)) is not None]
+    orders = [order for ranks in every if (order := ranks.task_group.shape.once(_order_of)) is not None]
     if len(orders) < len(every):
         return None
     groups = list(zip(every, orders, strict=True))
@@ -140,25 +140,26 @@ def _latest_arrivals(
     return first_s, second_s
 
 
-def _order_of(_program: Program, task_group: TaskGroup) -> _Order | None:
+def _order_of(shape: TaskShape) -> _Order | None:
     """Return the order of a group's tasks; None if it is another, or begins on the host with the step before."""
-    tasks, place_of = task_group.tasks, task_group.place_of
-    after = [[place_of[each] for each in task.after] for task in tasks]
+    after = [[shape.place_of[each] for each in several] for several in shape.after]
     if any(each >= place for place, several in enumerate(after) for each in several):
         return None
-    issued = [task for task in tasks if task.issue is not None]
-    if any(task.stream != "compute" for task in issued) or any(task.issue.goes_on for task in issued[:1] if task.issue):
+    issued = [place for place, goes_on in enumerate(shape.goes_on) if goes_on is not None]
+    if any(shape.stream_of[place] != "compute" for place in issued) or any(
+        shape.goes_on[place] for place in issued[:1]
+    ):
         return None
-    last_use = [-1] * len(tasks)
+    last_use = [-1] * len(after)
     for place, several in enumerate(after):
         for each in several:
             last_use[each] = place
     return _Order(
         after,
         last_use,
-        {task.stream: place for place, task in reversed(list(enumerate(tasks)))},
-        {task.stream: place for place, task in enumerate(tasks)},
-        {task.communication: place for place, task in enumerate(tasks) if task.communication is not None},
+        {stream: place for place, stream in reversed(list(enumerate(shape.stream_of)))},
+        {stream: place for place, stream in enumerate(shape.stream_of)},
+        {name: place for place, name in enumerate(shape.joined) if name is not None},
     )
 
 

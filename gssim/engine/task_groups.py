@@ -4,13 +4,14 @@ A stream's tasks are cut into segments that contain no waits. A segment begins w
 ends with a collective, or with a task that others wait for, so that these wait no longer than necessary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import chain
 
 import numpy as np
 
+from gssim.execution.cache import Shared, Source
 from gssim.program import Program, Task, TaskId
 from gssim.units import Bools, Floats, Ints
 
@@ -36,10 +37,88 @@ class Segment:
         return self.tasks if self.communication is None else self.tasks[:-1]
 
 
+HASHED_TASKS = 16
+"""Least number of tasks by whose collectives a shape is hashed, if it has so many."""
+
+
+class TaskShape(Source):
+    """What the tasks of a role are but for their times and memory: programs that differ in these alone share it.
+
+    It is hashed by some of its parts only. To compare all of them takes less time than to hash them, because most
+    identities of equal tasks are the same objects.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.joined = [task.communication for task in tasks]
+        """The collective that each task joins."""
+        self.ids = [task.id for task in tasks]
+        self.stream_of = [task.stream for task in tasks]
+        self.phases = [task.phase for task in tasks]
+        self.after = [task.after for task in tasks]
+        self.goes_on = [task.issue and task.issue.goes_on for task in tasks]
+        """Whether the host goes on with each task from the one before; None if it does not issue the task."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, TaskShape)
+            and self.joined == other.joined
+            and self.ids == other.ids
+            and self.stream_of == other.stream_of
+            and self.phases == other.phases
+            and self.after == other.after
+            and self.goes_on == other.goes_on
+        )
+
+    def __hash__(self) -> int:
+        apart = max(1, len(self.joined) // HASHED_TASKS)
+        return hash((len(self.joined), *self.joined[::apart]))
+
+    @cached_property
+    def place_of(self) -> Mapping[TaskId, int]:
+        """Position of each task in the step."""
+        return {name: place for place, name in enumerate(self.ids)}
+
+    @cached_property
+    def streams(self) -> Mapping[str, tuple[Segment, ...]]:
+        """Segments of each stream."""
+        found: dict[str, tuple[Segment, ...]] = {}
+        for stream in dict.fromkeys(self.stream_of):
+            found[stream] = tuple(self._segments(stream, sum(map(len, found.values()))))
+        return found
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """Segments of all streams."""
+        return tuple(chain.from_iterable(self.streams.values()))
+
+    @cached_property
+    def waiting(self) -> Mapping[int, tuple[int, ...]]:
+        """For each segment, the segments of the same step that wait for one of its tasks, once per such task."""
+        number_of = {self.ids[task]: segment.number for segment in self.segments for task in segment.tasks}
+        found: dict[int, list[int]] = {segment.number: [] for segment in self.segments}
+        for segment in self.segments:
+            for awaited in segment.after:
+                found[number_of[awaited]].append(segment.number)
+        return {number: tuple(several) for number, several in found.items()}
+
+    def _segments(self, stream: str, first: int) -> Iterator[Segment]:
+        parts: list[list[int]] = []
+        awaited = set(chain.from_iterable(self.after))
+        for place in [place for place, own in enumerate(self.stream_of) if own == stream]:
+            before = parts[-1][-1] if parts else None
+            if before is None or self.after[place] or self.joined[before] is not None or self.ids[before] in awaited:
+                parts.append([])
+            parts[-1].append(place)
+        for number, part in enumerate(parts, first):
+            issues = any([self.goes_on[place] is not None for place in part])
+            yield Segment(number, stream, tuple(part), self.after[part[0]], self.joined[part[-1]], issues)
+
+
 @dataclass(frozen=True, eq=False)
 class TaskGroup:
     """Roles whose tasks differ only in their times and memory."""
 
+    shape: TaskShape
     tasks: Sequence[Task]
     """Tasks of the first role."""
     roles: tuple[int, ...]
@@ -47,93 +126,24 @@ class TaskGroup:
     """By task and role."""
     host_s: Floats
     """Host time to issue each task, by task and role; 0 if it needs none."""
-    streams: Mapping[str, tuple[Segment, ...]]
-    segments: tuple[Segment, ...]
-    waiting: Mapping[int, tuple[int, ...]]
-    """For each segment, the segments of the same step that wait for one of its tasks, once per such task."""
-
-    @cached_property
-    def place_of(self) -> Mapping[TaskId, int]:
-        """Position of each task in the step."""
-        return {task.id: place for place, task in enumerate(self.tasks)}
 
 
-def task_groups_of(program: Program) -> tuple[TaskGroup, ...]:
-    """Return the task groups of a program's roles, in the order of their first roles.
-
-    Roles are compared only with those that join the same collectives: to compare takes less time than to hash all
-    identities of tasks, because most of these are the same objects.
-    """
-    groups: list[list[int]] = []
-    by_collectives: dict[tuple[int, ...], list[tuple[Sequence[Any], list[int]]]] = {}
-    numbers: dict[TaskId | None, int] = {}
-    number_of: dict[int, int] = {}  # by identity
+def task_groups_of(program: Program, shared: Shared) -> tuple[TaskGroup, ...]:
+    """Return the task groups of a program's roles, in the order of their first roles."""
+    groups: dict[TaskShape, list[int]] = {}
     for role, tasks in enumerate(program.tasks):
-        joined = [task.communication for task in tasks]
-        for each in joined:
-            if id(each) not in number_of:
-                number_of[id(each)] = numbers.setdefault(each, len(numbers))
-        shape = (
-            [task.id for task in tasks],
-            [task.phase for task in tasks],
-            [task.stream for task in tasks],
-            [task.after for task in tasks],
-            [task.issue and task.issue.goes_on for task in tasks],
-        )
-        known = by_collectives.setdefault(tuple([number_of[id(each)] for each in joined]), [])
-        roles = next((roles for other, roles in known if other == shape), None)
-        if roles is None:
-            roles = []
-            known.append((shape, roles))
-            groups.append(roles)
-        roles.append(role)
-    return tuple(_task_group(program, roles) for roles in groups)
+        groups.setdefault(TaskShape(tasks), []).append(role)
+    return tuple(_task_group(program, roles, shape, shared) for shape, roles in groups.items())
 
 
-def _task_group(program: Program, roles: Sequence[int]) -> TaskGroup:
-    tasks = program.tasks[roles[0]]
-    streams: dict[str, tuple[Segment, ...]] = {}
-    segments: list[Segment] = []
-    for stream in dict.fromkeys(task.stream for task in tasks):
-        streams[stream] = tuple(_segments(tasks, stream, len(segments)))
-        segments += streams[stream]
-    number_of = {tasks[task].id: segment.number for segment in segments for task in segment.tasks}
-    waiting: dict[int, list[int]] = {segment.number: [] for segment in segments}
-    for segment in segments:
-        for awaited in segment.after:
-            waiting[number_of[awaited]].append(segment.number)
+def _task_group(program: Program, roles: Sequence[int], shape: TaskShape, shared: Shared) -> TaskGroup:
     return TaskGroup(
-        tasks,
+        shared.once("task shapes", shape, lambda: shape),
+        program.tasks[roles[0]],
         tuple(roles),
         np.array([[task.duration_s for task in program.tasks[role]] for role in roles]).T.copy(),
         np.array([[task.issue.host_s if task.issue else 0.0 for task in program.tasks[role]] for role in roles]).T,
-        streams,
-        tuple(segments),
-        {number: tuple(found) for number, found in waiting.items()},
     )
-
-
-def _segments(tasks: Sequence[Task], stream: str, first: int) -> list[Segment]:
-    parts: list[list[int]] = []
-    awaited = {each for task in tasks for each in task.after}
-    for place, task in enumerate(tasks):
-        if task.stream != stream:
-            continue
-        before = tasks[parts[-1][-1]] if parts else None
-        if before is None or task.after or before.communication is not None or before.id in awaited:
-            parts.append([])
-        parts[-1].append(place)
-    return [
-        Segment(
-            first + i,
-            stream,
-            tuple(part),
-            tasks[part[0]].after,
-            tasks[part[-1]].communication,
-            any([tasks[place].issue is not None for place in part]),
-        )
-        for i, part in enumerate(parts)
-    ]
 
 
 Index = slice | Ints
@@ -153,15 +163,15 @@ class Ranks:
         self.takes_time: list[bool] = np.any(self.duration_s, axis=1).tolist()
         self.issued_s = np.zeros(count)
         """For each rank, the time at which its host finished issuing the latest task that has an `issue`."""
-        self.now_s = {stream: np.zeros(count) for stream in task_group.streams}
+        self.now_s = {stream: np.zeros(count) for stream in task_group.shape.streams}
         self.began_s, self.ended_s = np.zeros((2, steps, len(task_group.tasks), count))
         self.wait_s = np.zeros((steps, len(task_group.tasks), count))
         """Time at which the compute stream began to wait for others before a task."""
         self.awaited = np.full((steps, len(task_group.tasks), count), -1)
         """Index of the dependency that was waited for; -1: none."""
-        self.place = task_group.place_of
-        pending = [[len(each.after) for each in task_group.segments] for _ in range(steps)]
-        for stream in task_group.streams.values():
+        self.place = task_group.shape.place_of
+        pending = [[len(each.after) for each in task_group.shape.segments] for _ in range(steps)]
+        for stream in task_group.shape.streams.values():
             for step, of_segments in enumerate(pending):
                 for segment in stream if step else stream[1:]:  # that wait for the one before it
                     of_segments[segment.number] += 1

@@ -37,8 +37,8 @@ from gssim.engine.rendezvous import (
 )
 from gssim.engine.repeated_step import repeated_step
 from gssim.engine.state import MachineState, PartOfMachine, TaskSpan
-from gssim.engine.task_groups import Index, Ranks, Segment, TaskGroup, task_groups_of
-from gssim.program import Program, TaskId
+from gssim.engine.task_groups import Index, Ranks, Segment, TaskGroup, TaskShape, task_groups_of
+from gssim.program import TaskId
 from gssim.result import PHASES
 from gssim.units import Floats, Ints, distinct
 
@@ -106,7 +106,7 @@ class VectorisedWalk(PartOfMachine):
         super().__init__(machine)
         self.ranks, self.steps = ranks, steps
         self.finished = machine.env.event()
-        self._left_in_first = sum(len(each.task_group.segments) * len(each.classes) for each in ranks)
+        self._left_in_first = sum(len(each.task_group.shape.segments) * len(each.classes) for each in ranks)
         """Segments of the first step, each once for every rank, that have not ended."""
         self._remaining = steps * self._left_in_first
         """The same of all steps."""
@@ -134,7 +134,7 @@ class VectorisedWalk(PartOfMachine):
     def run(self) -> None:
         """Execute all steps; raise RuntimeError if they cannot end."""
         for each in self.ranks:
-            for stream in each.task_group.streams.values():
+            for stream in each.task_group.shape.streams.values():
                 if not stream[0].after:
                     self._ready.append((each, 0, stream[0], each.everybody))
         self._run_ready()
@@ -166,7 +166,7 @@ class VectorisedWalk(PartOfMachine):
             instance.schedule.group_bytes for several in machine.arranged.all for instance in several
         ):  # what passes shaped links at once depends on the step before
             return
-        found = repeated_step(machine.program, self.ranks, self)
+        found = repeated_step(self.ranks, self)
         if found is None:
             return
         starts_s = found.step_s * np.arange(1, self.steps)[:, None, None]
@@ -246,13 +246,13 @@ class VectorisedWalk(PartOfMachine):
         self._remaining -= len(members)
         if not step:
             self._left_in_first -= len(members)
-        stream = ranks.task_group.streams[segment.stream]
+        stream = ranks.task_group.shape.streams[segment.stream]
         last = segment is stream[-1]
         following = stream[0] if last else stream[segment.number - stream[0].number + 1]
         if step + last < self.steps:
             self._release(ranks, step + last, following, members)
-        for number in ranks.task_group.waiting[segment.number]:
-            self._release(ranks, step, ranks.task_group.segments[number], members)
+        for number in ranks.task_group.shape.waiting[segment.number]:
+            self._release(ranks, step, ranks.task_group.shape.segments[number], members)
 
     def _release(self, ranks: Ranks, step: int, segment: Segment, members: Ints) -> None:
         """Count down a pending dependency of a segment; ranks for which it was the last one are ready."""
@@ -478,7 +478,7 @@ class VectorisedWalk(PartOfMachine):
         """Return the tasks that wait for tasks of the same rank that never run."""
         texts = []
         for ranks in self.ranks:
-            for stream, segments in ranks.task_group.streams.items():
+            for stream, segments in ranks.task_group.shape.streams.items():
                 waits = np.array([ranks.is_pending(step, each) for step in range(self.steps) for each in segments])
                 for i, index in enumerate(ranks.classes.tolist()):
                     left = np.flatnonzero(waits[:, i])
@@ -495,7 +495,7 @@ class VectorisedWalk(PartOfMachine):
         """Return the end times of each class's steps."""
         by_class: dict[int, list[float]] = {}
         for ranks in self.ranks:
-            last = ranks.task_group.streams["compute"][-1].tasks[-1]
+            last = ranks.task_group.shape.streams["compute"][-1].tasks[-1]
             by_class |= dict(zip(ranks.classes.tolist(), ranks.ended_s[:, last].T.tolist(), strict=True))
         return [by_class[index] for index in sorted(by_class)]
 
@@ -539,7 +539,7 @@ class VectorisedWalk(PartOfMachine):
 
     def _phase_times(self, ranks: Ranks, start_s: Floats, end_s: Floats) -> dict[str, Floats]:
         """Return the time of ranks in each phase between two times; gaps are idle."""
-        places, rows_of = self.machine.program.once(_rows_by_phase, ranks.task_group, self.steps)
+        places, rows_of = ranks.task_group.shape.once(_rows_by_phase, self.steps)
         began_s, ended_s, there = self._compute_intervals(ranks, places)
         left_s, right_s = np.clip(began_s, start_s, end_s), np.clip(ended_s, start_s, end_s)
         busy_until_s = np.maximum.accumulate(np.concatenate([start_s[None], np.where(there, right_s, start_s)]))
@@ -563,19 +563,19 @@ class VectorisedWalk(PartOfMachine):
         return begins_s, ends_s, there
 
 
-def _rows_by_phase(_program: Program, task_group: TaskGroup, steps: int) -> tuple[list[int], Mapping[str, Ints]]:
+def _rows_by_phase(shape: TaskShape, steps: int) -> tuple[list[int], Mapping[str, Ints]]:
     """Return the places of the compute stream's tasks in a step, and for each phase the indices of its intervals.
 
     Each task has two intervals, its wait and its execution; see `_compute_intervals`.
     """
-    places = [place for place, task in enumerate(task_group.tasks) if task.stream == "compute"]
-    phases = np.array([["exposed_communication", task_group.tasks[place].phase] for place in places] * steps).ravel()
+    places = [place for place, stream in enumerate(shape.stream_of) if stream == "compute"]
+    phases = np.array([["exposed_communication", shape.phases[place]] for place in places] * steps).ravel()
     return places, {phase: np.flatnonzero(phases == phase) for phase in PHASES}
 
 
 def vectorised_walk_of(machine: MachineState, steps: int) -> VectorisedWalk:
     """Return the vectorised walk over all of a machine's classes."""
-    task_groups = machine.program.once(task_groups_of)
+    task_groups = machine.program.once(task_groups_of, machine.shared)
     column = {role: (task_group, place) for task_group in task_groups for place, role in enumerate(task_group.roles)}
     inside: dict[TaskGroup, list[tuple[int, int]]] = defaultdict(list)
     for each in machine.classes:

@@ -8,8 +8,8 @@ cached, under keys that contain all of their inputs, so no result depends on the
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import cached_property, lru_cache, wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,6 +63,33 @@ class Hashed:
 
     def __hash__(self) -> int:
         return self._hash
+
+
+class Source:
+    """A base of objects that never change, from which functions compute values: each once, and kept as long as it.
+
+    >>> class Numbers(Source):
+    ...     values = (1, 2)
+    >>> def total(numbers: Numbers, times: int) -> int:
+    ...     print("adding")
+    ...     return times * sum(numbers.values)
+    >>> numbers = Numbers()
+    >>> numbers.once(total, 3), numbers.once(total, 3)
+    adding
+    (9, 9)
+    """
+
+    @cached_property
+    def _values(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, function: Callable[Concatenate[Self, P], T], *arguments: P.args, **_none: P.kwargs) -> T:
+        """Return a function's value for this object and further arguments."""
+        key = (function, arguments)
+        if key not in self._values:
+            self._values[key] = function(self, *arguments, **_none)
+        found: T = self._values[key]
+        return found
 
 
 class Recent:

@@ -6,16 +6,13 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, chain
-from typing import Any, ClassVar, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from gssim.cluster import Curve
 from gssim.collectives import Communication
+from gssim.execution.cache import Source
 from gssim.memory import NOTHING, Footprint, in_sequence
 from gssim.workload import LayerInstance, Parameter
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
 
 PassOperation = Literal["forward", "recompute", "backward", "backward-weights"]
 UpdateOperation = Literal["gradient-norm", "clip", "unscale", "optimizer"]
@@ -845,7 +842,7 @@ def _count_distinct(communications: Iterable[Communication]) -> Sequence[tuple[C
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Source):
     """One training step of every rank: tasks, the collectives that they name, and persistent memory.
 
     Where ranks synchronize fragments of the parameters (`policies.in_fragments`), it covers all steps of a period.
@@ -867,15 +864,6 @@ class Program:
     """For each role, a function that returns the bytes of each persistent tensor by category; empty: each category is
     one tensor.
     """
-
-    _values: dict[Hashable, object] = field(default_factory=dict, init=False, compare=False, repr=False)
-
-    def once(self, function: Callable[Concatenate["Program", P], T], *arguments: P.args, **_none: P.kwargs) -> T:
-        """Return a value that depends only on the program, computed once and kept as long as the program."""
-        key = (function, arguments)
-        if key not in self._values:
-            self._values[key] = function(self, *arguments, **_none)
-        return cast(T, self._values[key])
 
     @cached_property
     def exchanges(self) -> Sequence[tuple[Communication, int]]:

@@ -21,7 +21,7 @@ trainings. Beyond the ladder's sizes the factor grows with the distance.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal
@@ -177,12 +177,20 @@ def tail_at(levels: Sequence[float], ratios: Sequence[float], at: Floats) -> Flo
     >>> tail_at((0.1, 1.0, 10.0), (0.5, 0.25, 0.0), np.array([0.01, 1.0, 30.0])).round(3).tolist()
     [0.5, 0.25, 0.0]
     """
-    known = np.asarray(ratios, dtype=float)
-    # ln(-ln(p / p(0))) is nearly linear in the logarithm of the level, for normal tails and heavier
-    whole = known[0] if known[0] > 0 else 1.0
-    transformed = np.log(-np.log(np.clip(known / whole, ALMOST_NONE, ALMOST_ALL)))
-    tail = known[0] * np.exp(-np.exp(np.interp(np.log(at), np.log(levels), transformed)))
-    return np.asarray(np.where(tail <= 2 * ALMOST_NONE * known[0], 0.0, np.where(at <= levels[0], known[0], tail)))
+    first = ratios[0]
+    tail = first * np.exp(-np.exp(np.interp(np.log(at), np.log(levels), _straightened(tuple(ratios)))))
+    return np.asarray(np.where(tail <= 2 * ALMOST_NONE * first, 0.0, np.where(at <= levels[0], first, tail)))
+
+
+@lru_cache(maxsize=1024)
+def _straightened(ratios: tuple[float, ...]) -> Floats:
+    """Return ln(-ln(p / p(0))) of ratios p, which is nearly linear in the logarithm of the level, for normal tails and
+    heavier. Most tails of a model are others at another scale, of equal ratios.
+    """
+    whole = ratios[0] if ratios[0] > 0 else 1.0
+    shares = np.array(ratios, dtype=float) / whole
+    straightened: Floats = np.log(-np.log(np.clip(shares, ALMOST_NONE, ALMOST_ALL)))
+    return straightened
 
 
 TRIED = np.geomspace(1e-9, 1e2, 400)

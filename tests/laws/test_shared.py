@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from points import random_point
 
 from gssim.engine import Machine
+from gssim.engine.task_groups import task_groups_of
 from gssim.errors import UserError
 from gssim.execution.cache import Same, Shared
 from gssim.program import Lowering, Steps
@@ -113,6 +114,9 @@ def test_a_step_under_another_threshold_is_the_one_that_is_lowered_anew(method):
     assert (shared.role_of, shared.persistent) == (anew.role_of, anew.persistent)
     assert dict(shared.communications) == dict(anew.communications)
     assert shared.tasks != steps.program(5).tasks
+    cache = Shared()
+    shapes, others = ([group.shape for group in task_groups_of(each, cache)] for each in (steps.program(5), anew))
+    assert [*map(id, shapes)] == [*map(id, others)]  # what their walks derive from the order of tasks is found once
 
 
 def test_a_file_that_has_changed_is_read_again(tmp_path):

@@ -15,8 +15,9 @@ from tasks import program_with, task_of
 from gssim.collectives import Communication
 from gssim.engine import DeadlockError, machine, vectorised_walk
 from gssim.engine.rendezvous import joins_all_in_turn, joins_in_turn
+from gssim.engine.task_groups import TaskShape
 from gssim.execution.cache import Shared
-from gssim.program import Issue, Program, Task
+from gssim.program import Issue, Task
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 
@@ -225,11 +226,11 @@ def test_collectives_of_two_streams_are_in_turn_where_each_waits_for_the_one_bef
     begin = task_of("begin", "forward", duration_s=1.0)
     end = task_of("end", "backward", duration_s=1.0, after=next_after)
     tasks = (begin, meet("x", "communication", ("begin",)), meet("y", "replication", second_after), end)
-    program = Program((tasks,), {}, ({},))
+    shape = TaskShape(tasks)
     names = frozenset(task.communication for task in tasks if task.communication is not None)
-    assert joins_in_turn(program, 0, names) is in_turn
-    assert joins_in_turn(program, 0, names - {tasks[2].communication})
-    assert joins_all_in_turn(program, 0) is in_turn
+    assert joins_in_turn(shape, names) is in_turn
+    assert joins_in_turn(shape, names - {tasks[2].communication})
+    assert joins_all_in_turn(shape) is in_turn
 
 
 @given(st.data())
@@ -241,10 +242,10 @@ def test_where_all_collectives_are_in_turn_so_are_any_two(data):
         joins = data.draw(st.booleans())
         name = f"task {place}"
         tasks.append(task_of(name, "idle", stream, communication=name if joins else None, after=tuple(sorted(labels))))
-    program = Program((tuple(tasks),), {}, ({},))
+    shape = TaskShape(tasks)
     names = [task.communication for task in tasks if task.communication is not None]
-    if joins_all_in_turn(program, 0):
-        assert all(joins_in_turn(program, 0, frozenset(pair)) for pair in combinations(names, 2))
+    if joins_all_in_turn(shape):
+        assert all(joins_in_turn(shape, frozenset(pair)) for pair in combinations(names, 2))
 
 
 def test_hosts_issue_for_unequal_ranks_as_for_each_alone(monkeypatch):
