@@ -20,7 +20,7 @@ from gssim.scenario.run import Run
 from gssim.units import adapter
 from gssim.workload import Model, Workload
 from gssim.workload.gradient_statistics import GradientStatistics
-from gssim.workload.layer import ONE_SAMPLE, SEVERAL_SAMPLES, without_mark
+from gssim.workload.layer import ONE_SAMPLE, OPERAND_CASTS, SEVERAL_SAMPLES, without_mark
 from gssim.workload.model import LAYER_LISTS, OWN_LAYERS, FusedKernels
 
 VERSION = 1
@@ -113,9 +113,12 @@ def _model_digest(asked: Model) -> str:
     """Return the digest of a model without its name, its source, and what follows from its module."""
     model = asked.in_file_precision
     layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
-    for layer in layers:  # marks of buffers, and the buffers of one sample, follow from the module
-        texts = (text.removesuffix(SEVERAL_SAMPLES) for text in layer["buffers"] if not text.endswith(ONE_SAMPLE))
-        layer["buffers"] = [without_mark(text) for text in texts]
+    for layer in layers:  # marks of buffers, those of one sample, and copies of operands follow from the module
+        layer["buffers"] = [
+            without_mark(text.removesuffix(SEVERAL_SAMPLES))
+            for text in layer["buffers"]
+            if not text.endswith(ONE_SAMPLE) and f" {OPERAND_CASTS} " not in text
+        ]
     return _digest(_fields(model, leave_out=UNASKED_OF_MODEL) | {"layers": layers})
 
 

@@ -20,7 +20,7 @@ from gssim.scenario import Scenario
 from gssim.scenario.identity import VERSION, _digest, _fields, canonical
 from gssim.scenario.sweep import load_sweep, points_of
 from gssim.units import Count, spec, validated
-from gssim.workload import Model
+from gssim.workload import Buffer, Model
 from gssim.workload.gradient_statistics import GradientStatistics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,10 +114,11 @@ def test_a_new_key_changes_an_id_only_where_it_is_used():
     assert _fields(After(steps=3, options=())) == {}
 
 
-def test_which_buffers_hold_integers_changes_no_id():
-    """It follows from the module: files that were traced before it was noted ask the same."""
+def test_which_buffers_hold_integers_and_which_operands_are_copied_changes_no_id():
+    """They follow from the module: files that were traced before these were noted ask the same."""
     model = scenario_of(star(2), {"method": "ddp"}).workload.model
-    layers = [replace(each, buffers=tuple(replace(b, fixed=True) for b in each.buffers)) for each in model.layers]
+    copied = Buffer.parse("f0 f0 operand-casts 8*b*s")
+    layers = [replace(each, buffers=(copied, *(replace(b, fixed=True) for b in each.buffers))) for each in model.layers]
     noted = replace(model, layers=tuple(layers))
     assert noted != model
     assert any(layer.buffers for layer in layers)

@@ -1,6 +1,6 @@
 """Model files of tests: small models, traced as `gsreal trace` does.
 
-As a command, traces the files that it is given, or else all of tests, again: see CONTRIBUTING.md.
+As a command, traces the files that it is given, or else all of tests, again; shipped ones too: see CONTRIBUTING.md.
 """
 
 import sys
@@ -22,6 +22,8 @@ KEPT = Path(__file__).resolve().parent / "models" / "of_tests"
 """Model files that real tests run."""
 MODELS_OF_TESTS = sorted(KEPT.parent.rglob("*.toml"))
 """All model files of tests; a slow test traces them again, and this module run as a command writes them anew."""
+SHIPPED = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+"""Folder of the model files that ship."""
 
 
 @contextmanager
@@ -63,12 +65,14 @@ def kept(request: Request) -> Path:
 def traced_again(file: Path) -> Model:
     """Return the model of a file as it is traced today, with all that the file holds.
 
-    Ways in which ranks divide layers that the file lacks, as no test needs them, are left out. The reason that a file
-    without sliced layers states stays.
+    Ways in which ranks divide layers that a file of tests lacks, as no test needs them, are left out, and so is what
+    GPUs run otherwise. The reason that such a file without sliced layers states stays. Shipped files get all.
     """
     known = load_model(file)
     lengths = known.traced_sequence_lengths
     alone = lengths[0] if len(lengths) == 1 else None
+    if file.resolve().parent == SHIPPED:
+        return traced_model(Request(model=str(file), arguments=(), name=file.stem, sequence_length=alone))
     lacks = [name for name in trace.DIVIDED_STEPS if not getattr(known, name)]
     with patch.dict(trace.DIVIDED_STEPS, dict.fromkeys(lacks, lambda *_given: None)):
         again = _traced_on_cpus(Request(model=str(file), arguments=(), name=file.stem, sequence_length=alone))

@@ -773,18 +773,14 @@ def test_layers_are_not_recorded_without_what_one_of_them_allocates_beside_froze
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-byte-1m", "bert-byte-1m", "resnet-digits")),
-        "resnet-digits-20k",
-    ],
+    "name", [pytest.param(name, marks=[] if name == "resnet-digits-20k" else [pytest.mark.slow]) for name in NAMES]
 )
 def test_tracing_a_model_file_again_changes_no_byte_of_it(name, tmp_path):
     path = MODELS / f"{name}.toml"
     version = torch.__version__.partition("+")[0]
     if f"torch {version}" not in load_model(path).source:
         pytest.skip(f"the file was traced with another torch than {version}, whose kernels may save other things")
-    traced = traced_model(request_for(str(path), image=None))
+    traced = traced_again(path)
     assert traced.module == load_model(path).module
     write_model(tmp_path / path.name, traced)
     assert (tmp_path / path.name).read_text() == path.read_text()
