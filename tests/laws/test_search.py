@@ -5,6 +5,7 @@ import json
 import math
 import shlex
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -421,6 +422,10 @@ def test_plans_without_a_threshold_go_first_though_bounds_of_thresholds_are_lowe
     queue = Queue(lambda _plan, bound: bound)
     for bound, each in bounded:
         queue.add(Bound(bound, bound, 0.5), each)
+    with closing(queue.look_ahead(lambda _candidate, _bound: False, plans=3)) as ahead:
+        assert next(ahead) == 0  # looking ahead may stop after any bound, and goes on there
+    assert list(queue.look_ahead(lambda _candidate, _bound: False, plans=3)) == [0]
+    assert len(queue) == len(bounded)
     order = []
     while (first := queue.next(lambda _candidate, _bound: False)[0]) is not None:
         order.append(first.index)
