@@ -605,6 +605,13 @@ def test_a_search_of_which_nothing_fits_the_devices_says_so(capsys):
     assert said == ["not searched: no plan of the search fits the number of devices: only the scenario's own is shown"]
 
 
+def test_plans_with_state_on_hosts_of_unknown_memory_are_bounded_without_their_traffic():
+    devices = {"fast": device_type(kind="cuda", memory_bytes=80e9)}
+    scenario = scenario_of(star(2, types=devices), {"method": "zero1"})
+    offloaded = replace(scenario.plan, offload="optimizer")  # which loading would refuse
+    assert Bounds(scenario).closer(offloaded, Bound(1.0, 1.0, 0.5)).time_s >= 1.0
+
+
 def test_plans_that_cannot_run_are_told_by_reason_with_their_number(capsys):
     """GPT-2's first and last layer share a parameter, whose gradients are summed elsewhere than in its own backward."""
     model = load_model(Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt2-124m.toml")
