@@ -21,6 +21,11 @@ from gssim.units import excess, whole_number
 
 LOOK_S = 0.2
 """Seconds that a wait for chunks lasts at most, so that a user's interrupt is noticed."""
+SWITCH_S = 5e-4
+"""Seconds after which a thread that computes lets others of its process run, while these pass single pieces of work to
+other processes. With Python's 5 ms, a piece would take up to 20 ms there and back, in four waits of the threads of its
+queue, and the process that has ended would be idle meanwhile.
+"""
 
 
 class Workers(Protocol):
@@ -145,8 +150,13 @@ def processes_with(state: Any, jobs: int) -> Iterator[Workers]:
         _STATE[0] = state
         yield Alone()
         return
-    with _pool(jobs, "fork" if sys.platform == "linux" else "spawn", state) as pool:
-        yield Processes(pool, jobs)
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(usual_s, SWITCH_S))
+    try:
+        with _pool(jobs, "fork" if sys.platform == "linux" else "spawn", state) as pool:
+            yield Processes(pool, jobs)
+    finally:
+        sys.setswitchinterval(usual_s)
 
 
 def worker_state() -> Any:

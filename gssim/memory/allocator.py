@@ -28,7 +28,7 @@ Blocks are tuples of plain numbers for speed: the replay of a large model's step
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 
@@ -206,9 +206,9 @@ class Pool:
         insort(alike, address)
         self.size_at[address], self._start_of[end] = size_bytes, address
 
-    def state(self) -> tuple[object, ...]:
+    def state(self) -> tuple[Hashable, ...]:
         """Return free blocks and segments: equal requests have equal effects in equal states."""
-        return dict(self.size_at), dict(self.segments), self._next_address
+        return frozenset(self.size_at.items()), frozenset(self.segments.items()), self._next_address
 
     def around(self, blocks: Sequence[Block], least_bytes: int, most: int) -> tuple[tuple[int, ...], list[int]]:
         """Return a description of free blocks and of `blocks`, which are allocated and will be freed; and their
@@ -323,9 +323,9 @@ class ExpandablePool(Pool):
         self._unmapped = {0: ADDRESS_SPACE_BYTES}
         """Bytes of each unmapped range, by its address."""
 
-    def state(self) -> tuple[object, ...]:
+    def state(self) -> tuple[Hashable, ...]:
         """Return free blocks and unmapped ranges."""
-        return *super().state(), dict(self._unmapped)
+        return *super().state(), frozenset(self._unmapped.items())
 
     def take(self, size_bytes: int, requested_bytes: int) -> Block | None:
         """Allocate from the smallest free block that is large enough, unmapped space included; None if there is none.
@@ -527,9 +527,9 @@ class CachingAllocator:
             left -= len(blocks)
         return count * size, allocated
 
-    def state(self) -> object:
+    def state(self) -> Hashable:
         """Return the free blocks and what is reserved: equal requests have equal effects in equal states."""
-        return self.requested_bytes, self.allocated_bytes, [pool.state() for pool in self.pools.values()]
+        return self.requested_bytes, self.allocated_bytes, tuple([pool.state() for pool in self.pools.values()])
 
     def pool_of(self, size_bytes: int, stream: str) -> Pool:
         """Return the pool that serves a rounded request on a stream."""

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush, heapreplace
@@ -258,7 +259,7 @@ class Queue:
 
     def next(self, rule_out: Callable[[Candidate, Bound], bool]) -> tuple[Waiting | None, int]:
         """Remove and return the most promising plan that is not ruled out, and the number of plans ruled out."""
-        ruled_out = self.look_ahead(rule_out)
+        ruled_out = sum(self.look_ahead(rule_out, plans=1))
         return heappop(self._heap) if self._heap else None, ruled_out
 
     def wait(self, candidate: Candidate, bound: Bound) -> None:
@@ -270,20 +271,28 @@ class Queue:
         """Return the least lower bound of the objective among the plans in the queue; infinite if it is empty."""
         return self._heap[0].objective if self._heap else math.inf
 
-    def look_ahead(self, rule_out: Callable[[Candidate, Bound], bool]) -> int:
-        """Tighten bounds until the most promising plan is not ruled out; return the number of plans ruled out."""
-        ruled_out = 0
-        while self._heap:
-            first = self._heap[0]
-            if rule_out(first.candidate, first.bound):
-                heappop(self._heap)
-                ruled_out += 1
-            elif first.is_close or first.index == 0:
-                break
-            else:
-                bound = self._closer(first.candidate.plan, first.bound)
-                heapreplace(self._heap, replace(first, objective=bound.objective, bound=bound, is_close=True))
-        return ruled_out
+    def look_ahead(self, rule_out: Callable[[Candidate, Bound], bool], *, plans: int) -> Generator[int, None, None]:
+        """Tighten bounds until that number of the most promising plans are not ruled out.
+
+        Yields 1 for each plan that is ruled out, and 0 for each bound that is tightened, which takes some time: the
+        caller may stop there. The queue must not be used before the iterator ends or is closed.
+        """
+        ahead: list[Waiting] = []
+        try:
+            while self._heap and len(ahead) < plans:
+                first = self._heap[0]
+                if rule_out(first.candidate, first.bound):
+                    heappop(self._heap)
+                    yield 1
+                elif first.is_close or first.index == 0:
+                    ahead.append(heappop(self._heap))
+                else:
+                    bound = self._closer(first.candidate.plan, first.bound)
+                    heapreplace(self._heap, replace(first, objective=bound.objective, bound=bound, is_close=True))
+                    yield 0
+        finally:
+            for each in ahead:
+                heappush(self._heap, each)
 
 
 def limits_of(candidate: Candidate, wanted: Sequence[RankedSet], found: Exploration, objective: Objective) -> Limits:
@@ -348,7 +357,7 @@ class Explorer:
                 if not self._in_progress:
                     break
                 if not late:
-                    self.found.ruled_out += self.queue.look_ahead(self.rule_out)  # later, idle processes would wait
+                    self._look_ahead(workers)
                 self._take(workers, workers.ended(list(self._in_progress)))
         finally:
             self.leave()
@@ -357,6 +366,17 @@ class Explorer:
         """Count the plans that are left open: at an interrupt too, when some are being simulated."""
         waiting = sum(not self.rule_out(each.candidate, each.bound) for each in self.queue)
         self.found.left = waiting + len(self._in_progress)
+
+    def _look_ahead(self, workers: Workers) -> None:
+        """Tighten the bounds of the plans that are handed out next, until a worker ends: idle ones would wait for them.
+
+        Dozens of bounds may have to be tightened between two plans that are worth simulating.
+        """
+        with closing(self.queue.look_ahead(self.rule_out, plans=2 * workers.at_a_time)) as ahead:
+            for ruled_out in ahead:
+                self.found.ruled_out += ruled_out
+                if not ruled_out and workers.ended(list(self._in_progress), within_s=0.0):
+                    break
 
     def _hand_out(self, workers: Workers, most: int) -> None:
         """Hand out the most promising plans, so that up to `most` are being judged."""

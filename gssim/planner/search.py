@@ -32,9 +32,10 @@ from gssim.simulation import simulate
 
 MAX_TRIED = 50
 """Most plans that are tried until one can run."""
-BEGIN_S, LOOK_S = 0.05, 0.01
+BEGIN_S, LOOK_S = 0.05, 0.005
 """Seconds after which the enumeration of plans looks whether a worker is idle: at first, and then each time. The first
-plans are hardly the best, but else the worker would be idle.
+plans are hardly the best, but else the worker would be idle. (The scenario's own plan, which is compared with the best
+in any case, is handed out at once.)
 """
 
 
@@ -257,9 +258,9 @@ class Search:
                         continue
                     self.bounded.append((bound, each))
                     self.explorer.add(bound, each)
-                    if workers is not None and time.monotonic() > look_s:
+                    if workers is not None and (each.index == 0 or time.monotonic() > look_s):
                         self.explorer.advance(workers)
-                        look_s = time.monotonic() + LOOK_S
+                        look_s = time.monotonic() + (LOOK_S if each.index else BEGIN_S)
                 if workers is not None:
                     self.explorer.advance(workers)
         except KeyboardInterrupt:

@@ -5,6 +5,7 @@ import json
 import math
 import shlex
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -421,6 +422,10 @@ def test_plans_without_a_threshold_go_first_though_bounds_of_thresholds_are_lowe
     queue = Queue(lambda _plan, bound: bound)
     for bound, each in bounded:
         queue.add(Bound(bound, bound, 0.5), each)
+    with closing(queue.look_ahead(lambda _candidate, _bound: False, plans=3)) as ahead:
+        assert next(ahead) == 0  # looking ahead may stop after any bound, and goes on there
+    assert list(queue.look_ahead(lambda _candidate, _bound: False, plans=3)) == [0]
+    assert len(queue) == len(bounded)
     order = []
     while (first := queue.next(lambda _candidate, _bound: False)[0]) is not None:
         order.append(first.index)
@@ -598,6 +603,13 @@ def test_a_search_of_which_nothing_fits_the_devices_says_so(capsys):
     lines = capsys.readouterr().out.splitlines()
     said = [line for line in lines if "no plan of the search fits the number of devices" in line]
     assert said == ["not searched: no plan of the search fits the number of devices: only the scenario's own is shown"]
+
+
+def test_plans_with_state_on_hosts_of_unknown_memory_are_bounded_without_their_traffic():
+    devices = {"fast": device_type(kind="cuda", memory_bytes=80e9)}
+    scenario = scenario_of(star(2, types=devices), {"method": "zero1"})
+    offloaded = replace(scenario.plan, offload="optimizer")  # which loading would refuse
+    assert Bounds(scenario).closer(offloaded, Bound(1.0, 1.0, 0.5)).time_s >= 1.0
 
 
 def test_plans_that_cannot_run_are_told_by_reason_with_their_number(capsys):

@@ -2,8 +2,9 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import accumulate
 from math import ceil, prod
 
@@ -52,7 +53,7 @@ class MemoryBounds:
         """Return a lower bound of the fraction of memory used on the fullest device."""
         kinds, parts = zip(self._kinds(plan, policies), sizes, strict=True), self.parts.parts(plan, policies)
         return max(
-            self._least_bytes_of(plan, policies, rank, parts[rank], owned, n) / self.parts.types[rank].memory_bytes
+            self._needed(plan, policies, rank, parts[rank], owned)(n) / self.parts.types[rank].memory_bytes
             for (rank, owned), n in dict.fromkeys(kinds)
         )
 
@@ -80,8 +81,23 @@ class MemoryBounds:
 
     def _most_samples(self, plan: Plan, policies: Policies, rank: int, part: Part, owned: float, ratio: float) -> int:
         """Return the most samples that fit a fraction of a rank's memory; `owned`: the elements it updates."""
+        room, total = ratio * self.parts.types[rank].memory_bytes, self.parts.workload.global_batch_size
+        needed = self._needed(plan, policies, rank, part, owned)
+
+        def most() -> int:
+            if needed(total) <= room:
+                return total
+            return bisect_left(range(total + 1), True, lo=1, key=lambda samples: needed(samples) > room) - 1
+
+        return self.parts.once(("room", Same(needed), ratio), most)
+
+    def _needed(self, plan: Plan, policies: Policies, rank: int, part: Part, owned: float) -> Callable[[int], float]:
+        """Return the function that gives the least bytes that a rank needs for a number of samples.
+
+        There is one function for all plans in which the rank needs as much; it remembers its values.
+        """
         key = (
-            "room",
+            "needed",
             self.parts.names[rank],
             Same(policies),
             part,
@@ -90,42 +106,41 @@ class MemoryBounds:
             plan.micro_batches,
             plan.recompute,
         )
-        room = ratio * self.parts.types[rank].memory_bytes
-        needed = self.parts.once(("needed", *key), dict[int, float])  # by number of samples, whatever the ratio
+        return self.parts.once(key, lambda: cache(self._least_bytes(plan, policies, rank, part, owned)))
 
-        def too_many(samples: int) -> bool:
-            if samples not in needed:
-                needed[samples] = self._least_bytes_of(plan, policies, rank, part, owned, samples)
-            return needed[samples] > room
-
-        def most() -> int:
-            total = self.parts.workload.global_batch_size
-            return bisect_left(range(total + 1), True, lo=1, key=too_many) - 1 if too_many(total) else total
-
-        return self.parts.once((*key, ratio), most)
-
-    def _least_bytes_of(
-        self, plan: Plan, policies: Policies, rank: int, part: Part, owned: float, samples: int
-    ) -> float:
-        device = self.parts.types[rank]
-        always = device.context_bytes + device.workspace_bytes
-        if policies.partition == "weight-gradient" or not samples:
-            return always
-        first, *others = splitting.split(samples, splitting.even(plan.micro_batches))
-        peak = self._transient_bytes(plan, policies, part, first)
-        if others:  # later micro-batches start with the gradients of earlier ones
-            value, sharded = self._gradients(policies, 0.0 if plan.offload else owned)
-            *between, last = others if policies.gradients not in ("local", "periodic") else (*others, 0)
-            if policies.gradient_sync == "micro-batch":
-                between, last = [], max(others)
-            if between:
-                held = value * part.elements + sharded
-                peak = max(peak, held + self._transient_bytes(plan, policies, part, max(between)))
-            # as they are reduced, layer by layer, gradients may be freed
-            peak = max(peak, sharded + self._transient_bytes(plan, policies, part, last, unreduced_value=value))
-        always += self._communicators(policies) * device.communicator_bytes
+    def _least_bytes(
+        self, plan: Plan, policies: Policies, rank: int, part: Part, owned: float
+    ) -> Callable[[int], float]:
+        device, micro_batches = self.parts.types[rank], plan.micro_batches
+        idle = device.context_bytes + device.workspace_bytes
+        if policies.partition == "weight-gradient":
+            return lambda samples: idle
+        always = idle + self._communicators(policies) * device.communicator_bytes
         offload = None if device.kind == "cpu" else plan.offload  # a CPU is its own host
-        return always + self._persistent_bytes(policies, part, owned, samples, offload) + peak
+        persistent = self._persistent_bytes(policies, part, owned, offload)
+        value, sharded = self._gradients(policies, 0.0 if plan.offload else owned)
+        held = value * part.elements + sharded
+        transient = partial(self._transient_bytes, plan, policies, part)
+
+        def least_bytes(samples: int) -> float:
+            if not samples:
+                return idle
+            whole, extra = divmod(samples, micro_batches)  # the first `extra` micro-batches have a sample more
+            peak = transient(whole + (extra > 0))
+            if micro_batches > 1:  # later micro-batches start with the gradients of earlier ones
+                largest, last = whole + (extra > 1), whole
+                between = micro_batches > 2
+                if policies.gradients in ("local", "periodic"):
+                    between, last = True, 0
+                if policies.gradient_sync == "micro-batch":
+                    between, last = False, largest
+                if between:
+                    peak = max(peak, held + transient(largest))
+                # as they are reduced, layer by layer, gradients may be freed
+                peak = max(peak, sharded + transient(last, unreduced_value=value))
+            return always + (persistent + self._batch_bytes(policies, samples)) + peak
+
+        return least_bytes
 
     def stages_full_ratio(self, plan: Plan, policies: Policies, sizes: Sequence[int]) -> float:
         """Return a lower bound of the fraction of memory used on the fullest device of a pipeline; 0 if none is known.
@@ -166,7 +181,7 @@ class MemoryBounds:
             offload = None if device.kind == "cpu" else plan.offload  # a CPU is its own host
             always = device.context_bytes + device.workspace_bytes
             always += self._stage_communicators(policies, part, place) * device.communicator_bytes
-            always += self._persistent_bytes(policies, part, owned, samples, offload)
+            always += self._persistent_bytes(policies, part, owned, offload)
             always += self._received_bytes(plan, stage, samples // plan.micro_batches, first)
             found = max(found, (always + peak) / device.memory_bytes)
         return found
@@ -355,10 +370,8 @@ class MemoryBounds:
             return neighbours
         return neighbours + (policies.dp_replicate > 1) + (policies.dp_shard > 1)
 
-    def _persistent_bytes(
-        self, policies: Policies, part: Part, owned: float, samples: int, offload: str | None
-    ) -> float:
-        """Return persistent memory: parameters, optimizer states, buckets and the batch, without what is offloaded."""
+    def _persistent_bytes(self, policies: Policies, part: Part, owned: float, offload: str | None) -> float:
+        """Return persistent memory: parameters, optimizer states and buckets, without what is offloaded."""
         workload, value, master = self.parts.workload, self.parts.value, self.parts.master
         elements, replicated = part.elements, policies.parameters == "replicated"
         kept = elements * value if replicated else owned * value
@@ -371,10 +384,14 @@ class MemoryBounds:
             kept += owned * master if replicated and master > value else 0.0
             precision = workload.optimizer_state_precision
             kept += int(owned) * state_element_bytes(workload.optimizer, value_bytes=master, precision=precision)
+        return kept
+
+    def _batch_bytes(self, policies: Policies, samples: int) -> float:
+        """Return the bytes of a rank's batch; 0 in pipelines, of which not every stage has it."""
         if policies.pp > 1:
-            return kept
-        length = -(-(workload.sequence_length or 0) // policies.cp)
-        return kept + input_bytes(self.parts.model, batch_size=samples, sequence_length=length, value_bytes=value)
+            return 0.0
+        length, value = -(-(self.parts.workload.sequence_length or 0) // policies.cp), self.parts.value
+        return input_bytes(self.parts.model, batch_size=samples, sequence_length=length, value_bytes=value)
 
     def _gradients(self, policies: Policies, owned: float) -> tuple[int, float]:
         """Return the bytes per element of gradients that later micro-batches start with, and the bytes of a rank's

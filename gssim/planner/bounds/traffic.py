@@ -56,6 +56,8 @@ class TrafficBounds:
         unlike = plan.shares.replan or policies.in_fragments  # steps differ
         if policies.ranks == 1 or policies.pp > 1 or policies.ranks > MAX_RANKS or unlike:
             return 0.0
+        if plan.offload is not None and self.parts.scenario.cluster.host is None:
+            return 0.0  # the plan is refused when it is loaded
         try:
             plain = self._canonical_plan(plan, policies)
         except UserError:  # the plan is refused when it is loaded
