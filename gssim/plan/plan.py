@@ -345,7 +345,9 @@ class Plan:
     context_overlap: bool = True
     """With `ring` or `gather`, run the exchanges of keys and values, and of their gradients, beside the attention to a
     block. `false`: each exchange is waited for as soon as it has begun, as where torch's context parallelism is
-    compiled: a traced collective is followed by its wait, which inductor does not move."""
+    compiled: a traced collective is followed by its wait, which inductor does not move. On more than two GPUs that
+    gather keys and recompute everything, without `tp_overlap`, a rank then attends to all blocks of a backward before
+    it sends gradients, and the others wait for it: inductor gives ranks different orders."""
     pp: PositiveInt = 1
     """Ranks in a pipeline of stages; for `pipeline`, 1 means the ranks that the other axes leave."""
     ep: PositiveInt = 1

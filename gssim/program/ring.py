@@ -21,12 +21,24 @@ freed before the next block. Source: torch 2.6, distributed/_functional_collecti
 collective is followed by its wait, which the compiler does not move (_inductor/config.py,
 reorder_for_compute_comm_overlap = False).
 
-Let the attention's time be that on
-whole sequences with the rank's part of the heads. With a balanced division a block takes 1/n of it; otherwise its share
-of the work: see `gssim.plan.context_blocks`. The attention's part of a layer's time is its part of the layer's FLOP;
-only the attention's FLOP grow with the square of the sequence length. `gsreal.methods.ring_attention` works in this
-way; memory is that of its tensors, in order. Selective recomputation keeps the output of all blocks together, so it
-rotates nothing again.
+[Note: uneven order] Compiled ranks of a ring may run the same backward in different orders. Each rank is compiled on
+its own, and inductor chooses one of several orders by its estimate of peak memory (torch 2.6, _inductor/config.py,
+reorder_for_peak_memory = True). The ranks' blocks have different halves of queries and keys, and so the choices may
+differ: some ranks attend to one block at a time, and send its gradients before the next; others attend to all of their
+n blocks first. The former then wait at their first shift until the latter have attended to all, and have n - 1 blocks
+left: the backward of an attention takes the time of 2n - 1 blocks instead of n. Found by compiling a block of Llama 3
+with 32,768 positions a rank with torch 2.6 for GPUs, without running it, rank by rank. 8B in bf16 and in float8, and
+405B in float8 on 8 tensor ranks: on 4 ranks, ranks 0 and 2 attend first; on 8, rank 4 does, but not 0 and 7. On 2 ranks
+both have one order in float8, though not in bf16, which is not modelled. One order have also, on 4 ranks, 405B with
+exchanges beside products (`plan.tp_overlap`), and 8B where blocks recompute nothing. Here rank n/2 alone attends first;
+with more such ranks it would take as long. Where keys rotate instead of being gathered, ranks in different orders would
+wait for each other forever.
+
+Let the attention's time be that on whole sequences with the rank's part of the heads. With a balanced division a block
+takes 1/n of it; otherwise its share of the work: see `gssim.plan.context_blocks`. The attention's part of a layer's
+time is its part of the layer's FLOP; only the attention's FLOP grow with the square of the sequence length.
+`gsreal.methods.ring_attention` works in this way; memory is that of its tensors, in order. Selective recomputation
+keeps the output of all blocks together, so it rotates nothing again.
 
 [Note: merging] Each block after the first is merged into the output, weighted by the logarithms of its sums, and its
 gradients are added to those of the blocks before. Both are element-wise, at the rate of the memory. Counted are the
@@ -106,6 +118,7 @@ def ring_attention(
     moved_bytes = (
         merge_bytes if device.kind == "cpu" else partial(float_merge_bytes, value_bytes=value_bytes, compiled=waits)
     )
+    attends_first = phase == "b" and waits and _attends_first(low, rank)
     tasks: list[Task] = []
     last = len(blocks) - 1
     own = TaskId("attend", layer=instance.module, during=PASSES[phase])
@@ -114,12 +127,41 @@ def ring_attention(
     if policies.gathers_keys:
         gathering = gathering_exchange(low, low.batch_sizes[rank], policies.cp * size)
         keys_of = partial(_keys_from_gather, gathering, turn._replace(op="gather-keys"), last=last, size=size)
+
+    def returned(step: int, *, before: TaskId) -> list[Task]:
+        """Return how the rank adds its gradients of a block to those received, and sends the sums on."""
+        back, added = turn._replace(part=step or None).serving("return"), list[Task]()
+        if step and not waits:
+            added.append(
+                Task(back.serving("await"), "exposed_communication", after=(back._replace(part=step - 1 or None),))
+            )
+        sent = _shift(returning, back, after=added[-1].id if added else before)
+        if not waits and step < last:
+            return [*added, sent]
+        changes = [-gradient_bytes]
+        if attends_first and step < last:
+            changes += [-_found_bytes(blocks[step + 1], size, out), gradient_bytes]
+        if step == last and gradient_bytes != size:
+            changes += [size, -gradient_bytes]
+        events = [Event(place, change, "communication") for place, change in enumerate(changes)]
+        release = Task(back.serving("release"), "exposed_communication", after=(back,), need=footprint(events))
+        return [*added, sent, release]
+
     for step, block in enumerate(blocks):
-        attend, shift = own._replace(part=step or None), turn._replace(part=step or None)
+        attend = own._replace(part=step or None)
         keys = keys_of(step, before=before)
         tasks += keys.posted
         own_changes = (
-            _backward_changes(step, block, size, out, gradient_bytes, copies_rows=copies_rows, is_sent_there=not waits)
+            _backward_changes(
+                step,
+                block,
+                size,
+                out,
+                gradient_bytes,
+                copies_rows=copies_rows,
+                is_sent_there=not waits,
+                is_added_there=not attends_first,
+            )
             if phase == "b"
             else _forward_changes(step, block, out, others[-1])
         )
@@ -131,19 +173,26 @@ def ring_attention(
         awaited = tuple(task.id for task in keys.posted) if waits else keys.awaited
         tasks.append(Task(attend, name, duration_s=duration_s, after=awaited, need=footprint(events)))
         before = attend
-        if phase != "b":
-            continue
-        back = shift.serving("return")
-        if step and not waits:  # the rank adds its own gradients to those received
-            before = back.serving("await")
-            tasks.append(Task(before, "exposed_communication", after=(back._replace(part=step - 1 or None),)))
-        tasks.append(_shift(returning, back, after=before))
-        if waits or step == last:
-            before = back.serving("release")
-            cast = [size, -gradient_bytes] if step == last and gradient_bytes != size else []
-            events = [Event(place, each, "communication") for place, each in enumerate([-gradient_bytes, *cast])]
-            tasks.append(Task(before, "exposed_communication", after=(back,), need=footprint(events)))
+        if phase == "b" and not attends_first:
+            tasks += returned(step, before=before)
+            before = next(task.id for task in reversed(tasks) if task.exchange is None)
+    for step in range(len(blocks) if attends_first else 0):
+        tasks += returned(step, before=before)
+        before = tasks[-1].id
     return tasks
+
+
+def _attends_first(low: Lowering, rank: int) -> bool:
+    """Return whether a rank's compiled backward attends to all blocks before it sends gradients: [Note: uneven order].
+
+    Assumed where exchanges are waited for.
+    """
+    policies, plan = low.policies, low.scenario.plan
+    if policies.cp <= 2 or not policies.gathers_keys or low.device(rank).kind == "cpu":
+        return False
+    if plan.recompute != "full" or plan.tp_overlap:
+        return False
+    return low.ring_position(rank) == policies.cp // 2
 
 
 class _Keys(NamedTuple):
@@ -319,11 +368,13 @@ def _backward_changes(
     *,
     copies_rows: bool,
     is_sent_there: bool,
+    is_added_there: bool,
 ) -> Iterator[float]:
     """Yield the bytes that one step of a backward allocates and frees, in order, besides keys and values.
 
     These are the block's gradients; the gradients of keys and values that were sent on, of `gradient_bytes`, unless
-    freed before (`is_sent_there`); and the receive tensor for the next. The first are the layer's own. `copies_rows`:
+    freed before (`is_sent_there`); and the receive tensor for the next, unless the block's gradients are added later
+    (`is_added_there`). The first are the layer's own. `copies_rows`:
     whether the kernel copies the gradient of the output where a block has only the second half of the rows. torch's
     kernel on CPUs does so for several samples, because these rows are not contiguous in memory (torch 2.13,
     aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `grad_out.contiguous()`).
@@ -331,11 +382,15 @@ def _backward_changes(
     if not step:
         yield from (gradient_bytes, -size, gradient_bytes)
         return
-    found = 0.0
-    if block is not None:
-        found = (2 - block.first_half) / 2 * out + block.key_halves / 2 * size
+    found = _found_bytes(block, size, out)
     if copies_rows and block is not None and block.first_half:
         yield from (found, out / 2, -out / 2)
     else:
         yield found
-    yield from (-gradient_bytes * is_sent_there, -found, gradient_bytes)
+    if is_added_there:
+        yield from (-gradient_bytes * is_sent_there, -found, gradient_bytes)
+
+
+def _found_bytes(block: Block | None, size: float, out: float) -> float:
+    """Return the bytes of the gradients that a block of attention finds: of its queries, keys and values."""
+    return 0.0 if block is None else (2 - block.first_half) / 2 * out + block.key_halves / 2 * size

@@ -366,6 +366,26 @@ def test_gradients_that_were_waited_for_are_freed_before_the_next_block():
     assert max(held(overlap=True)) - max(held(overlap=False)) == own_bytes
 
 
+@pytest.mark.parametrize(("changes", "uneven"), [({}, True), ({"cp": 2}, False), ({"recompute": "none"}, False)])
+def test_compiled_ranks_that_attend_first_let_the_others_wait_for_all_their_blocks(changes, uneven, monkeypatch):
+    """Gradients of the first block are sent when one rank has attended to all n, the others then have n - 1 left."""
+    plan = RING | {"context_exchange": "gather", "context_overlap": False, "recompute": "full", "cp": 4} | changes
+    cluster = star(plan["cp"], backend="nccl", bandwidth=1e15, types={"fast": device_type(kind="cuda")})
+    loaded = loaded_of(scenario_of(cluster, plan, model=GPT, sequence_length=64, global_batch_size=SAMPLES))
+
+    def taken() -> tuple[float, list[float]]:
+        ranks = lower(loaded.scenario).tasks
+        return simulate(loaded).result.step_time_s, [sum(e.size_bytes for t in r for e in t.need.events) for r in ranks]
+
+    step_s, left_bytes = taken()
+    in_backward = [t for t in lower(loaded.scenario).tasks[0] if t.id.op == "attend" and t.id.during == "backward"]
+    later_s = sum(task.duration_s for task in in_backward if task.id.part)
+    monkeypatch.setattr("gssim.program.ring._attends_first", lambda *_: False)
+    even_s, even_left_bytes = taken()
+    assert step_s - even_s == pytest.approx(uneven * later_s, rel=0.01, abs=1e-12)
+    assert left_bytes == pytest.approx(even_left_bytes)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("split", ["zigzag", "plain"])
 def test_equal_ranks_of_rings_are_simulated_once_with_the_same_result(split, overlap):
