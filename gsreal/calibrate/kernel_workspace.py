@@ -112,7 +112,7 @@ def _traced(model: Model, ways: Sequence[_Variant], batches: Batches) -> list[Re
     step = Step(batch_size=TRACED_BATCH_SIZES[0], sequence_length=length)
     whole = cut = record_step(model, step, where=model.name)
     if any(way.units for way in ways):
-        cut = record_step(model, replace(step, units=TRACED_UNITS[0]), where=model.name)
+        cut = record_step(model, replace(step, units=TRACED_UNITS[0]), where=model.name, like=whole)
     layers = [replace(i.layer, name=i.module, modules=(i.module,) if i.layer.modules else ()) for i in unrolled(model)]
     steps = [way.step for way in ways if way.step is not None]
     parts = record_partial_step(model, layers, steps, step, model.name) if steps else {}
