@@ -467,7 +467,14 @@ def check_slices(scenario: Scenario, *, where: str) -> None:
     if scenario.policies.tp > 1:
         with torch.device("meta"):
             module = build_module(scenario.workload.model.module, where=where)
-        _check(scenario, module, blocks_of(scenario.workload.model, module), where=f"{where}: ")
+        blocks = blocks_of(scenario.workload.model, module)
+        _check(scenario, module, blocks, where=f"{where}: ")
+        workload, native = scenario.workload, scenario.cuts_natively and any(is_linear(b, known_cut(b)) for b in blocks)
+        if native and workload.optimizer.startswith("sgd") and workload.optimizer_implementation == "fused":
+            raise UserError(
+                f"{where}: workload.optimizer_implementation = 'fused': torch has no fused SGD for slices of blocks "
+                "(DTensors): it can be predicted, but not run; allowed: default, for-loop, foreach"
+            )
 
 
 def _check(scenario: Scenario, module: nn.Module, blocks: Sequence[nn.Module], *, where: str = "") -> None:

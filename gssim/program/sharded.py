@@ -129,6 +129,11 @@ class Tensors:
         return tuple(float(parameter.elements * self.value_bytes) for parameter in self.trained)
 
     @cached_property
+    def largest_bytes(self) -> int:
+        """Bytes, padding included, of the largest unsharded gradient."""
+        return self.ranks * max(self.shard_elements[: len(self.trained)], default=0) * self.value_bytes
+
+    @cached_property
     def uneven_bytes(self) -> int:
         """Bytes, padding included, of those gradients that need padding."""
         pairs = zip(self.rows[: len(self.trained)], self.shard_elements, strict=False)
@@ -546,8 +551,11 @@ def _reduce_scatter(
         gradient_tensors = tuple(size for place, size in enumerate(gradient_tensors) if place != unit.tensors.last)
         gradient_bytes -= last_bytes
     # copies that a CPU makes first, all of them; a CUDA kernel pads on the fly (torch 2.13,
-    # aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk)
-    padded_bytes = unit.tensors.uneven_bytes if low.device(rank).kind == "cpu" else 0
+    # aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk). A CPU's cat also casts by way of a tensor in the
+    # gradients' precision, as large as the one that it casts
+    copied_first_bytes = unit.tensors.uneven_bytes if low.device(rank).kind == "cpu" else 0
+    if low.device(rank).kind == "cpu" and low.casts_units and not sums_are_cast:
+        copied_first_bytes += unit.tensors.largest_bytes
     stays = low.replicates and not unit.casts_gradients
     added = Event(7, 0 if stays else -_added_bytes(low, unit, micro_batch), "gradients", latest=True)
     whole = Event(8, -last_bytes, "gradients", (last_bytes,) if last_bytes else ())
@@ -563,8 +571,8 @@ def _reduce_scatter(
             Event(0, beside_copy, "temporaries"),
             *(Event(1, -each.scattered_bytes, "communication") for each in freed),
             Event(2, unit.scattered_bytes, "communication"),
-            Event(3, padded_bytes, "temporaries"),
-            Event(4, -padded_bytes, "temporaries"),
+            Event(3, copied_first_bytes, "temporaries"),
+            Event(4, -copied_first_bytes, "temporaries"),
             Event(5, -gradient_bytes, "gradients", gradient_tensors),
             Event(6, unit.reduced_bytes, "communication" if unit.casts_gradients else "gradients", stream=REDUCE),
             *([] if blocks_compute else released),

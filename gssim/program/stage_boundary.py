@@ -56,19 +56,27 @@ class Stage:
             return 0
         return sum(e.index <= self.before.index and not e.layer.backward_operations for e in self.layers)
 
-    @cached_property
-    def output_place(self) -> tuple[int, Buffer | None]:
-        """Index of the layer that computes the stage's output (in the last stage, the logits), and the output's buffer.
+    def output_place(self, samples: float) -> tuple[int, Buffer | None]:
+        """Index of the layer that computes the stage's output (in the last stage, the logits), and the output's buffer,
+        for a micro-batch of so many samples.
 
         Layers whose forward allocates nothing (a dropout of probability zero, a flattening), or nothing that depends on
         a sample, pass on the output of an earlier layer.
         """
+        return self._output_places[samples == 1]
+
+    @cached_property
+    def _output_places(self) -> tuple[tuple[int, Buffer | None], ...]:
+        """What `output_place` returns for several samples, and for one."""
+        return tuple(self._place_of_output(samples) for samples in (2, 1))
+
+    def _place_of_output(self, samples: int) -> tuple[int, Buffer | None]:
         last = place = max(i for i, instance in enumerate(self.layers) if instance.layer.modules)
-        layers = [instance.layer for instance in self.layers]
+        layers = [for_samples(instance.layer, samples) for instance in self.layers]
         allocates = [any(buffer.born.phase == "f" for buffer in each.buffers) for each in layers]
         while place > self.shared and (of_no_sample(layers[place]) or not allocates[place]):
             place -= 1
-        buffer = output_buffer(self.layers[place].layer)
+        buffer = output_buffer(layers[place])
         if place < last and (buffer is None or place + buffer.freed.layer_offset < last):
             return last, None
         return place, buffer
@@ -77,9 +85,8 @@ class Stage:
     def structure_key(self) -> tuple[object, ...]:
         """Key of stages that are equal but for names: equal layers, and equal layers next to them."""
         beside = (None if each is None else Same(each.layer) for each in (self.before, self.after))
-        place, output = self.output_place
         layers = (Same(each.layer) for each in self.layers)
-        return (*layers, *beside, self.received, self.shared, place, None if output is None else Same(output))
+        return (*layers, *beside, self.received, self.shared, *self._output_places)
 
     @cached_property
     def passed_part(self) -> Polynomial | None:
@@ -87,7 +94,7 @@ class Stage:
 
         None where it is all. The stage passes on a copy of that part, and the output is freed when its forward returns.
         """
-        output = self.output_place[1]
+        output = self.output_place(2)[1]
         if output is None or self.after is None or self.after.layer.block:
             return None
         gradient = layer_input_gradient(self.after.layer.buffers)
@@ -101,7 +108,7 @@ class Stage:
         """Size of the stage's output."""
         if self.passed_part is not None:
             return self.passed_part
-        place, buffer = self.output_place
+        place, buffer = self.output_place(2)
         return self.layers[place].layer.output_bytes if buffer is None else buffer.size_bytes
 
 
@@ -143,12 +150,13 @@ def stage_timeline(
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
     cached: dict[tuple[object, ...], tuple[Event, Event]] = {}
+    place_of_output, its_buffer = stage.output_place(batch_size)
     around = [for_samples(each.layer, batch_size) for each in (*stage.layers, stage.after) if each]
     befores = [for_samples(stage.before.layer, batch_size) if stage.before else None, *around]
     for number, (layer, before, after) in enumerate(
         zip(around[: len(stage.layers)], befores, following(around), strict=False)
     ):
-        output = stage.output_place[1] if number == stage.output_place[0] else None
+        output = its_buffer if number == place_of_output else None
         receives = input_is_leaf and number == stage.shared and stage.before is not None
         context = receives, *map(id, (before, layer, *after))
         buffers = lives(layer, before, after)

@@ -24,6 +24,7 @@ from gssim.workload import (
     Polynomial,
     Reduction,
     TokenInput,
+    for_samples,
     layer_input_gradient,
     layer_output,
 )
@@ -273,6 +274,7 @@ def divided_loss(
     index, two flags and two sums until the backward and, for a moment, its largest logit and as much again as the sums.
     """
     share = rows / entries
+    head, loss = (_for_any_samples(layer) for layer in (head, loss))
     output, gradient = layer_output(head.buffers, head.output_bytes), layer_input_gradient(head.buffers)
     assert output is not None  # a scenario is checked for it
     used = max((each.freed for each in loss.buffers if each.freed.layer_offset == -1), key=lambda each: each.position)
@@ -322,6 +324,14 @@ def divided_loss(
         _scaled(loss, share), buffers=(*scalars, *small), reductions=tuple(reductions), output_bytes=loss.output_bytes
     )
     return own_head, own_loss
+
+
+def _for_any_samples(layer: Layer) -> Layer:
+    """Return a head or a loss with the buffers of several samples, which one sample has too.
+
+    See [Note: one sample] in `gssim.workload.layer`: that other layers copy less moves those of one sample in a trace.
+    """
+    return replace(layer, buffers=tuple(replace(each, samples="") for each in for_samples(layer, 2).buffers))
 
 
 def _scaled(layer: Layer, share: float) -> Layer:

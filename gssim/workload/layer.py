@@ -825,13 +825,27 @@ NO_ROLES: dict[str, Any] = {"untrained_buffers": None, "untrained_reductions": (
 
 @cached_by_identity(maxsize=1024)
 def _for_samples(whole: Layer, one: bool) -> Layer:
-    buffers = tuple(each for each in whole.buffers if each.exists_at(1 if one else 2))
+    buffers = tuple(_of_each_sample(each) for each in whole.buffers if each.exists_at(1 if one else 2))
     changes: dict[str, Any] = {"buffers": buffers}
     if whole.recompute_releases is not None:
         releases = zip((each for each in whole.buffers if each.is_saved), whole.recompute_releases, strict=False)
-        here = {id(each) for each in buffers}
-        changes["recompute_releases"] = tuple(position for each, position in releases if id(each) in here)
+        changes["recompute_releases"] = tuple(
+            position for each, position in releases if each.exists_at(1 if one else 2)
+        )
     return replace(whole, **changes)
+
+
+def _of_each_sample(buffer: Buffer) -> Buffer:
+    """Return a buffer that one sample alone has with its size times the number of samples; any other as it is.
+
+    So its size is equal to those of a layer's output and of other tensors of as many elements, which are functions of
+    that number.
+    """
+    if buffer.samples != ONE_SAMPLE:
+        return buffer
+    kinds = (getattr(buffer.size_bytes, name) for name in FIELDS_OF_TERMS.values())
+    times = (summed_terms((1, tuple((c, 1, j) for c, _, j in terms))) for terms in kinds)
+    return replace(buffer, size_bytes=Polynomial(*times))
 
 
 def for_samples(layer: Layer, samples: float) -> Layer:

@@ -252,6 +252,25 @@ def test_what_only_gradients_of_inputs_need_is_freed_with_the_first_part_at_the_
     assert not set(freed[0]) & set(freed[1])  # the loss's alone
 
 
+@pytest.mark.parametrize("loss_parallel", [False, True])
+def test_a_stage_keeps_as_much_of_one_sample_as_of_each_of_several(loss_parallel):
+    """Of one sample, parts of sequences are joined without a copy, so that a trace shows the logits at another moment.
+    The last stage was predicted to free them, and a whole copy of them where ranks divide the vocabulary.
+    """
+    model = load_model(MODELS_OF_TESTS / "sliced-adapters-llama.toml")
+    workload = {"model": model, "adapters": {"rank": 1, "targets": "query-value"}, "optimizer": "sgd"}
+    plan = {"method": "pipeline", "pp": 2, "tp": 2, "schedule": "gpipe", "stages": [3, 3]}
+    plan |= {"sequence_parallel": True, "loss_parallel": loss_parallel}
+
+    def peak_bytes(micro_batches: int, samples: int) -> float:
+        sizes = {"global_batch_size": micro_batches * samples, "sequence_length": 24}
+        asked = plan | {"micro_batches": micro_batches}
+        return predicted(scenario_of(star(4), asked, **workload, **sizes)).ranks[-1].peak_allocated_bytes
+
+    one, two = (peak_bytes(3, samples) - peak_bytes(2, samples) for samples in (1, 2))  # of one more micro-batch
+    assert one == pytest.approx(two / 2, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

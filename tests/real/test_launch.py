@@ -617,10 +617,11 @@ def test_exchanges_beside_products_of_nccl_cannot_run():
         check_predicted_only(replace(asked, cluster=replace(scenario.cluster, backend="nccl")), where="file")
 
 
-def test_a_fused_sgd_on_the_shards_of_fsdp2(refusal, files):
-    changes = ("plan.method=zero2", "workload.optimizer=sgd", "workload.optimizer_implementation=fused")
+@pytest.mark.parametrize(("method", "those"), [("zero2", "FSDP2's shards"), ("tensor", "slices of blocks (DTensors)")])
+def test_a_fused_sgd_on_dtensors(refusal, files, method, those):
+    changes = (f"plan.method={method}", "workload.optimizer=sgd", "workload.optimizer_implementation=fused")
     said = refusal("run", files / "scenario.toml", *overrides([*DENSE[1:], *changes]))
-    assert "torch has no fused SGD for FSDP2's shards" in said
+    assert f"torch has no fused SGD for {those}" in said
 
 
 def test_a_module_of_hugging_face_on_a_rank_without_samples(refusal, files):

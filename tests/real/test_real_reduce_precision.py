@@ -31,13 +31,14 @@ CASES = {
     "zero3-narrow": ["plan.method=zero3", NARROW],
     "zero3-wide": ["plan.method=zero3", WIDE],
     "zero2-bf16": ["plan.method=zero2", *LIKE_TORCHTITAN],
-    "zero3-bf16": ["plan.method=zero3", *LIKE_TORCHTITAN],
+    # of so few samples most is held where gradients are copied in: a CPU casts each by way of another copy
+    "zero3-bf16": ["plan.method=zero3", *LIKE_TORCHTITAN, "plan.micro_batches=2", "workload.global_batch_size=4"],
     "ddp-bf16": ["plan.method=ddp", *LIKE_TORCHTITAN],
     "zero3-last-narrow": ["plan.method=zero3", NARROW, *LAST_ALONE],
     "zero2-last-wide": ["plan.method=zero2", WIDE, *LAST_ALONE],
     "zero3-last-wide": ["plan.method=zero3", WIDE, *LAST_ALONE],
 }
-FEW = ["ddp-narrow", "ddp-wide", "zero3-narrow", "zero2-last-wide"]
+FEW = ["ddp-narrow", "ddp-wide", "zero3-bf16", "zero2-last-wide"]
 ROUNDING = {"wide": (0.0, 1e-5), "narrow": (1e-6, 2**-6), "bf16": (0.0, 2**-6)}
 """Least and largest difference to one device, of the largest parameter: sums in fp64 of fp32 gradients are at least as
 good as those in fp32; bf16 rounds a gradient to one part in 2^9, five steps' worth of which reach a few times that."""
@@ -48,9 +49,8 @@ FOUR = {
 
 
 def case_of(overrides: list[str], ranks: int = 2) -> dict[str, Any]:
-    file = "demo.toml" if "workload.precision=bf16" in overrides else "small-demo.toml"
     overrides = [star(ranks), *GPT, *SGD, *overrides]
-    return {"scenario": scenario_file(file), "overrides": overrides, "onednn": False}
+    return {"scenario": scenario_file("small-demo.toml"), "overrides": overrides, "onednn": False}
 
 
 @pytest.fixture(scope="module")
