@@ -244,7 +244,7 @@ def serve(name: str, owner: int) -> None:
     for module in IMPORTS:
         with suppress(ModuleNotFoundError):  # tests that need it skip
             import_module(module)
-    from gsreal.machine import die_with_parent
+    from gssim.execution.parent import die_with_parent
 
     gc.collect()
     gc.enable()
@@ -329,7 +329,7 @@ def become(run: dict[str, Any], rank: int) -> None:
 
 def enter(environment: Mapping[str, str], folder: str) -> None:
     """Take the environment and the folder that a new process would have, and end with the process that forks."""
-    from gsreal.machine import die_with_parent
+    from gssim.execution.parent import die_with_parent
 
     die_with_parent()
     os.environ.clear()
