@@ -336,7 +336,8 @@ def validate_command(
 
     Example: gsreal validate scenarios/sweeps/demo.toml --device cpu --only ddp --out out/validated
     """
-    from gsreal.machine import ENVIRONMENT, die_with_parent
+    from gsreal.machine import ENVIRONMENT
+    from gssim.execution.parent import die_with_parent
 
     _check_writable(out / "comparison.csv")
     if seconds is not None and not 0 < seconds < math.inf:
@@ -363,6 +364,10 @@ def validate_command(
     validate(Request(file, out, kind, count, tuple(only or ()), seconds, trust_code))
 
 
+SAMPLED = (10, 8, 2)
+"""What `gsreal gradients` takes by default: every so many steps, of so many courses and batches."""
+
+
 @app.command("gradients")
 def gradients_command(
     scenario: Annotated[Path | None, typer.Argument(help="Scenario whose model to train; none with --ladder.")] = None,
@@ -376,11 +381,15 @@ def gradients_command(
             help="Also train with these push thresholds, separated by commas.",
         ),
     ] = None,
-    every: Annotated[int, typer.Option("--every", help="Largest number of steps between two sampled ones.")] = 10,
+    every: Annotated[int, typer.Option("--every", help="Largest number of steps between two sampled ones.")] = SAMPLED[
+        0
+    ],
     courses: Annotated[
         int, typer.Option("--courses", help="Number of trainings, each with other weights and batches.")
-    ] = 8,
-    batches: Annotated[int, typer.Option("--batches", help="Batches whose gradients are taken at a sampled step.")] = 2,
+    ] = SAMPLED[1],
+    batches: Annotated[
+        int, typer.Option("--batches", help="Batches whose gradients are taken at a sampled step.")
+    ] = SAMPLED[2],
     ladder: Annotated[
         str | None,
         typer.Option(
@@ -407,8 +416,10 @@ def gradients_command(
     _check_positive("--batches", batches)
     _check_writable(out)
     if ladder is not None:
-        if scenario is not None or overrides:
-            raise UserError(f"gradients --ladder {ladder}: takes no scenario and no --set")
+        if scenario is not None or overrides or thresholds is not None or (every, courses, batches) != SAMPLED:
+            raise UserError(
+                f"gradients --ladder {ladder}: takes no scenario, --set, --thresholds, --every, --courses or --batches"
+            )
         from gsreal.statistics.ladder import take_family, write_family
 
         write_family(out, take_family(ladder, out.parent / f"{out.stem}.trainings"))

@@ -15,11 +15,9 @@ asked for a lock for up to 3.7), 0.3 to 2.4, 0.25 to 0.6. All-reduces whose rank
 slower, the first of the two changed no step by more than noise: the defaults are left there.
 """
 
-import ctypes
 import os
 import platform
 import re
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -34,10 +32,10 @@ from gsreal.lab.throttle import own_place, take
 from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.execution import SHOWN, package_digest
+from gssim.execution.parent import die_with_parent
 
 MATRIX_SIDE = 1024
 """Size of the square matrices by whose product a CPU's arithmetic is measured."""
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 ENVIRONMENT = {
     # one thread a rank: threads would compete for the rank's core
@@ -168,12 +166,6 @@ def settle(cluster: Cluster, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies, so that no rank outlives its launcher."""
-    if platform.system() == "Linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class CoreWait:

@@ -32,7 +32,7 @@ from gsreal.calibrate.cluster_file import (
     write_cluster,
 )
 from gsreal.calibrate.communication import all_reduce_kind
-from gsreal.machine import device_name, die_with_parent, usable_cores
+from gsreal.machine import device_name, usable_cores
 from gsreal.model_files.build import set_trust
 from gsreal.model_files.trace import write_model
 from gsreal.run.checks import check_real
@@ -41,6 +41,7 @@ from gsreal.run.launch import Guard, launch
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import FileStore
 from gssim.execution.files import locked, scratch_folder, write_text
+from gssim.execution.parent import die_with_parent
 from gssim.result import BUSY_RATIO, DRIFT_RATIO, Result, file_name, read_result
 from gssim.scenario import Loaded, load_cluster, reduce_precision
 from gssim.scenario.sweep import SEPARATOR, Point, chosen, load_sweep, loaded_point, points_of

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import FileStore
 from gssim.execution.cache import Shared
 from gssim.execution.files import write_text
+from gssim.execution.parent import die_with_parent
 from gssim.result import Result, read_result
 from gssim.scenario import Loaded, check_kind, load_scenario, read_toml
 from gssim.scenario.overrides import as_overrides
@@ -449,10 +451,14 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
 
 
 def _run(command: Sequence[str], name: str) -> None:
-    """Run a command; if it fails, raise an error with its last line. An interrupt is passed on to it."""
+    """Run a command; if it fails, raise an error with its last line. An interrupt is passed on to it.
+
+    It ends with this process, however this one ends: beside what the next call measures it would take time on cores.
+    """
     streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     # in a session of its own, so that an interrupt from the terminal reaches it only once, from here
-    with subprocess.Popen(command, start_new_session=True, **streams) as process:
+    ends = partial(die_with_parent, signal.SIGTERM)
+    with subprocess.Popen(command, start_new_session=True, preexec_fn=ends, **streams) as process:
         try:
             _, talk = process.communicate()
         except BaseException:

@@ -89,7 +89,7 @@ class Images:
     def _decoded(self, path: Path) -> Any:
         try:
             with self._open(path) as image:
-                return image.convert(self.mode)
+                return _of_8_bits(image).convert(self.mode)
         except Exception as error:  # Pillow's decoders raise many kinds
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(f"workload.data.folder: {path}: no readable image: {reason}") from None
@@ -99,11 +99,7 @@ class Index:
     """Index of the images: paths and classes, in a few bytes each (ImageNet has 1.3 million)."""
 
     def __init__(self, data: ImageFolder) -> None:
-        root = Path(data.folder) / data.split
-        self.root = root if root.is_dir() else Path(data.folder)
-        if not self.root.is_dir():
-            raise UserError(f"workload.data.folder = '{data.folder}': no such folder")
-        self.classes = sorted(path.name for path in self.root.iterdir() if path.is_dir())
+        self.root, self.classes = class_folders(data)
         names = [
             sorted(path.name for path in (self.root / name).iterdir() if path.suffix.lower() in EXTENSIONS)
             for name in self.classes
@@ -128,6 +124,18 @@ class Index:
         """Return an image's path."""
         class_ = int(np.searchsorted(self._ends, sample, side="right"))
         return self.root / self.classes[class_] / os.fsdecode(self._names[sample])
+
+
+def class_folders(data: ImageFolder) -> tuple[Path, list[str]]:
+    """Return the folder that holds one folder for each class, and the names of these, sorted.
+
+    Raises UserError if there is no such folder.
+    """
+    root = Path(data.folder) / data.split
+    root = root if root.is_dir() else Path(data.folder)
+    if not root.is_dir():
+        raise UserError(f"workload.data.folder = '{data.folder}': no such folder")
+    return root, sorted(path.name for path in root.iterdir() if path.is_dir())
 
 
 def _of_channels(values: tuple[float, ...], channels: int) -> Floats:
@@ -174,6 +182,18 @@ def _values(image: Any) -> Pixels:
     """Return an image's values, (height, width, channels)."""
     values = np.asarray(image)
     return values if values.ndim == 3 else values[:, :, None]
+
+
+def _of_8_bits(image: Any) -> Any:
+    """Return an image of 16 bits a pixel in 8: Pillow's conversions do not scale values, but cut them off at 255.
+
+    Raises ValueError for values of 32 bits, whose range the file does not tell.
+    """
+    if image.mode.startswith("I;16"):
+        return _pillow().fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError("its values have 32 bits, in a range that is not known; save it with 8 or 16 bits a channel")
+    return image
 
 
 def _pillow() -> Any:

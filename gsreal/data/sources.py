@@ -4,7 +4,7 @@ Every rank creates its own rows of a step's batch from (seed, step), so that ran
 Held-out data for evaluation are a source too, with one batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +73,7 @@ def open_held_out(workload: Workload) -> tuple[Source, int]:
         if not (Path(data.folder) / "val").is_dir():
             raise UserError(f"workload.data.folder = '{data.folder}': has no folder 'val' to be evaluated on")
         images = _images(replace(workload, data=replace(data, split="val", augment=False)))
+        _refuse_other_classes(data, images.index.classes)
         return images, min(len(images.index), MOST_HELD_OUT)
     if default_data(workload.model) == "digits":
         _digits(workload)
@@ -83,6 +84,19 @@ def open_held_out(workload: Workload) -> tuple[Source, int]:
 def _refuse_trained_on(data: Glue | ImageFolder, split: str) -> None:
     if data.split == split:
         raise UserError(f"workload.data.split = '{split}': is trained on, so that it cannot be evaluated on")
+
+
+def _refuse_other_classes(data: ImageFolder, held_out: Sequence[str]) -> None:
+    """Raise UserError if the split `val` has other classes than are trained: a class's number is its folder's place."""
+    from gsreal.data.images import class_folders
+
+    _, trained = class_folders(data)
+    unknown, missing = ([each for each in a if each not in b] for a, b in ((held_out, trained), (trained, held_out)))
+    if unknown or missing:
+        raise UserError(
+            f"workload.data.folder = '{data.folder}': the folders of classes in 'val' are not those that are trained: "
+            f"'{(unknown or missing)[0]}' is in {'val' if unknown else data.split} alone"
+        )
 
 
 def check_held_out(workload: Workload, *, where: str) -> None:

@@ -40,7 +40,8 @@ class Hierarchy:
     """The ranks that hold the same experts, and push gradients of these to one another on one level."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "protocol", ExchangeProtocol(dist.get_rank(), self.ranks))
+        groups = [each for each in (self.inter_node, self.intra_node, self.same_experts) if each is not None]
+        object.__setattr__(self, "protocol", ExchangeProtocol(dist.get_rank(), self.ranks, groups))
         object.__setattr__(self, "owners", Owners(self.inter_node))
         object.__setattr__(self, "expert_owners", None if self.same_experts is None else Owners(self.same_experts))
         if self.expert_owners is not None:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
@@ -97,9 +97,9 @@ The others hold its tag. Exceeds the entries that an index of 32 bits allows.
 class ExchangeProtocol:
     """Sequence number of a rank's exchanges: its steps so far, and pushes since the last step."""
 
-    def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
-        """`ranks`: all that train the model; the count of their models is part of all tags."""
-        self.rank = rank
+    def __init__(self, rank: int, ranks: tuple[int, ...], groups: Collection[dist.ProcessGroup] = ()) -> None:
+        """`ranks`: all that train the model; the count of their models is part of all tags. `groups`: theirs."""
+        self.rank, self.groups = rank, groups
         self.process = os.getpid()
         self.model = MODELS[ranks]
         """Number of the model, set by the first rank: equal models are not to be exchanged for one another."""
@@ -129,7 +129,7 @@ class ExchangeProtocol:
                 "this process was forked from the rank that called shard_gradients, and must not use its connections: "
                 "train in that one, or call init_process_group and shard_gradients here"
             )
-        if not dist.is_initialized():
+        if not dist.is_initialized() or any(is_destroyed(group) for group in self.groups):
             raise RuntimeError("the process group was destroyed; make the last step before destroy_process_group")
         if self.failed:
             raise RuntimeError(f"rank {self.rank}: the {self.failed} has failed; no further exchange is possible")
@@ -148,6 +148,15 @@ class ExchangeProtocol:
                 "If no rank has died, the ranks are out of step: all must make equally many steps, and between "
                 "two steps equally many backwards outside no_sync"
             ) from error
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Return whether `destroy_process_group` has destroyed a group of this process, by itself or with all others."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return True
+    return False
 
 
 def pack_tags(counts: Sequence[int], tags: Sequence[int]) -> list[int]:

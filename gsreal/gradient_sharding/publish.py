@@ -67,7 +67,7 @@ class WaitBeforeForward:
             for each in module.modules()
         }
         for each in module.modules():
-            each.register_forward_pre_hook(self._before_forward)
+            each.register_forward_pre_hook(self._before_forward, prepend=True)  # others may read parameters
             each.register_state_dict_pre_hook(self._before_state)
             each.register_load_state_dict_pre_hook(self._before_state)
 

@@ -282,14 +282,16 @@ def register_gather_hooks(model: nn.Module, *, kept: bool, prefetch: bool) -> No
 
     The root, and with `kept` every unit, stays gathered until its backward is done (`Unit.end_backward` frees it).
     `prefetch`: when a unit is used, the gather of the next one is started. State dicts are read and written whole.
+    Gathers come before hooks of the module that are there already, which may read parameters (weight and spectral
+    normalisation).
     """
     units = units_of(model)
     root = [unit for unit in units if unit.module is model]
     forward = dict(pairwise(reversed(units))) if prefetch else {}
     backward = dict(pairwise([*root, *units[: len(units) - len(root)]])) if prefetch else {}
-    for unit in reversed(units):  # of units of one module, the one that the last gather prefetches first
+    for unit in units:  # of units of one module, the last is gathered first: the unit before prefetches it
         before = partial(_before_forward, unit, forward.get(unit))
-        unit.module.register_forward_pre_hook(_UnitHook(unit, before))
+        unit.module.register_forward_pre_hook(_UnitHook(unit, before), prepend=True)
     for unit in units:
         after = partial(_after_forward, unit, backward.get(unit), kept or unit in root)
         unit.module.register_forward_hook(_UnitHook(unit, after))

@@ -63,7 +63,9 @@ class GradientSharding(torch.optim.Optimizer):
 
     Its `param_groups` are those of the wrapped optimizer, over this rank's shards: schedulers and `GradScaler` work on
     them. Set their options alike on all ranks: `state_dict` checks that, but not each step, so that a scheduler must
-    not follow one rank's own loss (ReduceLROnPlateau: all-reduce it first). Gradients of the model's parameters have
+    not follow one rank's own loss (ReduceLROnPlateau: all-reduce it first). Change values between `step` and the next
+    forward in the model's parameters, on all ranks (weight decay of your own, Lookahead): what you write to these
+    shards then, other ranks get with the next step only. Gradients of the model's parameters have
     been pushed to their owners after each backward: `clip_grad_norm_` here includes all of them, and torch's raises an
     error, of the model's parameters as of these shards. `model.zero_grad()` discards pushed gradients, as `zero_grad`
     here does. Load the model's state on all ranks; its `load_state_dict` compares what they have loaded.

@@ -14,7 +14,6 @@ it executes its command.
 import ctypes
 import heapq
 import os
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +24,7 @@ from typing import TypeVar
 from gssim.cluster import Cluster
 from gssim.cluster.lab_links import FRAME_BYTES, SEGMENT_BYTES, burst_bytes
 from gssim.errors import UserError
+from gssim.execution.parent import die_with_parent
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 FOLDER = Path("/run/netns")
@@ -80,16 +80,13 @@ def can_create_namespaces() -> bool:
     return allowed == [True]
 
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
 def prepare_process() -> None:
     """Make this process, the leader of a session, end with its parent and run at the highest priority.
 
     Other processes of the machine then disturb it less. If Linux schedules sessions as groups, a group has a priority
     of its own in addition to that of its processes.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)
         Path("/proc/self/autogroup").write_text("-20", encoding="ascii")

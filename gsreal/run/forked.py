@@ -16,8 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from gsreal.machine import ENVIRONMENT, die_with_parent
+from gsreal.machine import ENVIRONMENT
 from gssim.errors import RunFailedError
+from gssim.execution.parent import die_with_parent
 
 IMPORTS = ("gsreal.run.worker", "gsreal.calibrate.__main__", "torch.distributed.optim", "gssim.cli")
 """Modules that ranks and commands import, and that take a second each."""

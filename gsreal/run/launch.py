@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from gsreal.machine import ENVIRONMENT, die_with_parent
+from gsreal.machine import ENVIRONMENT
 from gsreal.run.forked import Forked, module_run
 from gsreal.run.progress import DEFAULT_TIMEOUT_S, REPORTS, Watch
 from gsreal.run.rank import LAUNCHER, STORE, TIMEOUT
 from gsreal.run.signals import signals_deferred, signals_ignored
 from gssim.errors import RunFailedError, UserError
 from gssim.execution.files import scratch_folder
+from gssim.execution.parent import die_with_parent
 
 GRACE_S = 10.0
 """Time that the other ranks get to end, and to report, after one has failed."""

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from gsreal.machine import die_with_parent
 from gsreal.run.progress import REPORTS, install_stack_dump, note_progress
 from gssim.errors import RunFailedError, UserError
 from gssim.execution.files import write_text
+from gssim.execution.parent import die_with_parent
 
 LAUNCHER = "GSREAL_LAUNCHER"
 """Environment variable with the process id of the launching command line."""

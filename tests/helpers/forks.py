@@ -244,7 +244,7 @@ def serve(name: str, owner: int) -> None:
     for module in IMPORTS:
         with suppress(ModuleNotFoundError):  # tests that need it skip
             import_module(module)
-    from gsreal.machine import die_with_parent
+    from gssim.execution.parent import die_with_parent
 
     gc.collect()
     gc.enable()
@@ -333,7 +333,7 @@ def enter(environment: Mapping[str, str], folder: str) -> None:
     What that one has loaded since it was forked (model files) is exempt from this process's collections too: to look
     through it before every case took a tenth of the time of ranks.
     """
-    from gsreal.machine import die_with_parent
+    from gssim.execution.parent import die_with_parent
 
     die_with_parent()
     gc.freeze()

@@ -247,6 +247,25 @@ def experts_whose_ranks_do_not_fit():
 
 
 @case
+def a_group_that_is_destroyed_and_made_again():
+    model, reference = mlp(), mlp()
+    group = dist.new_group()
+    optimizer, plain = shard_gradients(model, SGD, group=group), SGD(reference.parameters())
+    train(model, optimizer, True, steps=1)
+    saved = optimizer.state_dict()
+    dist.destroy_process_group(group)
+    for call in (optimizer.step, lambda: loss(model, *own(*next(batches()))).backward()):
+        refused("the process group was destroyed", call)
+    model.zero_grad()  # of the backward that was refused
+    optimizer = shard_gradients(model, SGD, group=dist.new_group())
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, True)
+    train(reference, plain, False, steps=1)
+    train(reference, plain, False)
+    check_same(model, reference)
+
+
+@case
 def sizes_of_what_is_estimated():
     for rank, ranks in ((5, 2), (-1, 2), (0, 0)):
         refused("rank must be one of", memory_and_traffic, mlp(), SGD, rank=rank, ranks=ranks)
@@ -728,7 +747,13 @@ def hooks_of_users():
             parameter.register_post_accumulate_grad_hook(halve)
         return model
 
+    def normalised():  # by a hook before the forward, which reads parameters
+        model = mlp()
+        nn.utils.weight_norm(model[2])
+        return model
+
     alike(build=hooked)
+    alike(build=normalised, forms=[*FORMS, {"publish_overlaps": True}])
     model = mlp()
     optimizer = shard_gradients(model, SGD)
     handles = [parameter.register_post_accumulate_grad_hook(halve) for parameter in model.parameters()]

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import signal
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -548,3 +552,22 @@ def test_a_study_trains_compares_and_draws_for_real_and_a_second_time_only_reads
         assert other["loss"][0] == pytest.approx(one["loss"][0], rel=1e-6)  # same parameters, same batch
         assert other["evaluation"][-1]["loss"] != one["evaluation"][-1]["loss"]
         assert other["scenario"]["plan"]["push"]["threshold"] == "inf"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+def test_a_training_ends_with_a_study_that_is_killed(tmp_path):
+    """It went on, beside the trainings and the calibration of the next call."""
+    started = tmp_path / "started"
+    study = os.fork()
+    if not study:
+        study_module._run(["sh", "-c", f"echo $$ > {started}.new; mv {started}.new {started}; exec sleep 60"], "sleep")
+        os._exit(1)
+    until_s = time.monotonic() + 20
+    while not started.exists() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    os.kill(study, signal.SIGKILL)
+    os.waitpid(study, 0)
+    training = Path(f"/proc/{started.read_text().strip()}/cmdline")
+    while training.exists() and b"sleep" in training.read_bytes() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not (training.exists() and b"sleep" in training.read_bytes())

@@ -16,6 +16,7 @@ from PIL import Image
 
 from gsreal.data import sources as data
 from gsreal.data.images import centre, random_part
+from gssim.errors import UserError
 
 RGB = {"kind": "image", "shape": (3, 16, 12), "classes": 3}
 GRAY = {"kind": "image", "shape": (1, 16, 16), "classes": 3}
@@ -94,6 +95,34 @@ def test_gray_models_read_coloured_images_and_all_kinds_of_files(tmp_path):
         images, _ = global_batch(workload_for(model, table(tree)), seed=0, step=0)
         assert images.shape[1:] == model["shape"]
         assert bool(torch.isfinite(images).all())
+
+
+@pytest.mark.parametrize("name", ["deep.png", "deep.tif"])
+def test_images_of_16_bits_are_scaled_to_8(tmp_path, name):
+    """Pillow's conversion made them white, whatever was in them."""
+    pictures = [np.linspace(0, 255, 256).reshape(16, 16).round().astype(np.uint8) for _ in range(2)]
+    for number, values in enumerate((pictures[0], pictures[1].astype(np.uint16) * 257)):
+        (folder := tmp_path / str(number) / "class").mkdir(parents=True)
+        Image.fromarray(values).save(folder / name)
+    for model in (RGB, GRAY):
+        shallow, deep = (
+            global_batch(workload_for(model | {"classes": 1}, table(tmp_path / each)), seed=0, step=0)[0]
+            for each in ("0", "1")
+        )
+        assert torch.equal(shallow, deep)
+    Image.fromarray(np.zeros((9, 9), np.float32)).save(tmp_path / "0" / "class" / "scores.tiff")
+    message = refused(workload_for(GRAY | {"classes": 1}, table(tmp_path / "0")))
+    assert "scores.tiff: no readable image: its values have 32 bits" in message
+
+
+def test_held_out_images_are_of_the_classes_that_are_trained(tmp_path):
+    """A class is its folder's place by name: another folder among them would have moved the classes after it."""
+    tree = image_tree(tmp_path, images=1)
+    workload = workload_for(RGB, table(tree))
+    data.check_held_out(workload, where="made")
+    os.rename(tree / "val" / CLASSES[1], tree / "val" / "zebra")
+    with pytest.raises(UserError, match=r"not those that are trained: 'zebra' is in val alone"):
+        data.check_held_out(workload, where="made")
 
 
 def test_without_augmentation_the_centre_is_the_resized_images_centre(tmp_path):

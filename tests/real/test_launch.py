@@ -729,6 +729,12 @@ def test_thresholds_that_are_none(refusal, files, thresholds):
     assert line == f"--thresholds {thresholds}: must be distinct numbers of at least 0, separated by commas"
 
 
+@pytest.mark.parametrize("option", [("--thresholds", "1e-3"), ("--every", "5"), ("--courses", "1"), ("--batches", "4")])
+def test_options_that_a_ladder_would_not_heed_are_refused(refusal, option):
+    line = refusal("gradients", "--ladder", "gpt", *option)
+    assert line == "gradients --ladder gpt: takes no scenario, --set, --thresholds, --every, --courses or --batches"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
