@@ -11,6 +11,7 @@ import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, is_dataclass
+from functools import cache
 from inspect import isclass
 from itertools import pairwise
 from pathlib import Path
@@ -234,6 +235,7 @@ def _limits() -> Iterator[str]:
     yield _table(["limit", "most", "of"], [[f"`{name}`", f"{most:,}", of] for name, (most, of) in LIMITS.items()])
 
 
+@cache
 def tables_of(root: type) -> dict[type, list[str]]:
     """Return the tables nested in a root with their key paths; other roots have sections of their own."""
     paths: dict[type, list[str]] = {}
@@ -267,6 +269,7 @@ def _places(table: type, root: type, paths: Sequence[str]) -> str:
     return "; ".join(f"{keys} of {', '.join(links)}" for keys, links in owners.items())
 
 
+@cache
 def _types(table: type) -> dict[str, typing.Any]:
     hints = typing.get_type_hints(table, include_extras=True)
     return {name: hints[name] for name in table.__pydantic_fields__}  # type: ignore[attr-defined]
@@ -283,6 +286,7 @@ def _step(kind: typing.Any) -> str:
     return _step(holding[0]) if holding and not is_table(holding[0]) else ""
 
 
+@cache  # of each link to the table, and it looks at the tables of all kinds of file
 def _title(table: type, root: type) -> str:
     """Return the heading of a table's section, with the kind of file where another kind has a table of that name."""
     others = [inner for other in ROOTS if other is not root for inner in tables_of(other) if inner is not table]
@@ -313,6 +317,7 @@ def _keys(table: type) -> str:
     return _table(["key", "value", "default", "meaning"], rows)
 
 
+@cache
 def meanings_of(table: type) -> dict[str, str]:
     """Return the text below each field of a table's class and of its bases, by name.
 

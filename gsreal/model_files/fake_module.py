@@ -35,6 +35,11 @@ from gsreal.model_files.recorder import Record, Recorder
 from gssim.errors import UserError
 from gssim.workload import Model
 
+aten = torch.ops.aten
+GROUPED_PRODUCT, LINSPACE = aten._grouped_mm.default, aten.linspace.default
+LSTM, LSTM_BACKWARD = aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default
+EFFICIENT_ATTENTION = aten._scaled_dot_product_efficient_attention.default
+
 
 def fake_module(model: Model, where: str) -> nn.Module:
     """Return the module, made without the one of torch's initialisers that reads values: fake tensors have none.
@@ -152,22 +157,22 @@ class _FakeTensors(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
+        if func is GROUPED_PRODUCT and args[0].dtype in (torch.float32, torch.float16):
             with self:
                 return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
         # without torch's guard against compiling, and its debug log, which took a tenth of a trace's time
         of_torch = func in OF_TORCH or not self.cache_enabled
         result: Any = (self.dispatch if of_torch else self._cached_dispatch_impl)(func, types, args, kwargs)
-        if func is torch.ops.aten.linspace.default and result.numel() <= fake_tensor.CONSTANT_NUMEL_LIMIT:
+        if func is LINSPACE and result.numel() <= fake_tensor.CONSTANT_NUMEL_LIMIT:
             with unset_fake_temporarily():
                 result.constant = func(*args, **kwargs)
-        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+        if func is LSTM:
             with self:  # empty where nothing is kept for a backward
                 return *result[:3], torch.empty(sum(workspace_parts(func, args)), dtype=torch.uint8)
-        if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+        if func is LSTM_BACKWARD:
             with self:  # torch's shape function returns one gradient for both biases, the kernel two
                 return *result[:4], result[3].clone(), *result[5:]
-        if func is torch.ops.aten._scaled_dot_product_efficient_attention.default:
+        if func is EFFICIENT_ATTENTION:
             with self:
                 return result[0], torch.empty(args[0].shape[:3], dtype=torch.float32), *result[2:]
         if func in LAYOUTS:
@@ -223,7 +228,6 @@ def _as_input(result: Any, *args: Any, place: int) -> Any:
     return None if result[0] is None else result[0].contiguous(memory_format=form), *result[1:]
 
 
-aten = torch.ops.aten
 LAYOUTS: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm_backward.default: _contiguous,
     aten._log_softmax_backward_data.default: _contiguous,
@@ -260,7 +264,9 @@ def without_values(model: Model) -> Iterator[None]:
     """Use fake tensors for the duration of the context, with the operations that the model runs on real values."""
     whole = sequences_not_packed() if model.module.hugging_face is not None else nullcontext()
     # what fails is reported in one line, and not by torch as well, with its own traceback
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    if logger.level != logging.CRITICAL:  # to set it makes every logger look up its level anew: thousands, with torch's
+        logger.setLevel(logging.CRITICAL)
     with _FakeTensors(allow_non_fake_inputs=False), traced_precision(model), whole:
         yield
 

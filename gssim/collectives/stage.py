@@ -40,6 +40,11 @@ class Hops:
         """
         return len(self.source) == 2 and bool((self.source == self.target[::-1]).all())
 
+    @cached_property
+    def largest_weight(self) -> float:
+        """Bytes that the largest of the messages carries per byte of the stage's size."""
+        return float(self.weight.max())
+
     def carried_by_rank(self, ranks: int) -> tuple[Floats, Floats]:
         """Return the bytes that each rank sends and receives, per byte of the stage's size."""
         sent = summed(self.source, self.weight, ranks)

@@ -62,7 +62,7 @@ class Rendezvous:
         known_s = self.machine.notices_s
         if self.instance not in known_s:
             empty = replace(scheduled.stages[0], size_bytes=0.0)
-            pace = replace(scheduled.pace(empty), notices=False)
+            pace = scheduled.pace(empty)._replace(notices=False)
             known_s[self.instance] = self.machine.network.alone_s(empty, pace)
         return known_s[self.instance]
 
@@ -112,7 +112,7 @@ class PairwiseRendezvous(Rendezvous):
 
     def _bytes_of(self, key: tuple[int, int, int]) -> float:
         stage = self.instance.pairs[key]
-        return stage.size_bytes * float(stage.hops.weight.max())
+        return stage.size_bytes * stage.hops.largest_weight
 
     def _carry(self, key: tuple[int, int, int]) -> Generator[Any, Any, None]:
         """Take the simulated time of the messages from one class to another."""
@@ -131,14 +131,14 @@ class PairwiseRendezvous(Rendezvous):
         if other_way and sends_first and lead_s < 0 and -lead_s >= notice_s:
             yield other_way
             lead_s = math.inf
-        pace = replace(schedule.pace(stage, lead_s=max(0.0, lead_s)), processor_s=0.0)
+        pace = schedule.pace(stage, lead_s=max(0.0, lead_s))._replace(processor_s=0.0)
         if wait_s := machine.network.wait_s(stage, pace):
             yield machine.env.timeout(wait_s)  # a rank handles bytes once they come, not while notices travel
         now_s, handled_s = machine.env.now, self._bytes_of(key) * schedule.processor_byte_s
         for each in (source, target):
             self._busy_until_s[each] = max(now_s, self._busy_until_s[each]) + handled_s
         busy_until_s = max(self._busy_until_s[source], self._busy_until_s[target])
-        yield from machine.network.carry(stage, replace(pace, latency=False))
+        yield from machine.network.carry(stage, pace._replace(latency=False))
         yield from machine.until(busy_until_s)
         machine.count_bytes(stage)
         for each in {source, target}:
@@ -238,7 +238,7 @@ def carry_out(
             continue
         pace = scheduled.pace(stage, lead_s=lead_s)
         if saved_s or occupied_s:
-            wait_s, pace = machine.network.wait_s(stage, pace), replace(pace, saved_s=saved_s, occupied_s=occupied_s)
+            wait_s, pace = machine.network.wait_s(stage, pace), pace._replace(saved_s=saved_s, occupied_s=occupied_s)
             saved_s, occupied_s = max(0.0, saved_s - wait_s), 0.0
         yield from machine.network.carry(stage, pace)
         lead_s = 0.0

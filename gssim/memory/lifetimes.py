@@ -256,6 +256,8 @@ def _with_joined_sums(buffers: Sequence[Buffer]) -> dict[int, Buffer]:
     for index, first in reversed(tuple(enumerate(buffers))):  # a sum comes after what it adds to, and may be added to
         if first.summed_in_place:
             for other, its_sum in joined.items():
+                if its_sum.born.position != first.freed.position:  # quickly compared, and most differ
+                    continue
                 alike = its_sum.category == first.category and its_sum.size_bytes == first.size_bytes
                 if its_sum.born == first.freed and alike:
                     joined[index] = replace(first, freed=its_sum.freed, summed_in_place=its_sum.summed_in_place)

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Generator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import simpy
@@ -81,8 +81,7 @@ def first_change_s(transfers: Sequence[tuple[Floats, Ints, Ints, Ints]], *, link
     return change_s
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """Times and factors that a backend adds to the time of a stage on its links."""
 
     factor: float = 1.0
@@ -397,7 +396,7 @@ class Network:
         if len(group.link):
             if pace.group_bytes:
                 sizes = self._let_through(group, sizes, pace.group_bytes, coupled=stage.coupled)
-            if sizes.any():
+            if not pace.group_bytes or sizes.any():
                 done = self.env.event()
                 self._start(group, sizes, done.succeed)
                 yield done

@@ -1,5 +1,6 @@
 """Lowers each layer's forward and backward to tasks with their memory. This pass comes first; all others extend it."""
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
@@ -509,15 +510,17 @@ def _split(phase: str, events: Sequence[Event], scratch: float, duration_s: floa
     `scratch`: workspace in bytes that each part allocates at an unknown moment.
     """
     parts = []
+    inside: list[list[Event]] = [[] for _ in ends]
+    for event in events:
+        inside[bisect_left(ends, event.position, hi=len(ends) - 1)].append(event)
     before: float = -1
-    for end in ends:
-        inside = [event for event in events if before < min(event.position, ends[-1]) <= end]
+    for end, own in zip(ends, inside, strict=True):
         parts.append(
             Task(
                 TaskId(PASSES[phase]),
                 PHASE_NAMES[phase],
                 duration_s=duration_s * (floor(end) - floor(before)) / (ends[-1] + 1) if len(ends) > 1 else duration_s,
-                need=with_scratch(footprint(inside), scratch),
+                need=with_scratch(footprint(own), scratch),
             )
         )
         before = end

@@ -145,6 +145,11 @@ def _structure_digest(cluster: Cluster, ranks: int, shared: Shared) -> str:
     return shared.once("identity of structure", (Same(cluster), ranks), lambda: _digest(_structure(cluster, ranks)))
 
 
+@cached_by_identity(maxsize=8)  # as many as `loading` keeps; to dump a large file takes longer than most simulations
+def _statistics_digest(gradients: GradientStatistics) -> str:
+    return _digest(_fields(gradients.transfer or gradients))
+
+
 def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, shared: Shared) -> str:
     """Return the identity of the numbers on which a prediction is based: rates, profiles and statistics."""
 
@@ -153,12 +158,7 @@ def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, share
             {
                 "version": VERSION,
                 "cluster": shared.once("identity of cluster", Same(cluster), lambda: _digest(_fields(cluster))),
-                "gradients": gradients
-                and shared.once(
-                    "identity of statistics",
-                    Same(gradients),
-                    lambda: _digest(_fields(gradients.transfer or gradients)),
-                ),
+                "gradients": gradients and _statistics_digest(gradients),
             }
         )
 

@@ -875,6 +875,11 @@ def layer_of_rank(layer: Layer, rank: int) -> Layer:
     return with_quantities(layer, lambda quantity: quantity.with_rank(rank), lambda each: each.with_rank(rank))
 
 
+def _of_size(buffer: Buffer, size_bytes: Polynomial) -> Buffer:
+    """Return a buffer with another size; itself, if that is the one that it has, as that of most is."""
+    return buffer if size_bytes is buffer.size_bytes else replace(buffer, size_bytes=size_bytes)
+
+
 def with_quantities(
     layer: Layer,
     of_quantity: Callable[[Polynomial], Polynomial],
@@ -884,7 +889,7 @@ def with_quantities(
     changes: dict[str, Any] = {
         "parameters": tuple(map(of_parameter, layer.parameters)),
         "frozen_parameters": tuple(map(of_parameter, layer.frozen_parameters)),
-        "buffers": tuple(replace(buffer, size_bytes=of_quantity(buffer.size_bytes)) for buffer in layer.buffers),
+        "buffers": tuple(_of_size(buffer, of_quantity(buffer.size_bytes)) for buffer in layer.buffers),
         "reductions": tuple(replace(each, size_bytes=of_quantity(each.size_bytes)) for each in layer.reductions),
     }
     for field in fields(layer):

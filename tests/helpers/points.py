@@ -6,6 +6,7 @@ The keys of a point mostly combine, because otherwise little but refusals would 
 import math
 import tomllib
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -729,10 +730,17 @@ def _numbers(random: Random, plan: Table, precision: str) -> Table:
     return found
 
 
+@lru_cache(maxsize=16)
+def _file(path: str) -> tuple[Table, str]:
+    """Return a model file's tables, which nothing changes, and these as a text."""
+    tables = tomllib.loads(Path(path).read_text())
+    return tables, str(tables)
+
+
 def _later_keys(random: Random, model: Trained, workload: Table, plan: Table) -> None:
     """Set what is trained, and which products run in 16 bits, at times; and what goes with axes and methods."""
-    traced = tomllib.loads(Path(workload["model"]).read_text())
-    method, text = REGISTRY[plan["method"]], str(traced)
+    traced, text = _file(workload["model"])
+    method = REGISTRY[plan["method"]]
     divided = plan["method"] in ONE_AXIS or any(plan.get(axis, 1) > 1 for axis in ("tp", "pp", "cp", "ep"))
     kinds = ("local", "all-reduce", "reduce-scatter")
     whole = method.gradients in kinds and method.partition == "data" and not method.compressor
@@ -777,15 +785,15 @@ def _combined_keys(random: Random, workload: Table, plan: Table) -> None:
     combines = plan["method"] in (*PUSHING, "pipeline") or plan.get("pp", 1) > 1
     if not combines or divided or random.random() < 0.3:
         return
-    traced = tomllib.loads(Path(workload["model"]).read_text())
+    traced, text = _file(workload["model"])
     layers = [each["modules"][0] for each in traced["layers"] if each.get("modules") and each.get("parameters")]
     for key in ("frozen", "adapters", "autocast"):
         workload.pop(key, None)
-    if "autocast" in str(traced) and workload["precision"] == "fp32" and random.random() < 0.5:
+    if "autocast" in text and workload["precision"] == "fp32" and random.random() < 0.5:
         workload["autocast"] = "bf16"
-    elif "adapters" in str(traced):
+    elif "adapters" in text:
         workload["adapters"] = {"rank": random.choice([1, 4]), "targets": random.choice(["query-value", "all-linear"])}
-    elif "'frozen'" in str(traced):
+    elif "'frozen'" in text:
         workload["frozen"] = sorted(random.sample(layers, random.randint(1, len(layers) - 1)))
     if "autocast" not in workload and random.random() < 0.9:  # thresholds are refused
         for key in ("push", "publish"):
@@ -852,7 +860,7 @@ def _train_parts(random: Random, seed: int, workload: Table, plan: Table) -> Non
             for key in ("receive_buffers", "offload", *(("push", "publish") if plan["method"] == "pipeline" else ())):
                 plan.pop(key, None)
         return
-    traced = tomllib.loads(Path(workload["model"]).read_text())
+    traced, _ = _file(workload["model"])
     names = [each["modules"][0] for each in traced["layers"] if each.get("modules") and each.get("parameters")]
     first = random.randint(1, len(names) - 1)
     chosen = random.choice([names[:first], names[first:], random.sample(names, first), [random.choice(names)]])

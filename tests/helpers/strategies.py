@@ -6,6 +6,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,7 @@ PARAMETERS = ("embedding.weight", "h.0.weight", "h.0.bias", "h.1.weight", "h.1.b
 PARAMETER_BYTES = 4 * (64 + 2 * (16 + 4) + 64)
 
 
+@cache  # most tests of the simulator ask for it
 def tiny_model() -> Model:
     """Return the hand-made model."""
     return validated(Model, tomllib.loads(MODEL_TOML), file="tiny.toml")
@@ -317,7 +319,12 @@ def exponential_statistics(
 def loaded_of(scenario: Scenario, gradients: GradientStatistics | None = None) -> Loaded:
     """Return the scenario as loading would, with gradient statistics where a threshold needs them."""
     needed = scenario.push.selects
-    return Loaded(file="made", scenario=scenario, gradients=gradients or (exponential_statistics() if needed else None))
+    return Loaded(file="made", scenario=scenario, gradients=gradients or (_usual_statistics() if needed else None))
+
+
+@cache
+def _usual_statistics() -> GradientStatistics:
+    return exponential_statistics()
 
 
 def write_files(

@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.scenario import load_scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILED = "workload.model.compiled=true"
+SHARED = Shared()
+"""What the scenarios have in common: a changed model is read anew otherwise for each of them."""
 
 
 def load(*overrides: str):
-    return load_scenario(ROOT / "scenarios" / "lab-2-hosts.toml", list(overrides), gradients_needed=False).scenario
+    path = ROOT / "scenarios" / "lab-2-hosts.toml"
+    return load_scenario(path, list(overrides), gradients_needed=False, shared=SHARED).scenario
 
 
 @pytest.mark.parametrize("method", ["single", "ddp", "zero1", "zero2", "zero3", "hsdp", "gs", "gs_z3", "diloco"])

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import importlib.util
+import linecache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def modules_with_examples() -> list[str]:
 def test_the_examples_in_docstrings_give_what_they_say(name: str) -> None:
     if name.startswith(WITH_TORCH) and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed: pip install 'gssim[real]'")
+    linecache.clearcache()  # each module's examples begin with a look at every file that is in it: thousands
     found = doctest.testmod(importlib.import_module(name))
     assert found.attempted > 0
     assert not found.failed

@@ -1,6 +1,7 @@
 """Laws and closed forms: Gradient Sharding beside divided experts, whose owners are the ranks that hold the same."""
 
 from dataclasses import replace
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def scenario(plan: dict, ranks: int = 4, **workload):
     return scenario_of(star(ranks), {"method": "gs"} | plan, **asked)
 
 
+@cache  # whose digest a simulation makes once for each
 def statistics(*rms_of_blocks: float):
     """Return statistics in which the elements of each part of an expert's tensor, of as many experts, are so large."""
     every = exponential_tensor(1e-3, 1e-3)
