@@ -234,10 +234,13 @@ def test_a_comparison_explains_each_scenario(browser: Any, tmp_path: Path) -> No
     files = []
     for number, name in enumerate(("a", "b", "c")):
         same = {"name": name, "scenario_id": name * 16, "method": name}
-        for source, time_s in (("simulated", 0.2 + number), ("measured", 0.25 + number)):
+        for source, time_s in (("simulated", 0.2 + 0.35 * number), ("measured", 0.25 + 0.4 * number)):
             files.append(ResultFile(tmp_path / f"{name}.{source}", 0, make_result(source, step_time_s=time_s, **same)))
     rows = list(compare(join(files).pairs).iter_rows(named=True))
     browser.open(written(comparison_explorer(rows), tmp_path))
+    chart = "echarts.getInstanceByDom(document.querySelector('.chart')).getOption()"  # in ms beside s, no line is even
+    names = browser.evaluate(f"[{chart}.xAxis[0].name, {chart}.yAxis[0].name]")
+    assert names == ["step measured (s)", "step predicted (s)"]
     browser.evaluate("document.querySelector('.chart').focus()")
     browser.press("ArrowRight")
     said = browser.evaluate(STATUS)
