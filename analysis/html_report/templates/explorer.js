@@ -88,6 +88,11 @@ function started(root) {
 function points(root, data, chart) {
   const columns = data.columns, count = data.names.length;
   const numbers = columns.filter(c => c.kind === "number"), texts = columns.filter(c => c.kind === "text");
+  for (const column of texts) {
+    if (!column.unit) continue;
+    const named = column.words.map(word => isNaN(word) ? word : shown(Number(word), column.unit));
+    if (new Set(named).size === named.length) column.words = named; // else some would look alike
+  }
   const by = key => columns.find(c => c.key === key);
   const value = (column, row) => column.kind === "text" ? column.words[column.values[row]] : column.values[row];
   const words = (column, row) => column.kind === "text" ? value(column, row) : shown(value(column, row), column.unit);
