@@ -35,7 +35,6 @@ from gssim.workload.gradient_statistics import (
     EDGES_PER_DECADE,
     LOWEST_DECADE,
     BlockTrace,
-    FeedbackDensity,
     GradientStatistics,
     RankTrace,
     Sketch,
@@ -187,7 +186,7 @@ def publish_ratios(statistics: GradientStatistics, publish: Publish, *, tensor: 
     moment, grid = moment_of(statistics.sampled_steps, step), statistics.publish_thresholds
     rows = [moment.all_of(block) for block in statistics.changes[tensor].blocks]
     threshold = publish.threshold / (statistics.transfer.scale_ratio if statistics.transfer else 1.0)
-    return Ratios(tuple(moment.curved([_on_grid(grid, row, threshold) for row in block]) for block in rows))
+    return Ratios(tuple(moment.curved(_on_grid(grid, block, threshold)) for block in rows))
 
 
 def traces_of(statistics: GradientStatistics, samples: float, *, error_feedback: bool = False) -> tuple[RankTrace, ...]:
@@ -384,7 +383,7 @@ class _View:
             rows = [
                 row.feedback_ratios if self.error_feedback else row.sent_ratios for row in moment.all_of(block.relative)
             ]
-            ratios.append(moment.curved([_on_grid(grid, row, multiple) for row in rows]))
+            ratios.append(moment.curved(_on_grid(grid, rows, multiple)))
         return Ratios(tuple(ratios))
 
     def _under(
@@ -410,19 +409,23 @@ class _View:
 
     def _with_feedback(self, block: BlockTrace, level: float, moment: Moment) -> float:
         """Return the fraction of a block's elements that reach a level, with their residuals under that threshold."""
-        pairs = zip(moment.all_of(block.sketches), moment.all_of(block.feedback), strict=True)
-        ratios = [self._with_feedback_at(sketch, row, level) for sketch, row in pairs]
+        sketches, rows = moment.all_of(block.sketches), [row.sent_ratios for row in moment.all_of(block.feedback)]
+        if level < self.grid[0]:
+            ratios = [self._below_grid(sketch, row[0], level) for sketch, row in zip(sketches, rows, strict=True)]
+        else:
+            ratios = _on_grid(self.grid, rows, level)
         if moment.before < 0 and block.first is not None:  # no residuals at the first step
             ratios[0] = _tail(block.first, level)
         return moment.curved(ratios)
 
-    def _with_feedback_at(self, sketch: Sketch, row: FeedbackDensity, level: float) -> float:
-        if level < self.grid[0]:
-            # of the gradients below the level, residuals carry as large a part over it as at the lowest measured one
-            reached, lowest = _tail(sketch, level), _tail(sketch, self.grid[0])
-            carried = max(0.0, row.sent_ratios[0] - lowest) / (1 - lowest) if lowest < 1 else 0.0
-            return reached + (1 - reached) * carried
-        return _on_grid(self.grid, row.sent_ratios, level)
+    def _below_grid(self, sketch: Sketch, sent_ratio: float, level: float) -> float:
+        """Return the fraction that reaches a level below the lowest measured one, at which `sent_ratio` was sent.
+
+        Of the gradients below the level, residuals carry as large a part over it as there.
+        """
+        reached, lowest = _tail(sketch, level), _tail(sketch, self.grid[0])
+        carried = max(0.0, sent_ratio - lowest) / (1 - lowest) if lowest < 1 else 0.0
+        return reached + (1 - reached) * carried
 
 
 def _accumulated_over(means: Sequence[float], accumulated: float, threshold: float, first: float, last: float) -> float:
@@ -509,22 +512,27 @@ def _tail(sketch: Sketch, level: float) -> float:
     return ratios[0] * _powered(ratios[at] / ratios[0], high / ratios[0], position - at) if ratios[0] else 0.0
 
 
-def _on_grid(grid: Sequence[float], ratios: Sequence[float], threshold: float) -> float:
-    """Return the density at a threshold from those at a grid, interpolated (and extrapolated) as in `_tail`."""
-    at = min(max(bisect_right(grid, threshold) - 1, 0), max(0, len(grid) - 2))
+def _on_grid(grid: Sequence[float], rows: Sequence[Sequence[float]], threshold: float) -> list[float]:
+    """Return each row's density at a threshold from those at a grid, interpolated (and extrapolated) as in `_tail`."""
     if len(grid) == 1:
-        return ratios[0]
+        return [row[0] for row in rows]
+    at = min(max(bisect_right(grid, threshold) - 1, 0), len(grid) - 2)
     weight = math.log(threshold / grid[at]) / math.log(grid[at + 1] / grid[at])
-    return _powered(ratios[at], ratios[at + 1], weight)
+    return [_powered(row[at], row[at + 1], weight) for row in rows]
 
 
 def _powered(low: float, high: float, weight: float) -> float:
     """Return the interpolation at `weight` from one ratio to a smaller one."""
     if high <= 0 or high >= low:
         return low + _clipped(weight) * (high - low)
-    quantiles = [-_NORMAL.inv_cdf(ratio / 2) for ratio in (min(low, _ALMOST_ALL), high)]
-    quantile = quantiles[0] ** (1 - weight) * quantiles[1] ** weight
+    quantile = _quantile(min(low, _ALMOST_ALL)) ** (1 - weight) * _quantile(high) ** weight
     return 2 * _NORMAL.cdf(-quantile)
+
+
+@lru_cache(maxsize=2**14)
+def _quantile(ratio: float) -> float:
+    """Return the magnitude that a fraction of normal numbers exceeds; bisections ask for it repeatedly."""
+    return -_NORMAL.inv_cdf(ratio / 2)
 
 
 def staleness_steps(movements: Sequence[float], threshold: float) -> float:

@@ -244,6 +244,7 @@ def serve(name: str, owner: int) -> None:
     for module in IMPORTS:
         with suppress(ModuleNotFoundError):  # tests that need it skip
             import_module(module)
+    read_common_files()
     from gssim.execution.parent import die_with_parent
 
     gc.collect()
@@ -266,6 +267,18 @@ def serve(name: str, owner: int) -> None:
             answer_all()
             os._exit(0)
         connection.close()
+
+
+def read_common_files() -> None:
+    """Read the data and the model that most ranks use: every fork finds them in memory."""
+    from gssim.scenario import load_scenario
+
+    load_scenario(Path(__file__).parents[2] / "scenarios/demo.toml", gradients_needed=False)
+    with suppress(ModuleNotFoundError):  # tests that need it skip
+        from gsreal.data.bundled import digits_parts, standard_library_bytes
+
+        standard_library_bytes()
+        digits_parts()
 
 
 def answer_all() -> None:

@@ -517,9 +517,8 @@ def states_that_ranks_load_differently():
     optimizer = shard_gradients(model, SGD, group=group)
     words = "every rank of the group must make this call"
     if dist.get_rank():
-        refused(words, train, model, optimizer, True)
-    else:
-        refused(words, model.load_state_dict, mlp().state_dict())
+        return [partial(refused, words, train, model, optimizer, True)]
+    return [partial(refused, words, model.load_state_dict, mlp().state_dict())]
 
 
 @case
@@ -683,8 +682,13 @@ def twins_whose_backwards_ranks_make_in_other_orders():
     optimizers = [shard_gradients(model, SGD, group=group) for model in twins]
     batch = own(*next(batches()))
     order = (1, 0) if dist.get_rank() else (0, 1)
-    refused("every rank of the group must make this call", lambda: [loss(twins[i], *batch).backward() for i in order])
-    assert any(optimizer.hierarchy.protocol.failed for optimizer in optimizers)
+
+    def check():
+        words = "every rank of the group must make this call"
+        refused(words, lambda: [loss(twins[i], *batch).backward() for i in order])
+        assert any(optimizer.hierarchy.protocol.failed for optimizer in optimizers)
+
+    return [check]
 
 
 @case
