@@ -107,9 +107,11 @@ def default_in_words(name: str, field: FieldInfo) -> str:
     """Return the description of a key's default."""
     if field.default_factory is not None:
         default = field.default_factory()  # type: ignore[call-arg]  # none of our factories takes the data
-        return "its keys' own" if is_dataclass(default) else f"`{_toml(default)}`"
+        return f"`{_toml(default)}`"
     if field.default in (PydanticUndefined, MISSING):
         return "**needed**"
+    if is_dataclass(field.default):
+        return "its keys' own"
     if field.default is None:
         return "absent"
     shown = f"`{_toml(field.default)}`"

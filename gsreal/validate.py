@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from gsreal.calibrate.bench import Settings
+from gsreal.calibrate.bench import Settings, busy_text
 from gsreal.calibrate.cluster_file import (
     averaged,
     cluster_data,
@@ -222,6 +222,9 @@ class Session:
         self.say("calibrating this machine: arithmetic, memory, layers")
         measured = measure(replace(self.settings, only="devices"), ranks=self.request.ranks, forked=self.forks)
         self.layers_measured_s = time.monotonic()
+        ratio = measured.get("core_wait_ratio", 0.0)
+        if ratio > BUSY_RATIO and self.forks:  # ranks that are no forks have said so
+            self.say(f"{busy_text(ratio)} (without {self.cluster}, the next call calibrates anew)")
         write_cluster(self.cluster, cluster_data(measured, self.settings))
 
     def calibrate_links(self) -> None:

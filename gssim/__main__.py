@@ -6,6 +6,7 @@ import os
 
 def main() -> None:
     """Run the command line; interrupted while its modules are imported, exit as after any interrupt."""
+    gc.disable()  # modules, once imported, leave no garbage worth a collection
     try:
         from gssim.execution.garbage import OBJECTS_PER_COLLECTION, end_without_collection
 
@@ -15,6 +16,7 @@ def main() -> None:
         from gssim.cli import main as run
     except KeyboardInterrupt:
         raise SystemExit(130) from None  # 128 + SIGINT, as gssim.terminal.INTERRUPTED, which is not there yet
+    gc.enable()
     run()
 
 

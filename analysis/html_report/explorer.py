@@ -65,10 +65,7 @@ def sweep_explorer(sweep: SweepTable, *, name: str = "") -> list[Part]:
     axes = [axis for axis in sweep.axes if axis not in FIGURES]
     numeric = {axis for axis in axes if all(_is_number(row[axis]) or row[axis] is None for row in rows)}
     columns = [_numbers(key, label, unit, [row[key] for row in rows]) for key, (label, unit) in FIGURES.items()]
-    for axis in axes:
-        if axis in numeric:
-            unit = next((unit for suffix, unit in UNITS.items() if axis.endswith(suffix)), "")
-            columns.append(_numbers(axis, axis, unit, [row[axis] for row in rows]))
+    columns += [_numbers(axis, axis, _unit(axis), [row[axis] for row in rows]) for axis in axes if axis in numeric]
     columns = [column for column in columns if len(set(column["values"]) - {None}) > 1]
     texts = {"method": "method", "cluster": "cluster", "model": "model", "group": "group", "status": "does it fit?"}
     words = {key: [str(row[key] or "none") for row in rows] for key in texts}
@@ -76,8 +73,11 @@ def sweep_explorer(sweep: SweepTable, *, name: str = "") -> list[Part]:
         if axis not in texts and len({row[axis] for row in rows}) <= MOST_FILTERED:
             values = ["none" if row[axis] is None else row[axis] for row in rows]
             words[axis] = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
-    coloured = [_texts(key, texts.get(key, key), values) for key, values in words.items() if len(set(values)) > 1]
-    coloured = [_with_marks(column) for column in coloured]
+    coloured = [
+        _with_marks(_texts(key, texts.get(key, key), values)) | {"unit": _unit(key) if key in numeric else ""}
+        for key, values in words.items()
+        if len(set(values)) > 1
+    ]
     columns += [column for column in coloured if column["key"] not in {each["key"] for each in columns}]
     columns += [column | {"key": f"{column['key']} (filter)"} for column in coloured if column["key"] in numeric]
     keys = [column["key"] for column in columns if column["kind"] == "number"]
@@ -208,6 +208,11 @@ def timeline_explorer(overlay: Overlay, predicted: Step, measured: Step) -> Mark
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _unit(key: str) -> str:
+    """Return the unit that the end of a key names."""
+    return next((unit for suffix, unit in UNITS.items() if key.endswith(suffix)), "")
 
 
 def _rounded(value: Any) -> float | None:

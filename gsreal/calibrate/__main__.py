@@ -79,8 +79,9 @@ def run(settings: Settings) -> dict[str, Any]:
         measurements["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
     if settings.only != "links":
         measurements |= _layer_costs(bench, counter)
+        measurements["core_wait_ratio"] = bench.core_wait_ratio(core_wait)
         if settings.only in ("", "devices"):  # layers alone: `gsreal validate` averages several measurements
-            bench.warn_if_busy(core_wait)
+            bench.warn_if_busy(measurements["core_wait_ratio"])
     if bench.ranks > 1 and settings.only in ("", "links"):
         measurements |= _communication_costs(bench)
     return measurements

@@ -155,21 +155,28 @@ class Bench:
         if self.rank == 0:
             print(one_line(f"gsreal: calibrating {what}"), file=sys.stderr, flush=True)
 
-    def warn_if_busy(self, core_wait: CoreWait) -> None:
-        """Print a warning if other work took the ranks' cores since `core_wait` began. Every rank must call it.
+    def core_wait_ratio(self, core_wait: CoreWait) -> float:
+        """Return the part of the time since `core_wait` began for which a rank waited for its core, of any the most.
 
-        In the lab none is printed: there, devices wait for their part of a core, and time is that of their own thread.
+        Every rank must call it. 0 where it is unknown, and in the lab: there, devices wait for their part of a core,
+        and time is that of their own thread.
         """
         ratio = torch.tensor([core_wait.ratio() or 0.0], dtype=torch.float64)
         dist.all_reduce(ratio, dist.ReduceOp.MAX)
-        if self.rank == 0 and own_place() is None and float(ratio) > BUSY_RATIO:
-            print(
-                f"gsreal: calibrate: for {float(ratio):.0%} of the time in which devices and layers were measured, "
-                "ranks waited for cores that other work used: predictions will be too slow; repeat it while nothing "
-                "else runs",
-                file=sys.stderr,
-                flush=True,
-            )
+        return float(ratio) if own_place() is None else 0.0
+
+    def warn_if_busy(self, core_wait_ratio: float) -> None:
+        """Print a warning on rank 0 if other work took the ranks' cores."""
+        if self.rank == 0 and core_wait_ratio > BUSY_RATIO:
+            print(f"gsreal: calibrate: {busy_text(core_wait_ratio)}", file=sys.stderr, flush=True)
+
+
+def busy_text(core_wait_ratio: float) -> str:
+    """Return the warning of a calibration while other work took the ranks' cores."""
+    return (
+        f"for {core_wait_ratio:.0%} of the time in which devices and layers were measured, ranks waited for cores that "
+        "other work used: predictions will be too slow; repeat it while nothing else runs"
+    )
 
 
 def cores_per_rank(kind: str, ranks: int) -> int:

@@ -10,6 +10,7 @@ values too, so that all replicas stay equal bit for bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.messages import Encoding, Scratch, count, scratch_by_dtype
 from gsreal.gradient_sharding.point_to_point import (
-    Pending,
     Ranges,
     all_gather_by_broadcasts,
     all_gather_into_tensor,
@@ -29,9 +29,11 @@ from gsreal.gradient_sharding.point_to_point import (
     backend_of,
     is_staged,
     post_all_gather,
+    runs_on_device,
 )
 from gsreal.gradient_sharding.protocol import MessageKind, pack_tags, separate_communicator, unpack_tags
 from gsreal.gradient_sharding.push import Pusher, Sent
+from gsreal.gradient_sharding.side_stream import SideStream
 from gssim.plan import Publish, absolute_threshold
 
 
@@ -126,7 +128,7 @@ class Publisher:
         self.reshard(pusher, buckets)
         self._arrivals: dict[Bucket, Callable[[], None]] = {}
         self._versions: dict[Bucket, list[int]] = {}
-        self._stream: torch.cuda.Stream | None = None
+        self._side_streams: dict[torch.device, SideStream] = {}
 
     def reshard(self, pusher: Pusher, buckets: Sequence[Bucket]) -> None:
         """Allocate the memory of a thresholded publish, or share that of the push. Called again if owners change."""
@@ -201,32 +203,33 @@ class Publisher:
         return in_flight
 
     def _start_or_run(self, bucket: Bucket, exchange: Callable[[], Callable[[], None]]) -> None:
-        """Exchange a bucket's messages, or only start it if it overlaps; on a GPU in a side stream."""
+        """Exchange a bucket's messages, or only start it if it overlaps; on a GPU in a side stream of its own."""
         with self.protocol.exchange(f"publishing of bucket {bucket.index}"):
             if not self.overlaps:
                 exchange()()
             elif bucket.flat.is_cuda:
-                self._arrivals[bucket] = self._on_side_stream(exchange)
+                device = bucket.flat.device
+                if device not in self._side_streams:
+                    self._side_streams[device] = SideStream(device)
+                wait = self._side_streams[device].begin(lambda: exchange()())
+                self._arrivals[bucket] = partial(self._wait_and_finish, bucket, wait, _nothing)
             else:
                 self._arrivals[bucket] = exchange()
 
-    def _on_side_stream(self, exchange: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """Run the exchange in a stream of its own, and return a function that makes the current stream wait for it.
+    def _span(
+        self, bucket: Bucket, label: str, phase: str, group: dist.ProcessGroup | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the span of a part of a bucket's exchange; none where that runs in a stream beside the compute.
 
-        Messages that the compute stream has packed are kept until then: otherwise their memory would be reused for its
-        next tensors while they are being sent.
+        Spans are times of the compute, which goes on meanwhile: only its wait for that stream counts.
         """
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            exchange()()
-        event = self._stream.record_event()
-        return partial(_wait_for, event, exchange)
+        is_beside = self.overlaps and runs_on_device(self.groups[bucket.owners], bucket.flat.device)
+        return nullcontext() if is_beside else self.observe(label, phase, group=group)
 
     def _gather(self, bucket: Bucket) -> Callable[[], None]:
         """All-gather a whole bucket; return the function that completes it."""
         tag = self.protocol.tag(MessageKind.PUBLISH, bucket.index)
-        with self.observe(f"publish bucket {bucket.index}", "exposed_communication", group=bucket.owners.group):
+        with self._span(bucket, f"publish bucket {bucket.index}", "exposed_communication", bucket.owners.group):
             if not self._is_asynchronous(bucket):
                 if self._crosses_nodes(bucket):
                     self._all_gather(bucket.flat, bucket.ranges, self.groups[bucket.owners], tag)
@@ -234,14 +237,14 @@ class Publisher:
             parts = [bucket.flat[slice(*places)] for places in bucket.ranges]
             group = self.groups[bucket.owners]
             pending = post_all_gather(parts, group=group, declared_bytes=bucket.flat.nbytes, tag=tag)
-        return partial(self._wait_and_finish, bucket, pending, _nothing)
+        return partial(self._wait_and_finish, bucket, pending.wait, _nothing)
 
     def _gather_intra_node(self, bucket: Bucket) -> None:
         """All-gather the parts of the node's ranks inside the node, densely."""
         if self.intra_node is not None and bucket.is_divided_in_node:
             tag = self.protocol.tag(MessageKind.PUBLISH_INTRA_NODE, bucket.index)
             label = f"publish bucket {bucket.index} in the node"
-            with self.observe(label, "exposed_communication", group=self.intra_node):
+            with self._span(bucket, label, "exposed_communication", self.intra_node):
                 self._all_gather(bucket.whole, bucket.node_ranges, self.intra_node, tag)
 
     def _all_gather(self, flat: Tensor, ranges: Ranges, group: dist.ProcessGroup, tag: int) -> None:
@@ -261,9 +264,9 @@ class Publisher:
         """
         return bucket.owners.ranks > 1 or self.intra_node is None
 
-    def _wait_and_finish(self, bucket: Bucket, pending: Pending, then: Callable[[], None]) -> None:
+    def _wait_and_finish(self, bucket: Bucket, wait: Callable[[], None], then: Callable[[], None]) -> None:
         with self.observe(f"wait publish bucket {bucket.index}", "exposed_communication", group=bucket.owners.group):
-            pending.wait()
+            wait()
         then()
 
     def _thresholded(self, bucket: Bucket, optimizer: torch.optim.Optimizer) -> tuple[Tensor, int]:
@@ -280,7 +283,7 @@ class Publisher:
             self.sent.entries += entries
             self.sent.offered += replica.numel()
             is_dense = encoding.choose(entries, replica.numel()) == "dense"
-            return (replica if is_dense else encoding.pack(replica, flags)[0]), entries
+            return (replica if is_dense else encoding.pack(replica, flags, entries=entries)[0]), entries
 
     def _exchange_counts(self, buckets: Sequence[Bucket], entries: Sequence[int]) -> list[list[int]]:
         """Return the number of entries that each owner sends (rows) of each bucket (columns), all of these owners."""
@@ -308,13 +311,13 @@ class Publisher:
         sparse_senders = [i for i in range(bucket.owners.ranks) if not dense[i] and i != rank]
 
         def put() -> None:
-            with self.observe(f"put publish bucket {bucket.index}", "compression"), torch.no_grad():
+            with self._span(bucket, f"put publish bucket {bucket.index}", "compression"), torch.no_grad():
                 for i in sparse_senders:
                     encoding.overwrite(parts[i], messages[i], entries[i])
             self._gather_intra_node(bucket)
 
         size = bucket.flat.nbytes
-        with self.observe(f"publish bucket {bucket.index}", "exposed_communication", group=bucket.owners.group):
+        with self._span(bucket, f"publish bucket {bucket.index}", "exposed_communication", bucket.owners.group):
             if not self._is_asynchronous(bucket):
                 if self._crosses_nodes(bucket):
                     sent = all_gather_messages(messages, group=group, declared_bytes=size, tag=tag)
@@ -322,16 +325,11 @@ class Publisher:
                 return put
             pending = post_all_gather(messages, group=group, declared_bytes=size, data_dependent=True, tag=tag)
         self.sent.bytes_of[bucket.index] += (bucket.owners.ranks - 1) * messages[rank].nbytes
-        return partial(self._wait_and_finish, bucket, pending, put)
+        return partial(self._wait_and_finish, bucket, pending.wait, put)
 
 
 def _nothing() -> None:
     """No operation: the exchange is complete."""
-
-
-def _wait_for(event: torch.cuda.Event, _exchange: object) -> None:
-    """Make the current stream wait for an event; the exchanged tensors stay alive until then."""
-    torch.cuda.current_stream().wait_event(event)
 
 
 def copy_changed_values(replica: Tensor, master: Tensor, threshold: float, scratch: Scratch) -> Tensor:

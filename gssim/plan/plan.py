@@ -1,7 +1,7 @@
 """The plan as the user writes it, and its options; `gssim.plan.policies` resolves it to policies on a cluster."""
 
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from math import prod
@@ -302,7 +302,7 @@ class ShareRules:
     equally full), `cost` (least time of pushes, updates and publications, within memory), or each rank's fraction."""
     replan: bool = False
     """Rebalance the batch at run time as measured speeds change."""
-    replanning: Replanning = field(default_factory=Replanning)
+    replanning: Replanning = Replanning()
     """Options of `replan`."""
 
 
@@ -374,18 +374,18 @@ class Plan:
     """Steps from one synchronization of the parameters to the next, under `local_sgd`, `diloco`, `streaming_diloco` and
     `sparse_loco`: step n of a training, the warm-up's included, ends with one where it divides n (`streaming_diloco`:
     with that of the last fragment). Absent: 8 for these, else none."""
-    outer: Outer = field(default_factory=Outer)
+    outer: Outer = Outer()
     """Outer optimizer of `diloco` and `streaming_diloco`."""
-    streaming: Streaming = field(default_factory=Streaming)
+    streaming: Streaming = Streaming()
     """Fragments of `streaming_diloco`."""
-    sparse_outer: SparseOuter = field(default_factory=SparseOuter)
+    sparse_outer: SparseOuter = SparseOuter()
     """Outer step of `sparse_loco`."""
     compress: Literal["bf16", "fp16"] | None = None
     """Format in which buckets of gradients are all-reduced: they are cast to it, divided by the number of replicas,
     summed, and cast back (torch's bf16_compress_hook and fp16_compress_hook). Absent: bf16 for `half`, else none."""
-    powersgd: PowerSGD = field(default_factory=PowerSGD)
+    powersgd: PowerSGD = PowerSGD()
     """Low-rank compression of `powersgd`."""
-    topk: TopK = field(default_factory=TopK)
+    topk: TopK = TopK()
     """Sparsification of `topk`."""
     gradient_sync: Literal["step", "micro-batch"] | None = None
     """Whether gradients are synchronized once a step or after every micro-batch. Absent: the method's."""
@@ -415,11 +415,11 @@ class Plan:
     """For pipelines. `micro-batch`: a stage keeps a buffer for every micro-batch's input, and for every gradient of its
     output, all step (torch's PipelineStage). `in-flight`: it has buffers for inputs whose backward is still to come,
     and for one gradient, and interleaved stages free what they have sent (Megatron-LM, DeepSpeed; predicted only)."""
-    push: Push = field(default_factory=Push)
+    push: Push = Push()
     """Push of gradients to owners."""
-    publish: Publish = field(default_factory=Publish)
+    publish: Publish = Publish()
     """Publication of parameters by owners."""
-    shares: ShareRules = field(default_factory=ShareRules)
+    shares: ShareRules = ShareRules()
     """Batch split and shard sizes."""
     sequence_parallel: bool = False
     """Divide sequences among the ranks of the axis tp between the cut parts of blocks: norms, dropouts and residuals

@@ -66,11 +66,7 @@ class Batches:
         elif self._are_alike(policies) and self.total % (policies.data_ranks * plan.micro_batches) == 0:
             yield "even", (self.total // policies.data_ranks,) * policies.data_ranks
         else:
-            for ratio in USABLE_RATIOS:
-                for unit in dict.fromkeys((1, plan.micro_batches)):
-                    sizes = self._sizes_that_fit(plan, policies, ratio, unit)
-                    if sizes is not None:
-                        yield [size / self.total for size in sizes], sizes
+            yield from self._that_fit(plan, policies)
 
     def _are_alike(self, policies: Policies) -> bool:
         """Return whether the ranks of every part of the batch are, one by one, on the same types of device."""
@@ -83,14 +79,8 @@ class Batches:
 
         return self.bounds.parts.once(("alike parts", policies.mesh), found)
 
-    def _sizes_that_fit(self, plan: Plan, policies: Policies, ratio: float, unit: int) -> tuple[int, ...] | None:
-        """Return batch sizes that fit memory, in multiples of `unit` with at least one sample per micro-batch; None if
-        there are none.
-
-        Of all such splits, the slowest part is as fast as possible.
-        """
-        if self.total % unit:
-            return None
+    def _that_fit(self, plan: Plan, policies: Policies) -> Iterator[tuple[list[float], tuple[int, ...]]]:
+        """Yield the batch splits that fit the fractions of memory `USABLE_RATIOS`."""
         parts: list[list[int]] = [[] for _ in range(policies.data_ranks)]
         for rank in range(policies.ranks):
             parts[policies.data_rank(rank)].append(rank)
@@ -102,24 +92,40 @@ class Batches:
                 for part in parts
             ],
         )
-        max_samples = self._most_samples(plan, policies, ratio)
-        max_units = [min(max_samples[rank] for rank in part) // unit for part in parts]
-        min_units = plan.micro_batches // unit if unit > 1 else plan.micro_batches
+        key = ("rooms", Same(policies), plan.shares.shards, plan.micro_batches, plan.recompute, plan.offload)
+        most_samples = self.bounds.parts.once(
+            key, lambda: self.bounds.memory.most_samples(plan, policies, USABLE_RATIOS)
+        )
+        for of_ranks in most_samples:
+            most = [min(of_ranks[rank] for rank in part) for part in parts]
+            for unit in dict.fromkeys((1, plan.micro_batches)):
+                sizes = self._sizes_that_fit(most, sample_s, plan.micro_batches, unit)
+                if sizes is not None:
+                    yield [size / self.total for size in sizes], sizes
+
+    def _sizes_that_fit(
+        self, most_samples: Sequence[int], sample_s: Sequence[float], micro_batches: int, unit: int
+    ) -> tuple[int, ...] | None:
+        """Return batch sizes that fit memory, in multiples of `unit` with at least one sample per micro-batch; None if
+        there are none.
+
+        Of all such splits, the slowest part is as fast as possible. `most_samples`, `sample_s`: for each part of the
+        batch, the most samples that fit, and the time of one.
+        """
+        if self.total % unit:
+            return None
+        most_units = [most // unit for most in most_samples]
+        least_units = micro_batches // unit if unit > 1 else micro_batches
         if (
-            min(max_units) < min_units
-            or sum(max_units) * unit < self.total
-            or min_units * len(parts) * unit > self.total
+            min(most_units) < least_units
+            or sum(most_units) * unit < self.total
+            or least_units * len(most_units) * unit > self.total
         ):
             return None
         sizes = splitting.balance_batch(
             self.total // unit,
             sample_s=[unit * each for each in sample_s],
-            least=min_units,
-            most=max_units,
+            least=least_units,
+            most=most_units,
         )
         return tuple(unit * each for each in sizes)
-
-    def _most_samples(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
-        """Return the largest number of samples that fits the given fraction of each rank's memory."""
-        key = ("rooms", Same(policies), plan.shares.shards, plan.micro_batches, plan.recompute, plan.offload, ratio)
-        return self.bounds.parts.once(key, lambda: self.bounds.memory.most_samples(plan, policies, ratio))

@@ -100,11 +100,11 @@ class Scenario:
     """Model, batch and optimizer."""
     plan: Plan
     """Parallelization of the workload."""
-    network: Conditions = field(default_factory=Conditions)
+    network: Conditions = Conditions()
     """Link faults and background traffic (simulated)."""
-    run: Run = field(default_factory=Run)
+    run: Run = Run()
     """Run length, seed and disturbances."""
-    search: SearchSpace = field(default_factory=SearchSpace)
+    search: SearchSpace = SearchSpace()
     """The plans that `gssim search` explores; not part of the scenario's identity."""
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ import re
 import sys
 import warnings
 import weakref
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gsreal.gradient_sharding.messages import Encoding
 from gsreal.gradient_sharding.point_to_point import backend_of, runs_on_device
+from gsreal.gradient_sharding.side_stream import SideStream
 from gsreal.run.rank import run_on_rank
 from gssim.plan import Publish, Push
 
@@ -113,6 +115,72 @@ def the_host_waits_for_the_device_twice_a_bucket_whatever_the_number_of_owners()
         assert 0 < device.waits.total() <= 2 * len(optimizer.buckets), device.waits
         optimizer.step()
 
+        publish = Publish(threshold=1e-9, encoding="coo")  # each bucket's entries are counted once; the counts are read
+        optimizer = sharded(model, partial(torch.optim.SGD, **SGD), publish=publish)
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        device.waits.clear()
+        optimizer.step()
+        assert 0 < device.waits.total() <= len(optimizer.buckets) + 1, device.waits
+
+
+def what_is_published_beside_the_compute_is_no_time_of_it_but_its_wait_is():
+    """Its spans began after the forward's, in another stream, and counted as exposed though the forward went on."""
+    seen = []
+
+    @contextmanager
+    def observe(label, phase, *, group=None):
+        seen.append((re.sub(r" \d+", "", label), phase))
+        yield
+
+    with Device():
+        for publish in (Publish(), PUBLISH):
+            model = mlp(torch.float32).cuda()
+            seen.clear()
+            form = {"publish": publish, "publish_overlaps": True, "observe": observe}
+            optimizer = sharded(model, partial(torch.optim.SGD, **SGD), **form)
+            train(model, optimizer, on_device(batches(2, torch.float32)))
+            optimizer.finish()
+            published = {each for each in seen if "publish" in each[0]} - {
+                ("threshold publish bucket", "compression"),
+                ("counts publish", "exposed_communication"),
+            }
+            assert published == {("wait publish bucket", "exposed_communication")}
+
+
+def a_stream_is_of_its_tensors_device_and_whoever_goes_on_waits_for_it():
+    """It was of the current device: nothing ran beside, or, where that had changed, before what it was to wait for.
+
+    A forward in a stream of its own begins what the end of its backward, in the caller's stream, takes.
+    """
+    made, waiting = [], []
+
+    class Named(Stream):
+        def __init__(self, device):
+            made.append(device)
+            self.device = device
+
+        def wait_event(self, _event):
+            waiting.append(self)
+
+    forward, caller = Stream.__new__(Named), Stream.__new__(Named)
+    forward.device = caller.device = DEVICE
+    before = torch.cuda.Stream, torch.cuda.current_stream
+    try:
+        torch.cuda.Stream, torch.cuda.current_stream = Named, lambda device: forward if device == DEVICE else None
+        wait = SideStream(DEVICE).begin(lambda: None)
+        torch.cuda.current_stream = lambda device: caller if device == DEVICE else None
+        wait()
+        assert waiting == [forward, caller]
+        torch.cuda.current_stream = lambda device: forward
+        with Device():
+            optimizer = sharded(mlp(torch.float32).cuda(), partial(torch.optim.SGD, **SGD), publish_overlaps=True)
+            optimizer.step()
+            optimizer.finish()
+    finally:
+        torch.cuda.Stream, torch.cuda.current_stream = before
+    assert len(made) >= 2
+    assert set(made) == {DEVICE}, made
+
 
 def a_message_is_kept_until_the_stream_that_sends_it_is_waited_for():
     """The message was packed on the compute stream; before that wait, its memory must not be reused."""
@@ -199,6 +267,8 @@ CHECKS = {
         nodes_of_several_devices_are_served_too,
         the_host_waits_for_the_device_twice_a_bucket_whatever_the_number_of_owners,
         a_message_is_kept_until_the_stream_that_sends_it_is_waited_for,
+        what_is_published_beside_the_compute_is_no_time_of_it_but_its_wait_is,
+        a_stream_is_of_its_tensors_device_and_whoever_goes_on_waits_for_it,
         the_loop_of_the_readme_runs,
     )
 }

@@ -127,6 +127,14 @@ def test_axes_are_chosen_and_what_has_no_value_is_told(browser: Any, large: Path
     assert browser.evaluate(f"{chart}.legend[0].data") == ["does not fit", "fits"]
 
 
+def test_filters_by_quantities_have_units(browser: Any, tmp_path: Path) -> None:
+    rows = [make_row("gs", None, rate, point=f"p{n}") for n, rate in enumerate((1e8, 2.5e9, 2e10))]
+    rows.append(make_row("gs", None, 1e9, point="p3") | {LINK: None})
+    browser.open(written(sweep_explorer(read_table(write_sweep(rows, tmp_path / "table.parquet", AXES))), tmp_path))
+    labels = browser.evaluate("[...document.querySelectorAll('.filters label')].map(e => e.textContent.trim())")
+    assert labels == ["100 MB/s", "2.5 GB/s", "20 GB/s", "none"]  # they were 1e+08, 2.5e+09 and 2e+10
+
+
 def test_hover_tells_why_and_a_click_the_command(browser: Any, large: Path) -> None:
     browser.open(large)
     place = browser.evaluate(
@@ -234,10 +242,13 @@ def test_a_comparison_explains_each_scenario(browser: Any, tmp_path: Path) -> No
     files = []
     for number, name in enumerate(("a", "b", "c")):
         same = {"name": name, "scenario_id": name * 16, "method": name}
-        for source, time_s in (("simulated", 0.2 + number), ("measured", 0.25 + number)):
+        for source, time_s in (("simulated", 0.2 + 0.35 * number), ("measured", 0.25 + 0.4 * number)):
             files.append(ResultFile(tmp_path / f"{name}.{source}", 0, make_result(source, step_time_s=time_s, **same)))
     rows = list(compare(join(files).pairs).iter_rows(named=True))
     browser.open(written(comparison_explorer(rows), tmp_path))
+    chart = "echarts.getInstanceByDom(document.querySelector('.chart')).getOption()"  # in ms beside s, no line is even
+    names = browser.evaluate(f"[{chart}.xAxis[0].name, {chart}.yAxis[0].name]")
+    assert names == ["step measured (s)", "step predicted (s)"]
     browser.evaluate("document.querySelector('.chart').focus()")
     browser.press("ArrowRight")
     said = browser.evaluate(STATUS)

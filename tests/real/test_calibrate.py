@@ -43,7 +43,8 @@ def test_a_calibration_of_a_busy_machine_says_so(monkeypatch, capsys, ratio, ran
     """Cores were taken by others for most of a calibration: every step was predicted to take twice as long."""
     monkeypatch.setattr("gsreal.calibrate.bench.own_place", lambda: place)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)
-    Bench.warn_if_busy(SimpleNamespace(rank=rank), SimpleNamespace(ratio=lambda: ratio))
+    bench = SimpleNamespace(rank=rank)
+    Bench.warn_if_busy(bench, Bench.core_wait_ratio(bench, SimpleNamespace(ratio=lambda: ratio)))
     said = capsys.readouterr().err
     assert bool(said) == warned
     assert not warned or "for 40% of the time" in said

@@ -155,12 +155,15 @@ def test_what_cannot_be_validated_is_refused_in_one_line(tmp_path, monkeypatch, 
     assert not list((tmp_path / "o").glob("results/*"))
 
 
-def test_a_calibration_that_lacks_what_points_need_is_made_anew(tmp_path, monkeypatch):
-    """Predictions of a model without a profile would be of another kind, and nothing would say so."""
+def test_a_calibration_that_lacks_what_points_need_is_made_anew(tmp_path, monkeypatch, capsys):
+    """Predictions of a model without a profile would be of another kind, and nothing would say so.
+
+    Nor did anything say that other work took the cores meanwhile: what forked ranks print is not shown.
+    """
     calibrated(tmp_path / "out")
-    monkeypatch.setattr(validate, "measure", lambda settings, **_how: settings)
+    monkeypatch.setattr(validate, "measure", lambda settings, **_how: {"core_wait_ratio": waits.pop()})
     monkeypatch.setattr(validate, "cluster_data", lambda _measured, settings: settings)
-    written = []
+    written, waits = [], [0.4, 0.1]
     monkeypatch.setattr(validate, "write_cluster", lambda _file, settings: written.append(settings))
     sweeps = {
         "there.toml": SWEEP,
@@ -173,6 +176,9 @@ def test_a_calibration_that_lacks_what_points_need_is_made_anew(tmp_path, monkey
         validate.Session(request, time.monotonic()).calibrate()
     assert [settings.models[0].rpartition("/")[2] for settings in written] == ["bert-byte-1m.toml", "gpt-byte-1m.toml"]
     assert written[1].optimizers == ("adam",)
+    said = capsys.readouterr().err
+    assert said.count("ranks waited for cores") == 1
+    assert "for 40% of the time" in said
 
 
 @pytest.mark.parametrize(("batch_size", "anew"), [(16, False), (64, True)])
@@ -182,7 +188,7 @@ def test_other_points_take_a_calibration_and_its_batch_sizes_where_theirs_lie_be
     """Repeated measurements of layers were refused: those of a call with `--only` have fewer batch sizes."""
     calibrated(tmp_path / "out")
     measured = []
-    monkeypatch.setattr(validate, "measure", lambda settings, **_how: measured.append(settings))
+    monkeypatch.setattr(validate, "measure", lambda settings, **_how: measured.append(settings) or {})
     monkeypatch.setattr(validate, "cluster_data", lambda _measured, settings: settings)
     monkeypatch.setattr(validate, "write_cluster", lambda _file, _settings: None)
     (tmp_path / "s.toml").write_text(SWEEP.replace("batch_size = 16", f"batch_size = {batch_size}"))

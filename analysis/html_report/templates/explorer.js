@@ -88,6 +88,11 @@ function started(root) {
 function points(root, data, chart) {
   const columns = data.columns, count = data.names.length;
   const numbers = columns.filter(c => c.kind === "number"), texts = columns.filter(c => c.kind === "text");
+  for (const column of texts) {
+    if (!column.unit) continue;
+    const named = column.words.map(word => isNaN(word) ? word : shown(Number(word), column.unit));
+    if (new Set(named).size === named.length) column.words = named; // else some would look alike
+  }
   const by = key => columns.find(c => c.key === key);
   const value = (column, row) => column.kind === "text" ? column.words[column.values[row]] : column.values[row];
   const words = (column, row) => column.kind === "text" ? value(column, row) : shown(value(column, row), column.unit);
@@ -166,7 +171,9 @@ function points(root, data, chart) {
       order.push(row);
     }
     Object.assign(state, {order, sorted: false, at: -1});
-    const [[xFactor, xUnit], [yFactor, yUnit]] = [scaleOf(x, order), scaleOf(y, order)];
+    const beside = data.diagonal && x.key === data.x && y.key === data.y; // both axes in one unit, to be read together
+    const scales = [scaleOf(x, order), scaleOf(y, order)], largest = scales[0][0] > scales[1][0] ? scales[0] : scales[1];
+    const [[xFactor, xUnit], [yFactor, yUnit]] = beside ? [largest, largest] : scales;
     Object.assign(state, {xFactor, yFactor});
     const kinds = [...groups.keys()].sort((p, q) => p - q);
     state.series = kinds.map(kind => groups.get(kind));
@@ -179,7 +186,7 @@ function points(root, data, chart) {
         symbol: symbolOf(colour, kind), symbolSize: count > LARGE ? 6 : 9, large: order.length > LARGE,
         largeThreshold: LARGE, itemStyle: {color: colour?.colours?.[kind] ?? COLOURS[index % COLOURS.length], opacity: 0.75}, emphasis: {scale: 1.6}};
     });
-    if (data.diagonal && order.length && x.key === data.x && y.key === data.y) {
+    if (beside && order.length) {
       const all = order.flatMap(row => [x.values[row], y.values[row]]);
       const [low, high] = [Math.min(...all), Math.max(...all)];
       series.push({id: "diagonal", type: "line", name: data.diagonal, data: [[low / xFactor, low / yFactor], [high / xFactor, high / yFactor]], symbol: "none",

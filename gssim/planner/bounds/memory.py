@@ -57,14 +57,17 @@ class MemoryBounds:
             for (rank, owned), n in dict.fromkeys(kinds)
         )
 
-    def most_samples(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
-        """Return for each rank the largest number of samples with which it fits a fraction of its memory."""
+    def most_samples(self, plan: Plan, policies: Policies, ratios: Sequence[float]) -> list[list[int]]:
+        """Return, for each of several fractions of memory, the most samples with which each rank fits it."""
         kinds, parts = self._kinds(plan, policies), self.parts.parts(plan, policies)
-        found = {
-            (rank, owned): self._most_samples(plan, policies, rank, parts[rank], owned, ratio)
-            for rank, owned in set(kinds)
+        needed = {
+            (rank, owned): self._needed(plan, policies, rank, parts[rank], owned)
+            for rank, owned in dict.fromkeys(kinds)
         }
-        return [found[kind] for kind in kinds]
+        found = [
+            {kind: self._most_samples(kind[0], of_kind, ratio) for kind, of_kind in needed.items()} for ratio in ratios
+        ]
+        return [[of_ratio[kind] for kind in kinds] for of_ratio in found]
 
     def _kinds(self, plan: Plan, policies: Policies) -> list[tuple[int, float]]:
         """Return for each rank a rank with the same part of the model, and how many elements it updates itself."""
@@ -79,10 +82,9 @@ class MemoryBounds:
             return [(rank, owned[rank]) for rank in alike]
         return [(first, self._owned(plan, policies, rank)) for rank, first in enumerate(alike)]
 
-    def _most_samples(self, plan: Plan, policies: Policies, rank: int, part: Part, owned: float, ratio: float) -> int:
-        """Return the most samples that fit a fraction of a rank's memory; `owned`: the elements it updates."""
+    def _most_samples(self, rank: int, needed: Callable[[int], float], ratio: float) -> int:
+        """Return the most samples that fit a fraction of a rank's memory; `needed`: the rank's, from `_needed`."""
         room, total = ratio * self.parts.types[rank].memory_bytes, self.parts.workload.global_batch_size
-        needed = self._needed(plan, policies, rank, part, owned)
 
         def most() -> int:
             if needed(total) <= room:
@@ -120,7 +122,7 @@ class MemoryBounds:
         persistent = self._persistent_bytes(policies, part, owned, offload)
         value, sharded = self._gradients(policies, 0.0 if plan.offload else owned)
         held = value * part.elements + sharded
-        transient = partial(self._transient_bytes, plan, policies, part)
+        transient = cache(partial(self._transient_bytes, plan, policies, part))  # depends on the largest micro-batch
 
         def least_bytes(samples: int) -> float:
             if not samples:
