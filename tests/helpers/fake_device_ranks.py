@@ -261,14 +261,15 @@ def the_loop_of_the_readme_runs():
 CHECKS = {
     check.__name__: check
     for check in (
+        # these two replace streams, which nothing that waits in a thread may find replaced
+        a_message_is_kept_until_the_stream_that_sends_it_is_waited_for,
+        a_stream_is_of_its_tensors_device_and_whoever_goes_on_waits_for_it,
         a_push_is_not_taken_for_parameters_where_messages_have_no_tags,
         the_default_process_group_has_a_backend_for_the_device_alone,
         whatever_reaches_the_backend_is_on_the_device,
         nodes_of_several_devices_are_served_too,
         the_host_waits_for_the_device_twice_a_bucket_whatever_the_number_of_owners,
-        a_message_is_kept_until_the_stream_that_sends_it_is_waited_for,
         what_is_published_beside_the_compute_is_no_time_of_it_but_its_wait_is,
-        a_stream_is_of_its_tensors_device_and_whoever_goes_on_waits_for_it,
         the_loop_of_the_readme_runs,
     )
 }
