@@ -30,6 +30,7 @@ from gssim.workload.layer import (
     Layer,
     Moment,
     PartialBackward,
+    Polynomial,
     for_samples,
     layer_input_gradient,
     layer_output,
@@ -76,7 +77,8 @@ def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> Ow
         if above < 0 and not instance.layer.parameters:
             trained = (each.index for each in layers[index:] if each.layer.block and roles[each.index] != "untrained")
             first_use = next(trained, index)  # by the first block with a backward
-            layer = _held_for_backward(instance.layer, layer, first_use - index)
+            output_bytes = passed_bytes(instance.layer, following)
+            layer = _held_for_backward(instance.layer, layer, first_use - index, output_bytes)
         buffers = tuple(  # what an untrained layer's backward would free is freed at the end
             replace(each, freed=Moment("end"))
             if each.freed.phase == "b" and each.freed.layer_offset + above < 0
@@ -222,12 +224,14 @@ def _roles(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> list[str
     return roles
 
 
-def _held_for_backward(whole: Layer, untrained: Layer, offset: int) -> Layer:
+def _held_for_backward(whole: Layer, untrained: Layer, offset: int, output_bytes: Polynomial) -> Layer:
     """Return a layer that is not trained, but whose results are kept until a later layer's backward.
 
     Angles of rotary embeddings are such results: every block saves them for its own backward. They are freed in the
     last backward that needs them, that of the first trained block, `offset` layers later. `whole`: the layer as traced
-    where all layers are trained, which tells what is saved.
+    where all layers are trained, which tells what is saved. `output_bytes`: size of the next layer's input, which is no
+    such result: whether that layer saves it depends on its role (`_input_freed`). It is made here where ranks take
+    their parts of sequences after the angles.
     """
     passed, saved = (
         [n for n, each in enumerate(layer.buffers) if each.born.phase == "f" and each.freed.layer_offset > 0]
@@ -238,6 +242,8 @@ def _held_for_backward(whole: Layer, untrained: Layer, offset: int) -> Layer:
         return untrained
     buffers = list(untrained.buffers)
     for number, other in zip(passed, saved, strict=True):
+        if buffers[number].size_bytes == output_bytes:
+            continue
         freed = buffers[number].freed
         if whole.buffers[other].freed.phase == "b" and freed.phase == "f" and freed.layer_offset >= offset:
             buffers[number] = replace(buffers[number], freed=Moment("b", LAST, offset), category="activations")

@@ -118,7 +118,7 @@ FEW = {
         "gpt-head-vocabulary-sgd",
         "gpt-between-tensor-adamw",
         "llama-lowest-context-sgd",
-        "llama-embedding-tensor-sgd",
+        "llama-embedding-sequence-sgd",
         "mixture-lowest-context-load-sgd",
         "mixture-between-router-sgd",
     )
@@ -172,6 +172,10 @@ class TestTraining(TrainsAsOneDevice):
             return None
         if "mixture-head" in name or "-bf16-" in name:  # the workspace of products counts, where little else is held
             return 0.004 if "mixture" in name else 0.002
+        if name == "llama-lowest-context-adamw":
+            # Llama's norms compute in fp32, whose bytes are scaled to fp64 (`Workload.scaled_bytes`): what two of them
+            # save is predicted twice as large, 37.1 KiB more
+            return 0.018
         return super().peak_error(name, case)
 
     def test_parameters_after_five_steps_equal_those_of_one_device(self, world):
