@@ -25,6 +25,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _batc
 from torch.distributed.tensor import DTensor
 
 from gsreal.gradient_sharding import GradientSharding
+from gsreal.gradient_sharding.sharded_parameters import units_of
 from gsreal.measure import Timeline
 from gsreal.methods.blocks import checkpoint_block
 from gsreal.methods.context_parallel import context_exchange, divide_context
@@ -98,7 +99,14 @@ class ObservedStage(PipelineStage):
         """Infer shapes before the first step, without DDP, which would otherwise expect gradients in any backward."""
         inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
         with autocast(self.precision, self.device.type):
-            return inner(*args, **settings)
+            outputs = inner(*args, **settings)
+        self._free_parameters()
+        return outputs
+
+    def _free_parameters(self) -> None:
+        """Free what the inference of shapes has gathered: no gradient arrives in it that would end its backward."""
+        for unit in units_of(self.submod):
+            unit.free()
 
     def _compute_input_grads(self, *args: Any, **settings: Any) -> tuple[Tensor | None, ...]:
         """Return contiguous gradients of a stage's input, from which torch infers the receive buffers of other stages.
@@ -107,7 +115,9 @@ class ObservedStage(PipelineStage):
         the layer permutes dimensions, as ConvNeXt's norms over channels do, that order is not contiguous, and gloo
         refuses to receive into such a buffer.
         """
-        return _contiguous(super()._compute_input_grads(*args, **settings))
+        gradients = _contiguous(super()._compute_input_grads(*args, **settings))
+        self._free_parameters()
+        return gradients
 
     def backward_maybe_with_nosync(self, *args: Any, **settings: Any) -> Any:
         """Run the module's backward, or a part of a split one, and return contiguous gradients of its input."""

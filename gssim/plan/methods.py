@@ -227,6 +227,7 @@ METHODS: dict[str, Method] = {
             gradients="push",
             optimizer_state="sharded",
             gradient_sync="micro-batch",
+            in_pipelines=True,
         ),
         Method(
             "gs_wgrad",

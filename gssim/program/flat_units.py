@@ -17,6 +17,12 @@ the bytes of a value, w(d) those of a pushed one. Bytes per rank:
     sent and received:  2pN + w(d)N, each (M-1)/M with even shares, but for the root, which is gathered once
     held:               (parameter + optimizer state + gradient) * sN in the optimizer's precision, and the root and
                         two blocks gathered
+
+[Note: flat units in stages] In a pipeline, too, every forward and every backward of a micro-batch gathers each block
+and frees it. The root stays gathered from a forward to the next backward of the stage, of whichever micro-batch, and is
+freed once that backward has its gradients. A forward after it gathers the root again; so does a backward that follows
+another backward, by the hook on the stage's output. Blocks that stay gathered until the backward are as the root.
+Gradients are added up, and pushed in the last backward.
 """
 
 from collections import defaultdict
@@ -29,7 +35,7 @@ from gssim.memory import Event, footprint
 from gssim.program.compute import BackwardParts, backward_begin, beside_host, forward_id, pass_ends
 from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.push import push_group_collective, send_buckets
-from gssim.program.sharded import gather_id, insert_beside
+from gssim.program.sharded import Gathered, gather_id, insert_beside
 from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
 from gssim.workload import LayerInstance
 
@@ -125,13 +131,17 @@ Use = tuple[FlatUnit, TaskId]
 """A unit, and the task that needs its gathered parameters."""
 
 
-def gather_flat_parameters(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -> list[Task]:
+def gather_flat_parameters(
+    low: Lowering, rank: int, tasks: list[Task], *, twice: bool, gathered: Gathered | None = None
+) -> list[Task]:
     """Pass of GS with sharded parameters: gather each unit before its first forward, and keep it for the backward; or,
     if `twice`, free each block after its forward and gather it again for its backward.
+
+    `gathered`: in a pipeline's stage, the units that are gathered when the forward, or the backward, begins.
     """
     ends = pass_ends(tasks, "forward")
     block_ends = tuple(ends[unit.layers[0].module] for unit in _gathered_units(low) if not unit.is_root)
-    before, behind = _gathers(low, rank, block_ends, twice=twice)
+    before, behind = _gathers(low, rank, block_ends, twice=twice, gathered=gathered)
     return insert_beside(tasks, before=before, behind=behind)
 
 
@@ -143,7 +153,7 @@ def _gathered_units(low: Lowering) -> Sequence[FlatUnit]:
 
 @once_a_run
 def _gathers(
-    low: Lowering, rank: int, block_ends: Sequence[TaskId], *, twice: bool
+    low: Lowering, rank: int, block_ends: Sequence[TaskId], *, twice: bool, gathered: Gathered | None
 ) -> tuple[dict[TaskId, list[Task]], dict[TaskId, list[Task]]]:
     """Return what `gather_flat_parameters` inserts before and after tasks: the same in all steps, under all thresholds.
 
@@ -152,17 +162,26 @@ def _gathers(
     units = _gathered_units(low)
     if not units:
         return {}, {}
+    now = gathered or Gathered()
     root, blocks = [u for u in units if u.is_root], [u for u in units if not u.is_root]
     first = forward_id(low.layers[0])
-    uses = [(unit, first) for unit in reversed(root)]
-    uses += [(block, forward_id(block.layers[0])) for block in reversed(blocks)]
+    uses = [] if now.root else [(unit, first) for unit in reversed(root)]
+    uses += [] if now.before_forward else [(block, forward_id(block.layers[0])) for block in reversed(blocks)]
     before = _just_in_time(low, rank, uses, "forward", first)
     behind: dict[TaskId, list[Task]] = defaultdict(list)
+    has_loss = not low.stages or low.stages[0].after is None
+    # the root's hook is on the input of the loss, or on the output of a stage
+    issuer = backward_begin(low, low.layers[-2] if root and has_loss else low.layers[-1])
+    again = [] if gathered is None or now.root else [(unit, issuer) for unit in root]
+    of_blocks = [(block, backward_begin(low, block.layers[0])) for block in blocks]
+    if not (twice or (gathered is not None and not now.before_backward)):
+        of_blocks = []
+    ends_in_block = blocks and blocks[0].layers[0].index == len(low.layers) - 1
+    # a stage's output that is a block's has the block's hook first
+    uses = [*of_blocks[:1], *again, *of_blocks[1:]] if ends_in_block else [*again, *of_blocks]
+    for use, new in _just_in_time(low, rank, uses, "backward", issuer).items():
+        before[use] += new
     if twice:
-        uses = [(block, backward_begin(low, block.layers[0])) for block in blocks]
-        issuer = low.layers[-2] if root else low.layers[-1]  # the root's hook is on the input of the loss
-        for use, new in _just_in_time(low, rank, uses, "backward", backward_begin(low, issuer)).items():
-            before[use] += new
         for block, end in zip(blocks, block_ends, strict=True):
             freed = footprint([Event(0, -block.size_bytes, "gathered_parameters")])
             behind[end].append(Task(TaskId("free", layer=block.name), "forward", need=freed))

@@ -595,6 +595,11 @@ class Lowering:
         """Whether stages reduce-scatter gradients after the pipeline's schedule; see [Note: stages] in `sharded`."""
         return bool(self.stages) and self.policies.gradients == "reduce-scatter"
 
+    @property
+    def gathers_in_stages(self) -> bool:
+        """Whether stages gather parameters, so that a micro-batch's gathers depend on its place in the schedule."""
+        return bool(self.stages) and self.policies.parameters != "replicated"
+
     @cached_property
     def shares_stages(self) -> bool:
         """Whether a stage's micro-batches have the same tasks in programs of other numbers of micro-batches: a

@@ -696,9 +696,12 @@ def _all_passes(low: Lowering, rank: int, micro_batch: MicroBatch, gathered: Gat
         else:
             low.computed[computed] = _tasks_of_any_batch_split(low, rank, micro_batch)
     tasks = list(low.computed[computed])
+    pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
+    if gathered is not None and pushes:
+        tasks = push_units(low, rank, tasks, micro_batch)
+        return gather_flat_parameters(low, rank, tasks, twice=policies.parameters == "sharded", gathered=gathered)
     if gathered is not None:
         return run_stage(low, rank, tasks, micro_batch, gathered)
-    pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
     tasks = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, tasks, micro_batch)
     return HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks)
 

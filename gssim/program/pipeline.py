@@ -188,8 +188,8 @@ class _ScheduleWriter:
     """Tasks that precede forwards of a stage's first micro-batch: waits for these gathers; by stage number."""
     micro_batches: Sequence[tuple[MicroBatch, int, int | None]] = field(init=False)
     """Each micro-batch, the number of what it has in common with those of equal tasks, and its number in identities."""
-    reduces_after_schedule: bool = field(init=False)
-    """`Lowering.reduces_after_schedule`, which is the same for all stages."""
+    gathers_parameters: bool = field(init=False)
+    """`Lowering.gathers_in_stages`, which is the same for all stages."""
     computes: int = 0
     """How many forwards and backwards have been appended."""
     resharded: int = 0
@@ -209,7 +209,7 @@ class _ScheduleWriter:
         self.micro_batches = [
             (each, alike.setdefault(kind, len(alike)), each.number) for each, kind in zip(every, kinds, strict=True)
         ]
-        self.reduces_after_schedule = self.low.reduces_after_schedule
+        self.gathers_parameters = self.low.gathers_in_stages
 
     def add(self, *tasks: Task) -> None:
         """Append tasks."""
@@ -291,7 +291,7 @@ class _ScheduleWriter:
             self.unpack(action)
         if action.stage in self.copies:
             self.add(*self.copies.pop(action.stage))
-        gathered = self.gathered_for(action) if self.reduces_after_schedule else None
+        gathered = self.gathered_for(action) if self.gathers_parameters else None
         key = (action.stage, action.kind, like, gathered)
         computed = self.computed.get(key)
         if computed is None:
@@ -316,7 +316,7 @@ class _ScheduleWriter:
             self.deferred += self.numbered(reductions, micro_batch, stage)
         if isinstance(own, Template):
             self.add_part(Chunk(own, number, stage))
-            if not (self.unpacks or self.reduces_after_schedule or reductions):
+            if not (self.unpacks or self.gathers_parameters or reductions):
                 self.repeated[action.kind, action.stage, like] = own, stage
         else:
             self.add(*self.numbered(own, micro_batch, stage))
@@ -393,6 +393,11 @@ class _ScheduleWriter:
     def gathered_for(self, action: Action) -> Gathered:
         """Return which units of a stage are gathered before an action, and record which are after it."""
         now = self.gathered.get(action.stage, Gathered())
+        if self.low.policies.gradients == "push":  # see [Note: flat units in stages] in `flat_units`
+            kept = action.kind == "forward"
+            blocks = kept and self.low.policies.parameters == "gathered"
+            self.gathered[action.stage] = Gathered(root=kept, before_forward=blocks, before_backward=blocks)
+            return now
         blocks = now.before_forward
         stay = action.kind == "backward" or self.low.policies.parameters == "gathered"
         self.gathered[action.stage] = Gathered(root=True, before_forward=stay, before_backward=stay)

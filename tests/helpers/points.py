@@ -139,6 +139,8 @@ SUMS_BESIDE_PRODUCTS = 28_000
 """From this seed on tensor ranks sum gradients of inputs beside products, as a rule."""
 PRODUCTS_BESIDE_EXCHANGES = 29_000
 """From this seed on tensor ranks divide sequences and exchange their parts beside products, as a rule."""
+SHARDED_STAGES = 30_000
+"""From this seed on `gs_z3` runs in pipelines as often as other methods."""
 BESIDE = (
     Trained("gpt-byte-150k", 12, (24,), 4),
     Trained("bert-byte-1m", 12, (24,), 4),
@@ -528,7 +530,8 @@ def _axes(random: Random, seed: int, plan: Table, devices: int, model: Trained) 
     method = plan["method"]
     left = _inner_axes(random, seed, plan, devices, model)
     deep = [n for n in (2, 3, 4) if left % n == 0 and n < left and ("cp" not in plan or random.random() < 0.05)]
-    if deep and random.random() < (0.4 if REGISTRY[method].in_pipelines else 0.02):
+    in_stages = REGISTRY[method].in_pipelines and (method != "gs_z3" or seed >= SHARDED_STAGES)
+    if deep and random.random() < (0.4 if in_stages else 0.02):
         plan["pp"] = random.choice(deep)
         left //= plan["pp"]
     if method in ("hsdp", "gs_hier"):

@@ -272,7 +272,7 @@ PLAN_FAULTS = [
     (("plan.stages=[1, 2]",), "plan.stages = [1, 2]: there is no pipeline; leave it out"),
     (("plan.pp=2",), "plan.pp = 2: method 'ddp' for 1 replica(s) of a pipeline; allowed: pipeline, or plan.dp_replicate"),
     ((*PIPELINE, "plan.pp=1", "plan.dp_replicate=2"), "plan.method = 'pipeline': its gradients"),
-    (("plan.method=gs_z3", "plan.pp=2"), "plan.pp = 2: method 'gs_z3' cannot run in a pipeline yet; allowed today: pipeline, or ddp, zero1, zero2"),
+    (("plan.method=gs_hier", "plan.pp=2"), "plan.pp = 2: method 'gs_hier' cannot run in a pipeline yet; allowed today: pipeline, or ddp, zero1, zero2"),
     ((*PIPELINE, "plan.stages=[2, 3]"), "plan.stages = [2, 3]: sums to 5, but the model has 4 layers"),
     ((*PIPELINE, "plan.stages=[2, 1, 1]"), "plan.stages = [2, 1, 1]: 3 stages cannot be divided evenly among 2 ranks (plan.pp)"),
     ((*PIPELINE, "plan.stages=[1, 1, 1, 1]"), "plan.schedule: '1f1b' takes one stage on each of 2 ranks, not 4 stages"),

@@ -446,6 +446,42 @@ def test_sharded_stages_gather_what_they_have_freed_and_reduce_once(method, sche
         assert sent["reduce-scatter"] == 4 * (root + sum(blocks))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "deepspeed"])
+@pytest.mark.parametrize("parameters", ["gathered", "sharded"])
+def test_stages_that_push_gather_what_every_backward_frees_and_push_once(schedule, parameters):
+    """A backward frees all: what is kept until it is gathered once for each of them, and what is not, twice."""
+    micro_batches = 5
+    plan = {"pp": 2, "dp_shard": 2, "micro_batches": micro_batches, "schedule": schedule, "parameters": parameters}
+    settings = {"model": GPT, "global_batch_size": 2 * micro_batches, "sequence_length": 8}
+    scenario = scenario_of(star(4), {"method": "gs_z3"} | plan, **settings)
+    result = predicted(scenario)
+    for group, stage in zip([(0, 1), (2, 3)], scenario.stages, strict=True):
+        root, blocks = unit_elements(stage, 1)
+        sent = {
+            kind: sum(
+                each.bytes * each.count for each in result.collectives if (each.kind, each.group) == (kind, group)
+            )
+            for kind in ("all-gather-v", "all-to-all-v")
+        }
+        passes = 1 if parameters == "gathered" else 2
+        assert sent["all-gather-v"] == 4 * micro_batches * (root + passes * sum(blocks))
+        assert sent["all-to-all-v"] == 4 * (root + sum(blocks))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"schedule": "interleaved"}, "with plan.schedule = 'interleaved': gradients would be pushed after"),
+        ({"schedule": "interleaved_zero_bubble"}, "with plan.schedule = 'interleaved_zero_bubble': gradients"),
+        ({"tp": 2}, "beside plan.tp = 2; allowed: 1, or method gs"),
+    ],
+)
+def test_sharded_stages_that_push_refuse_what_their_library_cannot_do_yet(plan, message):
+    plan = {"method": "gs_z3", "pp": 2, "dp_shard": 8 // 2 // plan.get("tp", 1), "micro_batches": 2} | plan
+    with pytest.raises(UserError, match=re.escape(message)):
+        scenario_of(star(8), plan, model=GPT, global_batch_size=8, sequence_length=8)
+
+
 @pytest.mark.parametrize(
     ("plan", "settings", "message"),
     [
@@ -541,7 +577,14 @@ def test_copies_of_a_tied_parameter_are_summed_before_their_stages_push_anything
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "plan", [{"method": "zero2"}, {"method": "zero3"}, {"method": "hsdp", "dp_replicate": 2}, {"method": "gs"}]
+    "plan",
+    [
+        {"method": "zero2"},
+        {"method": "zero3"},
+        {"method": "hsdp", "dp_replicate": 2},
+        {"method": "gs"},
+        {"method": "gs_z3"},
+    ],
 )
 def test_sharded_stages_are_folded_and_change_nothing(plan, schedule):
     scenario = scenario_of(

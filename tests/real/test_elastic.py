@@ -132,6 +132,7 @@ PLANS: dict[str, tuple[int, list[str]]] = {
     "hsdp-tp": (4, ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=1", "plan.tp=2"]),
     "cut-stages": (4, ["plan.method=tensor", "plan.pp=2", "plan.tp=2", "plan.micro_batches=3"]),
     "divided-stages": (4, ["plan.method=zero3", "plan.pp=2", "plan.cp=2", "plan.micro_batches=3"]),
+    "gs_z3-stages": (4, ["plan.method=gs_z3", "plan.pp=2", "plan.dp_shard=2", "plan.micro_batches=3", EVEN]),
     "gs-divided-stages": (4, ["plan.method=gs", "plan.pp=2", "plan.cp=2", "plan.micro_batches=3", EVEN]),
     "gs-stages": (4, ["plan.method=gs", "plan.pp=2", "plan.dp_shard=2", "plan.micro_batches=3", EVEN]),
     "gs": (2, ["plan.method=gs", EVEN]),
@@ -172,7 +173,8 @@ def test_a_model_cut_by_layers_goes_on_cut_inside_of_blocks(undisturbed, tmp_pat
         ("gs-divided-stages", "gs"),
         ("gs", "gs-stages"),
         ("gs", "gs_z3"),
-        ("gs_z3", "gs"),
+        ("gs_z3", "gs_z3-stages"),
+        ("gs_z3-stages", "gs"),
     ],
     ids="-then-".join,
 )

@@ -38,6 +38,7 @@ BASE = {"resnet": "resnet-digits.toml", "vit": "resnet-digits.toml", "bert": "sm
 REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
 ZERO1 = ["plan.method=zero1", *REPLICATED[1:]]
 GS = ["plan.method=gs", "plan.pp=2", "plan.dp_shard=2"]
+GS_Z3 = ["plan.method=gs_z3", *GS[1:]]
 A_SLOW_DEVICE = [
     'cluster.device_types.slow={kind="cpu", memory_bytes=5e9, peak_flop_per_s={fp32=4e10, fp64=2e10}, '
     'memory_bandwidth_bytes_per_s=1e10, source="test"}',
@@ -306,6 +307,36 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.shares.shards=[0.7,0.3]",
             "plan.shares.batch=[0.75,0.25]",
         ],
+        "1f1b-gs_z3-adamw": [*GPT, *ADAMW64, *GS_Z3, "plan.micro_batches=3"],
+        "gpipe-gs_z3-llama-uneven-recompute-clipped-sgd": [
+            *GPT,
+            *SGD,
+            *GS_Z3,
+            "plan.micro_batches=3",
+            "plan.schedule=gpipe",
+            "plan.shares.shards=[0.7,0.3]",
+            "plan.shares.batch=[0.75,0.25]",
+            "plan.recompute=full",
+            "workload.clip_norm=0.05",
+            small("llama"),
+        ],
+        "deepspeed-gs_z3-gathered-bert-sgd": [
+            *GPT,
+            *SGD,
+            *GS_Z3,
+            "plan.micro_batches=3",
+            "plan.schedule=deepspeed",
+            "plan.parameters=gathered",
+        ],
+        "1f1b-gs_z3-llama-recompute-adamw": [
+            *GPT,
+            *ADAMW64,
+            *GS_Z3,
+            "plan.micro_batches=2",
+            "plan.recompute=full",
+            "plan.stages=[4,3]",
+            small("llama"),
+        ],
         "gpipe-zero3-clipped-sgd": [
             *GPT,
             *SGD,
@@ -383,7 +414,7 @@ FEW = [
     "gpipe-batch-norm-resnet-sgd",
     "1f1b-ddp-tied-sgd",
     "deepspeed-ddp-tied-sgd",
-    "1f1b-gs-adamw",
+    "1f1b-gs_z3-adamw",
     "zero-bubble-tied-clipped-sgd",
     "zero-bubble-gs-adamw",
     "zero-bubble-gs-gpt2-sgd",
@@ -435,7 +466,11 @@ PUSHED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [[], [small("gpt-tied")], INTERLEAVED], ids=["untied", "tied", "several-stages"])
+@pytest.mark.parametrize(
+    "changes",
+    [[], [small("gpt-tied")], INTERLEAVED, GS_Z3[:1], [*GS_Z3[:1], "plan.schedule=gpipe", "plan.recompute=full"]],
+    ids=["untied", "tied", "several-stages", "sharded", "sharded-gpipe-recompute"],
+)
 def test_stages_push_gradients_over_a_threshold_as_predicted(tmp_path, changes):
     cases = {}
     for name, ((threshold, *more), density) in PUSHED.items():

@@ -32,13 +32,10 @@ def check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
     _check_pipeline_policies(plan, policies, file)
     _check_stages(scenario, policies.pp, file)
     _check_trained_stages(scenario, policies, file)
+    if policies.gradients == "push":
+        _check_pushing_stages(scenario, policies, file)
     if plan.schedule in SPLITTING:
         _check_split_backwards(scenario, policies, file)
-    if policies.gradients == "push" and policies.publish_overlaps:
-        raise UserError(
-            f"{file}: plan.pp = {plan.pp}: method '{plan.method}' cannot run yet with plan.publish.overlap: stages "
-            "begin when peers do; leave it out"
-        )
     for samples in scenario.data_batch_sizes:
         if samples % plan.micro_batches:
             raise UserError(
@@ -52,7 +49,8 @@ def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
     methods = [name for name, method in METHODS.items() if method.in_pipelines and method.gradients != "local"]
     runs = policies.partition == "data" and policies.gradients in ("local", "all-reduce", "reduce-scatter", "push")
     runs = runs and policies.push_axis == "dp_shard"
-    if not runs or (policies.parameters != "replicated") != (policies.gradients == "reduce-scatter"):
+    shards = {"reduce-scatter": (True,), "push": (True, False)}.get(policies.gradients, (False,))
+    if not runs or (policies.parameters != "replicated") not in shards:
         raise UserError(
             f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
             f"allowed today: pipeline, or {', '.join(methods)} for replicas of one"
@@ -67,6 +65,33 @@ def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
             f"{where}: plan.gradient_sync = '{policies.gradient_sync}': torch's stages let gradients leave in the last "
             "backward alone; allowed: 'step'"
         )
+
+
+def _check_pushing_stages(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse publications that overlap; and, where parameters are sharded, gradients that are pushed after the schedule
+    and axes that divide layers beside.
+    """
+    plan, stages = scenario.plan, scenario.stage_ranges
+    where = f"{file}: plan.pp = {policies.pp}: method '{plan.method}' cannot run yet"
+    if policies.publish_overlaps:
+        raise UserError(f"{where} with plan.publish.overlap: stages begin when peers do; leave it out")
+    if policies.parameters == "replicated":
+        return
+    if len(stages) > policies.pp or schedule_of(plan, policies.pp) in SPLITTING:
+        raise UserError(
+            f"{where} with plan.schedule = '{schedule_of(plan, policies.pp)}': gradients would be pushed after the "
+            "schedule; allowed: gpipe, 1f1b, deepspeed"
+        )
+    whole = unrolled(replace(scenario.workload.model, layers=scenario.workload.model.whole_layers))
+    tied = next((each.name for each in tied_parameters(whole, stages) if len(each.stages) > 1), None)
+    if tied is not None:
+        raise UserError(
+            f"{where} where several stages hold copies of {tied}: gradients would be pushed after the schedule; "
+            "allowed: gs"
+        )
+    for axis in ("tp", "ep"):
+        if getattr(policies, axis) > 1:
+            raise UserError(f"{where} beside plan.{axis} = {getattr(policies, axis)}; allowed: 1, or method gs")
 
 
 TRAINED_STAGES = {
