@@ -438,6 +438,10 @@ def validated(cls: type[T], data: object, *, file: str, under: str = "") -> T:
         raise kind(explain(error, cls, file=file, under=under)) from None
 
 
+def _counted(others: int) -> str:
+    return f" (and {others} more fault{'s' if others > 1 else ''})" if others else ""
+
+
 _KEY_AND_VALUE = re.compile(r"[a-z]\w*(?:\.\w+)* = .*?: ")
 
 
@@ -448,7 +452,7 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
     fault = same[0]
     place, table = _walked(cls, fault["loc"], ends_in_key=fault["type"] == "unexpected_keyword_argument")
     path = _path((under, *place) if under else place)
-    more = f" (and {others} more)" if others else ""
+    more = _counted(others)
     if fault["type"] == "unexpected_keyword_argument":
         return f"{file}: {path}: unknown key; {_allowed(table, place, cls)}{more}"
     if fault["type"] == "missing":
@@ -457,7 +461,7 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
         if len(paths) > 1:  # a file that was begun lacks several: one after the other would be tedious
             further = paths[1:MOST_NAMES]
             others = len(faults) - 1 - len(further)
-            more = f" (and {others} more)" if others else ""
+            more = _counted(others)
             return f"{file}: {path}: missing; so {'is' if len(further) == 1 else 'are'} {', '.join(further)}{more}"
         return f"{file}: {path}: missing{more}"
     if fault.get("ctx", {}).get("discriminator") == "'kind'":  # one of several tables, distinguished by the key `kind`

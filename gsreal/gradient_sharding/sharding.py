@@ -483,7 +483,8 @@ class GradientSharding(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the own shard and publish it.
 
-        The gradients are consumed. Returns the result of `closure`, called once.
+        The gradients are consumed: another step without a backward updates nothing, and where `zero_grad` is forgotten
+        they do not add up. Returns the result of `closure`, called once.
         """
         if called_by_torch_state_dict():
             return None  # it would make state by a step; state_dict says what to call

@@ -399,7 +399,7 @@ def _blocks_without_values(model: Model, where: str, *, beside_experts: bool = F
 
 
 def fewest_units(model: Model, where: str, *, beside_experts: bool = False) -> int:
-    """Return the smallest number of units of the model's blocks; 0 if one cannot be sliced.
+    """Return how many equal parts the block with the fewest can be cut into (by heads, say); 0: one cannot be cut.
 
     `beside_experts`: routed experts are not sliced but divided among ranks.
     """

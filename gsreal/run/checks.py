@@ -16,7 +16,7 @@ from gsreal.methods.tensor_slices import check_slices
 from gsreal.model_files.build import check_factory, example_batch
 from gsreal.model_files.fake_module import fake_module, without_values
 from gssim.errors import UserError
-from gssim.scenario import Loaded, Scenario, routes_parts
+from gssim.scenario import Loaded, Scenario
 from gssim.scenario.support import predicted_only_reason
 from gssim.workload import unrolled
 
@@ -30,34 +30,16 @@ def check_real(loaded: Loaded) -> None:
     check_data(ours.workload, where=where, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
     check_stages(ours, where=where)
     check_slices(ours, where=where)
-    check_evaluation(ours, where=where)
-    check_overlap(ours, where=where)
-    check_fused(ours, where=where)
-    check_offload(ours, where=where)
-    check_gloo_on_gpus(ours, where=where)
-    check_samples(ours, where=where)
+    if ours.run.evaluate_every_steps is not None:
+        check_held_out(ours.workload, where=where)
     check_norms(ours, where=where)
     check_compiled(ours, where=where)
-    check_experts_in_fp64(ours, where=where)
 
 
-def check_experts_in_fp64(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if experts would be multiplied in fp64 by Hugging Face's modules: torch has no such product.
-
-    This project's own modules, and experts that ranks divide, are multiplied one by one there.
-    """
-    model = scenario.workload.model
-    routed = any(layer.experts_per_token for layer in model.expert_layers)
-    if (
-        scenario.workload.precision == "fp64"
-        and scenario.policies.ep == 1
-        and routed
-        and model.module.hugging_face is not None
-    ):
-        raise UserError(
-            f"{where}: workload.precision = 'fp64': torch has no grouped product in fp64, by which Hugging Face's "
-            "experts are multiplied; allowed: another precision, or plan.ep of at least 2"
-        )
+def check_predicted_only(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError for what can only be predicted; `where` names the file."""
+    if (reason := predicted_only_reason(scenario)) is not None:
+        raise UserError(f"{where}: {reason}")
 
 
 def check_compiled(scenario: Scenario, *, where: str) -> None:
@@ -73,86 +55,6 @@ def check_compiled(scenario: Scenario, *, where: str) -> None:
         raise UserError(
             f"{where}: run.warmup_steps = 0: blocks are compiled in the first step, which must not count; allowed: at "
             "least 1"
-        )
-
-
-def check_predicted_only(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for values that can only be predicted."""
-    tensor_ranks = scenario.policies.tp
-    if scenario.policies.ep > 1 and tensor_ranks > 1 and not routes_parts(scenario.workload.model, scenario.policies):
-        raise UserError(
-            f"{where}: plan.ep = {scenario.policies.ep} beside plan.tp = {tensor_ranks}: can be predicted, but "
-            "not run, with layers that are cut already (workload.model.expert_tensor_ranks); allowed: one of them"
-        )
-    for layer in scenario.workload.model.expert_layers:
-        if layer.expert_capacity_ratio is not None:
-            raise UserError(
-                f"{where}: workload.model: experts of '{layer.name}' have a capacity (expert_capacity_ratio): it can "
-                "be predicted, but not run, which drops no tokens; leave it out"
-            )
-    if (reason := predicted_only_reason(scenario)) is not None:
-        raise UserError(f"{where}: {reason}")
-
-
-def check_evaluation(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if a run asks for an evaluation that is impossible; `where` names the file."""
-    if scenario.run.evaluate_every_steps is None:
-        return
-    if scenario.policies.pp > 1:
-        raise UserError(
-            f"{where}: run.evaluate_every_steps = {scenario.run.evaluate_every_steps}: no rank of a pipeline has the "
-            "whole model, and its schedule only trains; leave it out"
-        )
-    if scenario.plan.loss_parallel:
-        raise UserError(
-            f"{where}: run.evaluate_every_steps = {scenario.run.evaluate_every_steps}: no rank has whole logits "
-            "(plan.loss_parallel); leave one of them out"
-        )
-    check_held_out(scenario.workload, where=where)
-
-
-def check_offload(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if gradients in the hosts' memory must be summed over ranks: NCCL has no collectives for them."""
-    workload, plan = scenario.workload, scenario.plan
-    if plan.offload is None or scenario.cluster.backend != "nccl":
-        return
-    for key in ("clip_norm", "loss_scale"):
-        if getattr(workload, key) is not None:
-            raise UserError(
-                f"{where}: workload.{key} = {getattr(workload, key)!r}: gradients in the hosts' memory (plan.offload = "
-                f"'{plan.offload}') are summed by no NCCL collective: it can be predicted, but not run; leave it out"
-            )
-
-
-def check_gloo_on_gpus(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for plans whose messages between GPUs torch hands to gloo uncopied, which ends in a crash.
-
-    gloo reads a pipeline's messages, and those of functional all-gathers, as if they were in the host's memory.
-    """
-    cluster, plan = scenario.cluster, scenario.plan
-    if cluster.backend != "gloo" or cluster.type_of(0).kind != "cuda":
-        return
-    if scenario.policies.pp > 1:
-        raise UserError(
-            f"{where}: plan.pp = {scenario.policies.pp}: pipelines on GPUs can be predicted, but not run, with "
-            "cluster.backend = 'gloo'; allowed: 1, or backend 'nccl' with a GPU for each rank"
-        )
-    if plan.sequence_parallel and scenario.policies.tp > 1:
-        raise UserError(
-            f"{where}: plan.sequence_parallel = true: on GPUs it can be predicted, but not run, with cluster.backend = "
-            "'gloo'; allowed: false, or backend 'nccl' with a GPU for each rank"
-        )
-
-
-def check_samples(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for ranks without samples if a Hugging Face module is trained: it takes no empty batch."""
-    module = scenario.workload.model.module
-    idle = [rank for rank, samples in enumerate(scenario.batch_sizes) if not samples]
-    if module.hugging_face is not None and idle:
-        raise UserError(
-            f"{where}: plan.shares.batch = {scenario.plan.shares.batch!r}: rank {idle[0]} has no samples: it can be "
-            f"predicted, but modules of Hugging Face ('{module.hugging_face.model_type}') run no empty batch; give "
-            "each rank at least one"
         )
 
 
@@ -178,32 +80,6 @@ def check_norms(scenario: Scenario, *, where: str) -> None:
             f"'{model.name}' then has one value per channel, which torch refuses; allowed: at least two samples "
             "in a micro-batch"
         ) from None
-
-
-def check_overlap(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if the plan disables overlap, but PyTorch overlaps collectives with compute in any case.
-
-    FSDP2's collectives on gloo do not overlap (they are awaited where they start), and a plan need not say so.
-    """
-    policies = scenario.policies
-    if scenario.plan.overlap or policies.data_ranks == 1:
-        return
-    option = f"{where}: plan.overlap = false"
-    if policies.pp > 1:
-        raise UserError(f"{option}: replicas of a pipeline's stages can be predicted so, but not run; allowed: true")
-    if policies.gradients == "reduce-scatter" and scenario.cluster.backend == "nccl":
-        raise UserError(f"{option}: FSDP2 overlaps on nccl in any case, so it cannot be run; allowed: true")
-
-
-def check_fused(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for a fused SGD on FSDP2's shards: torch 2.13 has no such operation on DTensors."""
-    workload = scenario.workload
-    fused = workload.optimizer.startswith("sgd") and workload.optimizer_implementation == "fused"
-    if fused and scenario.policies.gradients == "reduce-scatter":
-        raise UserError(
-            f"{where}: workload.optimizer_implementation = 'fused': torch has no fused SGD for FSDP2's shards: it can "
-            "be predicted, but not run; allowed: default, for-loop, foreach"
-        )
 
 
 def check_module(scenario: Scenario, module: nn.Module) -> None:

@@ -124,9 +124,9 @@ def print_methods(methods: Iterable[Method]) -> None:
 
 def print_support(combinations: Sequence[Support]) -> None:
     """Print which features combine with which methods: a row a feature, a column a method."""
+    words = {(True, True): "yes", (True, False): "sim", (False, True): "real", (False, False): "-"}
     cells = {
-        (entry.feature, entry.method): "-" if entry.simulated else "sim" if entry.real else "yes"
-        for entry in combinations
+        (entry.feature, entry.method): words[entry.simulated is None, entry.real is None] for entry in combinations
     }
     features = list(dict.fromkeys(entry.feature for entry in combinations))
     methods = list(dict.fromkeys(entry.method for entry in combinations))
@@ -144,4 +144,4 @@ def print_support(combinations: Sequence[Support]) -> None:
             count -= 1
         console.print(table)
         methods = methods[count:]
-    console.print("yes: predicted and real; sim: predicted only; -: refused. Reasons: --json")
+    console.print("yes: predicted and real; sim: predicted only; real: run only; -: refused. Reasons: --json")

@@ -1,5 +1,6 @@
 """Executors of independent work: this process, a pool of processes, or the workers of a Dask cluster."""
 
+import atexit
 import gc
 import os
 import signal
@@ -8,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import current_process, forkserver, get_context, parent_process, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
@@ -16,6 +17,7 @@ from multiprocessing.resource_tracker import ensure_running
 from typing import Any, Protocol
 
 from gssim.errors import RunFailedError, UserError
+from gssim.execution.files import scratch_folder
 from gssim.execution.garbage import OBJECTS_PER_COLLECTION
 from gssim.units import excess, whole_number
 
@@ -135,7 +137,22 @@ def start_fork_server() -> None:
         with _starts_reported():
             ensure_running()  # multiprocessing's tracker: its start would unblock signals
             with _endings_deferred():
+                _provide_folder()
                 forkserver.ensure_running()
+
+
+_UNTIL_EXIT = ExitStack()
+
+
+def _provide_folder() -> None:
+    """Let multiprocessing's socket lie in a folder of ours until this process ends.
+
+    Of a killed process it is removed by the next one; a folder that multiprocessing makes itself would stay for good.
+    """
+    config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
+    if "tempdir" not in config:
+        config["tempdir"] = str(_UNTIL_EXIT.enter_context(scratch_folder()))
+        atexit.register(_UNTIL_EXIT.close)
 
 
 @contextmanager

@@ -281,6 +281,15 @@ with unwinding(), scratch_folder("gsreal-run-") as folder:
 """
 
 
+SERVER = """
+import os, tempfile, time
+from gssim.execution.executor import start_fork_server
+start_fork_server()
+print(*(f"{tempfile.gettempdir()}/{name}" for name in os.listdir(tempfile.gettempdir())), flush=True)
+time.sleep(60)
+"""
+
+
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
     """Return the folder in which temporary ones are made."""
@@ -301,8 +310,8 @@ def test_every_temporary_folder_has_a_name_by_which_it_is_removed_after_a_kill()
     assert prefixes <= set(PREFIXES)
 
 
-def ended_by(number):
-    with subprocess.Popen([sys.executable, "-c", SCRATCH], stdout=subprocess.PIPE, text=True) as process:
+def ended_by(number, script=SCRATCH):
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         folder = Path(process.stdout.readline().strip())
         assert (folder / FOLDER_MARK).exists()
         assert remove_abandoned() == []  # it is alive
@@ -324,6 +333,15 @@ def test_a_process_that_is_ended_leaves_no_temporary_folder_and_the_next_takes_t
     with scratch_folder() as another:
         assert sorted(temporary.iterdir()) == sorted([foreign, another, temporary / "gsreal-abcdefgh"])
     assert sorted(temporary.iterdir()) == sorted([foreign, temporary / "gsreal-abcdefgh"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are spawned")
+def test_a_killed_process_with_workers_leaves_no_socket_for_good(temporary):
+    """Folders of Python's fork server stayed: no other program knows whose they are."""
+    folder, _ = ended_by(signal.SIGKILL, SERVER)
+    assert list(temporary.iterdir()) == [folder]
+    assert remove_abandoned() == [folder]
+    assert list(temporary.iterdir()) == []
 
 
 def abandoned(temporary):

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from gssim.cli.reports import print_support
 from gssim.errors import UserError
 from gssim.plan import METHODS
-from gssim.scenario import load_scenario
+from gssim.scenario import load_scenario, support
 from gssim.scenario.overrides import overrides_of
 from gssim.scenario.support import FEATURES, supported
 from gssim.simulation import simulate
@@ -106,3 +107,36 @@ def test_exchanges_beside_products_are_real_on_gloo_alone(changes, method, real)
         cell = cells[method, feature]
         assert cell.simulated is None
         assert (cell.real is None) if real is None else (real in cell.real)
+
+
+@pytest.mark.parametrize(
+    ("changes", "simulated", "real"),
+    [
+        # rates that are not stated, by which stages are cut
+        (["workload.precision=bf16"], {"zero2", "pipeline", "tensor"}, {"pipeline": "no peak_flop_per_s.bf16"}),
+        (["run.evaluate_every_steps=1"], {}, {"pipeline": "no rank of a pipeline has the whole model"}),
+        (
+            ["workload.optimizer=sgd", "workload.optimizer_implementation=fused"],
+            {},
+            {"zero2": "torch has no fused SGD for FSDP2's shards"},
+        ),
+        (
+            [RATES[-1], "cluster.backend=gloo"],
+            {"tensor"},
+            {"pipeline": "pipelines on GPUs can be predicted, but not run", "tensor": "makes 2 of the 4 devices"},
+        ),
+    ],
+    ids=["no-rates", "evaluation", "fused-sgd", "gloo-on-gpus"],
+)
+def test_real_runs_are_said_to_run_and_refuse_what_they_do(changes, simulated, real, monkeypatch, capsys):
+    """Also for what the file says: the column knew the features' own reasons alone, and missing rates as one."""
+    features = {"zero2": "alone", "pipeline": "alone", "tensor": "sequence parallelism"}
+    monkeypatch.setattr(support, "FEATURES", {name: FEATURES[name] for name in features.values()})
+    monkeypatch.setattr(support, "METHODS", features)
+    cells = [each for each in support.supported(SCENARIO, (*SHORT, *changes)) if features[each.method] == each.feature]
+    assert {each.method for each in cells if each.simulated} == set(simulated)
+    assert {each.method for each in cells if each.real} == set(real)
+    assert all(real[each.method] in each.real for each in cells if each.real)
+    print_support([each for each in cells if each.feature == "alone"])
+    runs_only = [each for each in cells if each.feature == "alone" and each.simulated and not each.real]
+    assert (" real " in capsys.readouterr().out.split("yes:")[0].replace("\n", " ")) == bool(runs_only)

@@ -116,7 +116,7 @@ def test_a_fault_names_file_key_and_value():
     assert fault({"named": {"x": {"speed": 1, "buffer": -1}}}).startswith("board.toml: named.x.buffer = -1: ")
     assert fault({"wires": [{"buffer": 1}]}) == "board.toml: wires[0].speed: missing"
     several = fault({"wires": [{"buffer": 1}, {"buffer": 1}, {"speed": 0}]})
-    assert several == "board.toml: wires[0].speed: missing; so is wires[1].speed (and 1 more)"
+    assert several == "board.toml: wires[0].speed: missing; so is wires[1].speed (and 1 more fault)"
 
 
 def test_an_unknown_key_is_refused_with_the_allowed_ones_at_every_depth():
@@ -137,7 +137,7 @@ def test_an_unknown_key_in_a_table_of_several_kinds_names_the_keys_of_its_kind()
 
 def test_several_faults_are_counted_and_unknown_keys_come_first():
     assert fault({"wires": [{"speed": 0}, {"speed": 0}], "zzz": 1}) == (
-        "board.toml: zzz: unknown key; allowed: wires, named, shape, mode (and 2 more)"
+        "board.toml: zzz: unknown key; allowed: wires, named, shape, mode (and 2 more faults)"
     )
 
 

@@ -21,7 +21,7 @@ from gsreal.data.bundled import digits, digits_parts, held_out_part, standard_li
 from gsreal.measure import Timeline
 from gsreal.model_files.build import loss_of
 from gsreal.run.checkpoint import Progress
-from gsreal.run.checks import check_evaluation
+from gsreal.run.checks import check_predicted_only
 from gsreal.run.feed import Feed, HeldOut
 from gsreal.run.report import RunRecorder, refuse_divergence
 from gsreal.run.worker import _timed_steps, build
@@ -76,21 +76,26 @@ def test_held_out_data_are_the_same_whatever_the_batch_size():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("check", "overrides", "message"),
     [
-        (["plan.method=pipeline"], "run.evaluate_every_steps = 2: no rank of a pipeline has the whole model"),
         (
+            lambda scenario: check_predicted_only(scenario, where="here"),
+            ["plan.method=pipeline"],
+            "run.evaluate_every_steps = 2: no rank of a pipeline has the whole model",
+        ),
+        (
+            lambda scenario: data.check_held_out(scenario.workload, where="here"),
             ["plan.method=ddp", 'workload.data={kind="text-folder", folder="texts"}'],
             "run.evaluate_every_steps: workload.data.kind = 'text-folder': nothing of it is held out",
         ),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_before_ranks_start(overrides, message):
+def test_what_cannot_be_evaluated_is_refused_before_ranks_start(check, overrides, message):
     loaded = load_scenario(
         Path(scenario_file("demo.toml")), ["run.evaluate_every_steps=2", *overrides], gradients_needed=False
     )
     with pytest.raises(UserError) as refused:
-        check_evaluation(loaded.scenario, where="here")
+        check(loaded.scenario)
     assert str(refused.value).startswith(f"here: {message}")
 
 

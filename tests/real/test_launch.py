@@ -30,7 +30,7 @@ from gsreal.machine import device_name, usable_cores
 from gsreal.model_files.build import build_module
 from gsreal.model_files.request import Request
 from gsreal.model_files.trace import write_model
-from gsreal.run.checks import check_gloo_on_gpus, check_module, check_norms, check_predicted_only
+from gsreal.run.checks import check_module, check_norms, check_predicted_only
 from gsreal.run.launch import reason_of
 from gssim.errors import UserError
 from gssim.plan import Plan
@@ -604,7 +604,7 @@ def test_what_gloo_does_not_carry_between_gpus(plan, said):
     on_gpus = replace(scenario, cluster=cluster, plan=validated(Plan, plan, file="plan"))
     for each, message in ((on_gpus, said), (replace(on_gpus, cluster=replace(cluster, backend="nccl")), "")):
         with pytest.raises(UserError, match=re.escape(message)) if message else nullcontext():
-            check_gloo_on_gpus(each, where="file")
+            check_predicted_only(each, where="file")
 
 
 def test_exchanges_beside_products_of_nccl_cannot_run():
