@@ -14,6 +14,8 @@ from multiprocessing import current_process, forkserver, get_context, parent_pro
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.resource_tracker import ensure_running
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, Protocol
 
 from gssim.errors import RunFailedError, UserError
@@ -142,16 +144,22 @@ def start_fork_server() -> None:
 
 
 _UNTIL_EXIT = ExitStack()
+MAX_SOCKET_PATH = 107
+"""Most bytes of a socket's path on Linux (unix(7): 108, with the zero at its end)."""
 
 
 def _provide_folder() -> None:
     """Let multiprocessing's socket lie in a folder of ours until this process ends.
 
     Of a killed process it is removed by the next one; a folder that multiprocessing makes itself would stay for good.
+    Where the path would be too long for a socket in the default folder for temporary files, as on some clusters, it
+    lies below /tmp.
     """
     config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
     if "tempdir" not in config:
-        config["tempdir"] = str(_UNTIL_EXIT.enter_context(scratch_folder()))
+        path = f"{gettempdir()}/gssim-run-xxxxxxxx/listener-xxxxxxxx"
+        inside = Path("/tmp") if len(os.fsencode(path)) > MAX_SOCKET_PATH else None
+        config["tempdir"] = str(_UNTIL_EXIT.enter_context(scratch_folder(inside=inside)))
         atexit.register(_UNTIL_EXIT.close)
 
 
