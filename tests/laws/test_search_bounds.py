@@ -501,6 +501,7 @@ LORA = ("workload.adapters={rank=4}",)
         ("zero2", {"dp_shard": 4, "pp": 2}),
         ("zero3", {"dp_shard": 2, "pp": 4}),
         ("gs", {"dp_shard": 2, "pp": 4}),
+        ("gs_z3", {"dp_shard": 2, "pp": 4}),
         ("hsdp", {"dp_replicate": 2, "dp_shard": 2, "pp": 2}),
         ("pipeline", {"pp": 4, "ranks": 4}),
     ],

@@ -153,8 +153,6 @@ class MemoryBounds:
         """
         if policies.pp == 1 or not has_equal_slices(policies):
             return 0.0
-        if policies.gradients == "push" and policies.parameters != "replicated":
-            return 0.0
         if len(self.parts.stages(plan, policies)) > policies.pp or plan.schedule in INTERLEAVED:
             return 0.0
         try:
