@@ -190,6 +190,7 @@ def _of_8_bits(image: Any) -> Any:
     Raises ValueError for values of 32 bits, whose range the file does not tell.
     """
     if image.mode.startswith("I;16"):
+        # 65,535 = 255 * 257: white stays white, and values are rounded to the nearest
         return _pillow().fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError("its values have 32 bits, in a range that is not known; save it with 8 or 16 bits a channel")

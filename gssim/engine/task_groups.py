@@ -42,7 +42,8 @@ HASHED_TASKS = 16
 
 
 class TaskShape(Source):
-    """What the tasks of a role are but for their times and memory: programs that differ in these alone share it.
+    """Order, streams, dependencies and collectives of a role's tasks, without their times and memory: programs that
+    differ in these alone share it.
 
     It is hashed by some of its parts only. To compare all of them takes less time than to hash them, because most
     identities of equal tasks are the same objects.

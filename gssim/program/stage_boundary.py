@@ -67,7 +67,7 @@ class Stage:
 
     @cached_property
     def _output_places(self) -> tuple[tuple[int, Buffer | None], ...]:
-        """What `output_place` returns for several samples, and for one."""
+        """Results of `output_place`: for several samples, and for one."""
         return tuple(self._place_of_output(samples) for samples in (2, 1))
 
     def _place_of_output(self, samples: int) -> tuple[int, Buffer | None]:
